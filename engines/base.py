@@ -1,0 +1,141 @@
+"""The one interface behind which every inference engine stands. No torch here: a worker on SGLang never imports it.
+
+An engine is driven by polling, from one thread: `submit` requests, then call `poll`, which does some work (the
+embedded engine: one decode step) or waits (a remote one), and returns what came out. Weights arrive in another thread,
+which calls `stage_weights`; the swap itself happens inside `poll`, between two decode steps.
+
+Shapes: n = tokens of the item at hand. Log-probs are natural, float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Sampling, VersionSpan, WeightVersion
+
+if TYPE_CHECKING:
+    import torch
+
+Int32s: TypeAlias = npt.NDArray[np.int32]
+Float32s: TypeAlias = npt.NDArray[np.float32]
+UpdateMode: TypeAlias = Literal["in_place", "retract"]
+"""What happens to running requests at a weight swap: `in_place` keeps the KV cache, `retract` recomputes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Continue `prompt_ids` [n_prompt] until a stop token, or `max_new_tokens`."""
+
+    request_id: str
+    prompt_ids: Int32s
+    sampling: Sampling
+    max_new_tokens: int
+    """Of this request; `sampling.max_new_tokens` is the whole rollout's."""
+    stop_token_ids: tuple[int, ...]
+    """A sampled stop token ends the request and IS part of the output (it is graded like any other token)."""
+    sample_offset: int = 0
+    """Tokens of the rollout sampled by earlier requests: the random stream goes on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDelta:
+    """New tokens of one request since the last delta; at least one token, or a finish reason."""
+
+    request_id: str
+    token_ids: Int32s
+    """[n]"""
+    logprobs: Float32s
+    """[n] under the distribution really sampled from (temperature, top-p and top-k applied), as softmax log-probs."""
+    spans: tuple[VersionSpan, ...]
+    """Versions of these n tokens, offsets relative to this delta's first token; they cover [0, n)."""
+    finish_reason: Literal["stop", "length", "aborted", "error"] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Log-probs of token_ids[start:end] given what stands before each; end = len(token_ids). start >= 1."""
+
+    token_ids: Int32s
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """n = end - start of the request."""
+
+    logprobs: Float32s
+    """[n]"""
+    top_ids: Int32s | None = None
+    """[n, k] the k likeliest tokens at each position, likeliest first."""
+    top_logprobs: Float32s | None = None
+    """[n, k]"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A frozen look at a generation engine."""
+
+    running: int
+    queued: int
+    free_slots: int
+    sampled_tokens_total: int
+    decode_steps_total: int
+    busy_s_total: float
+    weight_swaps_total: int
+    version: WeightVersion
+    extra: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class GenerationEngine(Protocol):
+    """A student that writes."""
+
+    @property
+    def version(self) -> WeightVersion:
+        """Version of the weights that the next token will be sampled under."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises ValueError for an empty prompt, an id outside the vocabulary, a request id in use,
+        or a prompt that leaves no room for a token in the context window."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; its last delta has finish_reason "aborted". Unknown ids are ignored (it just ended)."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[GenerationDelta]:
+        """Do one decode step, or wait up to `timeout_s` if there is nothing to decode."""
+        ...
+
+    def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Thread-safe. Take a full set of named parameters (HF names); they are swapped in between two decode steps.
+        A newer staging replaces one that is not yet swapped in. Raises ValueError for missing or unknown names or
+        shapes, naming them; nothing is swapped then."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ScoringEngine(Protocol):
+    """A teacher that grades."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+        """Grade a batch at temperature 1. Raises ValueError for ids outside the vocabulary or start < 1."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,557 @@
+"""Every message that crosses a wire: one Struct each, who sends it to whom, and which frames follow it.
+
+A message is one ZeroMQ multipart: the first frame is MessagePack of the tagged Struct, the others are raw
+little-endian arrays in the order and dtype the docstring names (see `protocol.codec`). Lengths are tokens.
+
+Loops (every peer talks to the buffer only; the buffer is a ROUTER, all others are DEALERs):
+
+    any      Hello -> Welcome | Refused;  Heartbeat <-> HeartbeatReply;  Goodbye ->;  <- Shutdown
+    actor    TicketCredit -> .. <- Tickets;  Segment -> <- SegmentAck;  RolloutFailed -> <- RolloutFailedAck;
+             <- CancelRollout;  <- WeightPlan
+    teacher  ScoreCredit -> .. <- ScoreWork;  Scores -> <- ScoresAck;  ScoreFailed -> <- ScoresAck
+    learner  TasksOffered -> <- TasksAck;  BatchWanted -> .. <- Batch;  BatchTrained -> <- BatchTrainedAck;
+             EvalWanted -> .. <- EvalResult;  VersionPublished ->;  PostWeightPlan ->;  <- Membership;  RunFinished ->
+    anyone   SnapshotWanted -> <- Snapshot
+
+Offsets: token offsets are absolute within the rollout, half-open. Offset 0 is the first prompt token.
+"Sampled" tokens (loss mask 1) are those the student wrote; the ledger counts sampled tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+Role: TypeAlias = Literal["actor", "teacher", "learner", "launcher"]
+TaskKind: TypeAlias = Literal["train", "eval"]
+
+
+class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A point on the run's clock. `step` optimizer steps were applied to make these weights; `epoch` rises by one
+    each time a learner starts from a checkpoint, so that versions of an abandoned branch stay distinguishable."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The engine sampled every sampled token in [start, end) of the rollout under `version`.
+
+    Within a segment spans are sorted, disjoint, inside [segment.start, segment.end) and cover every sampled token;
+    they may skip tokens that were not sampled."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the student samples. temperature 0 = greedy (behaviour log-probs are then those of the T=1 softmax)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    max_new_tokens: int = 96
+    """Sampled tokens over the whole rollout, all turns together."""
+    seed: int = 0
+    """Per rollout: the same seed, prompt and weights give the same tokens whatever else is in the batch."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One prompt of the task stream. Frame when listed in a message: prompt token ids, int32 [n_prompt].
+
+    The buffer turns it into `group_size` tickets, samples 0..group_size-1."""
+
+    task_id: int
+    """Rising along the task stream; unique among tasks of one kind within a run."""
+    kind: TaskKind
+    group_size: int
+    sampling: Sampling
+    """`seed` here is the task's; the ticket's seed is derived from it, the sample index and the attempt."""
+    env: str = "single_turn"
+    tag: str = ""
+    teachers: tuple[str, ...] = ("default",)
+    """Pools that must score each sampled token before it is scored. Empty = no teacher needed."""
+    ground_truth: str | None = None
+    eval_id: str = ""
+    """For kind eval: which evaluation this belongs to."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Permission to run one rollout. Frame when listed: prompt token ids, int32 [n_prompt]."""
+
+    rollout_id: str
+    """`<kind>-<task_id>-<sample>-<attempt>`; unique within the run."""
+    task_id: int
+    sample_index: int
+    kind: TaskKind
+    sampling: Sampling
+    """`seed` is this rollout's own."""
+    env: str
+    tag: str
+    ground_truth: str | None
+    min_version: WeightVersion
+    """The engine must have at least this version before the first token is sampled."""
+
+
+# ---------------------------------------------------------------------------------------------- connection
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """peer -> buffer, first message on a connection, and again after every reconnect."""
+
+    role: Role
+    name: str
+    """Unique per role, stable across restarts of the same worker slot, e.g. `actor-3`."""
+    incarnation: str
+    """Random per process: a new one means that the former process of this name is dead."""
+    run_id: str
+    vocab_fingerprint: str
+    """Hash of the token-to-id map (`protocol.fingerprint`). Empty for roles without a tokenizer."""
+    pool: str = ""
+    """Teacher pool; empty for other roles."""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> peer: accepted. Work may be asked for."""
+
+    peer_id: int
+    heartbeat_s: float
+    """The peer sends a Heartbeat at least this often."""
+    peer_timeout_s: float
+    """Silence longer than this and the buffer counts the peer as lost."""
+    version: WeightVersion
+    """The newest published version."""
+    weights: WeightsRef | None
+    """Snapshot to catch up from, when there is one newer than the student the run began with."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> peer: not accepted, or a message that cannot be. After a refused Hello the peer must exit non-zero."""
+
+    code: Literal[
+        "protocol_version",
+        "run_id",
+        "vocab_fingerprint",
+        "not_hello_first",
+        "malformed",
+        "too_large",
+        "role",
+        "duplicate_name",
+    ]
+    message: str
+    got: str
+    expected: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """peer -> buffer. Says that the process lives; leases are extended by results only, never by this."""
+
+    version: WeightVersion | None
+    """Weights the peer's engine runs on (actors, learner)."""
+    stats: dict[str, float]
+    """Flat gauges and running totals of the peer; glossary in ARCHITECTURE.md. Totals end in `_total`."""
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> peer."""
+
+    version: WeightVersion
+    """The newest published version."""
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """peer -> buffer: leaving on purpose; its leases and tickets go back at once."""
+
+    reason: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> every peer: the run is over (`ok`) or given up; finish and exit."""
+
+    ok: bool
+    reason: str
+
+
+# --------------------------------------------------------------------------------------------------- actor
+
+
+class TicketCredit(msgspec.Struct, frozen=True, tag=True):
+    """actor -> buffer: up to `n` rollouts more than are running may be given to me. Absolute, not additive:
+    the newest credit replaces the former one; tickets sent since reduce it (the buffer subtracts)."""
+
+    n: int
+    seq: int
+    """Rising per incarnation; a lower one than seen is ignored."""
+    tickets_received_total: int
+    """Tickets this incarnation has received so far; the buffer subtracts those still on their way."""
+
+
+class Tickets(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> actor. Frames: one int32 [n_prompt] per ticket, in order."""
+
+    tickets: tuple[Ticket, ...]
+
+
+class Segment(msgspec.Struct, frozen=True, tag=True):
+    """actor -> buffer, acknowledged. A contiguous run of tokens of one rollout.
+
+    Frames: token ids int32 [n]; behaviour log-probs float32 [n] (0 where not sampled); loss mask uint8 [n];
+    n = end - start. Segment 0 starts at offset 0 and begins with the prompt."""
+
+    rollout_id: str
+    index: int
+    start: int
+    end: int
+    spans: tuple[VersionSpan, ...]
+    final: bool
+    finish_reason: str | None = None
+    """On the final one: "stop", "length", "env_done", "env_error", "aborted"."""
+    reward: float | None = None
+    """On the final one, if the environment gave one."""
+    n_turns: int = 1
+
+
+class SegmentAck(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> actor. After it (any status) the actor forgets the segment; `rejected` ends the rollout."""
+
+    rollout_id: str
+    index: int
+    status: Literal["accepted", "duplicate", "rejected"]
+    reason: str | None = None
+    """For rejected: a `RejectReason` of buffer.ledger, e.g. "nan_logprob", "unknown_rollout"."""
+
+
+class RolloutFailed(msgspec.Struct, frozen=True, tag=True):
+    """actor -> buffer, acknowledged: this rollout will not be finished (engine or environment error)."""
+
+    rollout_id: str
+    reason: str
+
+
+class RolloutFailedAck(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> actor."""
+
+    rollout_id: str
+
+
+class CancelRollout(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> actor: stop generating this rollout, its tokens are no longer wanted. No reply is owed."""
+
+    rollout_id: str
+    reason: str
+
+
+# ------------------------------------------------------------------------------------------------- teacher
+
+
+class ScoreCredit(msgspec.Struct, frozen=True, tag=True):
+    """teacher -> buffer: up to `tokens` more context tokens may be leased to me than I hold. Absolute, like
+    TicketCredit; one item larger than the credit is sent alone when nothing is held."""
+
+    tokens: int
+    seq: int
+    items_received_total: int
+    """ScoreItems this incarnation has received so far."""
+
+
+class ScoreItem(msgspec.Struct, frozen=True):
+    """Score tokens [start, end) of a rollout given its tokens [0, start). Frame: token ids int32 [end]."""
+
+    lease_id: int
+    rollout_id: str
+    start: int
+    end: int
+
+
+class ScoreWork(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> teacher. Frames: one int32 [end] per item, in order."""
+
+    items: tuple[ScoreItem, ...]
+
+
+class Scores(msgspec.Struct, frozen=True, tag=True):
+    """teacher -> buffer, acknowledged. Frames: one float32 [end - start] per lease, in order: log-probs of the given
+    tokens (any finite number where the token was not sampled)."""
+
+    leases: tuple[int, ...]
+
+
+class ScoreFailed(msgspec.Struct, frozen=True, tag=True):
+    """teacher -> buffer, acknowledged with ScoresAck: these leases could not be scored."""
+
+    leases: tuple[int, ...]
+    reason: str
+
+
+class ScoresAck(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> teacher, one status per lease: accepted; expired (another teacher has it by now); rejected."""
+
+    leases: tuple[int, ...]
+    statuses: tuple[Literal["accepted", "expired", "rejected"], ...]
+    reasons: tuple[str | None, ...]
+
+
+# ------------------------------------------------------------------------------------------------- learner
+
+
+class TasksOffered(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer, acknowledged: the next tasks of the stream. Frames: prompt ids, one int32 per task."""
+
+    tasks: tuple[Task, ...]
+
+
+class TasksAck(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> learner. Also sent unasked when the queue runs low."""
+
+    task_ids: tuple[int, ...]
+    """Acknowledged ones (kind train and eval are numbered apart; `kind` says which)."""
+    kind: TaskKind
+    tasks_wanted: int
+    """How many more train tasks the queue has room for."""
+
+
+class BatchWanted(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer: one batch, to be trained in the optimizer step that takes `version` to `version.step + 1`.
+    Repeated until answered; a repeat while the batch is leased gets the same batch again."""
+
+    version: WeightVersion
+
+
+class BatchItem(msgspec.Struct, frozen=True):
+    """Tokens [0, end) of one rollout. Frames, each [end]: token ids int32; behaviour log-probs float32; train mask
+    uint8 (1 = train this token in this batch); teacher log-probs float32 [n_teachers, end] (0 where not scored).
+
+    Tokens with mask 0 are context: the prompt, environment text, tokens trained in an earlier batch, or masked ones."""
+
+    rollout_id: str
+    task_id: int
+    sample_index: int
+    group_size: int
+    tag: str
+    teachers: tuple[str, ...]
+    end: int
+    spans: tuple[VersionSpan, ...]
+    """Spans of [0, end)."""
+    final: bool
+    finish_reason: str | None
+    reward: float | None
+    n_turns: int
+
+
+class Batch(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> learner. Frames: four per item, in order (see BatchItem)."""
+
+    batch_id: int
+    version: WeightVersion
+    items: tuple[BatchItem, ...]
+    staleness: dict[int, int]
+    """Distance in optimizer steps -> number of tokens to train at that distance. Never above the bound."""
+    tasks_done: tuple[int, ...]
+    """Train tasks every rollout of which is settled once this batch is trained."""
+    snapshot: Snapshot
+
+
+class BatchTrained(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer, acknowledged: the batch became part of the step that made `version`."""
+
+    batch_id: int
+    version: WeightVersion
+
+
+class BatchTrainedAck(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> learner."""
+
+    batch_id: int
+    version: WeightVersion
+
+
+class EvalWanted(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer: send EvalResult for finished, scored rollouts of this evaluation, as they come.
+    Repeated until all arrived; `have` are rollout ids received already."""
+
+    eval_id: str
+    have: tuple[str, ...]
+
+
+class EvalResult(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> learner. Frames as in Batch; train mask = loss mask."""
+
+    eval_id: str
+    items: tuple[BatchItem, ...]
+    failed: int
+    """Rollouts of this evaluation that were given up (no result will come)."""
+    outstanding: int
+    """Rollouts still to come after this message."""
+
+
+class VersionPublished(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer: this version is out; `weights` is a snapshot to catch up from (may be older)."""
+
+    version: WeightVersion
+    weights: WeightsRef | None
+
+
+class WeightsRef(msgspec.Struct, frozen=True):
+    """A snapshot of weights on a folder that actors can read: safetensors."""
+
+    version: WeightVersion
+    path: str
+    sha256: str
+
+
+class WeightPlan(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer -> each member actor: leave the former weight group, catch up from `weights`, join this one.
+
+    Rank 0 (the learner) hosts the TCP store at host:port and broadcasts; ranks 1.. follow `members`."""
+
+    group_epoch: int
+    host: str
+    port: int
+    backend: Literal["gloo", "nccl"]
+    members: tuple[str, ...]
+    """Actor names; the rank of members[i] is i + 1."""
+    world_size: int
+    join_timeout_s: float
+    weights: WeightsRef | None
+
+
+class PostWeightPlan(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer: pass the plan to its members."""
+
+    plan: WeightPlan
+
+
+class Membership(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> learner, at once after its Hello and on every change: actors connected now."""
+
+    actors: tuple[str, ...]
+    incarnations: tuple[str, ...]
+
+
+class RunFinished(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer: no step will follow. The buffer retires what is left and sends Shutdown to all."""
+
+    ok: bool
+    reason: str
+
+
+# ------------------------------------------------------------------------------------------------ snapshot
+
+
+class LedgerCounts(msgspec.Struct, frozen=True):
+    """`accepted = trained + sum(masked) + sum(dropped) + waiting + in_flight`, in one unit."""
+
+    accepted: int
+    trained: int
+    masked: dict[str, int]
+    dropped: dict[str, int]
+    waiting: int
+    in_flight: int
+
+    @property
+    def balanced(self) -> bool:
+        gone = self.trained + sum(self.masked.values()) + sum(self.dropped.values())
+        return self.accepted == gone + self.waiting + self.in_flight
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """Train rollouts, segments and sampled tokens; `rejected` never entered `accepted`."""
+
+    rollouts: LedgerCounts
+    segments: LedgerCounts
+    tokens: LedgerCounts
+    rejected: dict[str, int]
+    """Messages refused at the door, by reason."""
+    eval_tokens: LedgerCounts
+    """The same for evaluation rollouts; `trained` means delivered to the learner here."""
+
+    @property
+    def balanced(self) -> bool:
+        return all(c.balanced for c in (self.rollouts, self.segments, self.tokens, self.eval_tokens))
+
+
+class PeerView(msgspec.Struct, frozen=True):
+    """One connected or lost peer as the buffer sees it."""
+
+    role: Role
+    name: str
+    alive: bool
+    version: WeightVersion | None
+    silent_s: float
+    stats: dict[str, float]
+    held: int
+    """Tickets (actor), score leases (teacher) or batches (learner) held."""
+    done_total: int
+    """Rollouts finished (actor), items scored (teacher), batches trained (learner)."""
+    tokens_total: int
+    """Sampled tokens accepted from (actor), scored by (teacher) or trained by (learner) it, over all incarnations."""
+
+
+class SnapshotWanted(msgspec.Struct, frozen=True, tag=True):
+    """anyone -> buffer."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> asker: everything, at one moment, frozen."""
+
+    time_s: float
+    """Monotonic clock of the buffer."""
+    phase: Literal["running", "finished", "failed"]
+    phase_reason: str
+    version: WeightVersion
+    published: WeightVersion
+    ledger: Ledger
+    queues: dict[str, int]
+    """tasks_queued, tickets_outstanding, rollouts_waiting, tokens_unscored, tokens_scoring, tokens_scored,
+    tokens_in_batch, tickets_free (what pacing would still issue)."""
+    staleness_hist: dict[int, int]
+    """Trained tokens by distance, since the start."""
+    max_staleness: int
+    peers: tuple[PeerView, ...]
+
+
+Message: TypeAlias = (
+    Hello
+    | Welcome
+    | Refused
+    | Heartbeat
+    | HeartbeatReply
+    | Goodbye
+    | Shutdown
+    | TicketCredit
+    | Tickets
+    | Segment
+    | SegmentAck
+    | RolloutFailed
+    | RolloutFailedAck
+    | CancelRollout
+    | ScoreCredit
+    | ScoreWork
+    | Scores
+    | ScoreFailed
+    | ScoresAck
+    | TasksOffered
+    | TasksAck
+    | BatchWanted
+    | Batch
+    | BatchTrained
+    | BatchTrainedAck
+    | EvalWanted
+    | EvalResult
+    | VersionPublished
+    | WeightPlan
+    | PostWeightPlan
+    | Membership
+    | RunFinished
+    | SnapshotWanted
+    | Snapshot
+)
