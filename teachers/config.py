@@ -1,0 +1,40 @@
+"""Settings of a teacher worker. No torch here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One teacher process: an engine that grades, and how much work it holds."""
+
+    engine: Literal["torch"] = "torch"
+    """Scoring engine. `torch` is the embedded one."""
+    pool: str = "default"
+    """Name of the pool this teacher serves; tasks name the pools that must grade them."""
+    device: str = "auto"
+    """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights; auto = bfloat16 on cuda, float32 elsewhere."""
+    max_batch_tokens: int = 4096
+    """Context tokens graded in one packed forward pass."""
+    credit_batches: float = 2.0
+    """Work asked for ahead, in batches: 2 keeps one batch on its way while another is graded."""
+    gather_s: float = 0.005
+    """How long a lone request waits for company before it is graded, seconds."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 1:
+            raise ValueError(f"teacher.max_batch_tokens is {self.max_batch_tokens}; expected at least 1")
+        if self.credit_batches < 1:
+            raise ValueError(f"teacher.credit_batches is {self.credit_batches}; expected at least 1")
+        if self.gather_s < 0:
+            raise ValueError(f"teacher.gather_s is {self.gather_s}; expected 0 or more seconds")
+        if not self.pool:
+            raise ValueError("teacher.pool is empty; expected a name, e.g. default")
+
+    @property
+    def credit_tokens(self) -> int:
+        return int(self.max_batch_tokens * self.credit_batches)

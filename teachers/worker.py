@@ -1,0 +1,191 @@
+"""A teacher: pulls score requests by credit, grades them in packed batches, sends the grades back.
+
+The loop (one thread; the client's own thread keeps the connection and the heartbeats):
+
+    input   ScoreWork from the buffer: items hold a whole prefix, so any teacher can take any item
+    output  Scores | ScoreFailed, one lease each, acknowledged by the buffer and sent again until they are
+    waits   for work (unblocked by the buffer, as actors stream) - never for an acknowledgement
+    credit  `credit_tokens` context tokens at most are held; the credit is renewed as items are graded
+
+A growing rollout comes back here as long as this teacher has credit; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from engines.base import Float32s, Int32s, ScoreRequest, ScoringEngine
+from protocol.client import Client
+from protocol.messages import ScoreCredit, ScoreFailed, ScoreItem, Scores, ScoresAck, ScoreWork, Shutdown
+from teachers.config import TeacherConfig
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S: Final = 0.2
+"""How long one wait for work lasts; also the bound on noticing a stop request."""
+CREDIT_REPEAT_S: Final = 2.0
+"""An idle teacher repeats its credit this often: a credit is not acknowledged, and a reconnect may have lost it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A leased item and its tokens [0, end)."""
+
+    item: ScoreItem
+    token_ids: Int32s
+
+
+class TeacherWorker:
+    """Grades what the buffer leases to it until Shutdown, or until `stop` is set."""
+
+    def __init__(self, client: Client, engine: ScoringEngine, config: TeacherConfig) -> None:
+        self._client = client
+        self._engine = engine
+        self._config = config
+        self._held: deque[Held] = deque()
+        self._held_tokens = 0
+        self._received_total = 0
+        self._credit_seq = 0
+        self._totals = {
+            "scored_tokens_total": 0.0,
+            "scored_items_total": 0.0,
+            "context_tokens_total": 0.0,
+            "batches_total": 0.0,
+            "failed_items_total": 0.0,
+            "expired_items_total": 0.0,
+            "busy_s_total": 0.0,
+        }
+        self._started_s = time.monotonic()
+        self._credit_sent_s = 0.0
+        self._shutdown: Shutdown | None = None
+        self.stop = False
+
+    def run(self) -> bool:
+        """Loop until told to stop; True when the run ended well."""
+        self._send_credit()
+        while not self.stop and self._shutdown is None:
+            self._receive(0.0 if self._held else IDLE_WAIT_S)
+            if self._held and self._held_tokens < self._config.max_batch_tokens and self._config.gather_s > 0:
+                self._receive(self._config.gather_s)
+            if self._held and self._shutdown is None:
+                self._grade(self._next_batch())
+                self._send_credit()
+            elif time.monotonic() - self._credit_sent_s > CREDIT_REPEAT_S:
+                self._send_credit()
+            self._report()
+        return self._shutdown is not None and self._shutdown.ok
+
+    def _receive(self, timeout_s: float) -> None:
+        """Take what is there, waiting up to `timeout_s` for the first message."""
+        got_work = False
+        received = self._client.recv(timeout_s)
+        while received is not None:
+            message = received.message
+            match message:
+                case ScoreWork():
+                    for item, token_ids in zip(message.items, received.arrays, strict=True):
+                        self._held.append(Held(item, token_ids))
+                        self._held_tokens += item.end
+                    self._received_total += len(message.items)
+                    got_work = True
+                case ScoresAck():
+                    self._note_refused(message)
+                case Shutdown():
+                    self._shutdown = message
+                    return
+                case _:
+                    log.warning("a teacher has no use for %s", type(message).__name__)
+            received = self._client.recv(0.0)
+        if got_work:
+            self._send_credit()
+
+    def _note_refused(self, ack: ScoresAck) -> None:
+        for lease, status, reason in zip(ack.leases, ack.statuses, ack.reasons, strict=True):
+            if status == "rejected":
+                log.error("the buffer rejected the grades of lease %d: %s", lease, reason)
+                self._totals["failed_items_total"] += 1
+            elif status == "expired":
+                self._totals["expired_items_total"] += 1
+
+    def _next_batch(self) -> list[Held]:
+        """Items in order of arrival up to the token budget; one larger item goes alone."""
+        batch = [self._held.popleft()]
+        tokens = batch[0].item.end
+        while self._held and tokens + self._held[0].item.end <= self._config.max_batch_tokens:
+            batch.append(self._held.popleft())
+            tokens += batch[-1].item.end
+        self._held_tokens -= tokens
+        return batch
+
+    def _grade(self, batch: list[Held]) -> None:
+        began_s = time.monotonic()
+        fit = [held for held in batch if self._fits(held)]
+        graded = self._score(fit)
+        good = [(held, logprobs) for held, logprobs in graded if isinstance(logprobs, np.ndarray)]
+        if good:
+            self._client.send(Scores(leases=tuple(h.item.lease_id for h, _ in good)), [lp for _, lp in good])
+        for held, outcome in graded:
+            if not isinstance(outcome, np.ndarray):
+                self._fail(held, outcome)
+        totals = self._totals
+        totals["busy_s_total"] += time.monotonic() - began_s
+        totals["batches_total"] += 1
+        totals["scored_items_total"] += len(good)
+        totals["scored_tokens_total"] += sum(h.item.end - h.item.start for h, _ in good)
+        totals["context_tokens_total"] += sum(h.item.end for h, _ in good)
+
+    def _fits(self, held: Held) -> bool:
+        """Refuse what this teacher cannot grade, by reason: the engine must not see it."""
+        ids = held.token_ids
+        if held.item.end > self._engine.max_context:
+            self._fail(held, f"context_too_long: {held.item.end} tokens, this teacher takes {self._engine.max_context}")
+        elif int(ids.min()) < 0 or int(ids.max()) >= self._engine.vocab_size:
+            self._fail(held, f"token_out_of_vocab: ids {ids.min()}..{ids.max()}, {self._engine.vocab_size} rows")
+        else:
+            return True
+        return False
+
+    def _score(self, batch: list[Held]) -> list[tuple[Held, Float32s | str]]:
+        """Grades per item, or the reason why there are none. A failing batch is graded one by one, so that one bad
+        item does not take its neighbours with it. Position 0 has no grade: nothing stands before it."""
+        if not batch:
+            return []
+        requests = [ScoreRequest(held.token_ids, max(1, held.item.start)) for held in batch]
+        try:
+            results = self._engine.score(requests)
+        except (ValueError, RuntimeError) as error:
+            if len(batch) == 1:
+                return [(batch[0], f"engine_error: {error}")]
+            log.exception("grading %d items together failed; grading them one by one", len(batch))
+            return [pair for held in batch for pair in self._score([held])]
+        graded: list[tuple[Held, Float32s | str]] = []
+        for held, result in zip(batch, results, strict=True):
+            logprobs = result.logprobs
+            if held.item.start == 0:
+                logprobs = np.concatenate([np.zeros(1, np.float32), logprobs])
+            graded.append((held, logprobs if np.isfinite(logprobs).all() else "non_finite_logprob"))
+        return graded
+
+    def _fail(self, held: Held, reason: str) -> None:
+        log.error("lease %d (rollout %s): %s", held.item.lease_id, held.item.rollout_id, reason)
+        self._totals["failed_items_total"] += 1
+        self._client.send(ScoreFailed(leases=(held.item.lease_id,), reason=reason))
+
+    def _send_credit(self) -> None:
+        self._credit_seq += 1
+        self._credit_sent_s = time.monotonic()
+        tokens = max(0, self._config.credit_tokens - self._held_tokens)
+        self._client.send(ScoreCredit(tokens=tokens, seq=self._credit_seq, items_received_total=self._received_total))
+
+    def _report(self) -> None:
+        elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
+        stats = dict(self._totals)
+        stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
+        stats["held_tokens"] = float(self._held_tokens)
+        self._client.set_heartbeat(None, stats)
