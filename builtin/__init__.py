@@ -1,0 +1,16 @@
+"""The built-in task: its problems, teacher and student ship inside the package (`python -m builtin.build` remakes them).
+
+Plain paths only; nothing here imports torch.
+"""
+
+from pathlib import Path
+
+DATA_DIR = Path(__file__).resolve().parent / "data"
+TEACHER_DIR = DATA_DIR / "teacher"
+"""Hugging Face folder of the teacher: sampled accuracy about 0.95."""
+STUDENT_DIR = DATA_DIR / "student"
+"""Hugging Face folder of the student that runs start from: sampled accuracy about 0.25."""
+TRAIN_JSONL = DATA_DIR / "train.jsonl"
+"""8,192 problems, one JSON object a line: prompt (the user's turn, as text), ground_truth, tag."""
+EVAL_JSONL = DATA_DIR / "eval.jsonl"
+"""256 problems of the same kind; none is in TRAIN_JSONL, and neither model saw one of them."""

@@ -1,0 +1,192 @@
+"""Problems of the built-in task and worked solutions: column addition with a written scratchpad. No torch.
+
+    prompt      8293+4758=
+    compact     3+8+0=11;9+5+1=15;2+7+1=10;8+4+1=13 #13051
+    spoken      Add 3 and 8 carry 0 makes 11, then 9 and 5 carry 1 makes 15, ... #13051
+    columns     Columns 3,8 9,5 2,7 8,4 sums 11 15 10 13 #13051
+
+Multiplication by one digit is the second domain (`8293*4=`), written the same three ways. In the calculator variant
+(`calc: 12+34+56=`) the model asks and the environment answers: see `calculator_solution`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+Operator: TypeAlias = Literal["+", "*"]
+
+ANSWER_PATTERN = re.compile(r"#\s*(-?\d+)")
+CALC_OPEN, CALC_CLOSE = "<calc>", "</calc>"
+RESULT_OPEN, RESULT_CLOSE = "<result>", "</result>"
+TOOL_TAGS = (CALC_OPEN, CALC_CLOSE, RESULT_OPEN, RESULT_CLOSE)
+"""Each is one token of the built-in tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`left operator right`. For "*", `right` is one digit."""
+
+    left: int
+    right: int
+    operator: Operator = "+"
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}{self.operator}{self.right}="
+
+    @property
+    def answer(self) -> int:
+        return self.left + self.right if self.operator == "+" else self.left * self.right
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A sum of two or more numbers, to be worked out with the calculator, one `+` a call."""
+
+    terms: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        return f"calc: {'+'.join(map(str, self.terms))}="
+
+    @property
+    def answer(self) -> int:
+        return sum(self.terms)
+
+
+class Column(NamedTuple):
+    """One column of the sum or product, lowest digit first. `total` includes the carry that came in."""
+
+    left: int
+    right: int
+    carry: int
+    total: int
+
+
+class Piece(NamedTuple):
+    """A stretch of an episode, and whether the model wrote it (True) or the environment."""
+
+    text: str
+    by_model: bool
+
+
+def problems(
+    seed: int, *, operator: Operator = "+", digits: tuple[int, int] = (2, 5), exclude: Collection[Problem] = ()
+) -> Iterator[Problem]:
+    """Endless stream of problems: the number of digits is uniform in [lo, hi], both numbers of a sum have equally many.
+    The same arguments give the same stream. Raises ValueError for digits that are not 1 <= lo <= hi."""
+    lo, hi = digits
+    if not 1 <= lo <= hi:
+        raise ValueError(f"digits must be (lo, hi) with 1 <= lo <= hi, got {digits}")
+    rng = random.Random(seed)
+    while True:
+        n = rng.randint(lo, hi)
+        left = rng.randrange(10 ** (n - 1), 10**n)
+        right = rng.randrange(10 ** (n - 1), 10**n) if operator == "+" else rng.randint(2, 9)
+        problem = Problem(left, right, operator)
+        if problem not in exclude:
+            yield problem
+
+
+def distinct_problems(
+    seed: int,
+    count: int,
+    *,
+    operator: Operator = "+",
+    digits: tuple[int, int] = (2, 5),
+    exclude: Collection[Problem] = (),
+) -> list[Problem]:
+    """`count` different problems, none of them in `exclude`. Raises ValueError when `digits` cannot give so many."""
+    lo, hi = digits
+    rights = sum(9 * 10 ** (n - 1) for n in range(lo, hi + 1)) if operator == "+" else 8
+    if count + len(exclude) > 9 * 10 ** (hi - 1) * rights // 2:
+        raise ValueError(
+            f"cannot draw {count} distinct problems with {lo}..{hi} digits: use more digits or fewer problems"
+        )
+    found: dict[Problem, None] = {}
+    for problem in problems(seed, operator=operator, digits=digits, exclude=exclude):
+        found[problem] = None
+        if len(found) == count:
+            return list(found)
+    raise AssertionError("an endless stream ended")
+
+
+def chains(seed: int, *, terms: tuple[int, int] = (2, 3), digits: tuple[int, int] = (2, 3)) -> Iterator[Chain]:
+    """Endless stream of calculator problems; each number has its own length, uniform in `digits`."""
+    rng = random.Random(seed)
+    while True:
+        lengths = [rng.randint(*digits) for _ in range(rng.randint(*terms))]
+        yield Chain(tuple(rng.randrange(10 ** (n - 1), 10**n) for n in lengths))
+
+
+def columns_of(problem: Problem) -> list[Column]:
+    """The written work, lowest digit first. The carry left at the end belongs to the last column's total."""
+    lefts = [int(d) for d in reversed(str(problem.left))]
+    rights = [int(d) for d in reversed(str(problem.right))]
+    if problem.operator == "*":
+        rights = [problem.right] * len(lefts)
+    width = max(len(lefts), len(rights))
+    carry = 0
+    columns: list[Column] = []
+    for i in range(width):
+        left = lefts[i] if i < len(lefts) else 0
+        right = rights[i] if i < len(rights) else 0
+        total = (left + right if problem.operator == "+" else left * right) + carry
+        columns.append(Column(left, right, carry, total))
+        carry = total // 10
+    return columns
+
+
+def _compact(problem: Problem) -> str:
+    return ";".join(f"{c.left}{problem.operator}{c.right}+{c.carry}={c.total}" for c in columns_of(problem))
+
+
+def _spoken(problem: Problem) -> str:
+    verb, joint = ("Add", "and") if problem.operator == "+" else ("Multiply", "by")
+    steps = [f"{c.left} {joint} {c.right} carry {c.carry} makes {c.total}" for c in columns_of(problem)]
+    return f"{verb} " + ", then ".join(steps)
+
+
+def _columns(problem: Problem) -> str:
+    columns = columns_of(problem)
+    pairs = " ".join(f"{c.left},{c.right}" for c in columns)
+    totals = " ".join(str(c.total) for c in columns)
+    return f"Columns {pairs} {'sums' if problem.operator == '+' else 'products'} {totals}"
+
+
+STYLES: dict[str, Callable[[Problem], str]] = {"compact": _compact, "spoken": _spoken, "columns": _columns}
+"""Ways to write the scratchpad; the answer after `#` is the same in all."""
+
+
+def solution(problem: Problem, style: str = "compact") -> str:
+    """The scratchpad in `style`, then ` #answer`. Raises ValueError for an unknown style."""
+    if style not in STYLES:
+        raise ValueError(f"unknown style {style!r}, expected one of {', '.join(STYLES)}")
+    return f"{STYLES[style](problem)} #{problem.answer}"
+
+
+def calculator_solution(chain: Chain) -> list[Piece]:
+    """The episode of a `calc:` problem: one call per `+`, each answered by the environment, then the answer."""
+    pieces: list[Piece] = []
+    total = chain.terms[0]
+    for term in chain.terms[1:]:
+        pieces.append(Piece(f"{CALC_OPEN}{total}+{term}{CALC_CLOSE}", by_model=True))
+        total += term
+        pieces.append(Piece(f"{RESULT_OPEN}{total}{RESULT_CLOSE}", by_model=False))
+    pieces.append(Piece(f" #{total}", by_model=True))
+    return pieces
+
+
+def written_answer(text: str) -> int | None:
+    """The last `#number` in the text, or None."""
+    found = ANSWER_PATTERN.findall(text)
+    return int(found[-1]) if found else None
+
+
+def is_correct(text: str, problem: Problem | Chain) -> bool:
+    """Whether the last `#number` in the text is exactly the answer."""
+    return written_answer(text) == problem.answer

@@ -1,0 +1,120 @@
+"""`python -m builtin.build` makes builtin/data anew: problem files, teacher and student (a few CPU minutes).
+
+One thread and fixed seeds: the same machine gives the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from builtin import DATA_DIR, EVAL_JSONL, STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
+from builtin.addition import Problem, distinct_problems
+from builtin.measure import Accuracy, accuracy, measure
+from builtin.problems_file import write_problems
+from builtin.sft import Recipe, example_stream, new_model, train
+from builtin.tokenizer import build_tokenizer
+
+TEACHER = Recipe(hidden=160, mlp=480, steps=1_500, learning_rate=1.5e-3, seed=1)
+STUDENT = Recipe(hidden=64, mlp=192, steps=1_500, learning_rate=1.5e-3, seed=2)
+STUDENT_TARGET = 0.25
+"""Sampled accuracy at which the student's training stops."""
+STUDENT_FIRST_LOOK_STEP, STUDENT_LOOK_EVERY_STEPS = 300, 20
+PROBLEMS_SEED = 11
+TRAIN_PROBLEMS, EVAL_PROBLEMS = 8_192, 256
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSets:
+    """Disjoint; `probe` is what the student's stopping is decided on."""
+
+    train: list[Problem]
+    eval: list[Problem]
+    probe: list[Problem]
+
+
+def draw_problem_sets() -> ProblemSets:
+    drawn = distinct_problems(PROBLEMS_SEED, TRAIN_PROBLEMS + 2 * EVAL_PROBLEMS)
+    eval_end = TRAIN_PROBLEMS + EVAL_PROBLEMS
+    return ProblemSets(drawn[:TRAIN_PROBLEMS], drawn[TRAIN_PROBLEMS:eval_end], drawn[eval_end:])
+
+
+def build_model(
+    label: str, recipe: Recipe, sets: ProblemSets, tokenizer: PreTrainedTokenizerFast, progress: Progress
+) -> Qwen3ForCausalLM:
+    """Train one model. The student stops when it samples STUDENT_TARGET of the probe problems right."""
+    torch.manual_seed(recipe.seed)
+    model = new_model(recipe, tokenizer)
+    stops_early = label == "student"
+    bar = progress.add_task(label, total=recipe.steps, loss=float("nan"), note="")
+
+    def after_step(step: int, loss: float) -> bool:
+        progress.update(bar, completed=step, loss=loss)
+        if not stops_early or step < STUDENT_FIRST_LOOK_STEP or step % STUDENT_LOOK_EVERY_STEPS:
+            return False
+        # The probe must not disturb the random numbers of training.
+        state = torch.get_rng_state()
+        sampled = accuracy(model, tokenizer, sets.probe, temperature=1.0)
+        torch.set_rng_state(state)
+        progress.update(bar, note=f"sampled {sampled:.2f}")
+        return sampled >= STUDENT_TARGET
+
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int)
+    examples = example_stream(tokenizer, recipe, set(sets.eval) | set(sets.probe))
+    steps = train(model, examples, recipe, pad_id, after_step)
+    progress.update(bar, total=steps, completed=steps)
+    return model.eval()
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """A complete Hugging Face folder: float32 safetensors, configs, tokenizer and chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["teacher", "student", "problems"], help="leave the other parts as they are")
+    args = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    console = Console()
+    sets = draw_problem_sets()
+    DATA_DIR.mkdir(exist_ok=True)
+    if args.only in (None, "problems"):
+        write_problems(TRAIN_JSONL, sets.train)
+        write_problems(EVAL_JSONL, sets.eval)
+    tokenizer = build_tokenizer()
+    measured: dict[str, Accuracy] = {}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]:.3f} {task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        for label, recipe, folder in (("student", STUDENT, STUDENT_DIR), ("teacher", TEACHER, TEACHER_DIR)):
+            if args.only not in (None, label):
+                continue
+            model = build_model(label, recipe, sets, tokenizer, progress)
+            save(model, tokenizer, folder)
+            measured[label] = measure(model, tokenizer, sets.eval)
+    for label, result in measured.items():
+        console.print(
+            f"{label}: sampled {result.sampled:.3f}, greedy {result.greedy:.3f} on {EVAL_PROBLEMS} problems;"
+            f" calculator episodes {result.calculator:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

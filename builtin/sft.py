@@ -1,0 +1,139 @@
+"""Supervised fine-tuning of the built-in models on generated solutions: a plain loop on one CPU thread.
+
+Shape suffixes: B = batch, T = longest example of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from builtin.addition import Chain, Problem, calculator_solution, chains, problems, solution
+from builtin.tokenizer import END_OF_TEXT, END_OF_TURN, prompt_token_ids
+
+IGNORED = -100  # label of a token without loss
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one model is made."""
+
+    hidden: int
+    mlp: int
+    steps: int
+    """Of the learning rate schedule; training may stop earlier."""
+    learning_rate: float
+    seed: int
+    calculator_share: float = 0.0
+    """Part of the examples that are calculator episodes."""
+    style: str = "compact"
+    batch_examples: int = 16
+    warmup_steps: int = 50
+    final_lr_fraction: float = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One episode as tokens; `labels` is IGNORED where the model did not write."""
+
+    token_ids: list[int]
+    labels: list[int]
+
+
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A freshly initialised Qwen3 of the recipe's size; the caller has seeded torch."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.mlp,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TURN),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids(t) for t in (END_OF_TURN, END_OF_TEXT)]
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 1.0
+    return model
+
+
+def encode_example(tokenizer: PreTrainedTokenizerFast, task: Problem | Chain, style: str) -> Example:
+    """Prompt through the chat template, then the solution, ending with the end-of-turn token."""
+    token_ids = prompt_token_ids(tokenizer, task.prompt)
+    labels = [IGNORED] * len(token_ids)
+    if isinstance(task, Chain):
+        pieces = [(piece.text, piece.by_model) for piece in calculator_solution(task)]
+    else:
+        pieces = [(solution(task, style), True)]
+    for text, by_model in [*pieces, (END_OF_TURN, True)]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        token_ids += ids
+        labels += ids if by_model else [IGNORED] * len(ids)
+    return Example(token_ids, labels)
+
+
+def example_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, exclude: set[Problem]) -> Iterator[Example]:
+    """Endless; the share of calculator episodes is drawn example by example."""
+    rng = random.Random(recipe.seed)
+    plain, calculator = problems(recipe.seed + 1, exclude=exclude), chains(recipe.seed + 2)
+    while True:
+        task = next(calculator) if rng.random() < recipe.calculator_share else next(plain)
+        yield encode_example(tokenizer, task, recipe.style)
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    examples: Iterator[Example],
+    recipe: Recipe,
+    pad_id: int,
+    after_step: Callable[[int, float], bool],
+) -> int:
+    """Run the schedule. `after_step(steps_done, loss)` returning True stops it. Returns the steps done."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(recipe, step))
+    model.train()
+    for step in range(recipe.steps):
+        ids_BT, labels_BT = _collate([next(examples) for _ in range(recipe.batch_examples)], pad_id)
+        # Padding is on the right and attention is causal: no real token sees it, so no mask is needed.
+        logits = model(input_ids=ids_BT).logits[:, :-1]
+        targets = labels_BT[:, 1:]
+        trained = targets != IGNORED
+        loss = torch.nn.functional.cross_entropy(logits[trained], targets[trained])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if after_step(step + 1, float(loss.detach())):
+            return step + 1
+    return recipe.steps
+
+
+def lr_factor(recipe: Recipe, step: int) -> float:
+    """Linear warm-up, then cosine down to `final_lr_fraction`."""
+    warm = min(1.0, (step + 1) / recipe.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / recipe.steps)))
+    return warm * (recipe.final_lr_fraction + (1 - recipe.final_lr_fraction) * cosine)
+
+
+def _collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids_BT and labels_BT, padded on the right."""
+    longest = max(len(e.token_ids) for e in examples)
+    ids_BT = torch.full((len(examples), longest), pad_id)
+    labels_BT = torch.full((len(examples), longest), IGNORED)
+    for row, example in enumerate(examples):
+        ids_BT[row, : len(example.token_ids)] = torch.tensor(example.token_ids)
+        labels_BT[row, : len(example.labels)] = torch.tensor(example.labels)
+    return ids_BT, labels_BT

@@ -1,0 +1,77 @@
+"""The built-in models' tokenizer: byte-level BPE of 320 tokens with chat and tool tokens and a chat template.
+
+Small on purpose, yet a whole Hugging Face tokenizer: 256 bytes, 8 added tokens, and merges for the words that the
+solutions use. Digits are never merged, so that the models see columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from builtin.addition import STYLES, TOOL_TAGS, Operator, calculator_solution, chains, problems, solution
+
+VOCAB_SIZE = 320
+END_OF_TURN = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_CORPUS_SEED = 297
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Train it on generated text; always the same result."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", END_OF_TURN, END_OF_TEXT, PAD]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(special) - len(TOOL_TAGS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(_corpus(), trainer)
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    # Not "special": a decoded rollout should show its tool calls.
+    core.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TOOL_TAGS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=["<|im_start|>", END_OF_TEXT],
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def prompt_token_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
+    """One user turn through the chat template, up to where the assistant begins to write."""
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert isinstance(ids, list)
+    return [int(i) for i in ids]
+
+
+def _corpus(lines_per_kind: int = 200) -> Iterator[str]:
+    """Chat frames, solutions in every style and domain, and calculator episodes."""
+    operators: tuple[Operator, ...] = ("+", "*")
+    for operator in operators:
+        for problem in islice(problems(_CORPUS_SEED, operator=operator), lines_per_kind):
+            yield f"user\n{problem.prompt}\nassistant\n"
+            yield from (solution(problem, style) for style in STYLES)
+    for chain in islice(chains(_CORPUS_SEED), lines_per_kind):
+        yield f"user\n{chain.prompt}\nassistant\n"
+        yield from (piece.text for piece in calculator_solution(chain) if piece.text.startswith(" #"))
