@@ -1,0 +1,85 @@
+"""Settings of the buffer: staleness, pacing, release policy, leases and the limits of what it accepts."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Release: TypeAlias = Literal["rollout", "segment", "deadline"]
+
+
+class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The buffer's settings. Times are seconds, lengths are tokens."""
+
+    bind: str = "tcp://127.0.0.1:0"
+    """Address the server binds to; port 0 lets the system choose."""
+    heartbeat_s: float = 1.0
+    """Peers are told to send a heartbeat at least this often."""
+    peer_timeout_s: float = 10.0
+    """A peer silent for longer is lost: its tickets and leases go to others."""
+    tick_s: float = 0.05
+    """How often the server lets the core look at its clocks (leases, ticket timeouts, idle release)."""
+    max_staleness: int = 4
+    """S. No token is trained further than this many optimizer steps from the version that sampled it. 0 = synchronous."""
+    batch_rollouts: int = 64
+    """B. Rollouts trained per optimizer step (a piece of a rollout counts as a fraction)."""
+    release: Release = "deadline"
+    """What may leave for the learner. `rollout`: whole groups of whole rollouts; `segment`: tokens as soon as scored;
+    `deadline`: whole rollouts, but a scored prefix leaves early when waiting would make it stale or the learner idle."""
+    idle_release_s: float = 2.0
+    """`deadline` only: once the learner waited this long, scored prefixes may fill its batch."""
+    lease_s: float = 60.0
+    """A teacher that has not returned scores after this long loses the lease; another teacher gets it."""
+    ticket_timeout_s: float = 600.0
+    """A rollout of which nothing was heard for this long is taken from its actor and issued again."""
+    max_attempts: int = 3
+    """Times a rollout is tried in all; then it is dropped and its group shrinks."""
+    max_score_attempts: int = 4
+    """Times a segment is leased to teachers of one pool in all; then its tokens are masked as unscorable."""
+    task_queue: int = 64
+    """Train tasks held ready. The learner is asked for more when fewer than half are left."""
+    max_segment_tokens: int = 32_768
+    """Longer segments are rejected."""
+    max_rollout_tokens: int = 131_072
+    """A segment that would make its rollout longer is rejected."""
+    max_held_segments: int = 64
+    """Segments of one rollout that may arrive ahead of a missing one and wait for it; one more is rejected."""
+
+    def __post_init__(self) -> None:
+        at_least_zero = {"max_staleness": self.max_staleness, "max_held_segments": self.max_held_segments}
+        at_least_one = {
+            "batch_rollouts": self.batch_rollouts,
+            "max_attempts": self.max_attempts,
+            "max_score_attempts": self.max_score_attempts,
+            "task_queue": self.task_queue,
+            "max_segment_tokens": self.max_segment_tokens,
+            "max_rollout_tokens": self.max_rollout_tokens,
+        }
+        above_zero = {
+            "heartbeat_s": self.heartbeat_s,
+            "peer_timeout_s": self.peer_timeout_s,
+            "tick_s": self.tick_s,
+            "idle_release_s": self.idle_release_s,
+            "lease_s": self.lease_s,
+            "ticket_timeout_s": self.ticket_timeout_s,
+        }
+        for name, value in at_least_zero.items():
+            if value < 0:
+                raise ValueError(f"buffer.{name} is {value}, expected 0 or more")
+        for name, value in at_least_one.items():
+            if value < 1:
+                raise ValueError(f"buffer.{name} is {value}, expected 1 or more")
+        for name, seconds in above_zero.items():
+            if not seconds > 0:
+                raise ValueError(f"buffer.{name} is {seconds}, expected more than 0 seconds")
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"buffer.peer_timeout_s is {self.peer_timeout_s}, expected at least twice heartbeat_s"
+                f" ({self.heartbeat_s}), or one late heartbeat loses a healthy peer"
+            )
+        if self.max_segment_tokens > self.max_rollout_tokens:
+            raise ValueError(
+                f"buffer.max_segment_tokens is {self.max_segment_tokens}, expected at most max_rollout_tokens"
+                f" ({self.max_rollout_tokens})"
+            )
