@@ -1,4 +1,4 @@
-"""The built-in task: its problems, teacher and student ship inside the package (`python -m builtin.build` remakes them).
+"""The built-in task: its problems, teacher and student ship in the package; `python -m builtin.build` remakes them.
 
 Plain paths only; nothing here imports torch.
 """

@@ -1,0 +1,51 @@
+"""Configuration of an actor and of the environments its rollouts run in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One environment that tasks can name. `actors.envs.registry.make_environment` builds it, once per rollout."""
+
+    name: str = "single_turn"
+    """A built-in environment, one that an installed package names in its entry points, or `module:Class`."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Keyword arguments of the environment's class, e.g. `answer_pattern` of single_turn. Unknown ones are refused."""
+    max_turns: int = 8
+    """Turns the student may take. After the last one the environment is asked for the reward and the episode ends."""
+    step_timeout_s: float = 30.0
+    """Longest that one reset or step may take; the rollout fails after it, and its ticket is issued again."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("environment name is empty: expected a registered name or module:Class")
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns must be at least 1, got {self.max_turns}")
+        if not self.step_timeout_s > 0:
+            raise ValueError(f"step_timeout_s must be above 0, got {self.step_timeout_s}")
+
+
+class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One actor: its rollouts and how they are streamed."""
+
+    segment_tokens: int = 32
+    """Tokens per segment sent to the buffer (the first one holds the whole prompt besides). Smaller: teachers start
+    earlier; larger: fewer messages."""
+    max_concurrent_rollouts: int = 64
+    """Rollouts that run at once in this actor, those waiting for their environment included."""
+    environments: dict[str, EnvConfig] = msgspec.field(default_factory=dict[str, EnvConfig])
+    """Environments by the name that tasks use. A name that is not listed here is taken as a registered environment
+    with its default options."""
+
+    def __post_init__(self) -> None:
+        if self.segment_tokens < 1:
+            raise ValueError(f"segment_tokens must be at least 1, got {self.segment_tokens}")
+        if self.max_concurrent_rollouts < 1:
+            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {self.max_concurrent_rollouts}")
+
+    def environment(self, name: str) -> EnvConfig:
+        """Configuration of the environment that a ticket names."""
+        return self.environments.get(name) or EnvConfig(name=name)

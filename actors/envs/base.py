@@ -1,0 +1,162 @@
+"""What an environment is: token ids in, token ids out, async. No torch.
+
+The loop around it (`actors.envs.episode`):
+
+    reset(task)  -> Observation   tokens to put behind the prompt, mostly none
+    the student samples a turn, up to a stop token
+    step(action) -> StepResult    tokens the student reads next, or done and a reward;  and so on
+    close()
+
+Token-in token-out: the student's tokens are kept as sampled. An environment sees them (as ids and, for convenience,
+as text) but has no way to replace them; it makes tokens of its own new text only. Text that a model wrote need not
+tokenise back to the same ids, and a log-prob of other ids would be a lie.
+
+An environment serves one rollout; there may be hundreds at once on one event loop, so it awaits what takes time.
+Shapes: n = tokens of the item at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+
+import numpy as np
+
+from engines.base import Int32s
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TurnEnd: TypeAlias = Literal["stop", "length"]
+
+
+def no_tokens() -> Int32s:
+    """An empty array of token ids."""
+    return np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvTask:
+    """What a rollout is about."""
+
+    prompt_ids: Int32s
+    """[n] The student reads these first, whatever `reset` adds."""
+    ground_truth: str | None
+    tag: str
+    rollout_id: str
+    seed: int
+    """The rollout's own: an environment that draws random numbers draws them from this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What `reset` says."""
+
+    token_ids: Int32s = field(default_factory=no_tokens)
+    """[n] Put behind the prompt, not trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One turn of the student."""
+
+    token_ids: Int32s
+    """[n] As sampled, the stop token included. Read-only."""
+    text: str
+    """The same as text, without special tokens. Never tokenise it again."""
+    finish_reason: TurnEnd
+    """stop: ended on a stop token; length: the rollout's tokens are used up."""
+    turn: int
+    """0 for the first."""
+    last: bool
+    """No turn will follow (tokens or turns are used up): give the reward now; `StepResult.token_ids` is not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The environment's answer to a turn."""
+
+    token_ids: Int32s = field(default_factory=no_tokens)
+    """[n] Put behind the turn, not trained; the student goes on from there. Not used when the episode ends here."""
+    done: bool = False
+    reward: float | None = None
+    """Of the whole rollout, given when it ends. None = this environment does not judge (e.g. no ground truth)."""
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers about this step; the actor sums them over a rollout into its statistics."""
+
+
+class Environment(Protocol):
+    """Inherit from it to get the defaults. Built as `factory(tokenizer, **options)`, once per rollout."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn in this environment, besides the model's own stop tokens."""
+        return ()
+
+    async def reset(self, task: EnvTask) -> Observation:
+        """Begin. Any exception fails the rollout under the exception's name."""
+        ...
+
+    async def step(self, action: Action) -> StepResult:
+        """Answer one turn."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what the episode held. Called once, whatever happened."""
+        return
+
+
+class EnvironmentFactory(Protocol):
+    """An environment class, mostly. `options` come from the configuration."""
+
+    def __call__(self, tokenizer: TextTokenizer, /, **options: object) -> Environment: ...
+
+
+class TextTokenizer:
+    """What an environment does with the tokenizer: its own text to tokens, the student's tokens to text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added = cast("dict[str, int]", cast(Any, tokenizer).get_added_vocab())
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        """Every id is below."""
+
+    def encode(self, text: str) -> Int32s:
+        """Token ids [n] of the environment's own text, as it stands: no template, nothing added around it."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def decode(self, token_ids: Int32s) -> str:
+        """Text without special tokens (end of turn, padding); tool tags stay."""
+        return cast(str, self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def single_token(self, text: str) -> int | None:
+        """The id of `text` if it is one token of the vocabulary whatever stands around it, else None.
+
+        Only added tokens are: a merge of plain BPE may be written in several ways."""
+        return self._added.get(text)
+
+    def chat_turn(self, text: str, role: str = "user") -> Int32s:
+        """Token ids [n] that follow a finished turn of the student: the rest of the template's end of turn, a new
+        turn of `role` saying `text`, and the opening of the student's next turn.
+
+        Raises ValueError when the tokenizer has no chat template, or one that does not close turns with a token."""
+        if self._tokenizer.chat_template is None:
+            raise ValueError("chat_turn needs a tokenizer with a chat template, got one without; use encode")
+        mark = "\u2063written\u2063"
+        turns = [("user", "-"), ("assistant", mark), (role, text)]
+        rendered = cast(str, self._render([{"role": r, "content": c} for r, c in turns]))
+        behind = rendered[rendered.rindex(mark) + len(mark) :]
+        closing = next((t for t in self._special_tokens() if behind.startswith(t)), None)
+        if closing is None:
+            raise ValueError(
+                f"the chat template puts {behind[:20]!r} behind an assistant turn, expected a special token there"
+            )
+        # The student wrote that token itself: it was its stop token.
+        return self.encode(behind[len(closing) :])
+
+    def _special_tokens(self) -> Sequence[str]:
+        return sorted((str(t) for t in self._tokenizer.all_special_tokens), key=len, reverse=True)
+
+    def _render(self, messages: list[dict[str, str]]) -> object:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
