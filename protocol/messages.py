@@ -117,6 +117,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """Hash of the token-to-id map (`protocol.fingerprint`). Empty for roles without a tokenizer."""
     pool: str = ""
     """Teacher pool; empty for other roles."""
+    received_total: int = 0
+    """Numbered messages (`protocol.flow`) of the buffer that this incarnation has received so far: after a reconnect
+    the buffer goes on behind them, so that nothing it sent is lost or comes twice. Filled in by the client."""
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -159,6 +162,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Weights the peer's engine runs on (actors, learner)."""
     stats: dict[str, float]
     """Flat gauges and running totals of the peer; glossary in ARCHITECTURE.md. Totals end in `_total`."""
+    received_total: int = 0
+    """As in Hello: the buffer need not keep those messages any longer. Filled in by the client."""
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
@@ -307,6 +312,8 @@ class TasksOffered(msgspec.Struct, frozen=True, tag=True):
     """learner -> buffer, acknowledged: the next tasks of the stream. Frames: prompt ids, one int32 per task."""
 
     tasks: tuple[Task, ...]
+    last: bool = False
+    """No train task follows these (`tasks` may be empty): the last batches may then be smaller than the others."""
 
 
 class TasksAck(msgspec.Struct, frozen=True, tag=True):
@@ -348,7 +355,9 @@ class BatchItem(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):
-    """buffer -> learner. Frames: four per item, in order (see BatchItem)."""
+    """buffer -> learner. Frames: four per item, in order (see BatchItem).
+
+    Without items (batch_id 0, nothing to train or acknowledge): the stream ended and nothing is left to train."""
 
     batch_id: int
     version: WeightVersion

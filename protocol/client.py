@@ -1,0 +1,194 @@
+"""A worker's end of the wire: send and receive from one object while a background thread keeps the link alive.
+
+    with Client(address, hello) as client:
+        welcome = client.connect()
+        client.send(Segment(...), (token_ids, logprobs, loss_mask))
+        received = client.recv(timeout_s=0.1)
+
+All methods may be called from any thread. No ZeroMQ object exists before `connect`, so a Client may be made before a
+fork and connected after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from protocol.codec import Array, Received, encode
+from protocol.errors import LocalProtocolError, NotConnected, SendTimeout
+from protocol.flow import UNTRACKED, ack_keys
+from protocol.link import Link, LinkState
+from protocol.messages import Hello, Message, WeightVersion, Welcome
+from protocol.outbox import Outbox
+
+MAX_UNCONFIRMED_BYTES = 256 << 20
+"""Default bound of what waits for acknowledgement: some 28 million tokens of segments, minutes of one actor's work."""
+
+
+class Client:
+    """Connects one worker to the buffer.
+
+    `hello.received_total` is filled in here. Messages with an acknowledgement (`protocol.flow.ack_keys`) are sent
+    again after `resend_s` without it, and everything that is not known to have arrived after a reconnect.
+    When the buffer is silent for half of its own peer timeout the link is built anew, with the same incarnation,
+    for at most `reconnect_timeout_s` (default: `connect_timeout_s`).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        *,
+        connect_timeout_s: float = 30.0,
+        reconnect_timeout_s: float | None = None,
+        resend_s: float = 5.0,
+        send_timeout_s: float = 60.0,
+        max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
+    ) -> None:
+        self._address = address
+        self._hello = hello
+        self._connect_timeout_s = connect_timeout_s
+        self._reconnect_timeout_s = connect_timeout_s if reconnect_timeout_s is None else reconnect_timeout_s
+        self._send_timeout_s = send_timeout_s
+        self._max_unconfirmed_bytes = max_unconfirmed_bytes
+        self._state = LinkState(Outbox(resend_s=resend_s))
+        self._link: Link | None = None
+
+    def __repr__(self) -> str:
+        with self._state.changed:
+            phase = "failed" if self._state.failure else "connected" if self._state.welcome else "not connected"
+            return f"Client({self._hello.name}, {phase}, inbox={len(self._state.inbox)}, {self._state.outbox})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close("done" if error is None else f"{type(error).__name__}: {error}"[:500])
+
+    @property
+    def unacked(self) -> int:
+        """Messages sent whose acknowledgement has not come."""
+        with self._state.changed:
+            return self._state.outbox.unacked
+
+    @property
+    def published(self) -> WeightVersion | None:
+        """The newest published version that the buffer has told of, in Welcome or a heartbeat reply."""
+        with self._state.changed:
+            return self._state.published
+
+    @property
+    def connects_total(self) -> int:
+        """Welcomes received: 1 plus the number of reconnects."""
+        with self._state.changed:
+            return self._state.connects_total
+
+    def connect(self) -> Welcome:
+        """Start the link and shake hands. Raises HandshakeRefused or ConnectTimeout; close the client then."""
+        if self._link is not None:
+            raise LocalProtocolError("connect was called twice; make a new Client for a new connection")
+        self._link = Link(
+            self._address,
+            self._hello,
+            self._state,
+            connect_timeout_s=self._connect_timeout_s,
+            reconnect_timeout_s=self._reconnect_timeout_s,
+        )
+        self._link.start()
+        with self._state.changed:
+            while self._state.welcome is None:
+                self._raise_if_ended()
+                self._state.changed.wait()
+            return self._state.welcome
+
+    def send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
+        """Queue a message. The arrays must not be changed afterwards: they may have to be sent again.
+
+        Blocks while too many bytes are unconfirmed. Raises SendTimeout when that does not change, EncodeError, and
+        what `recv` raises when the link has failed.
+        """
+        if isinstance(message, UNTRACKED):
+            raise LocalProtocolError(f"{type(message).__name__} is sent by the client itself")
+        frames = encode(message, arrays)
+        n_bytes = sum(map(len, frames))
+        deadline_s = time.monotonic() + self._send_timeout_s
+        with self._state.changed:
+            self._raise_if_ended()
+            outbox = self._state.outbox
+            # A message larger than the bound goes alone.
+            while not outbox.empty and outbox.unconfirmed_bytes + n_bytes > self._max_unconfirmed_bytes:
+                if not self._state.changed.wait(deadline_s - time.monotonic()) and time.monotonic() >= deadline_s:
+                    raise SendTimeout(
+                        f"no room for {n_bytes} bytes in {self._send_timeout_s:.1f} s: {outbox}, at most "
+                        f"{self._max_unconfirmed_bytes} bytes may be unconfirmed; the buffer does not keep up"
+                    )
+                self._raise_if_ended()
+            outbox.put(frames, ack_keys(message))
+        self._wake()
+
+    def recv(self, timeout_s: float) -> Received | None:
+        """The next message for the worker, or None after `timeout_s`. Handshake, heartbeat replies and
+        acknowledgements that say no more than "arrived" are not among them (`protocol.flow.tells_the_caller`).
+
+        Once the messages received before are read, raises what ended the link: PeerLost, HandshakeRefused (after a
+        reconnect), MessageRefused, a RemoteProtocolError, or NotConnected after `close`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._state.changed:
+            while not self._state.inbox:
+                self._raise_if_ended()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._state.changed.wait(left_s)
+            return self._state.inbox.popleft()
+
+    def set_heartbeat(self, version: WeightVersion | None, stats: Mapping[str, float]) -> None:
+        """What the following heartbeats say."""
+        with self._state.changed:
+            self._state.heartbeat_version = version
+            self._state.heartbeat_stats = dict(stats)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything sent is known to have arrived; False when it is not after `timeout_s`. Raises like
+        `recv` when the link fails meanwhile."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._state.changed:
+            self._state.heartbeat_at_once = True  # its reply confirms what has no acknowledgement of its own
+        self._wake()
+        with self._state.changed:
+            while not self._state.outbox.empty:
+                self._raise_if_ended()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._state.changed.wait(left_s)
+        return True
+
+    def close(self, reason: str) -> None:
+        """Send what is queued and a Goodbye, end the thread, free the sockets. Bounded by about a second. Does not
+        wait for acknowledgements: `flush` does. May be called again."""
+        with self._state.changed:
+            if self._state.goodbye is None:
+                self._state.goodbye = reason
+            self._state.changed.notify_all()
+        if self._link is not None:
+            self._link.wake()
+            self._link.join()
+
+    def _wake(self) -> None:
+        if self._link is not None:
+            self._link.wake()
+
+    def _raise_if_ended(self) -> None:
+        """Call it holding `changed`."""
+        if self._state.failure is not None:
+            raise self._state.failure
+        if self._state.goodbye is not None:
+            raise NotConnected("the client was closed; make a new one")
+        if self._link is None:
+            raise NotConnected("not connected; call connect() first")

@@ -1,0 +1,241 @@
+"""Messages to frames and back: frame 0 is MessagePack of the tagged Struct, the others are raw little-endian arrays.
+
+Nothing is copied either way: `encode` gives memoryviews of C-contiguous arrays, `decode` gives read-only views of the
+frames. Which frames a message has follows from its fields (`FRAMES`); both sides check it, so that past the door
+every array has the dtype and length its message promises. What the numbers mean is checked further in, by the buffer.
+
+For other languages: any MessagePack library reads a header. `Batch.staleness` and `Snapshot.staleness_hist` have
+integer keys (in Python: `msgpack.unpackb(header, strict_map_key=False)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from protocol import messages as m
+from protocol.errors import EncodeError, MalformedMessage, MessageTooLarge
+
+Array: TypeAlias = npt.NDArray[Any]
+Frame: TypeAlias = bytes | memoryview
+
+MAX_ITEMS = 16_384
+"""Rollouts, tickets or leases in one message: eight times the largest batch of published recipes (2,048 rollouts)."""
+MAX_FRAMES = 1 + 4 * MAX_ITEMS
+"""A Batch has four arrays per rollout, the most of all messages."""
+MAX_HEADER_BYTES = 512 * MAX_ITEMS
+"""8 MiB. A BatchItem takes some 200 bytes, and 12 more per version span. The whole header is parsed before anything
+can be checked, so this bounds what a stranger can make us parse."""
+MAX_FRAME_BYTES = 64 << 20
+"""The largest array of use is a rollout's teacher log-probs: a million tokens x 16 teachers x float32. Also given to
+ZeroMQ, which then drops the connection before it takes memory for a larger frame."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""1,024 rollouts x 64k tokens x 13 bytes (ids, two kinds of log-probs, mask) is 0.8 GiB."""
+
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
+_UINT8 = np.dtype("u1")
+
+
+class Received(NamedTuple):
+    """A message and its arrays: read-only, of the dtype and length that `messages.py` states."""
+
+    message: m.Message
+    arrays: tuple[Array, ...]
+
+
+class FrameSpec(NamedTuple):
+    """What one array frame must be. `shape` None: one-dimensional, any length from 1 on."""
+
+    what: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None
+
+
+# ------------------------------------------------------------------------------------- which frames a message has
+
+
+def _prompt_per_ticket(message: m.Tickets) -> Iterator[FrameSpec]:
+    for ticket in message.tickets:
+        yield FrameSpec(f"prompt ids of {ticket.rollout_id}", _INT32, None)
+
+
+def _prompt_per_task(message: m.TasksOffered) -> Iterator[FrameSpec]:
+    for task in message.tasks:
+        yield FrameSpec(f"prompt ids of task {task.task_id}", _INT32, None)
+
+
+def _segment_arrays(message: m.Segment) -> Iterator[FrameSpec]:
+    shape = (message.end - message.start,)
+    yield FrameSpec("token ids", _INT32, shape)
+    yield FrameSpec("behaviour log-probs", _FLOAT32, shape)
+    yield FrameSpec("loss mask", _UINT8, shape)
+
+
+def _context_per_item(message: m.ScoreWork) -> Iterator[FrameSpec]:
+    for item in message.items:
+        yield FrameSpec(f"token ids of lease {item.lease_id}", _INT32, (item.end,))
+
+
+def _scores_per_lease(message: m.Scores) -> Iterator[FrameSpec]:
+    for lease_id in message.leases:
+        yield FrameSpec(f"log-probs of lease {lease_id}", _FLOAT32, None)
+
+
+def _four_per_item(message: m.Batch | m.EvalResult) -> Iterator[FrameSpec]:
+    for item in message.items:
+        yield FrameSpec(f"token ids of {item.rollout_id}", _INT32, (item.end,))
+        yield FrameSpec(f"behaviour log-probs of {item.rollout_id}", _FLOAT32, (item.end,))
+        yield FrameSpec(f"train mask of {item.rollout_id}", _UINT8, (item.end,))
+        yield FrameSpec(f"teacher log-probs of {item.rollout_id}", _FLOAT32, (len(item.teachers), item.end))
+
+
+FRAMES: dict[type[Any], Callable[[Any], Iterator[FrameSpec]]] = {
+    m.Tickets: _prompt_per_ticket,
+    m.Segment: _segment_arrays,
+    m.ScoreWork: _context_per_item,
+    m.Scores: _scores_per_lease,
+    m.TasksOffered: _prompt_per_task,
+    m.Batch: _four_per_item,
+    m.EvalResult: _four_per_item,
+}
+"""Messages with array frames. All others are a header alone."""
+
+PARALLEL: dict[type[Any], tuple[str, ...]] = {
+    m.ScoresAck: ("leases", "statuses", "reasons"),
+    m.Membership: ("actors", "incarnations"),
+}
+"""Fields that must be of one length, because they are read side by side."""
+
+
+def frame_specs(message: m.Message) -> list[FrameSpec]:
+    """The array frames that follow `message`, in order. Raises ValueError when its fields contradict one another."""
+    kind = type(message)
+    for first, *others in (PARALLEL[kind],) if kind in PARALLEL else ():
+        for other in others:
+            n_first, n_other = len(getattr(message, first)), len(getattr(message, other))
+            if n_first != n_other:
+                raise ValueError(f"{n_other} {other} for {n_first} {first}")
+    if kind not in FRAMES:
+        return []
+    specs = list(FRAMES[kind](message))
+    for spec in specs:
+        # n_teachers may be 0, but an array of no tokens has no meaning anywhere.
+        if spec.shape is not None and (spec.shape[-1] < 1 or min(spec.shape) < 0):
+            raise ValueError(f"{spec.what} of {spec.shape[-1]} tokens")
+    return specs
+
+
+# ------------------------------------------------------------------------------------------------ encode and decode
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[m.Message] = msgspec.msgpack.Decoder(m.Message)
+
+
+def encode(message: m.Message, arrays: Sequence[Array] = ()) -> list[Frame]:
+    """Frames of one multipart. The array frames are views: leave the arrays alone until the message is sent.
+
+    Raises EncodeError when the arrays are not what `messages.py` states for this message, or a limit is exceeded.
+    """
+    name = type(message).__name__
+    try:
+        specs = frame_specs(message)
+    except ValueError as error:
+        raise EncodeError(f"{name} contradicts itself: {error}") from None
+    if len(arrays) != len(specs):
+        raise EncodeError(f"{name}: got {len(arrays)} arrays, expected {len(specs)}")
+    try:
+        frames: list[Frame] = [_encoder.encode(message)]
+    except (TypeError, ValueError, OverflowError) as error:  # a NumPy number, a lone surrogate, an int above 64 bits
+        raise EncodeError(f"{name} holds a value that MessagePack has no form for: {error}") from error
+    for array, spec in zip(arrays, specs, strict=True):
+        fits = array.ndim == 1 and array.shape[0] > 0 if spec.shape is None else array.shape == spec.shape
+        if not fits or array.dtype != spec.dtype:
+            expected = f"{spec.dtype} {'[n >= 1]' if spec.shape is None else list(spec.shape)}"
+            raise EncodeError(f"{name}, {spec.what}: got {array.dtype} {list(array.shape)}, expected {expected}")
+        frames.append(_raw_bytes(array))
+    excess = _excess(frames)
+    if excess is not None:
+        raise EncodeError(f"{name}: got {excess[0]}, expected at most {excess[1]}; send it in smaller parts")
+    return frames
+
+
+def decode(frames: Sequence[Frame]) -> Received:
+    """The message of one multipart. The arrays are read-only views that keep their frames alive.
+
+    Raises MalformedMessage or MessageTooLarge, and nothing else whatever the bytes are.
+    """
+    if not frames:
+        raise MalformedMessage("no frames", got="an empty multipart", expected="a MessagePack header")
+    header = frames[0]
+    excess = _excess(frames)
+    if excess is not None:
+        raise MessageTooLarge("message too large", got=excess[0], expected=f"at most {excess[1]}")
+    try:
+        message = _decoder.decode(header)
+    except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors and UnicodeDecodeError included
+        got = f"{len(header)} bytes ({str(error)[:200]})"
+        raise MalformedMessage("unreadable header", got=got, expected="MessagePack of a protocol message") from error
+    name = type(message).__name__
+    try:
+        specs = frame_specs(message)
+    except ValueError as error:
+        raise MalformedMessage(f"{name} contradicts itself", got=str(error), expected="consistent fields") from None
+    if len(frames) - 1 != len(specs):
+        raise MalformedMessage(f"{name}: frames", got=f"{len(frames) - 1} arrays", expected=f"{len(specs)} arrays")
+    return Received(message, tuple(map(_read_array, frames[1:], specs)))
+
+
+def _excess(frames: Sequence[Frame]) -> tuple[str, str] | None:
+    """What is exceeded, and its limit."""
+    lengths = [len(frame) for frame in frames]
+    if lengths[0] > MAX_HEADER_BYTES:
+        return f"a header of {lengths[0]} bytes", f"{MAX_HEADER_BYTES}"
+    if len(frames) > MAX_FRAMES:
+        return f"{len(frames)} frames", f"{MAX_FRAMES}"
+    if max(lengths) > MAX_FRAME_BYTES:
+        return f"a frame of {max(lengths)} bytes", f"{MAX_FRAME_BYTES}"
+    if sum(lengths) > MAX_MESSAGE_BYTES:
+        return f"{sum(lengths)} bytes in all", f"{MAX_MESSAGE_BYTES}"
+    return None
+
+
+def _raw_bytes(array: Array) -> Frame:
+    if array.nbytes == 0:  # memoryview cannot cast a shape with a zero in it
+        return b""
+    return np.ascontiguousarray(array).data.cast("B")
+
+
+def _read_array(frame: Frame, spec: FrameSpec) -> Array:
+    n_bytes = len(frame)
+    item_bytes = spec.dtype.itemsize
+    if spec.shape is None:
+        fits = n_bytes > 0 and n_bytes % item_bytes == 0
+        expected = f"a multiple of {item_bytes} bytes"
+    else:
+        expected_bytes = item_bytes
+        for n in spec.shape:
+            expected_bytes *= n
+        fits = n_bytes == expected_bytes
+        expected = f"{expected_bytes} bytes ({spec.dtype} {list(spec.shape)})"
+    if not fits:
+        raise MalformedMessage(f"length of {spec.what}", got=f"{n_bytes} bytes", expected=expected)
+    array = np.frombuffer(frame, dtype=spec.dtype)
+    array.flags.writeable = False
+    return array if spec.shape is None else array.reshape(spec.shape)
+
+
+class _HelloOfAnyVersion(msgspec.Struct, tag="Hello"):
+    protocol_version: int
+
+
+def claimed_version(header: Frame) -> int | None:
+    """The protocol version of a Hello that cannot be read otherwise: those of other versions may look different."""
+    try:
+        return msgspec.msgpack.decode(header, type=_HelloOfAnyVersion).protocol_version
+    except (ValueError, OverflowError, RecursionError):
+        return None

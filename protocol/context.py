@@ -1,0 +1,51 @@
+"""What a worker process is told at its start. Handed over in the process itself, never on the wire.
+
+It stands here because every role reads it and the arrows point down: a role's main is
+
+    def main(ctx: RoleContext[WhatIRead]) -> int: ...
+
+where `WhatIRead` is a typing.Protocol, beside that main, of the few parts of the configuration tree the role looks at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+WorkerRole: TypeAlias = Literal["buffer", "learner", "actor", "teacher"]
+ConfigT_co = TypeVar("ConfigT_co", covariant=True)
+
+
+class ExitCode(IntEnum):
+    """How a worker process ends, as the supervisor reads it. A signal's death is negative, as everywhere in Python."""
+
+    OK = 0
+    """Shutdown(ok=True) came and everything was handed over."""
+    FAILED = 1
+    """Something broke. Actors and teachers are started again within the restart budget."""
+    USELESS = 4
+    """Starting again would end the same way (handshake refused, wrong model): the run stops at once."""
+    TERMINATED = 143
+    """SIGTERM was obeyed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleContext(Generic[ConfigT_co]):
+    """Who this process is, and where the run is."""
+
+    role: WorkerRole
+    index: int
+    """0.. within the role."""
+    name: str
+    """`<role>-<index>`; stays the same when the process is started again."""
+    incarnation: str
+    """Random per process."""
+    run_id: str
+    run_dir: Path
+    buffer_address: str
+    """ZeroMQ endpoint of the buffer; empty for the buffer itself, which chooses it."""
+    resume: bool
+    """Go on from the newest checkpoint and ledger in the run folder, if there are any."""
+    config: ConfigT_co

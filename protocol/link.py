@@ -1,0 +1,306 @@
+"""The I/O thread of a client: one DEALER socket, its handshake, heartbeats, resends and reconnects.
+
+    caller   -- outbox, wake() -->   thread   -- DEALER -->   buffer
+    caller   <-- inbox, changed --   thread   <-- DEALER --   buffer
+
+The thread sleeps in one poll on the socket and on a wake-up pipe, until the next moment at which something is due.
+All that both threads touch lies in `LinkState`, and is touched under its condition `changed`.
+
+Phases:  greeting (Hello sent, waiting for Welcome) -> serving -> greeting again when the buffer fell silent or does not
+know us (it was restarted, or counted us as lost) -> ... until `close`, a refusal, or the reconnect deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket as stdlib_socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from protocol.codec import Received, decode, encode
+from protocol.errors import ConnectTimeout, HandshakeRefused, LinkError, MessageRefused, PeerLost, UnexpectedMessage
+from protocol.flow import UNNUMBERED, acked_keys, tells_the_caller
+from protocol.messages import (
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Refused,
+    Shutdown,
+    WeightVersion,
+    Welcome,
+)
+from protocol.outbox import Outbox
+from protocol.sockets import new_socket, receive_frames, send_frames
+
+FIRST_GREETING_S = 1.0
+"""How long the first Hello waits for its answer before a fresh socket tries again; doubles with every attempt."""
+LONGEST_GREETING_S = 4.0
+BATCH = 64
+"""Messages read, or sent, before the other things get their turn again."""
+LINGER_S = 1.0
+"""At close: how long ZeroMQ may go on delivering what was sent before, the Goodbye among it."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LinkState:
+    """Shared by caller and thread; touch it only while holding `changed`."""
+
+    outbox: Outbox
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    inbox: deque[Received] = field(default_factory=deque[Received])
+    welcome: Welcome | None = None
+    published: WeightVersion | None = None
+    failure: Exception | None = None
+    """Set once, by the thread, which ends then."""
+    goodbye: str | None = None
+    """Set once, by the caller: say this reason and end."""
+    heartbeat_version: WeightVersion | None = None
+    heartbeat_stats: dict[str, float] = field(default_factory=dict[str, float])
+    heartbeat_at_once: bool = False
+    connects_total: int = 0
+
+
+class Link(threading.Thread):
+    """Start it, then watch `state`. It never raises: what ends it is in `state.failure`."""
+
+    def __init__(
+        self, address: str, hello: Hello, state: LinkState, *, connect_timeout_s: float, reconnect_timeout_s: float
+    ) -> None:
+        super().__init__(name=f"link-{hello.name}", daemon=True)
+        self._address = address
+        self._hello = hello
+        self._state = state
+        self._connect_timeout_s = connect_timeout_s
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._received_total = 0
+        self._last_heard_s = 0.0
+        self._shutdown: Shutdown | None = None
+        # Of the present connection:
+        self._socket: zmq.Socket[bytes] | None = None
+        self._heartbeats_sent = 0
+        self._heartbeats_answered = 0
+        self._next_heartbeat_s = 0.0
+        self._known = False
+        self._wake_in, self._wake_out = stdlib_socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_out, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """Make the thread look at the state again. Any thread, any time before `join`."""
+        try:
+            self._wake_in.send(b"!")
+        except (BlockingIOError, OSError):  # full: it will wake anyway; closed: it has ended
+            return
+
+    # ------------------------------------------------------------------------------------------- the thread
+
+    def run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # here, so that nothing of ZeroMQ crosses a fork
+        try:
+            self._greet(context, self._connect_timeout_s, ConnectTimeout)
+            while not self._closing():
+                self._serve()
+                if not self._closing():
+                    self._reconnect(context)
+        except Exception as error:  # whatever it is, the caller must see it: recv and send raise it
+            self._fail(error)
+        finally:
+            self._leave(context)
+
+    def _closing(self) -> bool:
+        with self._state.changed:
+            return self._state.goodbye is not None
+
+    def _fail(self, error: Exception) -> None:
+        with self._state.changed:
+            self._state.failure = error
+            self._state.changed.notify_all()
+
+    def _leave(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        try:
+            if self._socket is not None:
+                with self._state.changed:
+                    reason = self._state.goodbye
+                if reason is not None and self._known:
+                    self._send_queued(sys.maxsize)
+                    self._try_send(encode(Goodbye(reason)))
+                    self._socket.close(linger=int(LINGER_S * 1000))
+                else:
+                    self._socket.close(linger=0)
+        finally:
+            context.term()  # bounded by the linger
+            self._wake_in.close()
+            self._wake_out.close()
+
+    # --------------------------------------------------------------------------------------------- greeting
+
+    def _reconnect(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        silent_s = time.monotonic() - self._last_heard_s
+        if self._shutdown is not None:
+            raise PeerLost(f"the buffer ended the run ({self._shutdown.reason}) and is gone")
+        log.warning("%s: reconnecting to the buffer, heard of it %.1f s ago", self._hello.name, silent_s)
+        self._greet(context, self._reconnect_timeout_s, PeerLost)
+
+    def _greet(
+        self, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float, too_late: Callable[[str], LinkError]
+    ) -> None:
+        """Fresh sockets and Hellos until one is welcomed. Raises `too_late` or HandshakeRefused."""
+        started_s = time.monotonic()
+        deadline_s = started_s + timeout_s
+        patience_s = FIRST_GREETING_S
+        attempts = 0
+        while not self._closing():
+            if time.monotonic() >= deadline_s:
+                raise too_late(
+                    f"no answer from the buffer at {self._address} to {attempts} Hellos in {timeout_s:.1f} s; "
+                    "is it running, and is this its address?"
+                )
+            attempts += 1
+            self._open_socket(context)
+            if self._await_welcome(min(time.monotonic() + patience_s, deadline_s)):
+                return
+            patience_s = min(2 * patience_s, LONGEST_GREETING_S)
+
+    def _open_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        if self._socket is not None:
+            self._poller.unregister(self._socket)
+            self._socket.close(linger=0)
+        self._socket = new_socket(context, zmq.DEALER)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._socket.connect(self._address)
+        self._known = False
+        self._heartbeats_sent = self._heartbeats_answered = 0
+        with self._state.changed:
+            self._state.outbox.connection_replaced()
+        self._try_send(encode(msgspec.structs.replace(self._hello, received_total=self._received_total)))
+
+    def _await_welcome(self, until_s: float) -> bool:
+        while not self._known and not self._closing() and (left_s := until_s - time.monotonic()) > 0:
+            self._sleep(left_s, want_room=False)
+            self._read()
+        return self._known
+
+    # ---------------------------------------------------------------------------------------------- serving
+
+    def _serve(self) -> None:
+        """Until the caller closes, or the buffer does not know us any longer, or was silent for too long."""
+        with self._state.changed:
+            welcome = self._state.welcome
+        assert welcome is not None
+        # Half of what the buffer grants us: there must be time left to come back before it counts us as lost.
+        silence_s = max(welcome.peer_timeout_s / 2, welcome.heartbeat_s * 1.5)
+        while self._known and not self._closing():
+            now_s = time.monotonic()
+            if now_s - self._last_heard_s > silence_s:
+                return
+            with self._state.changed:
+                due_s = self._state.outbox.requeue_overdue(now_s)
+            room = self._send_queued(BATCH)
+            self._send_heartbeat(now_s, welcome.heartbeat_s)  # behind the queue: its reply confirms what stood there
+            with self._state.changed:
+                more = self._state.outbox.next_queued() is not None
+            wake_at_s = min(due_s, self._next_heartbeat_s, self._last_heard_s + silence_s)
+            self._sleep(0.0 if more and room else wake_at_s - time.monotonic(), want_room=not room)
+            self._read()
+
+    def _send_heartbeat(self, now_s: float, heartbeat_s: float) -> None:
+        with self._state.changed:
+            if now_s < self._next_heartbeat_s and not self._state.heartbeat_at_once:
+                return
+            self._state.heartbeat_at_once = False
+            version, stats = self._state.heartbeat_version, self._state.heartbeat_stats
+        if self._try_send(encode(Heartbeat(version, stats, self._received_total))):
+            self._heartbeats_sent += 1
+        self._next_heartbeat_s = now_s + heartbeat_s
+
+    def _send_queued(self, at_most: int) -> bool:
+        """False when the socket is full: no room."""
+        for _ in range(at_most):
+            with self._state.changed:
+                entry = self._state.outbox.next_queued()
+            if entry is None:
+                return True
+            if not self._try_send(entry.frames):
+                return False
+            with self._state.changed:
+                self._state.outbox.sent(entry, now_s=time.monotonic(), heartbeats_sent=self._heartbeats_sent)
+        return True
+
+    def _try_send(self, frames: list[bytes | memoryview]) -> bool:
+        assert self._socket is not None
+        try:
+            send_frames(self._socket, frames)
+        except zmq.Again:
+            return False
+        return True
+
+    def _sleep(self, timeout_s: float, *, want_room: bool) -> None:
+        self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if want_room else 0))
+        ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
+        if self._wake_out.fileno() in ready:
+            self._wake_out.recv(4096)
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        for _ in range(BATCH):
+            frames = receive_frames(self._socket)
+            if frames is None:
+                return
+            self._take(decode(frames))
+
+    def _take(self, received: Received) -> None:
+        self._last_heard_s = time.monotonic()
+        message = received.message
+        if isinstance(message, UNNUMBERED):
+            self._take_unnumbered(message)
+            return
+        if not self._known:
+            raise UnexpectedMessage("before the handshake", got=type(message).__name__, expected="Welcome or Refused")
+        self._received_total += 1
+        if isinstance(message, Shutdown):
+            self._shutdown = message
+        with self._state.changed:
+            self._state.outbox.acknowledged(acked_keys(message))
+            if tells_the_caller(message):
+                self._state.inbox.append(received)
+            self._state.changed.notify_all()
+
+    def _take_unnumbered(self, message: object) -> None:
+        match message:
+            case Refused(code="not_hello_first"):
+                self._known = False
+            case Refused(code="malformed" | "too_large" | "role") if self._known:
+                raise MessageRefused(message)
+            case Refused():
+                raise HandshakeRefused(message)
+            case Welcome():
+                self._known = True
+                self._next_heartbeat_s = self._last_heard_s
+                with self._state.changed:
+                    self._state.welcome = message
+                    self._state.published = message.version
+                    self._state.connects_total += 1
+                    self._state.changed.notify_all()
+            case HeartbeatReply():
+                self._heartbeats_answered += 1
+                with self._state.changed:
+                    self._state.published = message.version
+                    self._state.outbox.heartbeat_answered(self._heartbeats_answered)
+                    self._state.changed.notify_all()
+            case _:
+                raise AssertionError(f"{type(message).__name__} is numbered")

@@ -1,0 +1,41 @@
+"""Log lines about what a peer does, bounded in rate: a flood of bad messages must not become a flood of log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+
+class RateLimitedLog:
+    """At most `lines` per `interval_s`; the first line after a silence tells how many were left out."""
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        *,
+        lines: int = 5,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._lines = lines
+        self._interval_s = interval_s
+        self._clock = clock
+        self._started_s = clock()
+        self._written = 0
+        self._left_out = 0
+
+    def warning(self, text: str) -> None:
+        now_s = self._clock()
+        if now_s - self._started_s >= self._interval_s:
+            self._started_s = now_s
+            self._written = 0
+        if self._written >= self._lines:
+            self._left_out += 1
+            return
+        self._written += 1
+        if self._left_out:
+            text += f" (and {self._left_out} lines left out before)"
+            self._left_out = 0
+        self._log.warning("%s", text)

@@ -1,0 +1,384 @@
+"""The buffer's end of the wire: one ROUTER socket, handshakes, and who is alive. It knows nothing of rollouts.
+
+    poll() -> [PeerUp | PeerDown | FromPeer ...]      send(role, name, message, arrays)
+
+A peer is a (role, name); its process is an incarnation; its connection is a ROUTER identity, which ROUTER makes up
+anew for each connection (so nobody can take another's over, and ROUTER_HANDOVER is not needed). A new connection of
+the same incarnation resumes the session and is no event; a new incarnation replaces the former: PeerDown, PeerUp.
+What cannot be understood or is not allowed is answered with Refused, counted, and never fatal.
+
+One thread. Wire order is kept: when a poll returns, everything sent in reaction to its events goes to the incarnation
+that caused them, because a Hello that changes who is there, and a Goodbye, open and close a batch of events.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import zmq
+
+from protocol.codec import Array, Frame, Received, claimed_version, decode, encode
+from protocol.errors import LocalProtocolError, RefusalCode, RemoteProtocolError
+from protocol.flow import SENDERS, UNNUMBERED
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Role,
+    WeightsRef,
+    WeightVersion,
+    Welcome,
+)
+from protocol.ratelimit import RateLimitedLog
+from protocol.session import PeerId, Session
+from protocol.sockets import new_socket, receive_frames, send_frames
+
+POLL_MESSAGES = 256
+POLL_BUDGET_S = 0.02
+"""One poll ends after this many messages or seconds of reading, so that a flood cannot keep the owner from its clocks.
+ROUTER takes turns between connections, so a flood of one peer cannot starve the others either."""
+MAX_UNCONFIRMED_BYTES = 2 << 30
+"""Default bound of what waits for one peer: twice the largest message. A peer further behind counts as lost."""
+REFUSAL_INTERVAL_S = 1.0
+"""A connection is told at most this often that it is refused; all refusals are counted."""
+REMEMBERED_CONNECTIONS = 4096
+REMEMBERED_INCARNATIONS = 16
+"""Of one peer, that were replaced and must not come back."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+log = logging.getLogger(__name__)
+
+
+class PeerUp(NamedTuple):
+    role: Role
+    name: str
+    incarnation: str
+    pool: str
+
+
+class PeerDown(NamedTuple):
+    role: Role
+    name: str
+    reason: str
+
+
+class FromPeer(NamedTuple):
+    role: Role
+    name: str
+    received: Received
+
+
+Event: TypeAlias = PeerUp | PeerDown | FromPeer
+
+
+class Server:
+    """Binds at once. `bind` may end in port 0; `address` is where it really is.
+
+    `vocab_fingerprint` None: the first peer with a tokenizer decides. `max_unconfirmed_bytes`: of one peer.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        *,
+        run_id: str,
+        vocab_fingerprint: str | None,
+        heartbeat_s: float,
+        peer_timeout_s: float,
+        max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_id = run_id
+        self._vocab_fingerprint = vocab_fingerprint
+        self._heartbeat_s = heartbeat_s
+        self._peer_timeout_s = peer_timeout_s
+        self._max_unconfirmed_bytes = max_unconfirmed_bytes
+        self._clock = clock
+        self._version = WeightVersion(0, 0)
+        self._weights: WeightsRef | None = None
+        self._sessions: dict[PeerId, Session] = {}
+        self._by_identity: dict[bytes, Session] = {}
+        self._replaced: dict[PeerId, deque[str]] = {}
+        self._sessions_total = 0
+        self._held: tuple[bytes, Hello] | None = None
+        self._refused: dict[str, int] = {}
+        self._undeliverable = 0
+        self._told: OrderedDict[bytes, float] = OrderedDict()
+        self._log = RateLimitedLog(log)
+        self._polled_at_s = clock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context, zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a connection that is gone must fail, not vanish
+        self._socket.set(zmq.SNDHWM, 0)  # bounded by max_unconfirmed_bytes instead: bytes are what fills memory
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise LocalProtocolError(
+                f"cannot bind {bind}: {error}; expected a free address like tcp://HOST:0"
+            ) from error
+        self._address = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def __repr__(self) -> str:
+        refused = sum(self._refused.values())
+        return f"Server({self._address}, peers={len(self._sessions)}, refused={refused})"
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Messages refused since the start, by code of `Refused`."""
+        return dict(self._refused)
+
+    @property
+    def undeliverable(self) -> int:
+        """Messages handed to `send` for peers that had left."""
+        return self._undeliverable
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Who counts as alive."""
+        return tuple(self._sessions)
+
+    def unconfirmed(self, role: Role, name: str) -> int:
+        """Messages that a peer has not yet said it received; 0 for unknown ones."""
+        session = self._sessions.get(PeerId(role, name))
+        return 0 if session is None else session.unconfirmed
+
+    def set_published(self, version: WeightVersion, weights: WeightsRef | None) -> None:
+        """What the following Welcomes say."""
+        self._version, self._weights = version, weights
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Deliver what is on its way for at most `linger_s`; free the socket. May be called again."""
+        if not self._socket.closed:
+            self._socket.close(linger=int(linger_s * 1000))
+            self._context.term()
+
+    # -------------------------------------------------------------------------------------------------- sending
+
+    def send(self, role: Role, name: str, message: Message, arrays: Sequence[Array] = ()) -> None:
+        """Number and send; kept until the peer confirms it. The arrays must not be changed afterwards.
+
+        To a peer that has left: counted in `undeliverable` (its PeerDown says what becomes of its work).
+        Raises EncodeError.
+        """
+        session = self._sessions.get(PeerId(role, name))
+        frames = encode(message, arrays)
+        if session is None:
+            self._undeliverable += 1
+            self._log.warning(f"{type(message).__name__} for {role} {name} has no receiver: the peer has left")
+            return
+        if not isinstance(message, UNNUMBERED):
+            session.keep(frames)
+        self._put(session, frames)
+
+    def _put(self, session: Session, frames: list[Frame]) -> None:
+        if session.identity is not None and not self._put_raw(session.identity, frames):
+            self._by_identity.pop(session.identity, None)
+            session.identity = None  # the log waits for the next connection, or for the peer timeout
+
+    def _put_raw(self, identity: bytes, frames: list[Frame]) -> bool:
+        try:
+            send_frames(self._socket, [identity, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    # -------------------------------------------------------------------------------------------------- reading
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """What happened, in order; waits up to `timeout_s` for the first event."""
+        events: list[Event] = []
+        self._drop_lost_peers(events)
+        if self._held is None and not events:
+            self._socket.poll(int(timeout_s * 1000))
+        until_s = self._clock() + POLL_BUDGET_S
+        for _ in range(POLL_MESSAGES):
+            if not self._take_next(events) or self._clock() > until_s:
+                break
+        self._polled_at_s = self._clock()
+        return events
+
+    def _drop_lost_peers(self, events: list[Event]) -> None:
+        now_s = self._clock()
+        away_s = now_s - self._polled_at_s
+        if away_s > self._heartbeat_s:  # we did not listen: that is not the peers' silence
+            for session in self._sessions.values():
+                session.last_heard_s += away_s
+        for session in list(self._sessions.values()):
+            silent_s = now_s - session.last_heard_s
+            if silent_s > self._peer_timeout_s:
+                self._drop(session, f"silent for {silent_s:.1f} s", events)
+            elif session.unconfirmed_bytes > self._max_unconfirmed_bytes:
+                self._drop(session, f"{session.unconfirmed_bytes} bytes behind", events)
+
+    def _drop(self, session: Session, reason: str, events: list[Event]) -> None:
+        del self._sessions[session.peer]
+        if session.identity is not None:
+            self._by_identity.pop(session.identity, None)
+        log.info("%s is gone: %s", session.peer, reason)
+        events.append(PeerDown(*session.peer, reason))
+
+    def _take_next(self, events: list[Event]) -> bool:
+        """Read one message. False when the batch of events ends here."""
+        if self._held is not None:
+            (identity, hello), self._held = self._held, None
+            self._greet(identity, hello, events)
+            return True
+        frames = receive_frames(self._socket)
+        if frames is None:
+            return False
+        identity = bytes(frames[0])
+        session = self._by_identity.get(identity)
+        if session is not None:
+            session.last_heard_s = self._clock()
+        try:
+            received = decode(frames[1:])
+        except RemoteProtocolError as error:
+            self._refuse_unreadable(identity, frames[1:], error)
+            return True
+        if isinstance(received.message, Hello):
+            if events:
+                self._held = (identity, received.message)
+                return False
+            self._greet(identity, received.message, events)
+            return True
+        return self._take(identity, session, received, events)
+
+    def _take(self, identity: bytes, session: Session | None, received: Received, events: list[Event]) -> bool:
+        message = received.message
+        kind = type(message).__name__
+        if session is None:
+            self._refuse(identity, "not_hello_first", "this connection has not said Hello", kind, "Hello")
+            return True
+        role, name = session.peer
+        if role not in SENDERS.get(type(message), ()):
+            self._refuse(identity, "role", f"{session.peer} may not send this", kind, f"a message of role {role}")
+            return True
+        if isinstance(message, Goodbye):
+            self._drop(session, f"goodbye: {message.reason}", events)
+            return False
+        if isinstance(message, Heartbeat):
+            try:
+                session.confirm(message.received_total)
+            except ValueError as error:
+                self._refuse(identity, "malformed", f"{session.peer} counts wrongly", str(error), "what was sent")
+                return True
+        events.append(FromPeer(role, name, received))
+        return True
+
+    # ------------------------------------------------------------------------------------------------ handshake
+
+    def _greet(self, identity: bytes, hello: Hello, events: list[Event]) -> None:
+        refused = self._objection(identity, hello)
+        if refused is not None:
+            self._refuse(identity, refused.code, refused.message, refused.got, refused.expected)
+            return
+        if hello.vocab_fingerprint and self._vocab_fingerprint is None:
+            self._vocab_fingerprint = hello.vocab_fingerprint
+        peer = PeerId(hello.role, hello.name)
+        former = self._sessions.get(peer)
+        if former is not None and former.hello.incarnation == hello.incarnation:
+            if former.identity == identity:  # Hello twice on one connection: nothing was lost
+                self._welcome(former)
+                return
+            if former.can_confirm(hello.received_total):
+                self._resume(former, identity, hello.received_total)
+                return
+        if former is not None:
+            if former.hello.incarnation != hello.incarnation:
+                self._replaced.setdefault(peer, deque(maxlen=REMEMBERED_INCARNATIONS)).append(former.hello.incarnation)
+            self._drop(former, f"replaced by incarnation {hello.incarnation}", events)
+        self._sessions_total += 1
+        session = Session(hello, number=self._sessions_total, identity=identity, now_s=self._clock())
+        self._sessions[peer] = self._by_identity[identity] = session
+        self._welcome(session)
+        log.info("%s is here, incarnation %s", peer, hello.incarnation)
+        events.append(PeerUp(hello.role, hello.name, hello.incarnation, hello.pool))
+
+    def _resume(self, session: Session, identity: bytes, received_total: int) -> None:
+        if session.identity is not None:
+            self._by_identity.pop(session.identity, None)
+        session.identity = identity
+        session.last_heard_s = self._clock()
+        self._by_identity[identity] = session
+        session.confirm(received_total)
+        log.info("%s reconnected, %d messages to send again", session.peer, session.unconfirmed)
+        self._welcome(session)
+        for frames in session.unconfirmed_frames():
+            self._put(session, frames)
+
+    def _welcome(self, session: Session) -> None:
+        welcome = Welcome(session.number, self._heartbeat_s, self._peer_timeout_s, self._version, self._weights)
+        self._put(session, encode(welcome))
+
+    def _objection(self, identity: bytes, hello: Hello) -> Refused | None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return _wrong_version(hello.protocol_version)
+        if hello.run_id != self._run_id:
+            return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
+        if not _NAME.fullmatch(hello.name) or not hello.incarnation or hello.received_total < 0:
+            got = f"name {hello.name[:100]!r}, incarnation {hello.incarnation[:100]!r}, {hello.received_total} received"
+            return Refused(
+                "malformed", "not a peer's identity", got, f"a name like {_NAME.pattern}, an incarnation, 0 on"
+            )
+        if not hello.vocab_fingerprint and hello.role != "launcher":
+            return Refused("vocab_fingerprint", f"a {hello.role} works on token ids", "", "a vocabulary fingerprint")
+        if hello.vocab_fingerprint and hello.vocab_fingerprint != (self._vocab_fingerprint or hello.vocab_fingerprint):
+            message = "another token-to-id map than the run's: the same ids would mean other text"
+            return Refused("vocab_fingerprint", message, hello.vocab_fingerprint, self._vocab_fingerprint or "")
+        peer = PeerId(hello.role, hello.name)
+        if hello.incarnation in self._replaced.get(peer, ()):
+            message = f"another process has become {peer}; give each its own name"
+            return Refused("duplicate_name", message, hello.incarnation, self._incarnation(peer))
+        session = self._by_identity.get(identity)
+        if session is not None and session.peer != peer:
+            return Refused("role", "this connection belongs to another peer", str(peer), str(session.peer))
+        return None
+
+    def _incarnation(self, peer: PeerId) -> str:
+        session = self._sessions.get(peer)
+        return "a new incarnation" if session is None else f"incarnation {session.hello.incarnation}"
+
+    # ------------------------------------------------------------------------------------------------- refusals
+
+    def _refuse_unreadable(self, identity: bytes, frames: Sequence[Frame], error: RemoteProtocolError) -> None:
+        version = claimed_version(frames[0]) if frames and error.code == "malformed" else None
+        if version is not None and version != PROTOCOL_VERSION:
+            refused = _wrong_version(version)
+            self._refuse(identity, refused.code, refused.message, refused.got, refused.expected)
+        else:
+            self._refuse(identity, error.code, error.message, error.got, error.expected)
+
+    def _refuse(self, identity: bytes, code: RefusalCode, message: str, got: str, expected: str) -> None:
+        self._refused[code] = self._refused.get(code, 0) + 1
+        session = self._by_identity.get(identity)
+        self._log.warning(
+            f"refused ({code}) {session.peer if session else 'a stranger'}: {message}; got {got}, expected {expected}"
+        )
+        now_s = self._clock()
+        if now_s - self._told.get(identity, -REFUSAL_INTERVAL_S) < REFUSAL_INTERVAL_S:
+            return
+        self._told[identity] = now_s
+        self._told.move_to_end(identity)
+        if len(self._told) > REMEMBERED_CONNECTIONS:
+            self._told.popitem(last=False)
+        self._put_raw(identity, encode(Refused(code, message, got, expected)))
+
+
+def _wrong_version(version: int) -> Refused:
+    return Refused("protocol_version", "another version of Stillhouse", str(version), str(PROTOCOL_VERSION))

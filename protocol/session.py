@@ -1,0 +1,72 @@
+"""The buffer's memory of one peer: who it is, when it was heard, and what was sent to it. No I/O: the server drives it.
+
+Every numbered message stays in `log` until the peer says that it has it (`received_total` in its heartbeats), so that
+a broken connection loses nothing: the peer comes back with the same incarnation, and the rest of the log is sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from protocol.codec import Frame
+from protocol.messages import Hello, Role
+
+
+class PeerId(NamedTuple):
+    role: Role
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name}"
+
+
+class Session:
+    """One incarnation of one peer, over all its connections."""
+
+    def __init__(self, hello: Hello, *, number: int, identity: bytes, now_s: float) -> None:
+        self.hello = hello
+        self.peer = PeerId(hello.role, hello.name)
+        self.number = number
+        self.identity: bytes | None = identity
+        """ROUTER's name of the connection; None while there is none."""
+        self.last_heard_s = now_s
+        # Messages before the first Hello to us were another server's: numbering goes on where the peer stands.
+        self._confirmed_total = hello.received_total
+        self._log: deque[list[Frame]] = deque()
+        self._log_bytes = 0
+
+    def __repr__(self) -> str:
+        link = "connected" if self.identity is not None else "disconnected"
+        return f"Session({self.peer}, {link}, unconfirmed={len(self._log)}, bytes={self._log_bytes})"
+
+    @property
+    def unconfirmed(self) -> int:
+        """Messages sent, or waiting for a connection, that the peer has not said it received."""
+        return len(self._log)
+
+    @property
+    def unconfirmed_bytes(self) -> int:
+        return self._log_bytes
+
+    def keep(self, frames: list[Frame]) -> None:
+        """Number one more message."""
+        self._log.append(frames)
+        self._log_bytes += sum(map(len, frames))
+
+    def can_confirm(self, received_total: int) -> bool:
+        """Whether a count of received messages is possible."""
+        return self._confirmed_total <= received_total <= self._confirmed_total + len(self._log)
+
+    def confirm(self, received_total: int) -> None:
+        """Forget what the peer has. Raises ValueError for an impossible count."""
+        if not self.can_confirm(received_total):
+            first, last = self._confirmed_total, self._confirmed_total + len(self._log)
+            raise ValueError(f"{received_total} messages received, expected {first} to {last}")
+        while self._confirmed_total < received_total:
+            self._log_bytes -= sum(map(len, self._log.popleft()))
+            self._confirmed_total += 1
+
+    def unconfirmed_frames(self) -> list[list[Frame]]:
+        """What to send on a new connection, oldest first."""
+        return list(self._log)
