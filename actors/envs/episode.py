@@ -30,8 +30,8 @@ class Continuation:
     token_ids: Int32s = field(default_factory=no_tokens)
     """[n] Environment tokens to append; the student goes on behind them. Empty when finished."""
     finish_reason: FinishReason | None = None
-    """None = go on. stop: the student ended its last turn with a stop token of its own; env_done: the turn ended on
-    one of the environment's stop tokens; length: out of tokens or turns."""
+    """None = go on. stop: the last turn ended on a stop token of the model's own; length: it did not, and tokens or
+    turns were used up; env_done: it did not, and the environment had enough."""
     reward: float | None = None
     info: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -77,7 +77,7 @@ class Episode:
         result = await self._environment.step(Action(turn_ids, text, finish_reason, turn, last))
         reward = self._checked_reward(result.reward)
         if result.done:
-            return Continuation(finish_reason=self._end_of(turn_ids, finish_reason), reward=reward, info=result.info)
+            return Continuation(finish_reason=self._end_of(turn_ids, last), reward=reward, info=result.info)
         if last:
             return Continuation(finish_reason="length", reward=reward, info=result.info)
         reply_ids = self._checked_ids(result.token_ids)
@@ -93,10 +93,10 @@ class Episode:
     async def close(self) -> None:
         await self._environment.close()
 
-    def _end_of(self, turn_ids: Int32s, finish_reason: TurnEnd) -> FinishReason:
-        if finish_reason == "length":
-            return "length"
-        return "stop" if turn_ids.size and int(turn_ids[-1]) in self._model_stops else "env_done"
+    def _end_of(self, turn_ids: Int32s, last: bool) -> FinishReason:
+        if turn_ids.size and int(turn_ids[-1]) in self._model_stops:
+            return "stop"
+        return "length" if last else "env_done"
 
     def _checked_ids(self, token_ids: Int32s) -> Int32s:
         ids = np.asarray(token_ids)

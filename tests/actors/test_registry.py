@@ -1,0 +1,93 @@
+"""Environments by name, by installed package and by path; mistakes name the nearest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.config import ActorConfig, EnvConfig
+from actors.envs.base import TextTokenizer
+from actors.envs.calculator import Calculator
+from actors.envs.registry import UnknownEnvironment, find_environment, make_environment
+from actors.envs.single_turn import SingleTurn
+
+OWN_ENVIRONMENT = """
+from actors.envs.single_turn import SingleTurn
+
+class Own(SingleTurn):
+    pass
+
+not_a_class = 3
+"""
+
+
+@pytest.fixture
+def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package as importlib.metadata sees one: a module, and a dist-info folder with entry points."""
+    (tmp_path / "own_environments.py").write_text(OWN_ENVIRONMENT)
+    info = tmp_path / "own_environments-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-environments\nVersion: 1.0\n")
+    entries = "own = own_environments:Own\nsingle_turn = own_environments:Own\ngone = own_environments:Gone\n"
+    (info / "entry_points.txt").write_text(f"[stillhouse.environments]\n{entries}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_environments", raising=False)
+
+
+def test_built_in_names_and_paths(tokenizer: TextTokenizer) -> None:
+    assert find_environment("single_turn") is SingleTurn
+    assert find_environment("actors.envs.calculator:Calculator") is Calculator
+    assert isinstance(make_environment("calculator", tokenizer, {}), Calculator)
+
+
+@pytest.mark.usefixtures("own_package")
+def test_an_installed_package_adds_its_own(tokenizer: TextTokenizer) -> None:
+    assert type(make_environment("own", tokenizer, {})).__name__ == "Own"
+
+
+@pytest.mark.usefixtures("own_package")
+def test_a_package_cannot_take_a_built_in_name() -> None:
+    assert find_environment("single_turn") is SingleTurn
+
+
+@pytest.mark.usefixtures("own_package")
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("calcualtor", "did you mean 'calculator'"),
+        ("zzz", "Known: calculator, gone, own, single_turn"),
+        ("gone", "cannot load 'own_environments:Gone'"),
+        ("no_such_module:Own", "cannot load"),
+        ("own_environments:", "cannot load"),
+        ("own_environments:not_a_class", "is a int, expected a class"),
+    ],
+)
+def test_unknown_names_say_what_is_known(name: str, complaint: str) -> None:
+    with pytest.raises(UnknownEnvironment, match=complaint):
+        find_environment(name)
+
+
+def test_an_unknown_option_names_the_nearest(tokenizer: TextTokenizer) -> None:
+    with pytest.raises(ValueError, match="no option 'answer_patern'; did you mean 'answer_pattern'"):
+        make_environment("single_turn", tokenizer, {"answer_patern": "(x)"})
+
+
+def test_an_actor_finds_environments_by_the_names_tasks_use() -> None:
+    strict = EnvConfig(name="single_turn", options={"answer_pattern": "(x)"}, max_turns=1)
+    config = ActorConfig(environments={"strict": strict})
+    assert config.environment("strict") is strict
+    assert config.environment("calculator") == EnvConfig(name="calculator")
+
+
+@pytest.mark.parametrize("field", [{"max_turns": 0}, {"step_timeout_s": 0.0}, {"name": ""}])
+def test_senseless_environment_settings_are_refused(field: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(field))):
+        EnvConfig(**field)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["segment_tokens", "max_concurrent_rollouts"])
+def test_senseless_actor_settings_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        ActorConfig(**{field: 0})  # type: ignore[arg-type]
