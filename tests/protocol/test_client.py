@@ -1,0 +1,512 @@
+"""The client against a real server in another thread, over real TCP: also through a proxy that cuts connections."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from protocol import messages as m
+from protocol.client import Client
+from protocol.codec import Received, decode, encode
+from protocol.errors import (
+    ConnectTimeout,
+    HandshakeRefused,
+    LocalProtocolError,
+    MalformedMessage,
+    MessageRefused,
+    NotConnected,
+    PeerLost,
+    SendTimeout,
+)
+from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from protocol.sockets import new_socket, receive_frames, send_frames
+
+RUN, VOCAB = "run-1", "ab" * 32
+HELLO = m.Hello("actor", "actor-0", "first", RUN, VOCAB)
+LEARNER = msgspec.structs.replace(HELLO, role="learner", name="learner-0")
+TEACHER = msgspec.structs.replace(HELLO, role="teacher", name="teacher-0", pool="default")
+VERSION = m.WeightVersion(0, 1)
+ARRAYS = (np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.uint8))
+WAIT_S = 20.0
+"""How long a test waits for what must come; never for what must not."""
+
+
+def segment(n: int) -> m.Segment:
+    return m.Segment(f"train-{n}-0-0", 0, 0, 2, (), False)
+
+
+def ack_of(message: m.Message) -> m.Message | None:
+    """What a buffer that likes everything says."""
+    match message:
+        case m.Segment(rollout_id=rollout_id, index=index):
+            return m.SegmentAck(rollout_id, index, "accepted")
+        case m.RolloutFailed(rollout_id=rollout_id):
+            return m.RolloutFailedAck(rollout_id)
+        case m.Heartbeat():
+            return m.HeartbeatReply(VERSION)
+        case _:
+            return None
+
+
+class Buffer:
+    """A Server in a thread. `answer` decides what each message is answered with; `events` is all that happened."""
+
+    def __init__(
+        self, bind: str = "tcp://127.0.0.1:0", *, heartbeat_s: float = 0.05, peer_timeout_s: float = 30.0
+    ) -> None:
+        self.server = Server(
+            bind, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=heartbeat_s, peer_timeout_s=peer_timeout_s
+        )
+        self.address = self.server.address
+        self.answer: Callable[[m.Message], m.Message | None] = ack_of
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+        self._to_send: list[tuple[m.Role, str, m.Message]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="buffer")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            events = self.server.poll(0.01)
+            with self._changed:  # before the answers: who waited for an answer finds the message here
+                self.events += events
+            for event in events:
+                if isinstance(event, FromPeer):
+                    reply = self.answer(event.received.message)
+                    if reply is not None:
+                        self.server.send(event.role, event.name, reply)
+            with self._changed:
+                for role, name, message in self._to_send:
+                    self.server.send(role, name, message)
+                self._to_send.clear()
+                self._changed.notify_all()
+        self.server.close(linger_s=0.2)
+
+    def send(self, role: m.Role, name: str, message: m.Message) -> None:
+        with self._changed:
+            self._to_send.append((role, name, message))
+
+    def got(self, kind: type[m.Message]) -> list[m.Message]:
+        with self._changed:
+            return self._got(kind)
+
+    def _got(self, kind: type[m.Message]) -> list[m.Message]:
+        messages = [event.received.message for event in self.events if isinstance(event, FromPeer)]
+        return [message for message in messages if isinstance(message, kind)]
+
+    def wait_for(self, true: Callable[[list[Event]], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: true(self.events), WAIT_S), f"it never came: {self.events}"
+
+    def wait_for_messages(self, kind: type[m.Message], n: int) -> list[m.Message]:
+        self.wait_for(lambda _: len(self._got(kind)) >= n)
+        return self.got(kind)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+MakeBuffer: TypeAlias = Callable[..., Buffer]
+MakeClient: TypeAlias = Callable[..., Client]
+
+
+@pytest.fixture
+def make_buffer() -> Iterator[MakeBuffer]:
+    buffers: list[Buffer] = []
+
+    def make(bind: str = "tcp://127.0.0.1:0", **settings: float) -> Buffer:
+        buffers.append(Buffer(bind, **settings))
+        return buffers[-1]
+
+    yield make
+    for buffer in buffers:
+        buffer.stop()
+
+
+@pytest.fixture
+def buffer(make_buffer: MakeBuffer) -> Buffer:
+    return make_buffer()
+
+
+@pytest.fixture
+def make_client() -> Iterator[MakeClient]:
+    """Clients in need of no network patience; closed after the test, before the buffer."""
+    clients: list[Client] = []
+
+    def make(address: str, hello: m.Hello = HELLO, **settings: float) -> Client:
+        clients.append(Client(address, hello, **{"connect_timeout_s": WAIT_S, "resend_s": 60.0, **settings}))  # pyright: ignore[reportArgumentType]
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close("test over")
+
+
+def receive(client: Client) -> m.Message:
+    received = client.recv(WAIT_S)
+    assert received is not None, "nothing came"
+    return received.message
+
+
+# ------------------------------------------------------------------------------------------------- the plain way
+
+
+def test_connect_gives_the_welcome(buffer: Buffer, make_client: MakeClient) -> None:
+    client = make_client(buffer.address)
+    welcome = client.connect()
+    assert (welcome.heartbeat_s, welcome.peer_timeout_s) == (0.05, 30.0)
+    assert client.published == m.WeightVersion(0, 0)
+
+
+def test_acknowledgements_are_taken_care_of_and_messages_are_received(buffer: Buffer, make_client: MakeClient) -> None:
+    client = make_client(buffer.address)
+    client.connect()
+    for n in range(300):
+        client.send(segment(n), ARRAYS)
+    assert client.flush(WAIT_S)
+    assert client.unacked == 0
+    assert buffer.got(m.Segment) == [segment(n) for n in range(300)]
+    buffer.send("actor", "actor-0", m.CancelRollout("r", "x"))
+    assert receive(client) == m.CancelRollout("r", "x")
+    assert client.recv(0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("hello", "sent", "arrays", "ack"),
+    [
+        (HELLO, segment(0), ARRAYS, m.SegmentAck("train-0-0-0", 0, "rejected", "nan_logprob")),
+        (TEACHER, m.Scores((1,)), ARRAYS[1:2], m.ScoresAck((1,), ("expired",), (None,))),
+        (TEACHER, m.ScoreFailed((1,), "x"), (), m.ScoresAck((1,), ("rejected",), ("x",))),
+        (LEARNER, m.TasksOffered((m.Task(3, "train", 8, m.Sampling()),)), ARRAYS[:1], m.TasksAck((3,), "train", 5)),
+        (LEARNER, m.BatchTrained(4, VERSION), (), m.BatchTrainedAck(4, VERSION)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_acknowledgements_that_say_more_than_arrived_reach_the_caller(
+    buffer: Buffer,
+    make_client: MakeClient,
+    hello: m.Hello,
+    sent: m.Message,
+    arrays: tuple[np.ndarray, ...],
+    ack: m.Message,
+) -> None:
+    buffer.answer = lambda message: ack if message == sent else ack_of(message)
+    client = make_client(buffer.address, hello)
+    client.connect()
+    client.send(sent, arrays)
+    assert receive(client) == ack
+    assert client.unacked == 0
+
+
+def test_heartbeats_go_on_while_the_caller_computes_and_say_what_was_set(
+    buffer: Buffer, make_client: MakeClient
+) -> None:
+    client = make_client(buffer.address)
+    client.connect()
+    buffer.wait_for_messages(m.Heartbeat, 2)
+    client.set_heartbeat(VERSION, {"tokens_total": 3.0})
+    buffer.wait_for(lambda events: any(_is_heartbeat(event, VERSION, {"tokens_total": 3.0}) for event in events))
+    buffer.wait_for_messages(m.Heartbeat, 6)
+    assert client.published == VERSION
+
+
+def _is_heartbeat(event: Event, version: m.WeightVersion, stats: dict[str, float]) -> bool:
+    if not isinstance(event, FromPeer):
+        return False
+    message = event.received.message
+    return isinstance(message, m.Heartbeat) and (message.version, message.stats) == (version, stats)
+
+
+def test_flush_also_waits_for_messages_without_an_acknowledgement(buffer: Buffer, make_client: MakeClient) -> None:
+    client = make_client(buffer.address, LEARNER)
+    client.connect()
+    client.send(m.VersionPublished(VERSION, None))
+    assert client.unacked == 0
+    assert client.flush(WAIT_S)
+    assert buffer.got(m.VersionPublished) == [m.VersionPublished(VERSION, None)]
+
+
+def test_close_says_goodbye_after_what_was_sent_and_may_be_called_again(
+    buffer: Buffer, make_client: MakeClient
+) -> None:
+    client = make_client(buffer.address)
+    client.connect()
+    for n in range(100):
+        client.send(segment(n), ARRAYS)
+    client.close("enough")
+    client.close("again")
+    buffer.wait_for(lambda events: PeerDown("actor", "actor-0", "goodbye: enough") in events)
+    assert len(buffer.got(m.Segment)) == 100
+    with pytest.raises(NotConnected):
+        client.recv(0.0)
+    with pytest.raises(NotConnected):
+        client.send(segment(0), ARRAYS)
+
+
+def test_leaving_a_with_block_by_an_error_says_which(buffer: Buffer, make_client: MakeClient) -> None:
+    with pytest.raises(KeyError), make_client(buffer.address) as client:
+        client.connect()
+        raise KeyError("lost")
+    buffer.wait_for(lambda events: PeerDown("actor", "actor-0", "goodbye: KeyError: 'lost'") in events)
+
+
+def test_a_client_must_connect_first_and_only_once(buffer: Buffer, make_client: MakeClient) -> None:
+    client = make_client(buffer.address)
+    with pytest.raises(NotConnected, match="call connect"):
+        client.send(segment(0), ARRAYS)
+    client.connect()
+    with pytest.raises(LocalProtocolError, match="twice"):
+        client.connect()
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"protocol_version": 99}, "protocol_version"),
+        ({"run_id": "another"}, "run_id"),
+        ({"vocab_fingerprint": "cd" * 32}, "vocab_fingerprint"),
+    ],
+)
+def test_a_refused_hello_is_raised(
+    buffer: Buffer, make_client: MakeClient, fields: dict[str, object], code: str
+) -> None:
+    client = make_client(buffer.address, msgspec.structs.replace(HELLO, **fields))
+    with pytest.raises(HandshakeRefused) as caught:
+        client.connect()
+    assert caught.value.refused.code == code
+
+
+def test_a_process_whose_name_was_taken_over_is_told_so(buffer: Buffer, make_client: MakeClient) -> None:
+    former = make_client(buffer.address)
+    former.connect()
+    later = make_client(buffer.address, msgspec.structs.replace(HELLO, incarnation="second"))
+    later.connect()
+    with pytest.raises(HandshakeRefused, match="duplicate_name"):
+        former.recv(WAIT_S)
+    later.send(segment(0), ARRAYS)
+    assert later.flush(WAIT_S)
+
+
+def test_a_message_of_another_role_is_raised_as_our_fault(buffer: Buffer, make_client: MakeClient) -> None:
+    client = make_client(buffer.address)
+    client.connect()
+    client.send(m.BatchWanted(VERSION))
+    with pytest.raises(MessageRefused, match="BatchWanted"):
+        client.recv(WAIT_S)
+
+
+def test_nobody_at_the_address_is_a_connect_timeout(make_buffer: MakeBuffer, make_client: MakeClient) -> None:
+    gone = make_buffer()
+    gone.stop()
+    with pytest.raises(ConnectTimeout, match=gone.address):
+        make_client(gone.address, connect_timeout_s=0.1).connect()
+
+
+def test_an_unreadable_message_of_the_buffer_is_raised_after_those_before_it(make_client: MakeClient) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = new_socket(context, zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def answer_badly() -> None:
+        router.poll(int(WAIT_S * 1000))
+        frames = receive_frames(router)
+        assert frames is not None
+        identity = frames[0]
+        assert isinstance(decode(frames[1:]).message, m.Hello)
+        for message in (m.Welcome(1, 60.0, 120.0, VERSION, None), m.CancelRollout("r", "x")):
+            send_frames(router, [identity, *encode(message)])
+        send_frames(router, [identity, b"garbage"])
+
+    thread = threading.Thread(target=answer_badly)
+    thread.start()
+    client = make_client(f"tcp://127.0.0.1:{port}")
+    client.connect()
+    assert receive(client) == m.CancelRollout("r", "x")
+    with pytest.raises(MalformedMessage):
+        client.recv(WAIT_S)
+    thread.join()
+    context.destroy(linger=0)
+
+
+# ------------------------------------------------------------------------------------------ loss and backpressure
+
+
+def test_a_message_is_sent_again_until_its_acknowledgement_arrives(buffer: Buffer, make_client: MakeClient) -> None:
+    lost: list[m.Message] = []
+
+    def lose_two_acks(message: m.Message) -> m.Message | None:
+        if isinstance(message, m.Segment) and len(lost) < 2:
+            lost.append(message)
+            return None
+        return ack_of(message)
+
+    buffer.answer = lose_two_acks
+    client = make_client(buffer.address, resend_s=0.03)
+    client.connect()
+    client.send(segment(0), ARRAYS)
+    assert client.flush(WAIT_S)
+    assert len(buffer.got(m.Segment)) >= 3
+    assert set(buffer.got(m.Segment)) == {segment(0)}
+
+
+def test_send_blocks_while_too_much_is_unconfirmed_and_gives_up_in_time(
+    buffer: Buffer, make_client: MakeClient
+) -> None:
+    acking = threading.Event()
+    buffer.answer = lambda message: ack_of(message) if acking.is_set() or isinstance(message, m.Heartbeat) else None
+    n_bytes = sum(map(len, encode(segment(0), ARRAYS)))
+    client = make_client(buffer.address, send_timeout_s=0.1, max_unconfirmed_bytes=2 * n_bytes, resend_s=0.05)
+    client.connect()
+    client.send(segment(0), ARRAYS)
+    client.send(segment(1), ARRAYS)
+    with pytest.raises(SendTimeout, match="does not keep up"):
+        client.send(segment(2), ARRAYS)
+    acking.set()
+    assert client.flush(WAIT_S)
+    for n in range(2, 20):
+        client.send(segment(n), ARRAYS)
+    assert client.flush(WAIT_S)
+
+
+def test_a_message_larger_than_the_bound_goes_alone(buffer: Buffer, make_client: MakeClient) -> None:
+    client = make_client(buffer.address, max_unconfirmed_bytes=10)
+    client.connect()
+    client.send(segment(0), ARRAYS)
+    client.send(segment(1), ARRAYS)
+    assert client.flush(WAIT_S)
+
+
+def test_after_a_restart_of_the_buffer_everything_unconfirmed_is_sent_again(
+    make_buffer: MakeBuffer, make_client: MakeClient
+) -> None:
+    former = make_buffer()
+    former.answer = lambda message: m.HeartbeatReply(VERSION) if message == m.Heartbeat(None, {}) else None
+    client = make_client(former.address)
+    client.connect()
+    client.send(segment(0), ARRAYS)
+    former.wait_for_messages(m.Segment, 1)
+    former.stop()
+    client.send(segment(1), ARRAYS)
+    later = make_buffer(former.address)
+    assert client.flush(WAIT_S)
+    assert client.connects_total == 2
+    assert later.got(m.Segment) == [segment(0), segment(1)]
+    assert [event for event in later.events if isinstance(event, PeerUp)] == [PeerUp("actor", "actor-0", "first", "")]
+
+
+def test_a_buffer_that_stays_away_is_lost(make_buffer: MakeBuffer, make_client: MakeClient) -> None:
+    buffer = make_buffer(peer_timeout_s=0.2)
+    client = make_client(buffer.address, reconnect_timeout_s=0.2)
+    client.connect()
+    buffer.stop()
+    with pytest.raises(PeerLost, match="no answer"):
+        client.recv(WAIT_S)
+    with pytest.raises(PeerLost):
+        client.send(segment(0), ARRAYS)
+
+
+def test_a_buffer_that_ended_the_run_is_not_looked_for(make_buffer: MakeBuffer, make_client: MakeClient) -> None:
+    buffer = make_buffer(peer_timeout_s=0.2)
+    client = make_client(buffer.address, reconnect_timeout_s=3600.0)
+    client.connect()
+    buffer.send("actor", "actor-0", m.Shutdown(True, "trained"))
+    assert receive(client) == m.Shutdown(True, "trained")
+    buffer.stop()
+    with pytest.raises(PeerLost, match=r"ended the run \(trained\)"):
+        client.recv(WAIT_S)
+
+
+def test_nothing_is_lost_or_doubled_when_connections_are_cut(buffer: Buffer, make_client: MakeClient) -> None:
+    """Cut by making the client's I/O end its connection from below, as a broken network path does."""
+    client = make_client(buffer.address)
+    client.connect()
+    received: list[Received] = []
+    for n in range(60):
+        client.send(segment(n), ARRAYS)
+        buffer.send("actor", "actor-0", m.CancelRollout(f"r{n}", "x"))
+        if n % 20 == 10:
+            _cut_connections_to(buffer.address)
+        while (one := client.recv(0.002)) is not None:
+            received.append(one)
+    while len(received) < 60:
+        one = client.recv(WAIT_S)
+        assert one is not None
+        received.append(one)
+    assert [one.message for one in received] == [m.CancelRollout(f"r{n}", "x") for n in range(60)]
+    assert client.flush(WAIT_S)
+    assert client.connects_total >= 2
+    assert set(buffer.got(m.Segment)) == {segment(n) for n in range(60)}
+    assert not [event for event in buffer.events if isinstance(event, PeerDown)]
+
+
+def _cut_connections_to(address: str) -> None:
+    """Shut down this process's TCP connections to `address`, without ZeroMQ's knowledge."""
+    port = int(address.rsplit(":", 1)[1])
+    for connection in psutil.Process().net_connections("tcp4"):
+        if connection.raddr and connection.raddr.port == port:
+            duplicate = socket.socket(fileno=os.dup(connection.fd))
+            duplicate.shutdown(socket.SHUT_RDWR)
+            duplicate.close()
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+def _connect_in_child(address: str) -> None:
+    client = Client(address, msgspec.structs.replace(HELLO, name="actor-1"))
+    client.connect()
+    client.send(segment(7), ARRAYS)
+    flushed = client.flush(WAIT_S)
+    client.close("child done")
+    os._exit(0 if flushed else 1)
+
+
+def test_a_client_works_in_a_forked_child_of_a_process_with_a_client(buffer: Buffer, make_client: MakeClient) -> None:
+    client = make_client(buffer.address)
+    client.connect()
+    child = multiprocessing.get_context("fork").Process(target=_connect_in_child, args=(buffer.address,))
+    child.start()
+    child.join(WAIT_S)
+    assert child.exitcode == 0
+    client.send(segment(0), ARRAYS)
+    assert client.flush(WAIT_S)
+    assert segment(7) in buffer.got(m.Segment)
+
+
+_CONNECT_AND_STAY = """
+import sys, time
+from protocol.client import Client
+from protocol.messages import Hello
+client = Client(sys.argv[1], Hello("actor", "actor-0", "first", "run-1", "ab" * 32))
+client.connect()
+time.sleep(600)
+"""
+
+
+def test_a_killed_process_is_noticed(make_buffer: MakeBuffer) -> None:
+    buffer = make_buffer(peer_timeout_s=0.5)
+    process = subprocess.Popen([sys.executable, "-c", _CONNECT_AND_STAY, buffer.address])
+    try:
+        buffer.wait_for_messages(m.Heartbeat, 3)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    buffer.wait_for(lambda events: any(isinstance(event, PeerDown) and "silent" in event.reason for event in events))

@@ -1,0 +1,288 @@
+"""Frames to messages and back. The examples hold one message of every kind, with every optional field filled."""
+
+from __future__ import annotations
+
+from typing import Any, cast, get_args
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import codec
+from protocol import messages as m
+from protocol.codec import Array, Frame, decode, encode
+from protocol.errors import EncodeError, MalformedMessage, MessageTooLarge, RemoteProtocolError
+from protocol.sockets import new_socket, receive_frames, send_frames
+
+VERSION = m.WeightVersion(1, 7)
+WEIGHTS = m.WeightsRef(VERSION, "weights/1.7.safetensors", "ab" * 32)
+SPANS = (m.VersionSpan(m.WeightVersion(1, 6), 2, 3), m.VersionSpan(VERSION, 3, 5))
+SAMPLING = m.Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=32, seed=2**63 - 1)
+TASK = m.Task(3, "train", 8, SAMPLING, "calculator", "add", ("default", "math"), "13051", "e1")
+TICKET = m.Ticket("train-3-0-1", 3, 0, "train", SAMPLING, "calculator", "add", "13051", VERSION)
+ITEM = m.BatchItem("train-3-0-1", 3, 0, 8, "add", ("default", "math"), 5, SPANS, True, "stop", 1.0, 2)
+UNTAUGHT = msgspec.structs.replace(ITEM, teachers=(), reward=None)
+COUNTS = m.LedgerCounts(9, 4, {"stale": 1}, {"actor_lost": 2}, 1, 1)
+LEDGER = m.Ledger(COUNTS, COUNTS, COUNTS, {"malformed": 3}, COUNTS)
+PEER = m.PeerView("actor", "actor-0", True, VERSION, 0.5, {"tokens_total": 12.0}, 2, 3, 4)
+SNAPSHOT = m.Snapshot(1.5, "running", "", VERSION, VERSION, LEDGER, {"tasks_queued": 1}, {0: 5, 3: 2}, 4, (PEER, PEER))
+PLAN = m.WeightPlan(2, "127.0.0.1", 29500, "gloo", ("actor-0", "actor-1"), 3, 5.0, WEIGHTS)
+
+
+def ids(n: int) -> Array:
+    return np.arange(n, dtype=np.int32)
+
+
+def logprobs(*shape: int) -> Array:
+    return -np.ones(shape, dtype=np.float32)
+
+
+def mask(n: int) -> Array:
+    return np.ones(n, dtype=np.uint8)
+
+
+SEGMENT = (m.Segment("train-3-0-1", 1, 2, 5, SPANS, True, "stop", 1.0, 2), (ids(3), logprobs(3), mask(3)))
+FOUR = (ids(5), logprobs(5), mask(5), logprobs(2, 5))
+FOUR_UNTAUGHT = (ids(5), logprobs(5), mask(5), logprobs(0, 5))
+EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
+    (m.Hello("teacher", "teacher-0", "f00", "run", "ab" * 32, "math", 17), ()),
+    (m.Welcome(4, 1.0, 10.0, VERSION, WEIGHTS), ()),
+    (m.Refused("run_id", "another run", "a", "b"), ()),
+    (m.Heartbeat(VERSION, {"tokens_total": 12.0}, 9), ()),
+    (m.HeartbeatReply(VERSION), ()),
+    (m.Goodbye("done"), ()),
+    (m.Shutdown(True, "done"), ()),
+    (m.TicketCredit(3, 2, 1), ()),
+    (m.Tickets((TICKET, TICKET)), (ids(4), ids(2))),
+    SEGMENT,
+    (m.SegmentAck("train-3-0-1", 1, "rejected", "nan_logprob"), ()),
+    (m.RolloutFailed("train-3-0-1", "env"), ()),
+    (m.RolloutFailedAck("train-3-0-1"), ()),
+    (m.CancelRollout("train-3-0-1", "stale"), ()),
+    (m.ScoreCredit(4096, 2, 1), ()),
+    (m.ScoreWork((m.ScoreItem(1, "a", 0, 5), m.ScoreItem(2, "b", 1, 2))), (ids(5), ids(2))),
+    (m.Scores((1, 2)), (logprobs(5), logprobs(1))),
+    (m.ScoreFailed((1, 2), "out of memory"), ()),
+    (m.ScoresAck((1, 2), ("accepted", "rejected"), (None, "nan_logprob")), ()),
+    (m.TasksOffered((TASK, TASK), True), (ids(4), ids(1))),
+    (m.TasksAck((3, 4), "train", 5), ()),
+    (m.BatchWanted(VERSION), ()),
+    (m.Batch(1, VERSION, (ITEM, UNTAUGHT), {0: 5, 3: 2}, (3,), SNAPSHOT), FOUR + FOUR_UNTAUGHT),
+    (m.BatchTrained(1, VERSION), ()),
+    (m.BatchTrainedAck(1, VERSION), ()),
+    (m.EvalWanted("e1", ("eval-1-0-0",)), ()),
+    (m.EvalResult("e1", (ITEM,), 0, 3), FOUR),
+    (m.VersionPublished(VERSION, WEIGHTS), ()),
+    (PLAN, ()),
+    (m.PostWeightPlan(PLAN), ()),
+    (m.Membership(("actor-0",), ("f00",)), ()),
+    (m.RunFinished(False, "learner failed"), ()),
+    (m.SnapshotWanted(), ()),
+    (SNAPSHOT, ()),
+]
+each_message = pytest.mark.parametrize(
+    ("message", "arrays"), EXAMPLES, ids=[type(message).__name__ for message, _ in EXAMPLES]
+)
+
+
+def pack(value: object) -> bytes:
+    return cast(bytes, msgpack.packb(value))
+
+
+def as_bytes(frames: list[Frame]) -> list[bytes]:
+    return [bytes(frame) for frame in frames]
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert [type(message) for message, _ in EXAMPLES] == list(get_args(m.Message))
+
+
+@each_message
+def test_every_message_comes_back_equal_over_a_real_socket(message: m.Message, arrays: tuple[Array, ...]) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router, dealer = new_socket(context, zmq.ROUTER), new_socket(context, zmq.DEALER)
+    try:
+        dealer.connect(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+        send_frames(dealer, encode(message, arrays))
+        assert router.poll(10_000)
+        frames = receive_frames(router)
+    finally:
+        context.destroy(linger=0)
+    assert frames is not None
+    received = decode(frames[1:])
+    assert received.message == message
+    assert len(received.arrays) == len(arrays)
+    for got, sent in zip(received.arrays, arrays, strict=True):
+        assert got.dtype == sent.dtype
+        assert not got.flags.writeable
+        np.testing.assert_array_equal(got, sent)
+
+
+@each_message
+def test_headers_are_plain_messagepack_for_other_languages(message: m.Message, arrays: tuple[Array, ...]) -> None:
+    header, *rest = encode(message, arrays)
+    unpacked = msgpack.unpackb(header, strict_map_key=False)
+    assert unpacked["type"] == type(message).__name__
+    assert list(unpacked)[1:] == list(message.__struct_fields__)
+    assert decode([pack(unpacked), *rest]).message == message
+
+
+def test_integer_keys_stay_integers_with_both_libraries() -> None:
+    header = bytes(encode(SNAPSHOT)[0])
+    assert msgpack.unpackb(header, strict_map_key=False)["staleness_hist"] == {0: 5, 3: 2}
+    decoded = decode([header]).message
+    assert isinstance(decoded, m.Snapshot)
+    assert decoded.staleness_hist == {0: 5, 3: 2}
+
+
+def test_c_contiguous_arrays_are_not_copied_either_way() -> None:
+    segment, (token_ids, lps, loss_mask) = SEGMENT
+    token_ids = token_ids.copy()
+    frames = encode(segment, (token_ids, lps, loss_mask))
+    token_ids[0] = 99
+    assert np.frombuffer(frames[1], np.int32)[0] == 99
+    assert np.shares_memory(decode(frames).arrays[0], token_ids)
+
+
+def test_strided_arrays_are_sent_as_their_elements() -> None:
+    segment, (_, lps, loss_mask) = SEGMENT
+    strided = np.arange(6, dtype=np.int32)[::2]
+    np.testing.assert_array_equal(decode(encode(segment, (strided, lps, loss_mask))).arrays[0], [0, 2, 4])
+
+
+# --------------------------------------------------------------------------------------------- our own mistakes
+
+
+@pytest.mark.parametrize(
+    ("message", "arrays", "told"),
+    [
+        (SEGMENT[0], (), "got 0 arrays, expected 3"),
+        (SEGMENT[0], (ids(4), logprobs(3), mask(3)), r"token ids: got int32 \[4\], expected int32 \[3\]"),
+        (SEGMENT[0], (ids(3).astype(np.int64), logprobs(3), mask(3)), "got int64"),
+        (SEGMENT[0], (ids(3).astype(">i4"), logprobs(3), mask(3)), "got >i4"),
+        (SEGMENT[0], (ids(3), logprobs(3), mask(3).astype(bool)), "loss mask: got bool"),
+        (m.Scores((1,)), (logprobs(0),), r"expected float32 \[n >= 1\]"),
+        (m.Scores((1,)), (logprobs(1, 3),), r"got float32 \[1, 3\]"),
+        (m.Goodbye("x"), (ids(1),), "got 1 arrays, expected 0"),
+        (msgspec.structs.replace(SEGMENT[0], end=2), SEGMENT[1], "of 0 tokens"),
+        (m.Membership(("a",), ()), (), "0 incarnations for 1 actors"),
+        (m.Shutdown(True, cast(str, np.int64(3))), (), "no form for"),
+        (m.CancelRollout("\ud800", ""), (), "no form for"),
+        (m.Goodbye("x" * codec.MAX_HEADER_BYTES), (), "at most"),
+    ],
+)
+def test_what_must_not_be_sent_is_told_with_what_was_expected(
+    message: m.Message, arrays: tuple[Array, ...], told: str
+) -> None:
+    with pytest.raises(EncodeError, match=told):
+        encode(message, arrays)
+
+
+# ------------------------------------------------------------------------------------------- the peer's mistakes
+
+
+def segment_with(**fields: Any) -> list[bytes]:
+    frames = as_bytes(encode(*SEGMENT))
+    return [msgspec.msgpack.encode(msgspec.structs.replace(SEGMENT[0], **fields)), *frames[1:]]
+
+
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ([], "no frames"),
+        ([b""], "unreadable header"),
+        ([b"\xc1"], "unreadable header"),
+        ([pack({"type": "Nonsense"})], "Nonsense"),
+        ([pack({"type": "Goodbye", "reason": 3})], "Expected `str`, got `int`"),
+        ([pack({"type": "Goodbye", "reason": "x"}) + b"tail"], "trailing"),
+        ([b"\x82\xa4type\xa7Goodbye\xa6reason\xa1\xff"], "utf-8"),
+        ([b"\x82\xa4type\xa7Goodbye\xa6unknow" + b"\x91" * 200_000 + b"\xc0"], "recursion"),
+        ([b"\x82\xa4type\xabScoreFailed\xa6leases\xdd\xff\xff\xff\xff"], "truncated"),
+        (segment_with(end=6), "length of token ids: got 12 bytes, expected 16 bytes"),
+        (segment_with(end=2**62), "length of token ids"),
+        (segment_with(end=-5), "contradicts itself"),
+        (as_bytes(encode(*SEGMENT))[:-1], "got 2 arrays, expected 3 arrays"),
+        ([*as_bytes(encode(*SEGMENT)), b""], "got 4 arrays"),
+        ([msgspec.msgpack.encode(m.Scores((1,))), b"abc"], "multiple of 4"),
+        ([msgspec.msgpack.encode(m.Scores((1,))), b""], "multiple of 4"),
+        ([msgspec.msgpack.encode(m.ScoresAck((1,), (), ()))], "0 statuses for 1 leases"),
+    ],
+)
+def test_what_cannot_be_is_malformed(frames: list[Frame], told: str) -> None:
+    with pytest.raises(MalformedMessage, match=told):
+        decode(frames)
+
+
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ([b"\x81" + bytes(codec.MAX_HEADER_BYTES)], "header of"),
+        ([b""] * (codec.MAX_FRAMES + 1), "frames"),
+        ([b"", bytes(codec.MAX_FRAME_BYTES + 1)], "a frame of"),
+        ([b"", *[bytes(codec.MAX_FRAME_BYTES)] * 17], "in all"),
+    ],
+)
+def test_size_limits_are_checked_before_anything_is_parsed(frames: list[Frame], told: str) -> None:
+    with pytest.raises(MessageTooLarge, match=told):
+        decode(frames)
+
+
+def decodes_or_blames_the_peer(frames: list[Frame]) -> None:
+    try:
+        received = decode(frames)
+    except RemoteProtocolError as error:
+        assert error.got
+        assert error.expected
+    else:
+        assert isinstance(received.message, get_args(m.Message))
+        encode(received.message, received.arrays)  # what came in at the door can go out again
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(st.binary(max_size=200), max_size=5))
+def test_any_bytes_decode_or_blame_the_peer(frames: list[Frame]) -> None:
+    decodes_or_blames_the_peer(frames)
+
+
+@settings(deadline=None, max_examples=400)
+@given(data=st.data(), example=st.sampled_from(EXAMPLES))
+def test_damaged_messages_decode_or_blame_the_peer(
+    data: st.DataObject, example: tuple[m.Message, tuple[Array, ...]]
+) -> None:
+    frames = as_bytes(encode(*example))
+    for _ in range(data.draw(st.integers(1, 3))):
+        which = data.draw(st.integers(0, len(frames) - 1))
+        at = data.draw(st.integers(0, len(frames[which])))
+        cut = data.draw(st.integers(0, 4))
+        frames[which] = frames[which][:at] + data.draw(st.binary(max_size=4)) + frames[which][at + cut :]
+        if data.draw(st.booleans()):
+            frames = data.draw(st.permutations(frames))
+    decodes_or_blames_the_peer(list(frames))
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(data=st.data(), kind=st.sampled_from(get_args(m.Message)))
+def test_wrongly_typed_fields_decode_or_blame_the_peer(data: st.DataObject, kind: type[msgspec.Struct]) -> None:
+    names = kind.__struct_fields__
+    fields = data.draw(st.fixed_dictionaries({}, optional=dict.fromkeys(names, _values)))
+    header = pack({"type": kind.__name__, **fields})
+    decodes_or_blames_the_peer([header, *data.draw(st.lists(st.binary(max_size=40), max_size=4))])
+
+
+def test_the_version_of_an_unreadable_hello_can_still_be_told() -> None:
+    assert codec.claimed_version(pack({"type": "Hello", "protocol_version": 9, "shape": "new"})) == 9
+    assert codec.claimed_version(pack({"type": "Hello"})) is None
+    assert codec.claimed_version(b"\x91" * 100_000) is None
