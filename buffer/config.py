@@ -21,12 +21,14 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tick_s: float = 0.05
     """How often the server lets the core look at its clocks (leases, ticket timeouts, idle release)."""
     max_staleness: int = 4
-    """S. No token is trained further than this many optimizer steps from the version that sampled it. 0 = synchronous."""
+    """S. No token is trained further than this many optimizer steps from the version that sampled it.
+    0 = synchronous."""
     batch_rollouts: int = 64
     """B. Rollouts trained per optimizer step (a piece of a rollout counts as a fraction)."""
     release: Release = "deadline"
-    """What may leave for the learner. `rollout`: whole groups of whole rollouts; `segment`: tokens as soon as scored;
-    `deadline`: whole rollouts, but a scored prefix leaves early when waiting would make it stale or the learner idle."""
+    """What may leave for the learner. `rollout`: whole groups of whole rollouts. `segment`: tokens as soon as scored.
+    `deadline`: whole rollouts, but a scored prefix leaves early when waiting would make it stale or leave the learner
+    idle."""
     idle_release_s: float = 2.0
     """`deadline` only: once the learner waited this long, scored prefixes may fill its batch."""
     lease_s: float = 60.0

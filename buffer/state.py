@@ -1,67 +1,371 @@
 """The buffer's core: events and a clock reading in, messages out. No socket, thread, sleep or wall clock in here.
 
-Signatures first: the body follows in the next commits.
+    TasksOffered --> LearnerDesk --> TaskBook --(pacing, credit)--> TicketDesk --> Tickets
+    Segment      --> Arrivals --> Lifecycle, ScoreDesk --(credit)--> ScoreWork
+    Scores       --> ScoreDesk --> Arrivals --> Lifecycle
+    BatchWanted  --> LearnerDesk --> BatchDesk --(release policy, hard check)--> Batch
+    BatchTrained --> LearnerDesk --> BatchDesk --> Lifecycle
+
+`Lifecycle` alone changes what becomes of segments, rollouts and samples, and keeps the books. `VersionTable` knows
+which versions exist and how far apart they are. After each event `_pump` hands out whatever it made possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
-from protocol.messages import Ledger, Message, Role, Snapshot, WeightsRef, WeightVersion
+from buffer.evals import EvalDesk
+from buffer.learner_desk import LearnerDesk
+from buffer.ledger import RUN_ENDED, LedgerBook, RejectReason
+from buffer.lifecycle import Lifecycle
+from buffer.outgoing import Outbox, Outgoing
+from buffer.pacing import Pacing
+from buffer.peers import ActorPeer, Peer, TeacherPeer
+from buffer.release import BatchDesk
+from buffer.scoring import Answer, ScoreDesk, ScoreStatus
+from buffer.task_book import TaskBook
+from buffer.tickets import TicketDesk
+from buffer.tokens import Array
+from buffer.validation import SegmentChecker
+from buffer.versions import VersionTable
+from protocol import messages as m
+from protocol.messages import Message, Role, WeightVersion
 
+__all__ = ["BufferState", "Outgoing"]
 
-class Outgoing(NamedTuple):
-    """A message to send: to whom, what, and its frames."""
-
-    role: Role
-    name: str
-    message: Message
-    arrays: tuple[npt.NDArray[Any], ...] = ()
+Handler: TypeAlias = Callable[[float, Any, Any, tuple[Array, ...]], None]
+"""(now_s, peer, message, arrays); peer and message are of the kinds that the table names."""
 
 
 class BufferState:
-    """Owner of every task, ticket, rollout, lease and batch, and of the ledger. `now_s` is any rising clock."""
+    """Owner of every task, ticket, rollout, lease and batch, and of the ledger. `now_s` is any clock that never falls.
 
-    published: WeightVersion
-    """Newest version the learner said is out (for Welcome)."""
-    weights: WeightsRef | None
-    """Newest snapshot to catch up from (for Welcome)."""
+    Messages of a peer may come twice, late and out of order; each is understood once. Messages to a peer are taken to
+    arrive once per incarnation (`protocol.flow`); what dies with a peer comes back when it is declared lost, or by
+    lease and ticket timeouts.
+    """
 
     def __init__(
         self,
         config: BufferConfig,
         *,
         version: WeightVersion,
-        carried: Ledger | None = None,
+        carried: m.Ledger | None = None,
         vocab_size: int | None = None,
     ) -> None:
         """`version`: weights the run (re)starts from. `carried`: ledger of the run before a restart.
         `vocab_size`: token ids at or above it are rejected; None = only negative ones are."""
-        raise NotImplementedError
+        self._config = config
+        self._phase: Literal["running", "finished", "failed"] = "running"
+        self._phase_reason = ""
+        self._peers: dict[tuple[Role, str], Peer] = {}
+        out = self._out = Outbox()
+        book = self._book = LedgerBook(carried)
+        versions = self._versions = VersionTable(version)
+        pacing = self._pacing = Pacing(
+            batch_rollouts=config.batch_rollouts, max_staleness=config.max_staleness, start=version
+        )
+        tasks = self._tasks = TaskBook(config.task_queue, config.max_attempts)
+        life = self._life = Lifecycle(book, pacing, tasks)
+        tickets = self._tickets = TicketDesk(config, life, tasks, pacing, out)
+        scoring = self._scoring = ScoreDesk(config, book)
+        batches = self._batches = BatchDesk(config, life, tasks, versions)
+        evals = self._evals = EvalDesk(life)
+        checker = SegmentChecker(config, versions, vocab_size)
+        arrivals = self._arrivals = Arrivals(config, book, life, tasks, tickets, scoring, batches, evals, checker, out)
+        self._learner = LearnerDesk(
+            config,
+            book=book,
+            versions=versions,
+            pacing=pacing,
+            tasks=tasks,
+            life=life,
+            tickets=tickets,
+            batches=batches,
+            evals=evals,
+            arrivals=arrivals,
+            out=out,
+            vocab_size=vocab_size,
+            snapshot=self.snapshot,
+        )
+        self._handlers = self._handler_table()
+
+    def __repr__(self) -> str:
+        return (
+            f"BufferState({self._phase}, {self._versions!r}, {self._pacing!r}, {self._tasks!r}, {self._tickets!r},"
+            f" {self._scoring!r}, {self._batches!r}, {self._evals!r})"
+        )
+
+    @property
+    def published(self) -> WeightVersion:
+        """Newest version the learner said is out (for Welcome)."""
+        return self._learner.published
+
+    @property
+    def weights(self) -> m.WeightsRef | None:
+        """Newest snapshot to catch up from (for Welcome)."""
+        return self._learner.weights
+
+    # -------------------------------------------------------------------------------------------------- events
 
     def peer_joined(self, now_s: float, role: Role, name: str, incarnation: str, pool: str = "") -> list[Outgoing]:
         """A peer said Hello, for the first time or again after a reconnect. The Welcome is the server's."""
-        raise NotImplementedError
+        former = self._peers.get((role, name))
+        if former is not None and former.alive and former.incarnation != incarnation:
+            self._lose(now_s, former, for_good=True)
+        if former is not None and former.incarnation == incarnation:
+            peer, came = former, not former.alive
+        else:
+            peer, came = self._new_peer(now_s, role, name, incarnation, pool, former), True
+            self._peers[role, name] = peer
+        peer.alive = True
+        peer.heard_s = now_s
+        if self._phase != "running":
+            self._send_shutdown(peer)
+            return self._out.take()
+        if role == "learner":
+            self._learner.joined(peer, is_new=peer is not former)
+            self._send_membership()
+        elif came and isinstance(peer, ActorPeer):
+            self._tickets.actor_joined(peer)
+            for rollout_id in peer.taken_back:
+                self._out.send("actor", name, m.CancelRollout(rollout_id, "actor_lost"))
+            peer.taken_back.clear()
+            self._send_membership()
+        elif came and isinstance(peer, TeacherPeer):
+            self._scoring.teacher_joined(peer)
+        self._pump(now_s)
+        return self._out.take()
 
     def peer_lost(self, now_s: float, role: Role, name: str) -> list[Outgoing]:
-        """A peer was silent for too long."""
-        raise NotImplementedError
+        """A peer was silent for too long. A learner's batch stays leased until it says Goodbye or another incarnation
+        of it joins: it may only be cut off, and say later that it has trained the batch."""
+        peer = self._peers.get((role, name))
+        if peer is not None and peer.alive:
+            self._lose(now_s, peer, for_good=False)
+            self._pump(now_s)
+        return self._out.take()
 
     def handle(
-        self, now_s: float, role: Role, name: str, message: Message, arrays: Sequence[npt.NDArray[Any]] = ()
+        self, now_s: float, role: Role, name: str, message: Message, arrays: Sequence[Array] = ()
     ) -> list[Outgoing]:
         """Any message but Hello from a joined peer. Messages a peer of that role cannot send are answered Refused."""
-        raise NotImplementedError
+        peer = self._peers.get((role, name))
+        if peer is None or not peer.alive:
+            got = f"{type(message).__name__} from {role} {name}"
+            self._out.send(role, name, m.Refused("not_hello_first", "say Hello first", got, "Hello"))
+            return self._out.take()
+        peer.heard_s = now_s
+        roles, handler = self._handlers.get(type(message), ((), None))
+        if handler is None or role not in roles:
+            expected = ", ".join(kind.__name__ for kind, (senders, _) in self._handlers.items() if role in senders)
+            self._out.send(
+                role, name, m.Refused("role", f"a {role} does not send this", type(message).__name__, expected)
+            )
+        elif self._phase == "running" or isinstance(message, _ANSWERED_ALWAYS):
+            handler(now_s, peer, message, tuple(arrays))
+            self._pump(now_s)
+        else:
+            self._handle_late(peer, message)
+        return self._out.take()
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Leases, ticket timeouts, idle release."""
-        raise NotImplementedError
+        if self._phase == "running":
+            self._arrivals.jobs_given_up(self._scoring.expire(now_s))
+            while (rollout := self._tickets.overdue(now_s)) is not None:
+                self._arrivals.fail(rollout, "ticket_timeout", tell_actor=True)
+            self._batches.tick(now_s)
+            self._pump(now_s)
+        return self._out.take()
 
-    def snapshot(self, now_s: float) -> Snapshot:
+    def snapshot(self, now_s: float) -> m.Snapshot:
         """Everything at this moment, frozen."""
-        raise NotImplementedError
+        train, evaluation = self._life.recount("train"), self._life.recount("eval")
+        return m.Snapshot(
+            time_s=now_s,
+            phase=self._phase,
+            phase_reason=self._phase_reason,
+            version=self._pacing.trained_version,
+            published=self.published,
+            ledger=self._book.frozen(train.held, evaluation.held),
+            queues={
+                "tasks_queued": self._tasks.n_queued,
+                "tickets_outstanding": train.running + evaluation.running,
+                "rollouts_waiting": train.finished,
+                "tokens_unscored": train.tokens_unscored,
+                "tokens_scoring": train.tokens_scoring,
+                "tokens_scored": train.tokens_scored,
+                "tokens_in_batch": train.tokens_in_batch,
+                "tickets_free": self._pacing.free,
+                "rollouts_live": self._pacing.live,
+                "rollouts_reissued_total": self._arrivals.reissued_total,
+                "rollouts_given_up_total": self._arrivals.given_up_total,
+            },
+            staleness_hist=dict(sorted(self._learner.staleness_hist.items())),
+            max_staleness=self._config.max_staleness,
+            peers=tuple(
+                peer.view(now_s, len(self._batches.leased) if peer.role == "learner" else None)
+                for peer in self._peers.values()
+            ),
+        )
+
+    # ------------------------------------------------------------------------------------------------ handlers
+
+    def _handler_table(self) -> dict[type[Any], tuple[tuple[Role, ...], Handler]]:
+        learner = self._learner
+        anyone: tuple[Role, ...] = ("actor", "teacher", "learner", "launcher")
+        return {
+            m.Heartbeat: (anyone, self._heartbeat),
+            m.Goodbye: (anyone, self._goodbye),
+            m.SnapshotWanted: (anyone, self._snapshot_wanted),
+            m.TicketCredit: (("actor",), self._ticket_credit),
+            m.Segment: (("actor",), self._segment),
+            m.RolloutFailed: (("actor",), self._rollout_failed),
+            m.ScoreCredit: (("teacher",), self._score_credit),
+            m.Scores: (("teacher",), self._scores),
+            m.ScoreFailed: (("teacher",), self._score_failed),
+            m.TasksOffered: (("learner",), learner.tasks_offered),
+            m.BatchWanted: (("learner",), learner.batch_wanted),
+            m.BatchTrained: (("learner",), learner.batch_trained),
+            m.EvalWanted: (("learner",), learner.eval_wanted),
+            m.VersionPublished: (("learner",), learner.version_published),
+            m.PostWeightPlan: (("learner",), self._post_weight_plan),
+            m.RunFinished: (("learner",), self._run_finished),
+        }
+
+    def _heartbeat(self, now_s: float, peer: Peer, message: m.Heartbeat, arrays: Sequence[Array]) -> None:
+        peer.version = message.version
+        peer.stats = message.stats
+        self._out.send(peer.role, peer.name, m.HeartbeatReply(self.published))
+
+    def _goodbye(self, now_s: float, peer: Peer, message: m.Goodbye, arrays: Sequence[Array]) -> None:
+        self._lose(now_s, peer, for_good=True)
+
+    def _snapshot_wanted(self, now_s: float, peer: Peer, message: m.SnapshotWanted, arrays: Sequence[Array]) -> None:
+        self._out.send(peer.role, peer.name, self.snapshot(now_s))
+
+    def _ticket_credit(self, now_s: float, actor: ActorPeer, message: m.TicketCredit, arrays: Sequence[Array]) -> None:
+        actor.give_credit(message)
+        self._tickets.credit_changed(actor)
+
+    def _segment(self, now_s: float, actor: ActorPeer, message: m.Segment, arrays: tuple[Array, ...]) -> None:
+        self._arrivals.segment(now_s, actor, message, arrays)
+
+    def _rollout_failed(
+        self, now_s: float, actor: ActorPeer, message: m.RolloutFailed, arrays: Sequence[Array]
+    ) -> None:
+        self._arrivals.rollout_failed(actor, message)
+
+    def _score_credit(
+        self, now_s: float, teacher: TeacherPeer, message: m.ScoreCredit, arrays: Sequence[Array]
+    ) -> None:
+        teacher.give_credit(message)
+        self._scoring.credit_changed(teacher)
+
+    def _scores(self, now_s: float, teacher: TeacherPeer, message: m.Scores, arrays: tuple[Array, ...]) -> None:
+        answers, done, given_up = self._scoring.scores(now_s, teacher, message.leases, arrays)
+        teacher.done_total += len(done)
+        teacher.tokens_total += sum(job.segment.n_sampled for job in done)
+        self._arrivals.jobs_done(done)
+        self._arrivals.jobs_given_up(given_up)
+        self._acknowledge_scores(teacher, message.leases, answers)
+
+    def _score_failed(
+        self, now_s: float, teacher: TeacherPeer, message: m.ScoreFailed, arrays: Sequence[Array]
+    ) -> None:
+        answers, given_up = self._scoring.failed(now_s, teacher, message.leases)
+        self._arrivals.jobs_given_up(given_up)
+        self._acknowledge_scores(teacher, message.leases, answers)
+
+    def _post_weight_plan(self, now_s: float, peer: Peer, message: m.PostWeightPlan, arrays: Sequence[Array]) -> None:
+        for name in message.plan.members:
+            actor = self._peers.get(("actor", name))
+            if actor is not None and actor.alive:
+                self._out.send("actor", name, message.plan)
+
+    def _run_finished(self, now_s: float, peer: Peer, message: m.RunFinished, arrays: Sequence[Array]) -> None:
+        self._phase = "finished" if message.ok else "failed"
+        self._phase_reason = message.reason
+        self._batches.leased.clear()
+        self._batches.forget_request()
+        for rollout in list(self._life.rollouts.values()):
+            self._arrivals.abandon(rollout, RUN_ENDED)
+        for slot in self._tasks.clear():
+            self._life.slot_over(slot)
+        self._evals.clear()
+        for other in self._peers.values():
+            if other.alive:
+                self._send_shutdown(other)
+
+    def _handle_late(self, peer: Peer, message: Message) -> None:
+        """After RunFinished: what waits for an answer gets one, and everybody is told again that it is over."""
+        match message:
+            case m.Segment():
+                self._book.reject(RejectReason.RUN_OVER)
+                reason = RejectReason.RUN_OVER.value
+                ack = m.SegmentAck(message.rollout_id, message.index, "rejected", reason)
+                self._out.send("actor", peer.name, ack)
+            case m.RolloutFailed():
+                self._out.send("actor", peer.name, m.RolloutFailedAck(message.rollout_id))
+            case m.Scores() | m.ScoreFailed():
+                self._acknowledge_scores(peer, message.leases, [Answer("expired")] * len(message.leases))
+            case _:
+                self._send_shutdown(peer)
+
+    # ----------------------------------------------------------------------------------------------- internals
+
+    def _pump(self, now_s: float) -> None:
+        """Hand out what the event made possible: score leases, a batch, tickets; and ask for tasks."""
+        if self._phase != "running":
+            return
+        for work in self._scoring.dispatch(now_s):
+            self._out.send("teacher", work.teacher.name, work.message, work.arrays)
+        self._learner.form_batch(now_s)
+        self._tickets.dispatch(now_s)
+        self._learner.ask_for_tasks()
+
+    def _new_peer(self, now_s: float, role: Role, name: str, incarnation: str, pool: str, former: Peer | None) -> Peer:
+        if role == "actor":
+            return ActorPeer(name, incarnation, now_s, former)
+        if role == "teacher":
+            return TeacherPeer(name, pool, incarnation, now_s, former)
+        return Peer(role, name, incarnation, now_s, former)
+
+    def _lose(self, now_s: float, peer: Peer, *, for_good: bool) -> None:
+        """Tickets and leases of the peer go back. `for_good`: this process of it will not be heard again."""
+        peer.alive = False
+        if self._phase != "running":
+            return
+        if isinstance(peer, ActorPeer):
+            self._tickets.actor_lost(peer)
+            rollouts = list(peer.rollouts.values())
+            peer.rollouts.clear()
+            peer.taken_back += [rollout.rollout_id for rollout in rollouts]
+            for rollout in rollouts:
+                self._arrivals.fail(rollout, "actor_lost", tell_actor=False)
+            self._send_membership()
+        elif isinstance(peer, TeacherPeer):
+            self._arrivals.jobs_given_up(self._scoring.teacher_lost(now_s, peer))
+        elif peer.role == "learner":
+            self._learner.lost(peer, for_good=for_good)
+
+    def _send_membership(self) -> None:
+        actors = [peer for peer in self._peers.values() if peer.role == "actor" and peer.alive]
+        membership = m.Membership(tuple(a.name for a in actors), tuple(a.incarnation for a in actors))
+        self._out.send_learner(membership)
+
+    def _send_shutdown(self, peer: Peer) -> None:
+        self._out.send(peer.role, peer.name, m.Shutdown(self._phase == "finished", self._phase_reason))
+
+    def _acknowledge_scores(self, teacher: Peer, leases: tuple[int, ...], answers: Sequence[Answer]) -> None:
+        statuses: tuple[ScoreStatus, ...] = tuple(answer.status for answer in answers)
+        reasons = tuple(answer.reason for answer in answers)
+        self._out.send("teacher", teacher.name, m.ScoresAck(leases, statuses, reasons))
+
+
+_ANSWERED_ALWAYS = (m.Heartbeat, m.Goodbye, m.SnapshotWanted, m.BatchTrained)
+"""Messages that are handled in the usual way after RunFinished too."""

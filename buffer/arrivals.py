@@ -1,0 +1,236 @@
+"""What comes from actors and teachers: segments into rollouts, scores into segments, failures into another attempt.
+
+Segments of one rollout are taken in order of their index. One that is ahead of a missing one is held, neither counted
+nor acknowledged, until the gap closes (its sender would send it again anyway); more than `max_held_segments` of them
+end the rollout as `out_of_order`. A rejected segment ends its rollout: nothing behind it can be trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from buffer.config import BufferConfig
+from buffer.evals import EvalDesk
+from buffer.ledger import UNSCORABLE, LedgerBook, RejectReason
+from buffer.lifecycle import Lifecycle
+from buffer.outgoing import Outbox
+from buffer.peers import ActorPeer
+from buffer.release import BatchDesk
+from buffer.rollouts import Rollout, ScoreJob, SegmentState, Slot
+from buffer.scoring import ScoreDesk
+from buffer.task_book import TaskBook
+from buffer.tickets import TicketDesk
+from buffer.tokens import Array
+from buffer.validation import SegmentChecker
+from protocol.messages import CancelRollout, RolloutFailed, RolloutFailedAck, SegmentAck
+from protocol.messages import Segment as SegmentMessage
+
+_REASON_CHARS = 80
+"""An actor's own words are cut to this in the ledger."""
+
+
+class Arrivals:
+    """Takes in what workers produce, and decides what becomes of a rollout when one fails."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        book: LedgerBook,
+        life: Lifecycle,
+        tasks: TaskBook,
+        tickets: TicketDesk,
+        scoring: ScoreDesk,
+        batches: BatchDesk,
+        evals: EvalDesk,
+        checker: SegmentChecker,
+        outbox: Outbox,
+    ) -> None:
+        self._config = config
+        self._book = book
+        self._life = life
+        self._tasks = tasks
+        self._tickets = tickets
+        self._scoring = scoring
+        self._batches = batches
+        self._evals = evals
+        self._checker = checker
+        self._outbox = outbox
+        self.reissued_total = 0
+        """Attempts that were queued because an earlier one failed."""
+        self.given_up_total = 0
+        """Samples dropped for good."""
+
+    # ----------------------------------------------------------------------------------------------- segments
+
+    def segment(self, now_s: float, actor: ActorPeer, message: SegmentMessage, arrays: tuple[Array, ...]) -> None:
+        rollout = self._life.rollouts.get(message.rollout_id)
+        if rollout is None:
+            self._late_segment(actor, message)
+        elif rollout.actor != actor.name:
+            self._reject(actor, message, RejectReason.WRONG_ACTOR)
+        elif 0 <= message.index < len(rollout.segments):
+            self._acknowledge(actor, message, "duplicate")
+        elif rollout.closed:
+            reason = RejectReason.AFTER_FINAL if rollout.final else RejectReason.ROLLOUT_ENDED
+            self._reject(actor, message, reason)
+        elif message.index == len(rollout.segments):
+            self._take(now_s, actor, rollout, message, arrays)
+        elif message.index in rollout.held:
+            return  # its sender hears of it when the gap closes
+        elif message.index < 0 or len(rollout.held) >= self._config.max_held_segments:
+            self._refuse(actor, rollout, message, RejectReason.OUT_OF_ORDER)
+        else:
+            rollout.held[message.index] = (message, arrays)
+
+    def rollout_failed(self, actor: ActorPeer, message: RolloutFailed) -> None:
+        rollout = actor.rollouts.get(message.rollout_id)
+        if rollout is not None:
+            self.fail(rollout, f"rollout_failed:{message.reason}"[:_REASON_CHARS], tell_actor=False)
+        self._outbox.send("actor", actor.name, RolloutFailedAck(message.rollout_id))
+
+    def _late_segment(self, actor: ActorPeer, message: SegmentMessage) -> None:
+        n_segments = self._life.ended_segments(message.rollout_id)
+        if n_segments is None:
+            self._reject(actor, message, RejectReason.UNKNOWN_ROLLOUT)
+        elif 0 <= message.index < n_segments:
+            self._acknowledge(actor, message, "duplicate")
+        else:
+            self._reject(actor, message, RejectReason.ROLLOUT_ENDED)
+
+    def _take(
+        self, now_s: float, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]
+    ) -> None:
+        """The next segment came: take it, and those held behind it."""
+        while True:
+            refusal = self._checker.refusal(rollout, message, arrays)
+            if refusal is not None:
+                self._refuse(actor, rollout, message, refusal)
+                return
+            self._accept(now_s, actor, rollout, message, arrays)
+            following = rollout.held.pop(len(rollout.segments), None)
+            if following is None:
+                break
+            message, arrays = following
+            if rollout.closed:
+                self._reject(actor, message, RejectReason.AFTER_FINAL)
+                break
+        if rollout.closed:
+            self._refuse_held(rollout, RejectReason.AFTER_FINAL)
+
+    def _accept(
+        self, now_s: float, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]
+    ) -> None:
+        segment = self._life.accept(rollout, message, arrays)
+        actor.tokens_total += segment.n_sampled
+        if message.final:
+            self._tickets.returned(rollout)
+            actor.done_total += 1
+        else:
+            self._tickets.heard(now_s, rollout)
+        if segment.state is SegmentState.UNSCORED:
+            self._scoring.offer(rollout, segment)
+        self._acknowledge(actor, message, "accepted")
+        self._advance(rollout)
+
+    def _acknowledge(self, actor: ActorPeer, message: SegmentMessage, status: Literal["accepted", "duplicate"]) -> None:
+        self._outbox.send("actor", actor.name, SegmentAck(message.rollout_id, message.index, status))
+
+    def _reject(self, actor: ActorPeer, message: SegmentMessage, reason: RejectReason) -> None:
+        """Count a refused segment and tell its sender; the rollout, if there is one, is not harmed."""
+        self._book.reject(reason)
+        self._outbox.send("actor", actor.name, SegmentAck(message.rollout_id, message.index, "rejected", reason.value))
+
+    def _refuse(self, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, reason: RejectReason) -> None:
+        """A segment that the rollout needs cannot be taken: the attempt is over."""
+        self._reject(actor, message, reason)
+        self.fail(rollout, f"invalid:{reason.value}", tell_actor=False)
+
+    def _refuse_held(self, rollout: Rollout, reason: RejectReason) -> None:
+        for message, _ in rollout.held.values():
+            self._book.reject(reason)
+            ack = SegmentAck(message.rollout_id, message.index, "rejected", reason.value)
+            self._outbox.send("actor", rollout.actor, ack)
+        rollout.held.clear()
+
+    # -------------------------------------------------------------------------------------------------- scores
+
+    def jobs_done(self, jobs: Iterable[ScoreJob]) -> None:
+        """Teachers scored these segments."""
+        for job in jobs:
+            self._life.pool_scored(job.rollout, job.segment)
+            self._advance(job.rollout)
+
+    def jobs_given_up(self, jobs: Iterable[ScoreJob]) -> None:
+        """No teacher of a pool could score these: train tokens are masked, an evaluation rollout is dropped whole."""
+        for job in jobs:
+            rollout, segment = job.rollout, job.segment
+            if job.cancelled:
+                continue
+            self._scoring.cancel(segment)
+            if rollout.kind == "eval":
+                self._end_attempt(rollout, UNSCORABLE, tell_actor=True)
+                self._give_up(rollout.slot)
+            else:
+                self._life.mask_segment(rollout, segment, UNSCORABLE)
+                self._advance(rollout)
+
+    # ------------------------------------------------------------------------------------------------ failures
+
+    def fail(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
+        """The actor will not finish the rollout. When some of it was trained or is in a batch it ends where it stands,
+        and what was accepted may still be trained; else all of it is dropped and the sample tried again."""
+        if not rollout.untouched:
+            self._stop(rollout, tell_actor=tell_actor, reason=reason)
+            self._life.close(rollout)
+            self._advance(rollout)
+            return
+        slot = rollout.slot
+        self._end_attempt(rollout, reason, tell_actor=tell_actor)
+        if self._tasks.try_again(slot):
+            self.reissued_total += 1
+            self._batches.touch(slot)
+        else:
+            self._give_up(slot)
+
+    def abandon(self, rollout: Rollout, reason: str) -> None:
+        """Nobody wants the rollout any more: no further attempt."""
+        slot = rollout.slot
+        self._end_attempt(rollout, reason, tell_actor=not rollout.closed)
+        self._life.slot_over(slot)
+
+    def _stop(self, rollout: Rollout, *, tell_actor: bool, reason: str) -> None:
+        """It no longer runs at its actor."""
+        if self._tickets.connected(rollout.actor):
+            self._refuse_held(rollout, RejectReason.ROLLOUT_ENDED)
+        rollout.held.clear()
+        self._tickets.returned(rollout)
+        if tell_actor and not rollout.closed:
+            self._outbox.send("actor", rollout.actor, CancelRollout(rollout.rollout_id, reason))
+
+    def _end_attempt(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
+        self._stop(rollout, tell_actor=tell_actor, reason=reason)
+        for segment in rollout.segments:
+            if segment.state is SegmentState.UNSCORED:
+                self._scoring.cancel(segment)
+        self._life.drop(rollout, reason)
+
+    def _give_up(self, slot: Slot) -> None:
+        """The sample is dropped for good."""
+        self.given_up_total += 1
+        self._life.slot_over(slot)
+        if slot.task.task.kind == "train":
+            self._batches.touch(slot)
+            return
+        message = self._evals.given_up(slot.task.task.eval_id)
+        if message is not None:
+            self._outbox.send_learner(*message)
+
+    def _advance(self, rollout: Rollout) -> None:
+        """Something came or was settled: may it leave now?"""
+        if rollout.kind == "train":
+            self._batches.touch(rollout.slot)
+        elif rollout.whole:
+            message = self._evals.whole(rollout)
+            if message is not None:
+                self._outbox.send_learner(*message)

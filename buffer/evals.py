@@ -1,0 +1,121 @@
+"""Evaluation rollouts: delivered to the learner as they are whole, and kept until it says that it has them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from buffer.lifecycle import Lifecycle
+from buffer.release import make_item
+from buffer.rollouts import Rollout
+from buffer.tokens import Array
+from protocol.messages import BatchItem, EvalResult
+
+KEPT_EVALUATIONS = 4
+"""Evaluations all of whose results were sent, but not all confirmed, that are kept in case a result was lost."""
+
+
+class Result(NamedTuple):
+    """One delivered rollout."""
+
+    item: BatchItem
+    arrays: tuple[Array, ...]
+
+
+class Evaluation:
+    """Rollouts of one eval_id."""
+
+    __slots__ = ("eval_id", "failed", "outstanding", "results", "subscribed", "unsent")
+
+    def __init__(self, eval_id: str) -> None:
+        self.eval_id = eval_id
+        self.subscribed = False
+        """The learner asked for results as they come."""
+        self.outstanding = 0
+        """Rollouts neither whole nor given up."""
+        self.failed = 0
+        self.results: dict[str, Result] = {}
+        """Delivered, and not known to have arrived, by rollout id."""
+        self.unsent: dict[str, Rollout] = {}
+        """Whole, and not delivered: the learner has not asked yet."""
+
+
+class EvalDesk:
+    """Owner of finished evaluation rollouts."""
+
+    def __init__(self, life: Lifecycle) -> None:
+        self._life = life
+        self._evaluations: dict[str, Evaluation] = {}
+        self._asked_early: dict[str, None] = {}
+        """Asked for before any of its tasks was offered."""
+
+    def __repr__(self) -> str:
+        left = {e.eval_id: e.outstanding for e in self._evaluations.values()}
+        return f"EvalDesk(outstanding={left})"
+
+    def task_added(self, eval_id: str, group_size: int) -> None:
+        evaluation = self._evaluations.get(eval_id)
+        if evaluation is None:
+            evaluation = self._evaluations[eval_id] = Evaluation(eval_id)
+            evaluation.subscribed = eval_id in self._asked_early
+            self._asked_early.pop(eval_id, None)
+        evaluation.outstanding += group_size
+
+    def whole(self, rollout: Rollout) -> tuple[EvalResult, tuple[Array, ...]] | None:
+        """A rollout is finished and scored; returns the message to send, if the learner has asked."""
+        evaluation = self._evaluations[rollout.slot.task.task.eval_id]
+        evaluation.outstanding -= 1
+        evaluation.unsent[rollout.rollout_id] = rollout
+        return self._message(evaluation, self._deliver(evaluation)) if evaluation.subscribed else None
+
+    def given_up(self, eval_id: str) -> tuple[EvalResult, tuple[Array, ...]] | None:
+        """A rollout will not come; returns the message to send, if the learner has asked."""
+        evaluation = self._evaluations[eval_id]
+        evaluation.outstanding -= 1
+        evaluation.failed += 1
+        return self._message(evaluation, []) if evaluation.subscribed else None
+
+    def wanted(self, eval_id: str, have: tuple[str, ...]) -> tuple[EvalResult, tuple[Array, ...]] | None:
+        """The learner asks; returns what it does not have. None while no task of this evaluation was offered."""
+        evaluation = self._evaluations.get(eval_id)
+        if evaluation is None:
+            self._asked_early[eval_id] = None
+            return None
+        evaluation.subscribed = True
+        self._deliver(evaluation)
+        for rollout_id in have:
+            evaluation.results.pop(rollout_id, None)
+        message = self._message(evaluation, list(evaluation.results.values()))
+        self._forget_old()
+        return message
+
+    def clear(self) -> None:
+        """The learner process that asked is gone, or the run is over."""
+        self._asked_early.clear()
+        self._evaluations.clear()
+
+    def _deliver(self, evaluation: Evaluation) -> list[Result]:
+        """Enter whole rollouts as delivered; returns them."""
+        new: list[Result] = []
+        for rollout_id, rollout in evaluation.unsent.items():
+            result = Result(*make_item(rollout, tuple(rollout.offered_segments())))
+            if rollout_id in self._life.rollouts:
+                self._life.deliver(rollout)
+            evaluation.results[rollout_id] = result
+            new.append(result)
+        evaluation.unsent.clear()
+        return new
+
+    def _message(self, evaluation: Evaluation, results: list[Result]) -> tuple[EvalResult, tuple[Array, ...]]:
+        message = EvalResult(
+            eval_id=evaluation.eval_id,
+            items=tuple(result.item for result in results),
+            failed=evaluation.failed,
+            outstanding=evaluation.outstanding,
+        )
+        return message, tuple(array for result in results for array in result.arrays)
+
+    def _forget_old(self) -> None:
+        """Keep the newest evaluations only, of those whose every result was sent."""
+        done = [e for e in self._evaluations.values() if e.outstanding == 0 and not e.unsent]
+        for evaluation in done[:-KEPT_EVALUATIONS]:
+            del self._evaluations[evaluation.eval_id]

@@ -1,0 +1,237 @@
+"""What comes from the learner: tasks, requests for batches, what it trained, versions and forks of the run.
+
+The learner is the run's only clock. Any message of it that names a version of a higher epoch means that a learner
+started again from a checkpoint of that step: the version table forks there, and batches of the former one return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from buffer.arrivals import Arrivals
+from buffer.config import BufferConfig
+from buffer.evals import EvalDesk
+from buffer.ledger import LedgerBook, RejectReason
+from buffer.lifecycle import Lifecycle
+from buffer.outgoing import Outbox
+from buffer.pacing import Pacing
+from buffer.peers import Peer
+from buffer.release import BatchDesk, LeasedBatch
+from buffer.task_book import TaskBook
+from buffer.tickets import TicketDesk
+from buffer.tokens import Array
+from buffer.validation import task_fault
+from buffer.versions import VersionTable
+from protocol import messages as m
+from protocol.messages import TaskKind, WeightVersion
+
+
+class LearnerDesk:
+    """Serves the one learner there is at a time."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        book: LedgerBook,
+        versions: VersionTable,
+        pacing: Pacing,
+        tasks: TaskBook,
+        life: Lifecycle,
+        tickets: TicketDesk,
+        batches: BatchDesk,
+        evals: EvalDesk,
+        arrivals: Arrivals,
+        out: Outbox,
+        vocab_size: int | None,
+        snapshot: Callable[[float], m.Snapshot],
+    ) -> None:
+        self.published = versions.newest
+        """Newest version the learner said is out."""
+        self.weights: m.WeightsRef | None = None
+        """Newest snapshot of weights of the surviving branch."""
+        self.staleness_hist: dict[int, int] = {}
+        """Trained tokens by distance."""
+        self._config = config
+        self._book = book
+        self._versions = versions
+        self._pacing = pacing
+        self._tasks = tasks
+        self._life = life
+        self._tickets = tickets
+        self._batches = batches
+        self._evals = evals
+        self._arrivals = arrivals
+        self._out = out
+        self._vocab_size = vocab_size
+        self._snapshot = snapshot
+        self._told_wanted = 0
+        """`tasks_wanted` as last told."""
+        self._trained_by = 0
+        """The learner process that trained the newest batch."""
+
+    # ---------------------------------------------------------------------------------------------- connection
+
+    def joined(self, peer: Peer, *, is_new: bool) -> None:
+        """It said Hello. A new process gets nothing of what the former one held: that waits again."""
+        self._out.learner = peer.name
+        if is_new:
+            self._batches.give_back_all()
+            for rollout in [r for r in self._life.rollouts.values() if r.kind == "eval"]:
+                self._arrivals.abandon(rollout, "learner_lost")
+            self._tasks.abandon_evaluations()
+            self._evals.clear()
+            self._tasks.new_learner()
+        self._acknowledge_tasks((), "train")
+
+    def lost(self, peer: Peer, *, for_good: bool) -> None:
+        """It is silent, or has said Goodbye (`for_good`): only then can no BatchTrained of it come any more."""
+        if self._out.learner != peer.name:
+            return
+        self._out.learner = None
+        self._batches.forget_request()
+        if for_good:
+            self._batches.give_back_all()
+
+    # --------------------------------------------------------------------------------------------------- tasks
+
+    def tasks_offered(self, now_s: float, peer: Peer, message: m.TasksOffered, arrays: Sequence[Array]) -> None:
+        if len(arrays) != len(message.tasks):
+            self._refuse(peer, "a prompt is missing", f"{len(arrays)} frames", f"{len(message.tasks)} frames")
+            return
+        for task, prompt_T in zip(message.tasks, arrays, strict=True):
+            fault = task_fault(task, prompt_T, self._vocab_size) or self._group_fault(task)
+            if fault is not None:
+                self._refuse(peer, f"{task.kind} task {task.task_id} cannot be run", *fault)
+                return
+        for task, prompt_T in zip(message.tasks, arrays, strict=True):
+            if self._tasks.offer(task, prompt_T, self.published) is not None and task.kind == "eval":
+                self._evals.task_added(task.eval_id, task.group_size)
+        if message.last:
+            self._tasks.stream_ended = True
+        kinds: list[TaskKind] = list(dict.fromkeys(task.kind for task in message.tasks)) or ["train"]
+        for kind in kinds:
+            self._acknowledge_tasks(tuple(t.task_id for t in message.tasks if t.kind == kind), kind)
+
+    def ask_for_tasks(self) -> None:
+        """When the queue runs low, and the learner does not know it."""
+        if self._tasks.runs_low and self._tasks.tasks_wanted != self._told_wanted:
+            self._acknowledge_tasks((), "train")
+
+    def _acknowledge_tasks(self, task_ids: tuple[int, ...], kind: TaskKind) -> None:
+        self._told_wanted = self._tasks.tasks_wanted
+        self._out.send_learner(m.TasksAck(task_ids, kind, self._told_wanted))
+
+    def _group_fault(self, task: m.Task) -> tuple[str, str] | None:
+        limit = self._pacing.limit
+        if self._config.release == "rollout" and task.kind == "train" and task.group_size > limit:
+            return (
+                f"group_size {task.group_size}",
+                f"at most (max_staleness + 1) * batch_rollouts = {limit}, or a whole group could never be out",
+            )
+        return None
+
+    # ------------------------------------------------------------------------------------------------- batches
+
+    def batch_wanted(self, now_s: float, peer: Peer, message: m.BatchWanted, arrays: Sequence[Array]) -> None:
+        version = message.version
+        if not self._same_branch(peer, version):
+            return
+        leased = self._batches.leased_for(version)
+        if leased is not None:
+            self._send_batch(now_s, leased)
+            return
+        if version < self._pacing.trained_version:
+            if self._trained_by != self._tasks.generation:
+                expected = f"step {self._pacing.trained_version.step}, or a higher epoch for one from a checkpoint"
+                self._refuse(peer, "this step was trained by an earlier learner", f"version {version}", expected)
+            return  # else a repeat that came late: its batch is trained
+        self._versions.reach(version)
+        if not self._batches.leased:
+            self._pacing.trained(version)
+        self._batches.want(now_s, version)
+        if self._tasks.runs_low:
+            self._acknowledge_tasks((), "train")
+
+    def form_batch(self, now_s: float) -> None:
+        """Send a batch if the learner waits for one and it can be filled, or nothing more can come to fill it."""
+        version = self._batches.wanted
+        if version is None or self._out.learner is None:
+            return
+        short = self._life.unready == 0 and not self._batches.leased and not self._tickets.may_grow()
+        batch = self._batches.form(short=short)
+        if batch is not None:
+            self._send_batch(now_s, batch)
+        elif short and self._pacing.live == 0 and self._tasks.stream_ended:
+            self._batches.forget_request()
+            done = tuple(self._tasks.unreported)
+            self._out.send_learner(m.Batch(0, version, (), {}, done, self._snapshot(now_s)))
+
+    def batch_trained(self, now_s: float, peer: Peer, message: m.BatchTrained, arrays: Sequence[Array]) -> None:
+        batch = self._batches.leased.get(message.batch_id)
+        if batch is not None:
+            expected = WeightVersion(batch.version.epoch, batch.version.step + 1)
+            if message.version != expected:
+                self._book.reject(RejectReason.WRONG_VERSION)
+                self._refuse(peer, f"batch {batch.batch_id} was for another step", f"{message.version}", f"{expected}")
+                return
+            self._versions.reach(message.version)
+            self._pacing.trained(message.version)
+            self._batches.settle(batch, message.version)
+            self._trained_by = self._tasks.generation
+            for distance, n in batch.staleness.items():
+                self.staleness_hist[distance] = self.staleness_hist.get(distance, 0) + n
+            peer.done_total += 1
+            peer.tokens_total += batch.n_tokens
+        elif message.batch_id not in self._batches.trained:
+            self._book.reject(RejectReason.UNKNOWN_BATCH)
+        self._out.send(peer.role, peer.name, m.BatchTrainedAck(message.batch_id, message.version))
+
+    def _send_batch(self, now_s: float, batch: LeasedBatch) -> None:
+        message = m.Batch(
+            batch_id=batch.batch_id,
+            version=batch.version,
+            items=batch.items,
+            staleness=dict(batch.staleness),
+            tasks_done=batch.tasks_done,
+            snapshot=self._snapshot(now_s),
+        )
+        self._out.send_learner(message, batch.arrays)
+
+    # ---------------------------------------------------------------------------------- versions and evaluation
+
+    def version_published(self, now_s: float, peer: Peer, message: m.VersionPublished, arrays: Sequence[Array]) -> None:
+        if not self._same_branch(peer, message.version):
+            return
+        self._versions.reach(message.version)
+        self.published = max(self.published, message.version)
+        weights = message.weights
+        if weights is not None and (self.weights is None or weights.version > self.weights.version):
+            self.weights = weights
+
+    def eval_wanted(self, now_s: float, peer: Peer, message: m.EvalWanted, arrays: Sequence[Array]) -> None:
+        answer = self._evals.wanted(message.eval_id, message.have)
+        if answer is not None:
+            self._out.send_learner(*answer)
+
+    def _same_branch(self, peer: Peer, version: WeightVersion) -> bool:
+        """Fork when the epoch is new. False, and the sender told, when it belongs to a branch that was left."""
+        newest = self._versions.newest
+        if version.epoch < newest.epoch:
+            self._refuse(peer, "this epoch is over", f"version {version}", f"epoch {newest.epoch}")
+            return False
+        if version.epoch > newest.epoch:
+            self._versions.fork(version)
+            self._pacing.restart(version)
+            self._batches.give_back_all()
+            self.published = version
+            if self.weights is not None and not self._survives(self.weights.version):
+                self.weights = None
+        return True
+
+    def _survives(self, version: WeightVersion) -> bool:
+        """Is it an ancestor of the newest version?"""
+        newest = self._versions.newest
+        return self._versions.distance(version, newest) == newest.step - version.step
+
+    def _refuse(self, peer: Peer, text: str, got: str, expected: str) -> None:
+        self._out.send(peer.role, peer.name, m.Refused("malformed", text, got, expected))

@@ -1,0 +1,187 @@
+"""The books: what was accepted, and what became of it, in three units for train and for evaluation rollouts.
+
+Conservation law, in each unit and at every moment (see `protocol.messages.LedgerCounts.balanced`):
+
+    accepted = trained + sum(masked) + sum(dropped) + waiting + in_flight
+
+The first four are counted here, one transition at a time, by `buffer.lifecycle` only. The last two are recounted from
+the stored segments for each snapshot, so that a lost or doubled segment shows as an imbalance.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from protocol.messages import Ledger, LedgerCounts, TaskKind
+
+
+class RejectReason(enum.StrEnum):
+    """Why a message was refused at the door. It never entered `accepted`; its sender is told."""
+
+    UNKNOWN_ROLLOUT = "unknown_rollout"
+    """No ticket of that id is remembered."""
+    ROLLOUT_ENDED = "rollout_ended"
+    """The attempt is over: its ticket was lost, failed, timed out, or an earlier segment was rejected."""
+    WRONG_ACTOR = "wrong_actor"
+    """The ticket belongs to another actor."""
+    AFTER_FINAL = "after_final"
+    OUT_OF_ORDER = "out_of_order"
+    """Too many segments ahead of a missing one (`max_held_segments`), or a negative index."""
+    OFFSET_GAP = "offset_gap"
+    """`start` is not where the segment before it ended."""
+    LENGTH_MISMATCH = "length_mismatch"
+    """Frames missing, or not as long as `end - start`."""
+    EMPTY_SEGMENT = "empty_segment"
+    """No token, and not the final one."""
+    SEGMENT_TOO_LONG = "segment_too_long"
+    ROLLOUT_TOO_LONG = "rollout_too_long"
+    PROMPT_MISMATCH = "prompt_mismatch"
+    """Segment 0 does not begin with the ticket's prompt."""
+    BAD_MASK = "bad_mask"
+    """A loss mask other than 0 and 1, or 1 within the prompt."""
+    TOKEN_ID_OUT_OF_RANGE = "token_id_out_of_range"
+    NAN_LOGPROB = "nan_logprob"
+    INF_LOGPROB = "inf_logprob"
+    POSITIVE_LOGPROB = "positive_logprob"
+    BAD_SPANS = "bad_spans"
+    """Version spans unsorted, overlapping, empty, outside the segment, or not covering every sampled token."""
+    UNKNOWN_VERSION = "unknown_version"
+    """A version that this run never had: an epoch before its start, or a step before the epoch's fork."""
+    FUTURE_VERSION = "future_version"
+    """A version that the learner cannot have reached yet."""
+    SCORE_LENGTH = "score_length"
+    NAN_SCORE = "nan_score"
+    INF_SCORE = "inf_score"
+    POSITIVE_SCORE = "positive_score"
+    UNKNOWN_BATCH = "unknown_batch"
+    """BatchTrained for a batch that is not leased and was never trained."""
+    WRONG_VERSION = "wrong_version"
+    """BatchTrained for another step than the batch was formed for."""
+    RUN_OVER = "run_over"
+    """It arrived after RunFinished."""
+
+
+RUN_ENDED = "run_ended"
+"""Dropped: still waiting or in flight when the run finished."""
+LOST_AT_RESTART = "lost_at_restart"
+"""Dropped: waiting or in flight when the buffer of an earlier start of this run ended."""
+STALE = "stale"
+"""Masked: further than `max_staleness` from the batch it would have been in."""
+UNSCORABLE = "unscorable"
+"""Masked (evaluation: dropped): `max_score_attempts` leases of one pool failed."""
+CONTEXT = "context"
+"""Masked: a segment or rollout without any sampled token."""
+
+MAX_REASONS = 256
+"""Distinct reasons kept per unit; later ones are counted under `other`, so that free text cannot fill the books."""
+
+
+class Held(NamedTuple):
+    """What is stored and not settled, in one unit."""
+
+    waiting: int
+    in_flight: int
+
+
+class UnitCounts:
+    """The incremental side of the books for one unit."""
+
+    def __init__(self, carried: LedgerCounts | None = None) -> None:
+        self.accepted = 0
+        self.trained = 0
+        self.masked: dict[str, int] = {}
+        self.dropped: dict[str, int] = {}
+        if carried is not None:
+            self.accepted = carried.accepted
+            self.trained = carried.trained
+            self.masked.update(carried.masked)
+            self.dropped.update(carried.dropped)
+            self.drop(carried.waiting + carried.in_flight, LOST_AT_RESTART)
+
+    def __repr__(self) -> str:
+        return (
+            f"UnitCounts(accepted={self.accepted}, trained={self.trained}, masked={self.masked},"
+            f" dropped={self.dropped})"
+        )
+
+    def accept(self, n: int = 1) -> None:
+        self.accepted += n
+
+    def train(self, n: int = 1) -> None:
+        self.trained += n
+
+    def mask(self, n: int, reason: str) -> None:
+        _add(self.masked, reason, n)
+
+    def drop(self, n: int, reason: str) -> None:
+        _add(self.dropped, reason, n)
+
+    def frozen(self, held: Held) -> LedgerCounts:
+        return LedgerCounts(
+            accepted=self.accepted,
+            trained=self.trained,
+            masked=dict(self.masked),
+            dropped=dict(self.dropped),
+            waiting=held.waiting,
+            in_flight=held.in_flight,
+        )
+
+
+class KindCounts:
+    """Rollouts, segments and sampled tokens of one task kind."""
+
+    def __init__(
+        self,
+        rollouts: LedgerCounts | None = None,
+        segments: LedgerCounts | None = None,
+        tokens: LedgerCounts | None = None,
+    ) -> None:
+        self.rollouts = UnitCounts(rollouts)
+        self.segments = UnitCounts(segments)
+        self.tokens = UnitCounts(tokens)
+
+
+class KindHeld(NamedTuple):
+    """Recounted from the stored segments of one task kind."""
+
+    rollouts: Held
+    segments: Held
+    tokens: Held
+
+
+class LedgerBook:
+    """All counters of a run. `carried`: the last ledger before a restart; what it had waiting or in flight is gone."""
+
+    def __init__(self, carried: Ledger | None = None) -> None:
+        if carried is None:
+            self.train = KindCounts()
+            self.eval = KindCounts()
+            self.rejected: dict[str, int] = {}
+        else:
+            self.train = KindCounts(carried.rollouts, carried.segments, carried.tokens)
+            self.eval = KindCounts(tokens=carried.eval_tokens)
+            self.rejected = dict(carried.rejected)
+
+    def of(self, kind: TaskKind) -> KindCounts:
+        return self.train if kind == "train" else self.eval
+
+    def reject(self, reason: RejectReason) -> None:
+        _add(self.rejected, reason.value, 1)
+
+    def frozen(self, train: KindHeld, evaluation: KindHeld) -> Ledger:
+        return Ledger(
+            rollouts=self.train.rollouts.frozen(train.rollouts),
+            segments=self.train.segments.frozen(train.segments),
+            tokens=self.train.tokens.frozen(train.tokens),
+            rejected=dict(self.rejected),
+            eval_tokens=self.eval.tokens.frozen(evaluation.tokens),
+        )
+
+
+def _add(counts: dict[str, int], reason: str, n: int) -> None:
+    if n == 0:
+        return
+    if reason not in counts and len(counts) >= MAX_REASONS:
+        reason = "other"
+    counts[reason] = counts.get(reason, 0) + n

@@ -1,0 +1,319 @@
+"""The one owner of what becomes of segments, rollouts and samples, and of the books kept about it.
+
+Every change of a `SegmentState` happens in `Lifecycle`, together with the ledger entry it means. The desks around it
+(`scoring`, `release`, `evals`) decide; nothing here does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from buffer.ledger import CONTEXT, STALE, Held, KindHeld, LedgerBook
+from buffer.pacing import Pacing
+from buffer.rollouts import Rollout, Segment, SegmentState, Slot
+from buffer.task_book import TaskBook
+from buffer.tokens import Array
+from buffer.versions import VersionTable
+from protocol.messages import Segment as SegmentMessage
+from protocol.messages import TaskKind, Ticket, WeightVersion
+
+MAX_ENDED_REMEMBERED = 65_536
+"""Ended rollouts whose late or repeated segments are still recognised."""
+
+
+class Recount(NamedTuple):
+    """One pass over all stored segments of one task kind."""
+
+    held: KindHeld
+    running: int
+    """Rollouts at an actor."""
+    finished: int
+    """Rollouts that no longer run, are not settled, and have nothing in a batch."""
+    tokens_unscored: int
+    """Open tokens by where they are, as the next three."""
+    tokens_scoring: int
+    tokens_scored: int
+    tokens_in_batch: int
+
+
+class Lifecycle:
+    """Accepts, scores, leases, trains, masks and drops. `rollouts` are those that are not settled, by id."""
+
+    def __init__(self, book: LedgerBook, pacing: Pacing, tasks: TaskBook) -> None:
+        self.rollouts: dict[str, Rollout] = {}
+        self.unready = 0
+        """Train samples with a ticket that are neither settled nor whole: of these more may come."""
+        self._book = book
+        self._pacing = pacing
+        self._tasks = tasks
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._finished_rollouts = 0
+        self._finished_tokens = 0
+
+    # ------------------------------------------------------------------------------------- tickets and arrival
+
+    def open(self, slot: Slot, ticket: Ticket, actor: str) -> Rollout:
+        """A ticket leaves for an actor: the slot's next attempt begins."""
+        rollout = Rollout(slot, ticket, actor)
+        slot.rollout = rollout
+        self.rollouts[ticket.rollout_id] = rollout
+        return rollout
+
+    def slot_issued(self, slot: Slot) -> None:
+        """A sample gets its first ticket."""
+        if slot.task.task.kind == "train":
+            self.unready += 1
+
+    def accept(self, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]) -> Segment:
+        """Store a segment that passed `buffer.validation`; the final one closes the rollout."""
+        ids_N, logprobs_N, loss_mask_N = arrays
+        n_sampled = int(loss_mask_N.sum())
+        segment = Segment(message, n_sampled, len(rollout.affinity))
+        counts = self._book.of(rollout.kind)
+        if not rollout.segments:
+            counts.rollouts.accept()
+        counts.segments.accept()
+        counts.tokens.accept(n_sampled)
+        rollout.tokens.append(ids_N, logprobs_N, loss_mask_N)
+        rollout.segments.append(segment)
+        rollout.n_sampled += n_sampled
+        rollout.n_turns = message.n_turns
+        rollout.n_unsettled += 1
+        rollout.n_unscored += 1
+        if n_sampled == 0:
+            segment.masked_reason = CONTEXT
+            self._settle_segment(rollout, segment)
+        elif segment.unscored_pools == 0:
+            self._make_scored(rollout, segment)
+        if message.final:
+            rollout.final = True
+            rollout.finish_reason = message.finish_reason
+            rollout.reward = message.reward
+            if rollout.kind == "train":
+                self._finished_rollouts += 1
+                self._finished_tokens += rollout.n_sampled
+            self.close(rollout)
+        return segment
+
+    def close(self, rollout: Rollout) -> None:
+        """No further segment will come. What was accepted stays; with nothing open left the rollout is settled."""
+        rollout.closed = True
+        self._after_change(rollout)
+
+    def ended_segments(self, rollout_id: str) -> int | None:
+        """Segments accepted of a rollout that is settled or dropped; None if no such rollout is remembered."""
+        return self._ended.get(rollout_id)
+
+    @property
+    def mean_sampled_tokens(self) -> float | None:
+        """Sampled tokens per finished train rollout so far; None before the first one or while it would be 0."""
+        if self._finished_tokens == 0:
+            return None
+        return self._finished_tokens / self._finished_rollouts
+
+    # ------------------------------------------------------------------------------------------------- scoring
+
+    def pool_scored(self, rollout: Rollout, segment: Segment) -> None:
+        """One more pool has scored the segment."""
+        segment.unscored_pools -= 1
+        if segment.unscored_pools == 0:
+            self._make_scored(rollout, segment)
+            self._after_change(rollout)
+
+    def mask_segment(self, rollout: Rollout, segment: Segment, reason: str) -> None:
+        """An UNSCORED segment will never be scored: its sampled tokens are masked."""
+        self._mask_tokens(rollout, segment, segment.start, segment.end, reason)
+        self._settle_segment(rollout, segment)
+        self._after_change(rollout)
+
+    # ------------------------------------------------------------------------------------------------- release
+
+    def mask_stale(self, rollout: Rollout, version: WeightVersion, versions: VersionTable, max_staleness: int) -> None:
+        """The hard check, on all that the rollout could let go: tokens further than `max_staleness` are masked."""
+        if all(versions.distance(v, version) <= max_staleness for v in rollout.offered_versions):
+            return
+        segments = rollout.offered_segments()
+        rollout.n_offered_tokens = 0
+        rollout.offered_versions.clear()
+        for segment in segments:
+            for span in segment.spans:
+                if versions.distance(span.version, version) > max_staleness:
+                    self._mask_tokens(rollout, segment, span.start, span.end, STALE)
+            if segment.n_open == 0:
+                self._settle_segment(rollout, segment)
+            else:
+                self._offer(rollout, segment)
+        self._after_change(rollout)
+
+    def lease(self, rollout: Rollout) -> tuple[Segment, ...]:
+        """Everything the rollout could let go leaves in a batch."""
+        segments = tuple(rollout.offered_segments())
+        for segment in segments:
+            segment.state = SegmentState.IN_BATCH
+        rollout.n_in_batch += len(segments)
+        rollout.n_offered_tokens = 0
+        rollout.offered_versions.clear()
+        rollout.offer_from = rollout.front
+        return segments
+
+    def give_back(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
+        """The batch was lost with its learner: its segments wait again."""
+        for segment in segments:
+            segment.state = SegmentState.SCORED
+            rollout.n_in_batch -= 1
+            self._offer(rollout, segment)
+
+    def train(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
+        """Open tokens of these segments were trained (evaluation: delivered)."""
+        tokens = self._book.of(rollout.kind).tokens
+        for segment in segments:
+            n = rollout.tokens.settle(segment.start, segment.end)
+            tokens.train(n)
+            segment.n_open -= n
+            segment.n_trained += n
+            rollout.n_trained_tokens += n
+            self._settle_segment(rollout, segment)
+        self._after_change(rollout)
+
+    def deliver(self, rollout: Rollout) -> None:
+        """A whole evaluation rollout goes to the learner."""
+        segments = self.lease(rollout)
+        self.train(rollout, segments)
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def drop(self, rollout: Rollout, reason: str) -> None:
+        """The attempt is over, and what is open of it is lost. The slot stays: see `slot_over` and `TaskBook`."""
+        rollout.closed = True
+        rollout.drop_reason = reason
+        tokens = self._book.of(rollout.kind).tokens
+        for segment in rollout.segments:
+            if not segment.state.settled:
+                n = rollout.tokens.settle(segment.start, segment.end)
+                tokens.drop(n, reason)
+                segment.n_open -= n
+                self._settle_segment(rollout, segment)
+        self._end(rollout)
+
+    def slot_over(self, slot: Slot) -> None:
+        """The sample is settled for good: its place in the pacing is free, its task may be done."""
+        slot.settled = True
+        slot.rollout = None
+        if slot.task.task.kind == "train":
+            if not slot.ready:
+                self.unready -= 1
+            self._pacing.settle()
+        self._tasks.slot_settled(slot)
+
+    def recount(self, kind: TaskKind) -> Recount:
+        """Count what is stored, segment by segment, without looking at the books."""
+        n = dict.fromkeys(("waiting", "flying", "unscored", "scoring", "scored", "in_batch"), 0)
+        rollouts_waiting = rollouts_flying = running = finished = 0
+        for rollout in self.rollouts.values():
+            if rollout.kind != kind:
+                continue
+            leased = False
+            for segment in rollout.segments:
+                if segment.state.settled:
+                    continue
+                if segment.leased:
+                    leased = True
+                    n["flying"] += 1
+                    n["in_batch" if segment.state is SegmentState.IN_BATCH else "scoring"] += segment.n_open
+                else:
+                    n["waiting"] += 1
+                    n["scored" if segment.state is SegmentState.SCORED else "unscored"] += segment.n_open
+            running += not rollout.closed
+            finished += rollout.closed and rollout.n_in_batch == 0
+            if rollout.segments:
+                rollouts_flying += leased or not rollout.closed
+                rollouts_waiting += not (leased or not rollout.closed)
+        held = KindHeld(
+            rollouts=Held(rollouts_waiting, rollouts_flying),
+            segments=Held(n["waiting"], n["flying"]),
+            tokens=Held(n["unscored"] + n["scored"], n["scoring"] + n["in_batch"]),
+        )
+        return Recount(held, running, finished, n["unscored"], n["scoring"], n["scored"], n["in_batch"])
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    def _make_scored(self, rollout: Rollout, segment: Segment) -> None:
+        segment.state = SegmentState.SCORED
+        rollout.n_unscored -= 1
+        self._advance_front(rollout)
+
+    def _advance_front(self, rollout: Rollout) -> None:
+        segments = rollout.segments
+        while rollout.front < len(segments) and segments[rollout.front].state is not SegmentState.UNSCORED:
+            segment = segments[rollout.front]
+            rollout.front += 1
+            if segment.state is SegmentState.SCORED:
+                self._offer(rollout, segment)
+
+    def _offer(self, rollout: Rollout, segment: Segment) -> None:
+        rollout.n_offered_tokens += segment.n_open
+        rollout.offer_from = min(rollout.offer_from, segment.index)
+        for span in segment.spans:
+            rollout.offered_versions.add(span.version)
+
+    def _mask_tokens(self, rollout: Rollout, segment: Segment, start: int, end: int, reason: str) -> None:
+        n = rollout.tokens.settle(start, end)
+        if n == 0:
+            return
+        self._book.of(rollout.kind).tokens.mask(n, reason)
+        segment.n_open -= n
+        segment.masked_reason = segment.masked_reason or reason
+        rollout.masked_reason = rollout.masked_reason or reason
+
+    def _settle_segment(self, rollout: Rollout, segment: Segment) -> None:
+        """Its last open token is gone."""
+        counts = self._book.of(rollout.kind).segments
+        was = segment.state
+        if segment.n_trained > 0:
+            segment.state = SegmentState.TRAINED
+            counts.train()
+        elif rollout.drop_reason is not None:
+            segment.state = SegmentState.DROPPED
+            counts.drop(1, rollout.drop_reason)
+        else:
+            segment.state = SegmentState.MASKED
+            counts.mask(1, segment.masked_reason or CONTEXT)
+        rollout.n_unsettled -= 1
+        if was is SegmentState.UNSCORED:
+            rollout.n_unscored -= 1
+            self._advance_front(rollout)
+        elif was is SegmentState.IN_BATCH:
+            rollout.n_in_batch -= 1
+
+    def _after_change(self, rollout: Rollout) -> None:
+        slot = rollout.slot
+        if rollout.whole and not slot.ready:
+            slot.ready = True
+            if rollout.kind == "train":
+                self.unready -= 1
+        if rollout.closed and rollout.n_unsettled == 0:
+            self._end(rollout)
+            self.slot_over(slot)
+
+    def _end(self, rollout: Rollout) -> None:
+        """Enter the rollout's fate and forget all but how many segments it had."""
+        if rollout.segments:
+            counts = self._book.of(rollout.kind).rollouts
+            if rollout.n_trained_tokens > 0:
+                counts.train()
+            elif rollout.drop_reason is not None:
+                counts.drop(1, rollout.drop_reason)
+            else:
+                counts.mask(1, rollout.masked_reason or CONTEXT)
+        del self.rollouts[rollout.rollout_id]
+        self._ended[rollout.rollout_id] = len(rollout.segments)
+        if len(self._ended) > MAX_ENDED_REMEMBERED:
+            self._ended.popitem(last=False)
+        slot = rollout.slot
+        slot.rollout = None
+        if slot.ready and rollout.drop_reason is not None:
+            slot.ready = False
+            if rollout.kind == "train":
+                self.unready += 1

@@ -1,0 +1,128 @@
+"""What the buffer knows of each peer: who it is, what it may still be sent, what it holds, what it has done.
+
+Credit is absolute: the peer says how much more it will take and how many messages' worth of work it had received when
+it said so; what was sent after that is subtracted here. Messages to a peer arrive exactly once per incarnation
+(`protocol.flow`), so the two counts meet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from buffer.rollouts import Rollout, ScoreJob
+from protocol.messages import PeerView, Role, ScoreCredit, TicketCredit, WeightVersion
+
+
+class Lease:
+    """One score job at one teacher."""
+
+    __slots__ = ("job", "lease_id", "teacher")
+
+    def __init__(self, lease_id: int, job: ScoreJob, teacher: TeacherPeer) -> None:
+        self.lease_id = lease_id
+        self.job = job
+        self.teacher = teacher
+
+
+class Peer:
+    """One name of one role. A new incarnation replaces the record and takes over its totals."""
+
+    def __init__(self, role: Role, name: str, incarnation: str, now_s: float, former: Peer | None = None) -> None:
+        self.role: Role = role
+        self.name = name
+        self.incarnation = incarnation
+        self.alive = True
+        self.heard_s = now_s
+        self.version: WeightVersion | None = None
+        self.stats: dict[str, float] = {}
+        self.done_total = former.done_total if former is not None else 0
+        self.tokens_total = former.tokens_total if former is not None else 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}, alive={self.alive}, held={self.held})"
+
+    @property
+    def held(self) -> int:
+        return 0
+
+    def view(self, now_s: float, held: int | None = None) -> PeerView:
+        return PeerView(
+            role=self.role,
+            name=self.name,
+            alive=self.alive,
+            version=self.version,
+            silent_s=max(0.0, now_s - self.heard_s),
+            stats=dict(self.stats),
+            held=self.held if held is None else held,
+            done_total=self.done_total,
+            tokens_total=self.tokens_total,
+        )
+
+
+class ActorPeer(Peer):
+    """Holds tickets. Credit counts rollouts."""
+
+    def __init__(self, name: str, incarnation: str, now_s: float, former: Peer | None = None) -> None:
+        super().__init__("actor", name, incarnation, now_s, former)
+        self.rollouts: dict[str, Rollout] = {}
+        """Running there, by id."""
+        self.taken_back: list[str] = []
+        """Rollouts taken from it while it was silent: cancelled when the same incarnation is heard again."""
+        self._credit = TicketCredit(n=0, seq=-1, tickets_received_total=0)
+        self._sent_total = 0
+
+    @property
+    def held(self) -> int:
+        return len(self.rollouts)
+
+    @property
+    def free(self) -> int:
+        """Tickets it may be sent now."""
+        return self._credit.n - (self._sent_total - self._credit.tickets_received_total)
+
+    def give_credit(self, credit: TicketCredit) -> None:
+        if credit.seq > self._credit.seq:
+            self._credit = credit
+
+    def ticket_sent(self, rollout: Rollout) -> None:
+        self._sent_total += 1
+        self.rollouts[rollout.rollout_id] = rollout
+
+
+class TeacherPeer(Peer):
+    """Holds score leases. Credit counts context tokens."""
+
+    def __init__(self, name: str, pool: str, incarnation: str, now_s: float, former: Peer | None = None) -> None:
+        super().__init__("teacher", name, incarnation, now_s, former)
+        self.pool = pool
+        self.leases: dict[int, Lease] = {}
+        self._credit = ScoreCredit(tokens=0, seq=-1, items_received_total=0)
+        self._sent_total = 0
+        self._on_their_way: deque[tuple[int, int]] = deque()
+        """(how many items had been sent before this one, its context tokens)"""
+        self._tokens_on_their_way = 0
+
+    @property
+    def held(self) -> int:
+        return len(self.leases)
+
+    @property
+    def free_tokens(self) -> int:
+        return self._credit.tokens - self._tokens_on_their_way
+
+    def has_room(self, context_tokens: int) -> bool:
+        """May an item of this length be leased to it? One that is longer than its credit goes alone."""
+        return context_tokens <= self.free_tokens or (self.free_tokens > 0 and not self.leases)
+
+    def give_credit(self, credit: ScoreCredit) -> None:
+        if credit.seq <= self._credit.seq:
+            return
+        self._credit = credit
+        while self._on_their_way and self._on_their_way[0][0] < credit.items_received_total:
+            self._tokens_on_their_way -= self._on_their_way.popleft()[1]
+
+    def item_sent(self, lease: Lease, context_tokens: int) -> None:
+        self.leases[lease.lease_id] = lease
+        self._on_their_way.append((self._sent_total, context_tokens))
+        self._tokens_on_their_way += context_tokens
+        self._sent_total += 1

@@ -1,0 +1,313 @@
+"""Batches: which scored tokens leave for the learner, when, and the lease on them until they are trained.
+
+While the learner waits (`want` .. `form`), the desk keeps for every sample the weight of what it could let go, updated
+for the one sample that an event touches. Samples are looked through only when the weights add up to a batch.
+
+    weight of a whole rollout of which nothing left before   1
+    weight of any other piece                                its open tokens / mean sampled tokens of finished rollouts
+
+What a sample could let go, by `release` (for max_staleness 0 always whole rollouts, as the schedule demands):
+
+    rollout    all of it when it is whole and so is every other unsettled sample of its group
+    segment    its scored prefix
+    deadline   all of it when it is whole; its scored prefix when the oldest token of that would be stale in the next
+               batch, or when the learner has waited for `idle_release_s`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from buffer.config import BufferConfig
+from buffer.lifecycle import Lifecycle
+from buffer.rollouts import Rollout, Segment, Slot, TaskRecord
+from buffer.task_book import TaskBook
+from buffer.tokens import Array
+from buffer.versions import VersionTable
+from protocol.messages import BatchItem, WeightVersion
+
+_ROUNDING = 1e-9
+"""Weights of the pieces of a rollout add up to 1 but for rounding."""
+
+
+class Piece(NamedTuple):
+    """Segments of one rollout, leased together."""
+
+    rollout: Rollout
+    segments: tuple[Segment, ...]
+
+
+class LeasedBatch(NamedTuple):
+    """What the learner holds; kept whole, so that a repeated request gets the same."""
+
+    batch_id: int
+    version: WeightVersion
+    pieces: tuple[Piece, ...]
+    items: tuple[BatchItem, ...]
+    arrays: tuple[Array, ...]
+    staleness: dict[int, int]
+    tasks_done: tuple[int, ...]
+    n_tokens: int
+
+
+class BatchDesk:
+    """Owner of the learner's request and of its batch leases."""
+
+    def __init__(self, config: BufferConfig, life: Lifecycle, tasks: TaskBook, versions: VersionTable) -> None:
+        self._config = config
+        self._life = life
+        self._tasks = tasks
+        self._versions = versions
+        self.wanted: WeightVersion | None = None
+        """The learner waits for a batch of this step."""
+        self.leased: dict[int, LeasedBatch] = {}
+        self.trained: dict[int, WeightVersion] = {}
+        """Every batch that was trained, and into which version."""
+        self._wanted_since_s = 0.0
+        self._idle = False
+        self._weights: dict[int, float] = {}
+        """While wanted: weight of what could leave, by slot order (release `rollout`: by that of its group's first)."""
+        self._candidates: dict[int, Slot] = {}
+        self._total = 0.0
+        self._next_batch_id = 1
+
+    def __repr__(self) -> str:
+        return f"BatchDesk(wanted={self.wanted}, weight={self._total:.2f}, leased={list(self.leased)})"
+
+    # ------------------------------------------------------------------------------------------------- request
+
+    def want(self, now_s: float, version: WeightVersion) -> None:
+        """The learner waits for the batch of `version.step`."""
+        if self.wanted == version:
+            return
+        self.wanted = version
+        self._wanted_since_s = now_s
+        self._idle = False
+        self._weigh_all()
+
+    def forget_request(self) -> None:
+        self.wanted = None
+        self._weights.clear()
+        self._candidates.clear()
+        self._total = 0.0
+
+    def leased_for(self, version: WeightVersion) -> LeasedBatch | None:
+        return next((batch for batch in self.leased.values() if batch.version == version), None)
+
+    def tick(self, now_s: float) -> None:
+        """After `idle_release_s` of waiting, scored prefixes count as well."""
+        may = self._config.release == "deadline" and self._config.max_staleness > 0
+        if may and self.wanted is not None and not self._idle:
+            self._idle = now_s - self._wanted_since_s >= self._config.idle_release_s
+            if self._idle:
+                self._weigh_all()
+
+    def touch(self, slot: Slot) -> None:
+        """What the slot could let go may have changed."""
+        if self.wanted is None:
+            return
+        if self._config.release == "rollout":
+            slot = slot.task.slots[0]
+        weight = self._weight(slot, self.wanted)
+        self._total += weight - self._weights.get(slot.order, 0.0)
+        if weight > 0.0:
+            self._weights[slot.order] = weight
+            self._candidates[slot.order] = slot
+        else:
+            self._weights.pop(slot.order, None)
+            self._candidates.pop(slot.order, None)
+
+    # ------------------------------------------------------------------------------------------------- forming
+
+    def form(self, *, short: bool) -> LeasedBatch | None:
+        """Lease a batch to the learner if one is due. `short`: a smaller one will do, no more can come for it."""
+        version = self.wanted
+        if version is None or not self._weights:
+            return None
+        enough = self._config.batch_rollouts - _ROUNDING
+        if self._total < enough and not short:
+            return None
+        chosen, weight = self._choose(version, enough)
+        if not chosen or (weight < enough and not short):
+            self._weigh_all()
+            return None
+        batch = self._lease(version, sorted(chosen, key=lambda rollout: rollout.slot.order))
+        self.forget_request()
+        return batch
+
+    def settle(self, batch: LeasedBatch, version: WeightVersion) -> None:
+        """The learner trained it into `version`."""
+        del self.leased[batch.batch_id]
+        self.trained[batch.batch_id] = version
+        for piece in batch.pieces:
+            self._life.train(piece.rollout, piece.segments)
+            self.touch(piece.rollout.slot)
+        self._tasks.reported(batch.tasks_done)
+
+    def give_back_all(self) -> None:
+        """The learner is gone: what it held waits again, and nobody waits for it."""
+        for batch in self.leased.values():
+            for piece in batch.pieces:
+                self._life.give_back(piece.rollout, piece.segments)
+        self.leased.clear()
+        self.forget_request()
+
+    # ----------------------------------------------------------------------------------------------- internals
+
+    def _weigh_all(self) -> None:
+        self._weights.clear()
+        self._candidates.clear()
+        self._total = 0.0
+        groups_seen: set[int] = set()
+        for rollout in self._life.rollouts.values():
+            slot = rollout.slot
+            task_id = slot.task.task.task_id
+            if rollout.kind == "train" and not (self._config.release == "rollout" and task_id in groups_seen):
+                self.touch(slot)
+                groups_seen.add(task_id)
+
+    def _weight(self, slot: Slot, version: WeightVersion) -> float:
+        """Of what the slot could let go; for release `rollout`, of its group."""
+        if self._config.release != "rollout":
+            rollout = slot.rollout
+            return self._rollout_weight(rollout) if rollout and self._may_leave(rollout, version) else 0.0
+        return sum(self._rollout_weight(rollout) for rollout in _whole_group(slot.task))
+
+    def _rollout_weight(self, rollout: Rollout) -> float:
+        if rollout.n_offered_tokens == 0:
+            return 0.0
+        if rollout.whole and rollout.untouched:
+            return 1.0
+        mean = self._life.mean_sampled_tokens or rollout.ticket.sampling.max_new_tokens
+        return rollout.n_offered_tokens / mean
+
+    def _may_leave(self, rollout: Rollout, version: WeightVersion) -> bool:
+        if rollout.n_offered_tokens == 0:
+            return False
+        if rollout.whole or self._config.max_staleness == 0:
+            return rollout.whole
+        if self._config.release == "segment" or self._idle:
+            return True
+        oldest = max(self._versions.distance(v, version) for v in rollout.offered_versions)
+        return oldest >= self._config.max_staleness
+
+    def _choose(self, version: WeightVersion, enough: float) -> tuple[list[Rollout], float]:
+        """Oldest first until it is enough. Tokens that are too stale for `version` are masked on the way."""
+        chosen: list[Rollout] = []
+        total = 0.0
+        for order in sorted(self._candidates):
+            if total >= enough:
+                break
+            slot = self._candidates[order]
+            by_group = self._config.release == "rollout"
+            rollouts = _whole_group(slot.task) if by_group else [slot.rollout] if slot.rollout else []
+            for rollout in rollouts:
+                self._life.mask_stale(rollout, version, self._versions, self._config.max_staleness)
+                if rollout.n_offered_tokens > 0 and (by_group or self._may_leave(rollout, version)):
+                    chosen.append(rollout)
+                    total += self._rollout_weight(rollout)
+        return chosen, total
+
+    def _lease(self, version: WeightVersion, rollouts: Iterable[Rollout]) -> LeasedBatch:
+        pieces: list[Piece] = []
+        items: list[BatchItem] = []
+        arrays: list[Array] = []
+        staleness: dict[int, int] = {}
+        for rollout in rollouts:
+            segments = self._life.lease(rollout)
+            pieces.append(Piece(rollout, segments))
+            item, item_arrays = make_item(rollout, segments)
+            items.append(item)
+            arrays += item_arrays
+            self._count_staleness(version, rollout, segments, staleness)
+        batch = LeasedBatch(
+            batch_id=self._next_batch_id,
+            version=version,
+            pieces=tuple(pieces),
+            items=tuple(items),
+            arrays=tuple(arrays),
+            staleness=dict(sorted(staleness.items())),
+            tasks_done=self._tasks_done(pieces),
+            n_tokens=sum(staleness.values()),
+        )
+        self._next_batch_id += 1
+        self.leased[batch.batch_id] = batch
+        return batch
+
+    def _count_staleness(
+        self, version: WeightVersion, rollout: Rollout, segments: Iterable[Segment], staleness: dict[int, int]
+    ) -> None:
+        """Add the open tokens of `segments` to the histogram; none may be too far."""
+        for segment in segments:
+            for span in segment.spans:
+                n = rollout.tokens.n_open(span.start, span.end)
+                if n == 0:
+                    continue
+                distance = self._versions.distance(span.version, version)
+                if distance > self._config.max_staleness:
+                    raise AssertionError(f"{n} tokens of {rollout!r} at distance {distance} from {version}")
+                staleness[distance] = staleness.get(distance, 0) + n
+
+    def _tasks_done(self, pieces: Iterable[Piece]) -> tuple[int, ...]:
+        """Tasks settled since the last trained batch, and those that will be with this one."""
+        done = dict.fromkeys(self._tasks.unreported)
+        for piece in pieces:
+            task = piece.rollout.slot.task
+            if task.all_issued and all(_leaves_nothing(slot) for slot in task.slots):
+                done[task.task.task_id] = None
+        return tuple(done)
+
+
+def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:
+    """The wire form of these segments of a rollout with all before them: the item and its four arrays.
+
+    When nothing open follows them the item reaches to the rollout's end, so that it carries reward and finish."""
+    last = segments[-1] if segments else None
+    n_segments = len(rollout.segments)
+    if last is not None and not (rollout.closed and all(s.state.settled for s in rollout.segments[last.index + 1 :])):
+        n_segments = last.index + 1
+    end = rollout.segments[n_segments - 1].end
+    train_mask_T = np.zeros(end, np.uint8)
+    for segment in segments:
+        train_mask_T[segment.start : segment.end] = rollout.tokens.open_mask(segment.start, segment.end)
+    task = rollout.slot.task.task
+    final = rollout.final and n_segments == len(rollout.segments)
+    item = BatchItem(
+        rollout_id=rollout.rollout_id,
+        task_id=task.task_id,
+        sample_index=rollout.slot.sample_index,
+        group_size=task.group_size,
+        tag=task.tag,
+        teachers=task.teachers,
+        end=end,
+        spans=rollout.spans(n_segments),
+        final=final,
+        finish_reason=rollout.finish_reason if final else None,
+        reward=rollout.reward if final else None,
+        n_turns=rollout.n_turns,
+    )
+    tokens = rollout.tokens
+    return item, (tokens.ids(end), tokens.logprobs(end), train_mask_T, tokens.teacher_logprobs(end))
+
+
+def _whole_group(task: TaskRecord) -> list[Rollout]:
+    """The unsettled rollouts of a task when all of them are whole and none is leased; else nothing."""
+    if not task.all_issued:
+        return []
+    rollouts: list[Rollout] = []
+    for slot in task.slots:
+        if slot.settled:
+            continue
+        if slot.rollout is None or not slot.rollout.whole or slot.rollout.n_in_batch:
+            return []
+        rollouts.append(slot.rollout)
+    return rollouts
+
+
+def _leaves_nothing(slot: Slot) -> bool:
+    """Settled, or will be when the leased batches are trained."""
+    rollout = slot.rollout
+    return slot.settled or (rollout is not None and rollout.closed and rollout.n_unsettled == rollout.n_in_batch)

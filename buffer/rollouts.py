@@ -1,0 +1,296 @@
+"""Records of what the buffer holds: tasks, their samples, the attempts at a sample, and the segments of an attempt.
+
+    TaskRecord  1 -- group_size  Slot  1 -- 0..1 at a time  Rollout (one attempt)  1 -- n  Segment  1 -- n  ScoreJob
+
+Only `buffer.lifecycle` changes the state of a segment, a rollout or a slot. Life of a segment:
+
+    UNSCORED --every pool's scores are in--> SCORED --leaves in a batch--> IN_BATCH --BatchTrained--> TRAINED
+                                               ^----- learner lost its batch ----+
+    UNSCORED, SCORED --every open token masked--> MASKED          UNSCORED, SCORED, IN_BATCH --attempt over--> DROPPED
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+from buffer.tokens import Array, Int32s, TokenStore
+from protocol.messages import Sampling, Task, TaskKind, Ticket, VersionSpan, WeightVersion
+from protocol.messages import Segment as SegmentMessage
+
+
+class SegmentState(enum.IntEnum):
+    """Where a segment is in its life."""
+
+    UNSCORED = 0
+    """Waits for teachers, or is leased to some."""
+    SCORED = 1
+    """May leave for the learner."""
+    IN_BATCH = 2
+    """Leased to the learner."""
+    TRAINED = 3
+    """Settled, as the next two: at least one token was trained."""
+    MASKED = 4
+    """No token was or will be trained, by decision."""
+    DROPPED = 5
+    """No token was or will be trained, by accident."""
+
+    @property
+    def settled(self) -> bool:
+        return self >= SegmentState.TRAINED
+
+
+class ScoreJob:
+    """One segment to be scored by one pool. Leased to one teacher at a time at most."""
+
+    __slots__ = ("attempts", "cancelled", "failed_at_s", "failed_by", "lease_id", "pool_index", "rollout", "segment")
+
+    def __init__(self, rollout: Rollout, segment: Segment, pool_index: int) -> None:
+        self.rollout = rollout
+        self.segment = segment
+        self.pool_index = pool_index
+        """Index into the task's `teachers`."""
+        self.attempts = 0
+        """Leases granted so far."""
+        self.lease_id: int | None = None
+        self.failed_by: set[str] = set()
+        """Teachers that said they cannot, or sent bad scores."""
+        self.failed_at_s = 0.0
+        self.cancelled = False
+        """No longer wanted: the attempt ended, or another pool found the segment unscorable."""
+
+
+class Segment:
+    """Tokens [start, end) of a rollout, as accepted."""
+
+    __slots__ = (
+        "end",
+        "index",
+        "jobs",
+        "masked_reason",
+        "n_open",
+        "n_sampled",
+        "n_trained",
+        "spans",
+        "start",
+        "state",
+        "unscored_pools",
+    )
+
+    def __init__(self, message: SegmentMessage, n_sampled: int, n_pools: int) -> None:
+        self.index = message.index
+        self.start = message.start
+        self.end = message.end
+        self.spans = message.spans
+        self.n_sampled = n_sampled
+        self.n_open = n_sampled
+        """Sampled tokens that are not trained, masked or dropped."""
+        self.n_trained = 0
+        self.masked_reason: str | None = None
+        """Of its first masked token."""
+        self.state = SegmentState.UNSCORED
+        self.unscored_pools = n_pools
+        self.jobs: list[ScoreJob] = []
+
+    def __repr__(self) -> str:
+        return f"Segment({self.index}, [{self.start}, {self.end}), {self.state.name}, open={self.n_open})"
+
+    @property
+    def leased(self) -> bool:
+        """A teacher or the learner holds it."""
+        if self.state is SegmentState.IN_BATCH:
+            return True
+        return self.state is SegmentState.UNSCORED and any(job.lease_id is not None for job in self.jobs)
+
+
+class Rollout:
+    """One attempt at a slot: a ticket given to an actor, and what came back."""
+
+    __slots__ = (
+        "actor",
+        "affinity",
+        "closed",
+        "deadline_s",
+        "drop_reason",
+        "final",
+        "finish_reason",
+        "front",
+        "held",
+        "masked_reason",
+        "n_in_batch",
+        "n_offered_tokens",
+        "n_sampled",
+        "n_trained_tokens",
+        "n_turns",
+        "n_unscored",
+        "n_unsettled",
+        "offer_from",
+        "offered_versions",
+        "reward",
+        "segments",
+        "slot",
+        "ticket",
+        "tokens",
+    )
+
+    def __init__(self, slot: Slot, ticket: Ticket, actor: str) -> None:
+        self.slot = slot
+        self.ticket = ticket
+        self.actor = actor
+        self.deadline_s = 0.0
+        """The ticket is taken back then, unless a segment comes."""
+        n_pools = len(slot.task.task.teachers)
+        self.tokens = TokenStore(n_pools)
+        self.segments: list[Segment] = []
+        self.held: dict[int, tuple[SegmentMessage, tuple[Array, ...]]] = {}
+        """Segments that arrived ahead of a missing one, by index: neither acknowledged nor counted yet."""
+        self.affinity: list[str | None] = [None] * n_pools
+        """The teacher of each pool that scored it last."""
+        self.closed = False
+        """No more segments: final, or cut off where it stands."""
+        self.final = False
+        self.finish_reason: str | None = None
+        self.reward: float | None = None
+        self.n_turns = 1
+        self.n_sampled = 0
+        self.n_trained_tokens = 0
+        self.n_unsettled = 0
+        """Segments, as the next two."""
+        self.n_unscored = 0
+        self.n_in_batch = 0
+        self.masked_reason: str | None = None
+        """Of its first masked token."""
+        self.drop_reason: str | None = None
+        self.front = 0
+        """Leading segments none of which is UNSCORED."""
+        self.offer_from = 0
+        """No segment before this one is SCORED."""
+        self.n_offered_tokens = 0
+        """Open tokens of SCORED segments before `front`: what could leave now."""
+        self.offered_versions: set[WeightVersion] = set()
+        """Their versions (at least)."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Rollout({self.rollout_id}, actor={self.actor}, closed={self.closed}, length={self.length},"
+            f" segments={self.segments})"
+        )
+
+    @property
+    def rollout_id(self) -> str:
+        return self.ticket.rollout_id
+
+    @property
+    def kind(self) -> TaskKind:
+        return self.ticket.kind
+
+    @property
+    def length(self) -> int:
+        return self.tokens.length
+
+    @property
+    def whole(self) -> bool:
+        """Nothing more will come, from its actor or from teachers."""
+        return self.closed and self.n_unscored == 0
+
+    @property
+    def untouched(self) -> bool:
+        """No token was trained or is in a batch."""
+        return self.n_trained_tokens == 0 and self.n_in_batch == 0
+
+    def offered_segments(self) -> list[Segment]:
+        """Scored segments at the front that hold open tokens, in order."""
+        return [s for s in self.segments[self.offer_from : self.front] if s.state is SegmentState.SCORED]
+
+    def spans(self, n_segments: int) -> tuple[VersionSpan, ...]:
+        """Version spans of the first segments, neighbours of one version joined."""
+        joined: list[VersionSpan] = []
+        for segment in self.segments[:n_segments]:
+            for span in segment.spans:
+                if joined and joined[-1].version == span.version and joined[-1].end == span.start:
+                    joined[-1] = VersionSpan(span.version, joined[-1].start, span.end)
+                else:
+                    joined.append(span)
+        return tuple(joined)
+
+
+class Slot:
+    """One sample of a task, over all attempts at it."""
+
+    __slots__ = ("attempt", "n", "order", "ready", "rollout", "sample_index", "settled", "task")
+
+    def __init__(self, task: TaskRecord, sample_index: int, order: int, n: int) -> None:
+        self.task = task
+        self.sample_index = sample_index
+        self.order = order
+        """Rises with issue; a later attempt keeps it. Batches take the lowest first."""
+        self.n = n
+        """Place in the learner's schedule (`buffer.pacing`); 0 for evaluation."""
+        self.attempt = task.first_attempt
+        self.rollout: Rollout | None = None
+        """The attempt that runs or waits; None while it is to be issued again, and when settled."""
+        self.ready = False
+        """Its rollout is whole."""
+        self.settled = False
+        """Trained, masked or dropped for good."""
+
+    def __lt__(self, other: Slot) -> bool:
+        return self.order < other.order
+
+
+class TaskRecord:
+    """A task that was offered and is not settled."""
+
+    __slots__ = ("first_attempt", "generation", "min_version", "n_settled", "prompt_T", "slots", "task")
+
+    def __init__(
+        self, task: Task, prompt_T: Int32s, *, generation: int, first_attempt: int, min_version: WeightVersion
+    ) -> None:
+        self.task = task
+        self.prompt_T = prompt_T
+        self.generation = generation
+        """The learner process that offered it, counted from 1."""
+        self.first_attempt = first_attempt
+        """Above 0 when the task is run again for a learner that lost its training."""
+        self.min_version = min_version
+        """For evaluation: the version published when it was offered."""
+        self.slots: list[Slot] = []
+        """Issued so far, in order of sample index."""
+        self.n_settled = 0
+
+    @property
+    def all_issued(self) -> bool:
+        return len(self.slots) == self.task.group_size
+
+    @property
+    def settled(self) -> bool:
+        return self.n_settled == self.task.group_size
+
+
+def make_ticket(slot: Slot, min_version: WeightVersion) -> Ticket:
+    """The ticket for the slot's next attempt."""
+    task = slot.task.task
+    sampling = task.sampling
+    return Ticket(
+        rollout_id=f"{task.kind}-{task.task_id}-{slot.sample_index}-{slot.attempt}",
+        task_id=task.task_id,
+        sample_index=slot.sample_index,
+        kind=task.kind,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=ticket_seed(sampling.seed, slot.sample_index, slot.attempt),
+        ),
+        env=task.env,
+        tag=task.tag,
+        ground_truth=task.ground_truth,
+        min_version=min_version,
+    )
+
+
+def ticket_seed(task_seed: int, sample_index: int, attempt: int) -> int:
+    """Seed of one rollout, 0 <= seed < 2**31 (engines take 32-bit signed ones): BLAKE2b of the three numbers."""
+    text = f"{task_seed}:{sample_index}:{attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") & 0x7FFF_FFFF

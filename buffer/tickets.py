@@ -1,0 +1,106 @@
+"""Tickets: which actor gets the next one, and which have been out for too long."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from buffer.config import BufferConfig
+from buffer.lifecycle import Lifecycle
+from buffer.outgoing import Outbox
+from buffer.pacing import Pacing
+from buffer.peers import ActorPeer
+from buffer.rollouts import Rollout, make_ticket
+from buffer.task_book import TaskBook
+from buffer.tokens import Array
+from protocol.messages import Ticket, Tickets
+
+
+class TicketDesk:
+    """Owner of the actors' credit and of ticket timeouts. Actors with credit take turns, one ticket each."""
+
+    def __init__(self, config: BufferConfig, life: Lifecycle, tasks: TaskBook, pacing: Pacing, outbox: Outbox) -> None:
+        self._config = config
+        self._life = life
+        self._tasks = tasks
+        self._pacing = pacing
+        self._outbox = outbox
+        self._actors: dict[str, ActorPeer] = {}
+        self._ready: OrderedDict[str, ActorPeer] = OrderedDict()
+        """Actors that may have credit left, next in turn first."""
+        self._running: OrderedDict[str, Rollout] = OrderedDict()
+        """Rollouts at actors, by id, silent for longest first (the timeout is the same for all)."""
+
+    def __repr__(self) -> str:
+        return f"TicketDesk(running={len(self._running)}, ready={list(self._ready)})"
+
+    def actor_joined(self, actor: ActorPeer) -> None:
+        self._actors[actor.name] = actor
+        self.credit_changed(actor)
+
+    def actor_lost(self, actor: ActorPeer) -> None:
+        del self._actors[actor.name]
+        self._ready.pop(actor.name, None)
+
+    def connected(self, actor_name: str) -> bool:
+        return actor_name in self._actors
+
+    def credit_changed(self, actor: ActorPeer) -> None:
+        if actor.free > 0:
+            self._ready.setdefault(actor.name, actor)
+
+    def may_start(self, n_samples: int) -> bool:
+        """May the next train task, `n_samples` of which have no ticket, get one? Groups that must leave together are
+        not begun before there is room for all, or half a group could wait for places that it holds itself."""
+        return self._pacing.free >= (n_samples if self._config.release == "rollout" else 1)
+
+    def may_grow(self) -> bool:
+        """Could a train ticket be issued now or after the next task is offered, given actors?"""
+        n_samples = self._tasks.next_train_group
+        if n_samples is not None:
+            return self.may_start(n_samples)
+        return not self._tasks.stream_ended and self._pacing.free > 0
+
+    def dispatch(self, now_s: float) -> None:
+        """Issue what credit and pacing allow."""
+        tickets: dict[str, list[tuple[Ticket, Array]]] = {}
+        while self._ready:
+            name, actor = next(iter(self._ready.items()))
+            if actor.free <= 0:
+                del self._ready[name]
+                continue
+            found = self._tasks.next_slot(self.may_start, self._pacing.issue)
+            if found is None:
+                break
+            slot, first = found
+            if first:
+                self._life.slot_issued(slot)
+            task = slot.task
+            is_train = task.task.kind == "train"
+            ticket = make_ticket(slot, self._pacing.min_version(slot.n) if is_train else task.min_version)
+            rollout = self._life.open(slot, ticket, name)
+            actor.ticket_sent(rollout)
+            self.heard(now_s, rollout)
+            tickets.setdefault(name, []).append((ticket, task.prompt_T))
+            self._ready.move_to_end(name)
+        for name, pairs in tickets.items():
+            self._outbox.send(
+                "actor", name, Tickets(tuple(ticket for ticket, _ in pairs)), tuple(prompt_T for _, prompt_T in pairs)
+            )
+
+    def heard(self, now_s: float, rollout: Rollout) -> None:
+        """A ticket left, or a segment came of it."""
+        rollout.deadline_s = now_s + self._config.ticket_timeout_s
+        self._running[rollout.rollout_id] = rollout
+        self._running.move_to_end(rollout.rollout_id)
+
+    def returned(self, rollout: Rollout) -> None:
+        """The rollout no longer runs at its actor."""
+        self._running.pop(rollout.rollout_id, None)
+        actor = self._actors.get(rollout.actor)
+        if actor is not None:
+            actor.rollouts.pop(rollout.rollout_id, None)
+
+    def overdue(self, now_s: float) -> Rollout | None:
+        """A rollout of which nothing was heard for `ticket_timeout_s`; None when there is none (left)."""
+        rollout = next(iter(self._running.values()), None)
+        return rollout if rollout is not None and rollout.deadline_s <= now_s else None

@@ -1,0 +1,147 @@
+"""What is checked before a segment, a teacher's scores or a task enter the books.
+
+Each check names the first thing that is wrong, or None. Legend: N = tokens of the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from buffer.config import BufferConfig
+from buffer.ledger import RejectReason
+from buffer.rollouts import Rollout, Segment
+from buffer.tokens import Array
+from buffer.versions import VersionTable
+from protocol.messages import Segment as SegmentMessage
+from protocol.messages import Task
+
+LOGPROB_TOLERANCE = 1e-3
+"""A log-prob may be this much above 0 (rounding of a near-certain token); more cannot be one."""
+
+
+class SegmentChecker:
+    """The door for segments. `vocab_size` None: only negative token ids are refused."""
+
+    def __init__(self, config: BufferConfig, versions: VersionTable, vocab_size: int | None) -> None:
+        self._config = config
+        self._versions = versions
+        self._vocab_size = vocab_size
+
+    def refusal(self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]) -> RejectReason | None:
+        """`message` is the rollout's next segment: is it one that may be trained on?"""
+        n = message.end - message.start
+        if message.start != rollout.length:
+            return RejectReason.OFFSET_GAP
+        if n < 0 or not has_shapes(arrays, n, (np.int32, np.float32, np.uint8)):
+            return RejectReason.LENGTH_MISMATCH
+        if n == 0:
+            if not message.final:
+                return RejectReason.EMPTY_SEGMENT
+            return RejectReason.BAD_SPANS if message.spans else self._prompt_refusal(rollout, message, arrays)
+        if n > self._config.max_segment_tokens:
+            return RejectReason.SEGMENT_TOO_LONG
+        if message.end > self._config.max_rollout_tokens:
+            return RejectReason.ROLLOUT_TOO_LONG
+        ids_N, logprobs_N, loss_mask_N = arrays
+        if not ids_in_range(ids_N, self._vocab_size):
+            return RejectReason.TOKEN_ID_OUT_OF_RANGE
+        if loss_mask_N.max() > 1:
+            return RejectReason.BAD_MASK
+        return (
+            self._prompt_refusal(rollout, message, arrays)
+            or _logprob_refusal(logprobs_N, loss_mask_N)
+            or self._span_refusal(message, loss_mask_N)
+        )
+
+    def _prompt_refusal(
+        self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]
+    ) -> RejectReason | None:
+        if message.index != 0:
+            return None
+        ids_N, _, loss_mask_N = arrays
+        prompt_T = rollout.slot.task.prompt_T
+        if not np.array_equal(ids_N[: len(prompt_T)], prompt_T):
+            return RejectReason.PROMPT_MISMATCH
+        if loss_mask_N[: len(prompt_T)].any():
+            return RejectReason.BAD_MASK
+        return None
+
+    def _span_refusal(self, message: SegmentMessage, loss_mask_N: Array) -> RejectReason | None:
+        """Spans must be sorted, disjoint and inside, and hold every sampled token."""
+        at = message.start
+        covered = 0
+        for span in message.spans:
+            if span.start < at or span.end <= span.start or span.end > message.end:
+                return RejectReason.BAD_SPANS
+            refusal = self._versions.refusal(span.version)
+            if refusal is not None:
+                return refusal
+            covered += int(np.count_nonzero(loss_mask_N[span.start - message.start : span.end - message.start]))
+            at = span.end
+        if covered != int(np.count_nonzero(loss_mask_N)):
+            return RejectReason.BAD_SPANS
+        return None
+
+
+def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> RejectReason | None:
+    """Are these log-probs of the segment's tokens?"""
+    n = segment.end - segment.start
+    if not has_shapes((scores_N,), n, (np.float32,)):
+        return RejectReason.SCORE_LENGTH
+    refusal = _logprob_refusal(scores_N, sampled_N)
+    return None if refusal is None else _SCORE_REASONS[refusal]
+
+
+def task_fault(task: Task, prompt_T: Array, vocab_size: int | None) -> tuple[str, str] | None:
+    """What is wrong with an offered task: (got, expected)."""
+    if prompt_T.ndim != 1 or prompt_T.dtype != np.int32 or len(prompt_T) == 0:
+        return f"prompt of dtype {prompt_T.dtype} and shape {prompt_T.shape}", "int32 [n_prompt], not empty"
+    if not ids_in_range(prompt_T, vocab_size):
+        return (
+            f"prompt ids from {prompt_T.min()} to {prompt_T.max()}",
+            f"0 up to {'any' if vocab_size is None else vocab_size - 1}",
+        )
+    if task.group_size < 1:
+        return f"group_size {task.group_size}", "1 or more"
+    if task.sampling.max_new_tokens < 1:
+        return f"max_new_tokens {task.sampling.max_new_tokens}", "1 or more"
+    if len(set(task.teachers)) != len(task.teachers):
+        return f"teachers {task.teachers}", "each pool once"
+    return None
+
+
+def has_shapes(arrays: Sequence[Array], n: int, dtypes: Sequence[type]) -> bool:
+    """One array [n] of each dtype?"""
+    if len(arrays) != len(dtypes):
+        return False
+    return all(a.shape == (n,) and a.dtype == dtype for a, dtype in zip(arrays, dtypes, strict=True))
+
+
+def ids_in_range(ids_N: Array, vocab_size: int | None) -> bool:
+    """`ids_N` is not empty."""
+    return int(ids_N.min()) >= 0 and (vocab_size is None or int(ids_N.max()) < vocab_size)
+
+
+def _logprob_refusal(logprobs_N: Array, sampled_N: Array) -> RejectReason | None:
+    """Finite everywhere (a NaN times a mask of 0 is still NaN), and not above 0 where sampled.
+
+    The maximum finds NaN and +inf, the minimum finds -inf: two passes and no temporary for the usual, good case."""
+    if len(logprobs_N) == 0:
+        return None
+    highest, lowest = float(logprobs_N.max()), float(logprobs_N.min())
+    if highest != highest:
+        return RejectReason.NAN_LOGPROB
+    if highest == np.inf or lowest == -np.inf:
+        return RejectReason.INF_LOGPROB
+    if highest > LOGPROB_TOLERANCE and (logprobs_N[sampled_N.astype(bool)] > LOGPROB_TOLERANCE).any():
+        return RejectReason.POSITIVE_LOGPROB
+    return None
+
+
+_SCORE_REASONS = {
+    RejectReason.NAN_LOGPROB: RejectReason.NAN_SCORE,
+    RejectReason.INF_LOGPROB: RejectReason.INF_SCORE,
+    RejectReason.POSITIVE_LOGPROB: RejectReason.POSITIVE_SCORE,
+}
