@@ -1,0 +1,158 @@
+"""The command line: flags, `--config FILE` and dotted overrides, in that order of rising weight, into a RunConfig.
+
+    cluster.py [--config FILE] [--run-dir DIR | --name NAME] [--resume] [--KEY VALUE | --KEY=VALUE]...
+
+Every key of the tree is a flag; `-` and `_` mean the same in it. With --resume, the run folder's own configuration is
+what the rest is laid over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from launch.config import ALIASES, PLANNED, RunConfig
+from launch.config_file import read_plain
+from launch.config_tree import Key, Plain, build, find_key, get, keys_of, merge, parse_text, put, type_name, unknown_key
+from launch.errors import ConfigError
+from launch.runfolder import choose_path
+
+OWN_FLAGS: Final = ("config", "run_dir", "name")
+SWITCHES: Final = ("resume", "check", "help")
+USAGE: Final = """\
+usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
+
+Runs on-policy distillation: a buffer, a learner, and as many actors and teachers as asked for, each a process.
+Without arguments: the built-in task, a few minutes on two cores.
+
+  --config FILE    TOML or YAML with any of the keys below; flags win over it
+  --run-dir DIR    folder of the run; runs/<name> without it
+  --name NAME      name of the run; the time without it
+  --resume         go on in that folder (without --run-dir: the newest run) from its last checkpoint
+  --check          check the configuration, models and prompts, and stop
+  --help           this text
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """What was asked for, as words."""
+
+    config: Path | None = None
+    run_dir: Path | None = None
+    name: str = ""
+    resume: bool = False
+    check: bool = False
+    help: bool = False
+    overrides: tuple[tuple[Key, str], ...] = ()
+    """(key, text), aliases replaced, in order."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> CommandLine:
+    """Split the words; values are not looked at yet. Raises ConfigError for unknown flags and missing values."""
+    own: dict[str, str] = {}
+    switches: set[str] = set()
+    overrides: list[tuple[Key, str]] = []
+    mistakes: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if word == "-h":
+            word = "--help"
+        if not word.startswith("--"):
+            mistakes.append(f"{word!r}: unexpected; flags look like --key value")
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name in SWITCHES and not equals:
+            switches.add(name)
+            continue
+        key = find_key(RunConfig, ALIASES.get(name, name))
+        if key is None and name not in OWN_FLAGS:
+            mistakes.append(
+                "--" + unknown_key(name, [*(k.name for k in keys_of(RunConfig)), *ALIASES, *OWN_FLAGS, *SWITCHES])
+            )
+            if not equals and words and not words[0].startswith("--"):
+                words.pop(0)
+            continue
+        if not equals:
+            if words and not words[0].startswith("--"):
+                text = words.pop(0)
+            elif key is not None and key.type is bool:
+                text = "true"
+            else:
+                mistakes.append(f"--{name}: needs a value" + (f" ({type_name(key.type)})" if key is not None else ""))
+                continue
+        if key is not None:
+            overrides.append((key, text))
+        else:
+            own[name] = text
+    if mistakes and "help" not in switches:
+        raise ConfigError(*mistakes)
+    return CommandLine(
+        config=Path(own["config"]) if "config" in own else None,
+        run_dir=Path(own["run_dir"]) if "run_dir" in own else None,
+        name=own.get("name", ""),
+        resume="resume" in switches,
+        check="check" in switches,
+        help="help" in switches,
+        overrides=tuple(overrides),
+    )
+
+
+def resolve_config(line: CommandLine) -> RunConfig:
+    """The tree: defaults, under the resumed run's configuration, under the file, under the flags. Raises ConfigError
+    with every mistake there is."""
+    plain: Plain = {}
+    if line.resume:
+        former = choose_path(line.run_dir, resume=True, name=line.name) / "config.yaml"
+        if former.is_file():
+            plain = read_plain(former)
+    if line.config is not None:
+        plain = merge(plain, read_plain(line.config))
+    mistakes: list[str] = []
+    for key, text in line.overrides:
+        try:
+            put(plain, key.name, text if PLANNED.get(key.name) == text else parse_text(key, text))
+        except ConfigError as error:
+            mistakes += error.mistakes
+    planned = [f"{key}: {value} is not in this release" for key, value in PLANNED.items() if get(plain, key) == value]
+    if planned:
+        raise ConfigError(*mistakes, *planned)
+    try:
+        config = build(RunConfig, plain)
+    except ConfigError as error:
+        raise ConfigError(*mistakes, *error.mistakes) from None
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return config
+
+
+def help_text() -> str:
+    """Every key with its type, default and docstring, and the short flags."""
+    short = {key: alias for alias, key in ALIASES.items()}
+    lines = [USAGE]
+    section = None
+    for key in keys_of(RunConfig):
+        branch = key.name.rpartition(".")[0]
+        if branch != section:
+            lines.append(f"\n{branch or 'run'}:" if lines[1:] else "run:")
+            section = branch
+        lines += _help_lines(key, short.get(key.name))
+    return "\n".join(lines)
+
+
+def _help_lines(key: Key, alias: str | None) -> list[str]:
+    default = "" if key.default is msgspec.NODEFAULT else f"  [{_shown(key.default)}]"
+    also = f", --{alias.replace('_', '-')}" if alias else ""
+    return [f"  --{key.name}{also}  {type_name(key.type)}{default}", f"        {key.doc}"]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return value or '""' if isinstance(value, str) else str(msgspec.to_builtins(value))

@@ -1,0 +1,117 @@
+"""The configuration tree of a run: one Struct per component, each beside its component, composed here. No torch.
+
+A field is a key on the command line (`--learner.lr 1e-3`) and in a file. What a key means stands under it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from actors.config import ActorConfig
+from buffer.config import BufferConfig
+from learner.config import LearnerConfig
+from teachers.config import TeacherConfig
+
+BUILTIN: Final = "builtin"
+"""As a model or as prompts: those that ship with the project."""
+
+
+class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who learns, and from whom. Each a Hugging Face folder, a name on the model hub, or `builtin`."""
+
+    student: str = BUILTIN
+    """The model that is trained."""
+    teacher: str = BUILTIN
+    """The model that grades; its tokenizer must map the same tokens to the same ids."""
+
+
+class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How processes are started, watched and stopped."""
+
+    start_method: Literal["auto", "fork", "spawn"] = "auto"
+    """fork: from one warmed parent (Linux); spawn: a fresh interpreter each; auto: fork where that is safe."""
+    threads_per_worker: int = 1
+    """Native threads of each worker process (OMP_NUM_THREADS)."""
+    ready_timeout_s: float = 600.0
+    """All workers must have been welcomed by the buffer this long after the start."""
+    max_restarts: int = 3
+    """A worker that dies more often than this within `restart_window_s` stops the run."""
+    restart_window_s: float = 300.0
+    """Restarts longer ago than this are forgotten."""
+    restart_backoff_s: float = 0.5
+    """Wait before the first restart; doubles with each one in the window."""
+    restart_backoff_max_s: float = 15.0
+    """The longest wait before a restart."""
+    silent_kill_s: float = 60.0
+    """A worker whose process runs, but which the buffer counts as lost and has not heard of for this long, is killed
+    (and started again like any dead one)."""
+    shutdown_grace_s: float = 20.0
+    """How long workers may take to leave by themselves, at each stage of stopping, before SIGKILL."""
+    status: Literal["auto", "rich", "plain", "off"] = "auto"
+    """Live status: rich = a table on the terminal, plain = one line now and then; auto = rich on a terminal."""
+    status_every_s: float = 5.0
+    """Seconds between plain status lines."""
+    memory_every_s: float = 5.0
+    """Seconds between samples of the memory of all processes."""
+
+    def __post_init__(self) -> None:
+        if self.threads_per_worker < 1:
+            raise ValueError(f"threads_per_worker must be at least 1, got {self.threads_per_worker}")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts must be 0 (never) or more, got {self.max_restarts}")
+        for name in (
+            "ready_timeout_s",
+            "restart_window_s",
+            "silent_kill_s",
+            "shutdown_grace_s",
+            "status_every_s",
+            "memory_every_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.restart_backoff_s <= self.restart_backoff_max_s:
+            raise ValueError(
+                f"restart_backoff_s must be between 0 and restart_backoff_max_s ({self.restart_backoff_max_s}), "
+                f"got {self.restart_backoff_s}"
+            )
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run."""
+
+    steps: int = 200
+    """Optimizer steps; the run ends after them."""
+    seed: int = 0
+    """Of the task order and of all sampling."""
+    actors: int = 2
+    """Student processes that write rollouts."""
+    teachers: int = 1
+    """Teacher processes that grade them."""
+    models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
+    learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
+    buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
+    actor: ActorConfig = msgspec.field(default_factory=ActorConfig)
+    teacher: TeacherConfig = msgspec.field(default_factory=TeacherConfig)
+    launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "actors", "teachers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or more, got {self.seed}")
+
+
+PLANNED: Final = {"actor.engine": "sglang", "teacher.engine": "sglang"}
+"""Values that a later release will take; refused with better words than a typing error."""
+ALIASES: Final = {
+    "student": "models.student",
+    "teacher": "models.teacher",
+    "max_staleness": "buffer.max_staleness",
+    "prompts": "learner.tasks.prompts",
+    "eval_prompts": "learner.tasks.eval_prompts",
+    "env": "learner.tasks.env",
+}
+"""Short flag -> key. On the command line only; a file says the key."""

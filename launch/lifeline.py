@@ -1,0 +1,71 @@
+"""No process outlives its launcher, and none leaves children behind: the two halves of that promise.
+
+Downwards: a process asks the kernel for SIGKILL at its parent's death (Linux), and a thread of it waits for the end of
+a pipe whose only writer is the launcher (everywhere). Upwards: whoever reaps a worker first kills what is left of the
+worker's process group, while its pid still cannot belong to anybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Be killed when the process `parent_pid` dies; leave at once if it is dead already. Linux; elsewhere the pipe of
+    `watch_launcher` is all there is. Call it from the process itself, after fork or exec."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def watch_launcher(lifeline_fd: int) -> None:
+    """Start the thread that ends this process when the launcher's end of the pipe is closed."""
+
+    def wait_for_the_end() -> None:
+        while os.read(lifeline_fd, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, name="lifeline", daemon=True).start()
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL the process group that the worker `pid` leads, if anything is left of it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
+        os.killpg(pid, signal.SIGKILL)
+
+
+def reap(pid: int) -> int | None:
+    """Exit code of the direct child `pid` (negative: the signal that killed it), or None while it runs.
+
+    What the child left in its process group is killed first: until the child is reaped, its pid cannot be reused."""
+    if sys.platform == "linux":
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        kill_group(pid)
+        _, status = os.waitpid(pid, 0)
+    else:
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        if reaped == 0:
+            return None
+        kill_group(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def thread_count() -> int:
+    """Threads of this process, native ones included where the system tells (Linux)."""
+    if sys.platform == "linux":
+        return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - counts entries, opens nothing
+    return threading.active_count()

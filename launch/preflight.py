@@ -1,0 +1,244 @@
+"""Checks of what a configuration names, before torch is loaded anywhere: models, prompts, and one vocabulary for both.
+
+They take well under a second for local folders, so that a wrong path costs no waiting. What they cannot see (weights
+that do not fit the config, a chat template that fails) its owner reports when it loads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+import msgspec
+
+import builtin
+from launch.config import BUILTIN, RunConfig
+from launch.errors import ConfigError
+from protocol.fingerprint import vocab_fingerprint
+
+ROWS_CHECKED: Final = 20
+Json = Mapping[str, object]
+
+
+class Checked(NamedTuple):
+    """What the launcher goes on with."""
+
+    config: RunConfig
+    """`builtin` and hub names replaced by folders and files, so that 40 workers need not ask the hub again."""
+    model_types: tuple[str, ...]
+    """Of student and teacher, as in their config.json."""
+
+
+def check(config: RunConfig) -> Checked:
+    """Raises ConfigError with all that is wrong."""
+    mistakes: list[str] = []
+    folders: dict[str, Path] = {}
+    for which, named in (("student", config.models.student), ("teacher", config.models.teacher)):
+        try:
+            folders[which] = find_model(f"models.{which}", named)
+        except ConfigError as error:
+            mistakes += error.mistakes
+    if len(folders) == 2:
+        mistakes += compare_vocabularies(folders["student"], folders["teacher"])
+    tasks = config.learner.tasks
+    prompts, eval_prompts = tasks.prompts or BUILTIN, tasks.eval_prompts
+    if prompts == BUILTIN:
+        prompts, eval_prompts = str(builtin.TRAIN_JSONL), eval_prompts or str(builtin.EVAL_JSONL)
+    elif eval_prompts == BUILTIN:
+        eval_prompts = str(builtin.EVAL_JSONL)
+    for key, path in (("learner.tasks.prompts", prompts), ("learner.tasks.eval_prompts", eval_prompts)):
+        if path:
+            mistakes += check_prompts(key, Path(path))
+    if mistakes:
+        raise ConfigError(*mistakes)
+    replace = msgspec.structs.replace
+    tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts) if eval_prompts else "")
+    models = replace(config.models, student=str(folders["student"]), teacher=str(folders["teacher"]))
+    return Checked(
+        config=replace(config, models=models, learner=replace(config.learner, tasks=tasks)),
+        model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def find_model(key: str, named: str) -> Path:
+    """The folder of a model, looked at from outside. A name that is no folder is fetched from the model hub (or found
+    in its cache). Raises ConfigError."""
+    if named == BUILTIN:
+        folder = builtin.STUDENT_DIR if key.endswith("student") else builtin.TEACHER_DIR
+        if not folder.is_dir():
+            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it by `python -m builtin.build`")
+    else:
+        folder = Path(named).expanduser()
+    if not folder.exists() and _looks_like_hub_name(named):
+        folder = _from_hub(key, named)
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: no folder {named!r}{_nearest_path(folder)}")
+    missing = [name for name in ("config.json",) if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        missing.append("*.safetensors")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer.json")
+    if missing:
+        raise ConfigError(f"{key}: {folder} is not a Hugging Face model folder, it lacks {', '.join(missing)}")
+    model_type(folder)
+    return folder.absolute()
+
+
+def model_type(folder: Path) -> str:
+    """`model_type` of config.json. Raises ConfigError."""
+    file = folder / "config.json"
+    try:
+        told = cast(Json, json.loads(file.read_text())).get("model_type")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from error
+    if not isinstance(told, str):
+        raise ConfigError(f"{file}: model_type is {told!r}, expected a name like qwen3")
+    return told
+
+
+def compare_vocabularies(student: Path, teacher: Path) -> list[str]:
+    """Token-to-id maps must be equal: sizes say nothing, models pad their embedding rows past the vocabulary.
+
+    Only tokenizer.json is read here; where one of the two has none, the handshake with the buffer compares."""
+    maps = [read_vocabulary(folder / "tokenizer.json") for folder in (student, teacher)]
+    ours, theirs = maps
+    if ours is None or theirs is None or vocab_fingerprint(ours) == vocab_fingerprint(theirs):
+        return []
+    differing = [token for token in ours if token in theirs and ours[token] != theirs[token]]
+    lacking = [token for token in ours if token not in theirs] + [token for token in theirs if token not in ours]
+    if differing:
+        token = differing[0]
+        example = f"{token!r} is {ours[token]} for the student and {theirs[token]} for the teacher"
+    else:
+        example = f"{lacking[0]!r} is known to one of them only"
+    return [
+        f"models.teacher: its tokenizer differs from the student's ({len(ours)} tokens in {student}, {len(theirs)} in "
+        f"{teacher}; {len(differing)} with another id, {len(lacking)} in one only, e.g. {example}); a teacher can only "
+        "grade a student with the same token-to-id map"
+    ]
+
+
+def read_vocabulary(file: Path) -> dict[str, int] | None:
+    """Token -> id, added tokens included, or None if the file is not there or of a kind without a readable map."""
+    if not file.is_file():
+        return None
+    try:
+        content = cast(Json, json.loads(file.read_text(encoding="utf-8")))
+        told = cast(Json, content["model"])["vocab"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a tokenizer: {error!r}") from error
+    if isinstance(told, Mapping):
+        vocab = dict(cast(Mapping[str, int], told))
+    else:  # Unigram: [[token, score], ...], the id is the position
+        vocab = {token: i for i, (token, _) in enumerate(cast(list[tuple[str, float]], told))}
+    for added in cast(list[dict[str, object]], content.get("added_tokens") or []):
+        vocab[str(added["content"])] = int(str(added["id"]))
+    return vocab
+
+
+def check_prompts(key: str, path: Path) -> list[str]:
+    """The first rows of a prompts file. The learner, which reads all of it, checks the rest."""
+    path = path.expanduser()
+    if not path.exists():
+        return [f"{key}: no file {str(path)!r}{_nearest_path(path)}"]
+    try:
+        if path.is_dir():
+            return _check_folder(key, path)
+        if path.suffix == ".parquet":
+            return _check_columns(key, path, _parquet_columns(path))
+        if path.suffix in (".jsonl", ".json"):
+            return next((mistakes for row in _first_rows(key, path) if (mistakes := row)), [])
+    except (OSError, ValueError, ImportError) as error:
+        return [f"{key}: {path}: {error}"]
+    return [f"{key}: {path} is a {path.suffix or 'suffixless'} file, expected .jsonl, .parquet or a datasets folder"]
+
+
+def _first_rows(key: str, path: Path) -> Iterator[list[str]]:
+    seen = 0
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row: object = json.loads(line)
+            except json.JSONDecodeError as error:
+                yield [f"{key}: {path}:{number} is not JSON: {error}"]
+                return
+            if not isinstance(row, dict):
+                yield [f"{key}: {path}:{number}: got {type(row).__name__}, expected an object with prompt or messages"]
+                return
+            yield _check_columns(key, Path(f"{path}:{number}"), list(cast(Json, row)))
+            seen += 1
+            if seen == ROWS_CHECKED:
+                return
+    if seen == 0:
+        yield [f"{key}: {path} holds no prompts"]
+
+
+def _check_columns(key: str, where: Path, columns: list[str]) -> list[str]:
+    if "prompt" in columns or "messages" in columns:
+        return []
+    return [f"{key}: {where}: got the fields {', '.join(columns) or '(none)'}; expected prompt (text) or messages"]
+
+
+def _check_folder(key: str, path: Path) -> list[str]:
+    if (path / "dataset_info.json").is_file():
+        features = cast(Json, json.loads((path / "dataset_info.json").read_text())).get("features")
+        return _check_columns(key, path, list(cast(Json, features))) if isinstance(features, Mapping) else []
+    parquet = sorted(path.rglob("*.parquet"))
+    if parquet:
+        return _check_columns(key, parquet[0], _parquet_columns(parquet[0]))
+    if (path / "dataset_dict.json").is_file():
+        splits = cast(Json, json.loads((path / "dataset_dict.json").read_text())).get("splits")
+        return [f"{key}: {path} holds the splits {splits}; name one of them, e.g. {path}/train"]
+    return [f"{key}: the folder {path} holds neither a saved dataset (dataset_info.json) nor .parquet files"]
+
+
+def _parquet_columns(path: Path) -> list[str]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("reading Parquet needs pyarrow: pip install 'stillhouse[data]'") from error
+    return [str(name) for name in parquet.read_schema(path).names]
+
+
+def _looks_like_hub_name(named: str) -> bool:
+    return named.count("/") <= 1 and not named.startswith((".", "/", "~")) and not named.endswith("/")
+
+
+def _from_hub(key: str, name: str) -> Path:
+    """The local snapshot of a model on the hub; downloads what is not in the cache."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        HfApi().model_info(name, timeout=5.0)
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ConfigError(
+            f"{key}: {name!r} is neither a folder nor a model on the hub{_nearest_path(Path(name))}"
+        ) from None
+    except Exception as unreachable:  # connection errors: their classes differ between versions of the hub's client
+        try:
+            return Path(snapshot_download(name, local_files_only=True, allow_patterns=wanted))
+        except OSError:
+            raise ConfigError(
+                f"{key}: no folder {name!r}, it is not in the model hub's cache, and the hub cannot be reached "
+                f"({type(unreachable).__name__}){_nearest_path(Path(name))}"
+            ) from None
+    return Path(snapshot_download(name, allow_patterns=wanted))
+
+
+def _nearest_path(path: Path) -> str:
+    """`; did you mean ...?` with the nearest name in the same folder, or nothing."""
+    if not path.parent.is_dir():
+        return f"; nor is there {str(path.parent)!r}"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""

@@ -1,0 +1,157 @@
+"""The worker processes: which role runs which function, and what surrounds that function in its process.
+
+    python -m launch.roles START     START is a StartRole in JSON; the spawned twin of a fork from launch.forkserver
+
+A role's main is `(ctx: RoleContext[...]) -> int`. Around it: output to the role's own log, SIGINT ignored (Ctrl-C is
+the launcher's to handle), SIGTERM turned into SystemExit in the main thread, a stack dump on SIGUSR1, and the promise
+of launch.lifeline. No torch here: the buffer and a worker on a remote engine never load it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Final, NoReturn
+
+import msgspec
+
+from launch.config import RunConfig
+from launch.config_file import read_config
+from launch.lifeline import die_with_parent, watch_launcher
+from protocol.context import ExitCode, RoleContext, WorkerRole
+from protocol.errors import HandshakeRefused
+
+ENTRIES: Final[dict[WorkerRole, str]] = {
+    "buffer": "launch.roles:run_buffer",
+    "learner": "learner.loop:main",
+    "actor": "actors.worker:main",
+    "teacher": "teachers.worker:main",
+}
+"""Role -> `module:function` of its main."""
+
+log = logging.getLogger("launch.roles")  # also when run by -m
+
+
+class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Launcher -> forkserver, or the command line of a spawned worker: start this one."""
+
+    entry: str
+    """`module:function`"""
+    role: WorkerRole
+    index: int
+    name: str
+    incarnation: str
+    run_id: str
+    run_dir: str
+    buffer_address: str
+    resume: bool
+    log_path: str
+    config_path: str
+    """The resolved configuration; read by spawned workers, forked ones inherit it."""
+    parent_pid: int
+    """Of the launcher; a forked worker's parent is the fork server, which sets its own."""
+    lifeline_fd: int
+
+    def context(self, config: RunConfig) -> RoleContext[RunConfig]:
+        return RoleContext(
+            role=self.role,
+            index=self.index,
+            name=self.name,
+            incarnation=self.incarnation,
+            run_id=self.run_id,
+            run_dir=Path(self.run_dir),
+            buffer_address=self.buffer_address,
+            resume=self.resume,
+            config=config,
+        )
+
+
+def redirect_output(log_path: str) -> None:
+    """Send stdout and stderr (the descriptors, so native libraries too) to the end of the log; stdin reads nothing."""
+    log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
+        os.dup2(source, target)
+    os.close(log_fd)
+    os.close(null_fd)
+
+
+def run_role(start: StartRole, config: RunConfig) -> NoReturn:
+    """Run the role's main in this process and end the process with its exit code; never returns.
+
+    os._exit: neither the fork server's exit handlers nor a thread that hangs may hold the end up. Mains close what
+    they opened."""
+    code = int(ExitCode.FAILED)
+    try:
+        _prepare(start)
+        log.info("%s (%s) starts, pid %d", start.name, start.incarnation, os.getpid())
+        code = int(_load_entry(start.entry)(start.context(config)))
+        log.info("%s ends with exit code %d", start.name, code)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else ExitCode.FAILED
+        log.info("%s was asked to leave, exit code %d", start.name, code)
+    except HandshakeRefused:
+        log.exception("the buffer refused %s; starting it again would not help", start.name)
+        code = ExitCode.USELESS
+    except BaseException:
+        log.exception("%s failed", start.name)
+    finally:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(int(code))
+
+
+def _prepare(start: StartRole) -> None:
+    faulthandler.enable()
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    watch_launcher(start.lifeline_fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - both are TextIOWrappers
+    logging.basicConfig(
+        level=logging.INFO,
+        force=True,
+        format=f"%(asctime)s.%(msecs)03d {start.name} %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.captureWarnings(True)
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> NoReturn:
+    """SIGTERM: unwind the main thread; a second SIGTERM must not interrupt the unwinding."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(int(ExitCode.TERMINATED))
+
+
+def _load_entry(entry: str) -> Callable[[RoleContext[RunConfig]], int]:
+    module_name, _, function_name = entry.partition(":")
+    function: Callable[[RoleContext[RunConfig]], int] = getattr(importlib.import_module(module_name), function_name)
+    return function
+
+
+def main() -> NoReturn:
+    """A spawned worker."""
+    try:
+        start = msgspec.json.decode(sys.argv[1].encode(), type=StartRole)
+        redirect_output(start.log_path)
+        die_with_parent(start.parent_pid)
+        config = read_config(Path(start.config_path))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(ExitCode.FAILED)
+    run_role(start, config)
+
+
+if __name__ == "__main__":
+    main()

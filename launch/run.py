@@ -1,0 +1,119 @@
+"""One run from the command line to the exit code.
+
+Exit codes: 0 the run finished; 1 it failed; 2 the command line, configuration, models or prompts are wrong (nothing
+was started); 3 the ledger does not balance; 128 + n stopped by signal n (130: Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from launch import preflight
+from launch.command_line import help_text, parse_arguments, resolve_config
+from launch.config import RunConfig
+from launch.config_file import write_config
+from launch.errors import LaunchError
+from launch.roles import ENTRIES
+from launch.runfolder import RunFolder, RunState
+from launch.status import make_status
+from launch.summary import Summary, print_summary, write_summary
+from launch.supervisor import Supervisor
+from protocol.context import WorkerRole
+
+WRONG_CONFIG_EXIT_CODE: Final = 2
+WORKER_MODULES: Final = tuple(entry.partition(":")[0] for role, entry in ENTRIES.items() if role != "buffer")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
+    try:
+        line = parse_arguments(arguments)
+        if line.help:
+            print(help_text())
+            return 0
+        checked = preflight.check(resolve_config(line))
+        if line.check:
+            print("configuration, models and prompts are fine; nothing was started")
+            return 0
+        with closing(RunFolder.open(line.run_dir, resume=line.resume, name=line.name)) as folder:
+            return run(
+                checked.config, folder, began_s, resume=line.resume, preload=preload_modules(checked.model_types)
+            )
+    except LaunchError as error:
+        for mistake in str(error).splitlines():
+            print(f"stillhouse: {mistake}", file=sys.stderr)
+        return WRONG_CONFIG_EXIT_CODE
+    except KeyboardInterrupt:
+        print("stillhouse: stopped before anything was started", file=sys.stderr)
+        return 130
+
+
+def run(
+    config: RunConfig,
+    folder: RunFolder,
+    began_s: float,
+    *,
+    resume: bool,
+    preload: tuple[str, ...],
+    entries: Mapping[WorkerRole, str] = ENTRIES,
+) -> int:
+    """Run in an open folder; leaves summary.json there whatever happens. Returns the exit code."""
+    write_config(config, folder.config_path)
+    _log_to(folder.logs / "launcher.log")
+    status = make_status(config.launch.status, config.launch.status_every_s)
+    status.say(_headline(config, folder, resume=resume))
+    supervisor = Supervisor(config, folder, status, resume=resume, began_s=began_s, preload=preload, entries=entries)
+    summary = write_summary(config, folder, supervisor.run())
+    folder.finish(_state(summary), summary.exit_code)
+    print_summary(summary, folder)
+    return summary.exit_code
+
+
+def preload_modules(model_types: Sequence[str]) -> tuple[str, ...]:
+    """What the fork server imports before it forks: all that every worker needs, the models' own modules among it
+    (transformers would import them in each worker otherwise)."""
+    transformers = importlib.util.find_spec("transformers")
+    models: list[str] = []
+    if transformers is not None and transformers.origin is not None:
+        folder = Path(transformers.origin).parent / "models"
+        for model_type in model_types:
+            name = model_type.replace("-", "_")
+            if (folder / name / f"modeling_{name}.py").is_file():
+                models.append(f"transformers.models.{name}.modeling_{name}")
+    return ("torch", "transformers", *models, *WORKER_MODULES)
+
+
+def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
+    what = "going on with" if resume else "run"
+    return (
+        f"{what} {folder.record.name}: {config.steps} steps, {config.actors} actors, {config.teachers} teachers, "
+        f"max staleness {config.buffer.max_staleness}; all of it in {folder.path}"
+    )
+
+
+def _state(summary: Summary) -> RunState:
+    if summary.ok:
+        return "finished"
+    return "interrupted" if summary.exit_code > 128 else "failed"
+
+
+def _log_to(file: Path) -> None:
+    """The launcher's own log; the terminal belongs to the status."""
+    logging.basicConfig(
+        filename=file,
+        level=logging.INFO,
+        force=True,
+        format="%(asctime)s.%(msecs)03d launcher %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.captureWarnings(True)

@@ -1,0 +1,216 @@
+"""The folder of one run: its layout, who may use it, and what state it was left in.
+
+runs/<name>/   config.yaml    the resolved configuration; a run can be started again from it
+               run.json       RunRecord: run id, state, exit code
+               lock           held by the launcher while it lives
+               logs/          <role>-<i>.log, forkserver.log, launcher.log
+               buffer.json    where the buffer listens
+               ledger.json    the buffer's last snapshot     learner.json   the learner's own account
+               summary.json   written at the end of every run
+               checkpoints/, tensorboard/ and the rest belong to the learner
+runs/latest    -> the run started last
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from launch.errors import LaunchError
+
+RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted"]
+RUNS: Final = Path("runs")
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json. A record that says "running" while nobody holds the lock is of a launcher that was killed."""
+
+    name: str
+    run_id: str
+    state: RunState
+    started: str
+    """Local time, ISO 8601."""
+    launcher_pid: int
+    exit_code: int | None = None
+    launches: int = 1
+    """How often the run was started: 1, and one more for each --resume."""
+
+
+class RunFolder:
+    """An open run folder: locked against other launchers until `close`. Raises LaunchError when it cannot be."""
+
+    def __init__(self, path: Path, record: RunRecord, lock_fd: int) -> None:
+        self.path = path
+        self.record = record
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def open(cls, path: Path | None, *, resume: bool, name: str = "") -> RunFolder:
+        """Make a new folder, or go on in one (`resume`). Without a path: runs/<name or time>; on resume runs/latest."""
+        path = choose_path(path, resume=resume, name=name)
+        if resume and not (path / "run.json").is_file():
+            raise LaunchError(
+                f"--resume: {path} holds no run (no run.json in it); leave --resume out to start one there"
+            )
+        made = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        lock_fd = _lock(path)
+        try:
+            former = read_record(path)
+            if former is None and not made and not resume:
+                _expect_empty(path)
+            if former is not None and not resume:
+                raise LaunchError(
+                    f"{path} holds a run already ({_describe(former)}); go on with it by --resume, "
+                    "or give another --run-dir"
+                )
+            (path / "logs").mkdir(exist_ok=True)
+            for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json"):
+                _set_aside(path / stale, former)
+            name = former.name if former is not None else path.name
+            record = RunRecord(
+                name=name,
+                run_id=f"{name}-{secrets.token_hex(4)}",
+                state="running",
+                started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                launcher_pid=os.getpid(),
+                launches=1 if former is None else former.launches + 1,
+            )
+            folder = cls(path, record, lock_fd)
+            folder._write_record()
+            _point_latest(path)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return folder
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r}, {_describe(self.record)})"
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log_path(self, worker_name: str) -> Path:
+        return self.logs / f"{worker_name}.log"
+
+    def log_tail(self, worker_name: str, *, lines: int = 15) -> str:
+        """The last lines of a worker's log, indented, for an error message."""
+        path = self.log_path(worker_name)
+        if not path.is_file():
+            return "    (no log)"
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
+            tail = log.read().decode(errors="replace").splitlines()[-lines:]
+        return "\n".join(f"    {line}" for line in tail) or "    (the log is empty)"
+
+    def last_words(self, worker_name: str) -> str:
+        """The last line of a worker's log that is not about its leaving; usually the error."""
+        return self.log_tail(worker_name, lines=1).strip()
+
+    def finish(self, state: RunState, exit_code: int) -> None:
+        """Write down how the run ended."""
+        self.record = msgspec.structs.replace(self.record, state=state, exit_code=exit_code)
+        self._write_record()
+
+    def close(self) -> None:
+        """Let other launchers in. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _write_record(self) -> None:
+        write_atomic(self.path / "run.json", msgspec.json.format(msgspec.json.encode(self.record), indent=2))
+
+
+def choose_path(path: Path | None, *, resume: bool, name: str) -> Path:
+    """Where the run lives. Raises LaunchError when there is nothing to resume."""
+    if path is not None:
+        return path.absolute()
+    if not resume:
+        return _free_path(RUNS / (name or time.strftime("%Y%m%d-%H%M%S")), exact=bool(name)).absolute()
+    chosen = RUNS / (name or "latest")
+    if not chosen.is_dir():
+        raise LaunchError(f"--resume: {chosen} is not there; say which run by --run-dir DIR")
+    return chosen.resolve()
+
+
+def _free_path(path: Path, *, exact: bool) -> Path:
+    """Two runs started in the same second get folders of their own."""
+    candidate, n = path, 1
+    while not exact and candidate.exists():
+        n += 1
+        candidate = path.with_name(f"{path.name}-{n}")
+    return candidate
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Readers see the former file or the whole new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def read_record(path: Path) -> RunRecord | None:
+    """What run.json in the folder says, or None without one. Raises LaunchError when it is not ours."""
+    file = path / "run.json"
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=RunRecord)
+    except msgspec.DecodeError as error:
+        raise LaunchError(f"{file} is not a run record of this version: {error}") from error
+
+
+def _describe(record: RunRecord) -> str:
+    code = "" if record.exit_code is None else f", exit code {record.exit_code}"
+    return f"{record.name}, started {record.started}, {record.state}{code}"
+
+
+def _lock(path: Path) -> int:
+    """flock goes with the process, so a killed launcher leaves no stale lock. Children do not inherit it."""
+    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock_fd, 64).decode(errors="replace").strip()
+        os.close(lock_fd)
+        raise LaunchError(f"{path} is in use by another launcher (pid {holder}); wait for it or stop it") from None
+    os.ftruncate(lock_fd, 0)
+    os.write(lock_fd, f"{os.getpid()}\n".encode())
+    return lock_fd
+
+
+def _expect_empty(path: Path) -> None:
+    others = sorted(entry.name for entry in path.iterdir() if entry.name != "lock")
+    if others:
+        (path / "lock").unlink()
+        raise LaunchError(
+            f"{path} is neither empty nor a run folder (it holds {', '.join(others[:3])}); choose another"
+        )
+
+
+def _set_aside(file: Path, former: RunRecord | None) -> None:
+    """Results of the launch before this one stay readable, under its number, and are not taken for this one's."""
+    if file.exists() and former is not None:
+        file.replace(file.with_name(f"{file.stem}.{former.launches}{file.suffix}"))
+
+
+def _point_latest(path: Path) -> None:
+    """runs/latest -> this run, for runs that live in runs/."""
+    if path.parent != RUNS.absolute():
+        return
+    draft = path.parent / f".latest.{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(path.name)
+    draft.replace(path.parent / "latest")

@@ -1,0 +1,58 @@
+"""What the supervisor keeps per worker, and how a run ended: plain records."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from protocol.context import WorkerRole
+from protocol.messages import Snapshot
+
+
+@dataclass
+class Worker:
+    """One worker slot; its process may change."""
+
+    role: WorkerRole
+    index: int
+    incarnation: str = ""
+    running: bool = False
+    """A process of it was asked for and has not exited."""
+    pid: int | None = None
+    started_s: float = 0.0
+    restart_at_s: float | None = None
+    exit_codes: list[int] = field(default_factory=list[int])
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+class Ending(NamedTuple):
+    """Why the run ends."""
+
+    ok: bool
+    reason: str
+    exit_code: int
+
+
+class Outcome(NamedTuple):
+    """What is left of a run for its summary."""
+
+    ending: Ending
+    ready_s: float | None
+    """Start until every worker was welcomed; None if that never happened."""
+    wall_s: float
+    peak_memory_bytes: int
+    snapshot: Snapshot | None
+    """The last one seen while the buffer lived."""
+    restarts: dict[str, int]
+    exit_codes: dict[str, list[int]]
+
+
+def said(code: int) -> str:
+    """An exit code in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

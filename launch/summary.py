@@ -1,0 +1,308 @@
+"""What is left of a run: summary.json in the run folder, and the table that the user sees at the end.
+
+Inputs: the supervisor's Outcome; ledger.json, the final Snapshot that the buffer writes; learner.json, the learner's
+own account. Each may be missing (a worker may be killed at any moment): the last snapshot that the launcher saw stands
+in for the ledger, and the summary says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from launch.config import RunConfig
+from launch.figures import clock, learner_stats, staleness
+from launch.runfolder import RunFolder, write_atomic
+from launch.slots import Ending, Outcome
+from protocol.messages import LedgerCounts, Snapshot
+
+UNBALANCED_EXIT_CODE = 3
+NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
+log = logging.getLogger(__name__)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of the student. Accuracies are fractions; None where that kind was not asked for."""
+
+    step: int
+    accuracy_greedy: float | None = None
+    accuracy_sampled: float | None = None
+    reverse_kl: float | None = None
+
+
+class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Fractions of the learner's time."""
+
+    busy_fraction: float = 0.0
+    wait_fraction: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """By cause."""
+
+
+class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """learner.json, as the learner writes it at its end (and with each checkpoint)."""
+
+    steps: int = 0
+    eval: tuple[EvalPoint, ...] = ()
+    learner: LearnerTimes = msgspec.field(default_factory=LearnerTimes)
+    versions_published: int = 0
+    reverse_kl_first: float | None = None
+    """Mean over the first optimizer steps."""
+    reverse_kl_last: float | None = None
+    teacher_accuracy: float | None = None
+    """Of the teacher on the evaluation prompts, where somebody measured it."""
+    checkpoint: str | None = None
+    """Hugging Face folder of the last student."""
+    tensorboard: str | None = None
+    """Folder of the event files."""
+
+
+class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens of train rollouts. `balanced`: the whole ledger balances, in every unit."""
+
+    accepted: int
+    trained: int
+    masked: dict[str, int]
+    dropped: dict[str, int]
+    waiting: int
+    in_flight: int
+    balanced: bool
+
+
+class Staleness(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the trained tokens, in optimizer steps."""
+
+    max: int
+    mean: float
+    bound: int
+
+
+class WorkerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker did, over all its incarnations."""
+
+    role: str
+    tokens: int
+    """Sampled tokens accepted from (actor), scored by (teacher), trained by (learner) it."""
+    done: int
+    """Rollouts finished, items scored, batches trained."""
+    restarts: int
+    exit_codes: list[int]
+
+
+class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """The other units of the ledger."""
+
+    source: Literal["final", "last_seen", "none"]
+    """final: written by the buffer at its end; last_seen: the buffer died, this is the launcher's last snapshot."""
+    rollouts: LedgerCounts
+    segments: LedgerCounts
+    eval_tokens: LedgerCounts
+    rejected: dict[str, int]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """summary.json."""
+
+    name: str
+    run_id: str
+    ok: bool
+    reason: str
+    exit_code: int
+    steps: int
+    """Optimizer steps that the student has had, over all launches of the run."""
+    wall_s: float
+    ready_s: float | None
+    peak_memory_bytes: int
+    """Largest sampled sum of PSS over the process tree."""
+    tokens: TokenCounts
+    staleness: Staleness
+    eval: tuple[EvalPoint, ...]
+    learner: LearnerTimes
+    actors: int
+    teachers: int
+    versions_published: int
+    reverse_kl_first: float | None
+    reverse_kl_last: float | None
+    teacher_accuracy: float | None
+    checkpoint: str | None
+    tensorboard: str | None
+    ledger: LedgerAccount
+    workers: dict[str, WorkerAccount]
+
+
+def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Summary:
+    """Compose and write DIR/summary.json. An unbalanced ledger makes the run a failed one, exit code 3."""
+    final = _read(folder.path / "ledger.json", Snapshot)
+    snapshot = final or outcome.snapshot
+    account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
+    ending = judge(outcome.ending, final, snapshot)
+    ledger = snapshot.ledger if snapshot is not None else None
+    tokens = ledger.tokens if ledger is not None else NO_COUNTS
+    mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
+    summary = Summary(
+        name=folder.record.name,
+        run_id=folder.record.run_id,
+        ok=ending.ok,
+        reason=ending.reason,
+        exit_code=ending.exit_code,
+        steps=account.steps,
+        wall_s=outcome.wall_s,
+        ready_s=outcome.ready_s,
+        peak_memory_bytes=outcome.peak_memory_bytes,
+        tokens=TokenCounts(
+            **msgspec.structs.asdict(tokens), balanced=ledger.balanced if ledger is not None else tokens.balanced
+        ),
+        staleness=Staleness(max=top, mean=mean, bound=config.buffer.max_staleness),
+        eval=account.eval,
+        learner=account.learner,
+        actors=config.actors,
+        teachers=config.teachers,
+        versions_published=account.versions_published,
+        reverse_kl_first=account.reverse_kl_first,
+        reverse_kl_last=account.reverse_kl_last,
+        teacher_accuracy=account.teacher_accuracy,
+        checkpoint=account.checkpoint,
+        tensorboard=account.tensorboard,
+        ledger=LedgerAccount(
+            source="final" if final is not None else "last_seen" if snapshot is not None else "none",
+            rollouts=ledger.rollouts if ledger is not None else NO_COUNTS,
+            segments=ledger.segments if ledger is not None else NO_COUNTS,
+            eval_tokens=ledger.eval_tokens if ledger is not None else NO_COUNTS,
+            rejected=ledger.rejected if ledger is not None else {},
+        ),
+        workers=_workers(outcome, snapshot),
+    )
+    write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    return summary
+
+
+def judge(ending: Ending, final: Snapshot | None, snapshot: Snapshot | None) -> Ending:
+    """How the run ended, with the ledger looked at. Unbalanced outranks everything else."""
+    if snapshot is not None and not snapshot.ledger.balanced:
+        return Ending(False, f"THE LEDGER DOES NOT BALANCE ({ending.reason})", UNBALANCED_EXIT_CODE)
+    if ending.ok and final is None:
+        return Ending(False, "the run ended well, but the buffer left no ledger.json", 1)
+    return ending
+
+
+def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
+    """The learner left no account (it was killed): what the buffer knows of it."""
+    if snapshot is None:
+        return LearnerAccount()
+    stats = learner_stats(snapshot) or {}
+    waits = {
+        key.removeprefix("wait_").removesuffix("_fraction"): value
+        for key, value in stats.items()
+        if key.startswith("wait_")
+    }
+    return LearnerAccount(
+        steps=snapshot.version.step,
+        learner=LearnerTimes(busy_fraction=stats.get("busy_fraction", 0.0), wait_fraction=waits),
+    )
+
+
+def _read(file: Path, struct: type[StructT]) -> StructT | None:
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=struct)
+    except msgspec.DecodeError as error:
+        log.error("%s cannot be read and is left out of the summary: %s", file, error)
+        return None
+
+
+def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:
+    peers = {peer.name: peer for peer in snapshot.peers} if snapshot is not None else {}
+    accounts: dict[str, WorkerAccount] = {}
+    for name, exit_codes in outcome.exit_codes.items():
+        peer = peers.get(name)
+        accounts[name] = WorkerAccount(
+            role=name.rpartition("-")[0],
+            tokens=peer.tokens_total if peer is not None else 0,
+            done=peer.done_total if peer is not None else 0,
+            restarts=outcome.restarts.get(name, 0),
+            exit_codes=exit_codes,
+        )
+    return accounts
+
+
+def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
+    """The table at the end."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=160)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in _rows(summary, folder):
+        grid.add_row(label, text)
+    console.print()
+    console.print(grid)
+    if not summary.tokens.balanced:
+        console.print(unbalanced_report(summary), style="bold red", markup=False)
+
+
+def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
+    yield "run", f"{summary.name}: {'finished' if summary.ok else 'FAILED'}, {summary.reason}"
+    first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
+    if first is not None and last is not None:
+        for kind in ("sampled", "greedy"):
+            before, after = getattr(first, f"accuracy_{kind}"), getattr(last, f"accuracy_{kind}")
+            if before is not None and after is not None:
+                yield (
+                    f"student accuracy, {kind}",
+                    f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}",
+                )
+    if summary.teacher_accuracy is not None:
+        yield "teacher accuracy, sampled", f"{summary.teacher_accuracy:.3f}"
+    kl_first = summary.reverse_kl_first if first is None or first.reverse_kl is None else first.reverse_kl
+    kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
+    if kl_first is not None and kl_last is not None:
+        yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
+    ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
+    yield "steps, time", f"{summary.steps} optimizer steps in {clock(summary.wall_s)}, {ready}"
+    yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
+    tokens = summary.tokens
+    yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
+    source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
+    yield "ledger", ("balanced" if tokens.balanced else "NOT BALANCED") + source[summary.ledger.source]
+    yield (
+        "staleness",
+        (
+            f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}, bound {summary.staleness.bound} "
+            "optimizer steps"
+        ),
+    )
+    if restarts := sum(worker.restarts for worker in summary.workers.values()):
+        yield "restarts", str(restarts)
+    yield "checkpoint", summary.checkpoint or "none"
+    yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
+    yield "all of it", str(folder.path)
+
+
+def counts_text(counts: TokenCounts | LedgerCounts) -> str:
+    """The right-hand side of the ledger's equation, zero terms left out but `trained`."""
+    terms = [f"{counts.trained:,} trained"]
+    terms += [f"{n:,} masked ({reason})" for reason, n in counts.masked.items() if n]
+    terms += [f"{n:,} dropped ({reason})" for reason, n in counts.dropped.items() if n]
+    terms += [f"{n:,} {name}" for name, n in (("waiting", counts.waiting), ("in flight", counts.in_flight)) if n]
+    return " + ".join(terms)
+
+
+def unbalanced_report(summary: Summary) -> str:
+    """Which unit is off, and by how much."""
+    ledger = summary.ledger
+    told = ["THE LEDGER DOES NOT BALANCE: something was lost or counted twice; please report it with the run folder."]
+    units = {"tokens": summary.tokens, "rollouts": ledger.rollouts, "segments": ledger.segments}
+    for unit, counts in {**units, "eval_tokens": ledger.eval_tokens}.items():
+        gone = counts.trained + sum(counts.masked.values()) + sum(counts.dropped.values())
+        off = counts.accepted - gone - counts.waiting - counts.in_flight
+        if off:
+            told.append(f"  {unit}: {counts.accepted:,} accepted, but {counts_text(counts)}: off by {off:+,}")
+    return "\n".join(told)

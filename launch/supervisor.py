@@ -1,0 +1,391 @@
+"""Starts the workers, watches them, starts dead ones again, and stops all of it, leaving no process behind.
+
+    start     fork server imports | buffer spawned at once -> it listens -> learner, teachers, actors -> all welcomed
+    watch     until the buffer says Shutdown, the learner or the buffer dies, a worker dies too often, or Ctrl-C
+    stop      told by the buffer: each worker leaves by itself; then, or else: SIGTERM to the learner, to actors and
+              teachers, to the buffer (which writes the ledger), each stage given a grace, then SIGKILL
+
+One thread, one loop: `_pump` waits a moment for processes (launch.processes), reads the buffer's word (buffer_link),
+looks at signals, starts what is due. Everything that ends a run sets `_ending`, once; nothing else does.
+The second Ctrl-C goes straight to SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final
+
+import psutil
+
+from launch.buffer_link import BufferLink, read_address
+from launch.config import RunConfig
+from launch.figures import RunView
+from launch.memory import tree_memory_bytes
+from launch.processes import Exited, Notice, Processes, Started
+from launch.restarts import RestartBudget
+from launch.roles import ENTRIES, StartRole
+from launch.runfolder import RunFolder
+from launch.signals import StopRequests
+from launch.slots import Ending, Outcome, Worker, said
+from launch.status import StatusView
+from protocol.context import ExitCode, WorkerRole
+from protocol.errors import ProtocolError
+from protocol.messages import Snapshot
+
+BUFFER: Final = "buffer-0"
+ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
+BUFFER_START_S: Final = 60.0
+log = logging.getLogger(__name__)
+STARTING_PUMP_S: Final = 0.1
+PUMP_S: Final = 0.25
+SNAPSHOT_EVERY_S: Final = 1.0
+BUFFER_ALONE_S: Final = 2.0
+"""How long the buffer may take to leave by itself when all others have left; it may wait for a peer that is dead."""
+WORD_S: Final = 3.0
+"""How long after the learner's or the buffer's exit the Shutdown message may still come."""
+KILLED_WAIT_S: Final = 5.0
+"""How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
+RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset({"actor", "teacher"})
+"""Roles that are started again when they die. The others' death ends the run."""
+
+
+class Supervisor:
+    """One run's processes, from the first to the last. `run` is the whole of it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        status: StatusView,
+        *,
+        resume: bool,
+        began_s: float,
+        preload: tuple[str, ...] = (),
+        entries: Mapping[WorkerRole, str] = ENTRIES,
+        restartable: Collection[WorkerRole] = RESTARTABLE,
+    ) -> None:
+        """`began_s`: monotonic time at which the user's command started."""
+        self._config = config
+        self._folder = folder
+        self._status = status
+        self._resume = resume
+        self._began_s = began_s
+        self._entries = entries
+        self._restartable = restartable
+        self._budget = RestartBudget(config.launch)
+        self._processes = Processes(
+            method=config.launch.start_method,
+            log_dir=folder.logs,
+            config_path=folder.config_path,
+            preload=preload,
+            threads=config.launch.threads_per_worker,
+        )
+        counts = (1, 1, config.teachers, config.actors)
+        workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
+        self._workers = {worker.name: worker for worker in workers}
+        self._address = ""
+        self._link: BufferLink | None = None
+        self._signals = StopRequests()
+        self._ending: Ending | None = None
+        self._left: tuple[str, float] | None = None
+        """Learner or buffer, when it left well before the launcher heard that the run is over."""
+        self._ready_s: float | None = None
+        self._peak_memory_bytes = 0
+        self._memory_at_s = 0.0
+
+    def run(self) -> Outcome:
+        """Start, watch, stop. Does not raise for what goes wrong in the run: the outcome says it."""
+        with self._signals, self._status:
+            try:
+                self._start_and_watch()
+            except Exception as error:  # ours: said, logged, and the run is a failed one
+                log.exception("the launcher failed")
+                self._end(False, f"the launcher failed: {error!r}", ExitCode.FAILED)
+            finally:
+                self._stop()
+        assert self._ending is not None
+        return Outcome(
+            ending=self._after_all(self._ending),
+            ready_s=self._ready_s,
+            wall_s=time.monotonic() - self._began_s,
+            peak_memory_bytes=self._peak_memory_bytes,
+            snapshot=self._link.snapshot if self._link is not None else None,
+            restarts=dict(self._budget.totals),
+            exit_codes={name: worker.exit_codes for name, worker in self._workers.items()},
+        )
+
+    # ------------------------------------------------------------------------------------------------- starting
+
+    def _start_and_watch(self) -> None:
+        self._processes.warm_up()
+        self._start(self._workers[BUFFER])
+        if not self._until(self._buffer_listens, BUFFER_START_S, lambda: f"the buffer to listen; see {BUFFER}.log"):
+            return
+        try:
+            self._link = BufferLink(self._address, self._folder.record.run_id, secrets.token_hex(8))
+        except ProtocolError as error:
+            self._end(False, f"no connection to the buffer: {error}", ExitCode.FAILED, tail_of=(BUFFER,))
+            return
+        for role in ("learner", "teacher", "actor"):
+            for worker in self._of(role):
+                self._start(worker)
+        if self._until(lambda: not self._unwelcomed(), self._config.launch.ready_timeout_s, self._who_is_missing):
+            self._ready_s = time.monotonic() - self._began_s
+            self._status.say(f"all {len(self._workers) - 1} workers are ready after {self._ready_s:.1f} s")
+            self._sample_memory()
+            self._until(lambda: False, None, str)
+
+    def _start(self, worker: Worker) -> None:
+        """A new process for the worker. The buffer is spawned: it needs no torch, nor to wait for it."""
+        worker.incarnation = secrets.token_hex(8)
+        worker.running, worker.pid, worker.restart_at_s = True, None, None
+        worker.started_s = time.monotonic()
+        start = StartRole(
+            entry=self._entries[worker.role],
+            role=worker.role,
+            index=worker.index,
+            name=worker.name,
+            incarnation=worker.incarnation,
+            run_id=self._folder.record.run_id,
+            run_dir=str(self._folder.path),
+            buffer_address=self._address,
+            resume=self._resume or bool(worker.exit_codes),
+            log_path=str(self._folder.log_path(worker.name)),
+            config_path=str(self._folder.config_path),
+            parent_pid=0,
+            lifeline_fd=-1,
+        )
+        self._processes.start(start, fork=worker.role != "buffer")
+
+    def _buffer_listens(self) -> bool:
+        self._address = read_address(self._folder.path / "buffer.json", self._folder.record.run_id) or ""
+        return bool(self._address)
+
+    def _unwelcomed(self) -> list[str]:
+        """Workers that the buffer has not met yet."""
+        snapshot = self._link.snapshot if self._link is not None else None
+        met = {peer.name for peer in snapshot.peers if peer.alive} if snapshot is not None else set[str]()
+        return [name for name, worker in self._workers.items() if worker.role != "buffer" and name not in met]
+
+    def _who_is_missing(self) -> str:
+        missing = self._unwelcomed()
+        tail = self._folder.log_tail(missing[0]) if missing else ""
+        return f"{', '.join(missing)} to be ready; the last lines of {missing[0]}.log:\n{tail}" if missing else "nobody"
+
+    def _until(self, reached: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> bool:
+        """Pump until `reached`; False if the run ends before. A timeout ends it."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._ending is None:
+            if reached():
+                return True
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                self._end(False, f"waited {timeout_s:.0f} s for {what()}", ExitCode.FAILED)
+                break
+            self._pump(PUMP_S if timeout_s is None else STARTING_PUMP_S)
+        return False
+
+    # ------------------------------------------------------------------------------------------------- watching
+
+    def _pump(self, timeout_s: float) -> None:
+        """One turn of the loop."""
+        for event in self._processes.poll(timeout_s):
+            match event:
+                case Started(name, incarnation, pid):
+                    if self._workers[name].incarnation == incarnation:
+                        self._workers[name].pid = pid
+                case Exited():
+                    self._exited(event)
+                case Notice(text, fatal):
+                    self._status.say(text)
+                    if fatal:
+                        self._end(False, text, ExitCode.FAILED)
+        now_s = time.monotonic()
+        if self._signals.count and self._ending is None:
+            assert self._signals.first is not None
+            self._end(False, f"stopped by {self._signals.first.name}", self._signals.exit_code)
+        self._read_link(now_s)
+        if self._ending is None:
+            self._start_due(now_s)
+            self._end_without_word(now_s)
+        if now_s - self._memory_at_s > self._config.launch.memory_every_s:
+            self._sample_memory()
+
+    def _exited(self, event: Exited) -> None:
+        worker = self._workers[event.name]
+        if worker.incarnation != event.incarnation:
+            return
+        worker.running, worker.pid = False, None
+        worker.exit_codes.append(event.code)
+        if self._ending is not None:
+            return
+        if self._link is not None:
+            self._link.take()  # Shutdown may have come before the exit; _read_link acts on it
+        if self._link is not None and self._link.shutdown is not None:
+            return
+        if worker.role in self._restartable and event.code != ExitCode.USELESS:
+            self._restart(worker, event.code)
+        elif event.code == ExitCode.OK and self._link is not None:
+            self._left = self._left or (worker.name, time.monotonic())  # the buffer's word may be on its way
+        else:
+            self._end(False, f"{worker.name} {said(event.code)}", ExitCode.FAILED, tail_of=(worker.name,))
+
+    def _restart(self, worker: Worker, code: int) -> None:
+        now_s = time.monotonic()
+        wait_s = self._budget.died(worker.name, now_s)
+        if wait_s is None:
+            launch = self._config.launch
+            spent = f"more than {launch.max_restarts} times in {launch.restart_window_s:.0f} s"
+            self._end(False, f"{worker.name} died {spent}; it {said(code)}", ExitCode.FAILED, tail_of=(worker.name,))
+            return
+        worker.restart_at_s = now_s + wait_s
+        self._status.say(f"{worker.name} {said(code)}; it is started again in {wait_s:.1f} s")
+
+    def _start_due(self, now_s: float) -> None:
+        for worker in self._workers.values():
+            if worker.restart_at_s is not None and now_s >= worker.restart_at_s:
+                self._start(worker)
+
+    def _read_link(self, now_s: float) -> None:
+        if self._link is None:
+            return
+        self._link.ask(now_s, SNAPSHOT_EVERY_S if self._ready_s is not None else STARTING_PUMP_S)
+        if self._link.take() and self._link.snapshot is not None:
+            self._kill_silent(self._link.snapshot, now_s)
+        if self._ending is None and self._link.shutdown is not None:
+            shutdown = self._link.shutdown
+            self._end(shutdown.ok, shutdown.reason, ExitCode.OK if shutdown.ok else ExitCode.FAILED)
+        elif self._ending is None and self._link.lost is not None and self._workers[BUFFER].running:
+            self._end(False, f"the buffer does not answer: {self._link.lost}", ExitCode.FAILED, tail_of=(BUFFER,))
+        self._status.show(self._view(now_s))
+
+    def _kill_silent(self, snapshot: Snapshot, now_s: float) -> None:
+        """A process that runs but has not been heard of for long (deadlocked, stopped) is killed; its exit is then
+        treated like any other."""
+        limit_s = self._config.launch.silent_kill_s
+        for peer in snapshot.peers:
+            worker = self._workers.get(peer.name)
+            if worker is None or not worker.running or self._ending is not None:
+                continue
+            if not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
+                self._status.say(f"{peer.name} runs but was silent for {peer.silent_s:.0f} s; it is killed")
+                worker.started_s = now_s  # once is enough
+                self._dump_stacks([worker])
+                self._processes.signal(worker.name, signal.SIGKILL)
+
+    def _end_without_word(self, now_s: float) -> None:
+        """Learner or buffer left well, but nobody ever said that the run is over."""
+        if self._left is not None and now_s - self._left[1] > WORD_S:
+            reason = f"{self._left[0]} left {WORD_S:.0f} s ago, and the run was not said to be over"
+            self._end(False, reason, ExitCode.FAILED, tail_of=(self._left[0],))
+
+    def _end(self, ok: bool, reason: str, exit_code: int, *, tail_of: Iterable[str] = ()) -> None:
+        """The run ends, for this reason; the first one counts."""
+        if self._ending is not None:
+            return
+        for name in tail_of:
+            reason = f"{reason}: {self._folder.last_words(name)}"
+            self._status.say(f"the last lines of {self._folder.log_path(name)}:\n{self._folder.log_tail(name)}")
+        self._ending = Ending(ok, reason, int(exit_code))
+        self._status.say(f"the run is over: {reason}" if ok else f"the run ends: {reason}")
+
+    def _sample_memory(self) -> None:
+        self._memory_at_s = time.monotonic()
+        self._peak_memory_bytes = max(self._peak_memory_bytes, tree_memory_bytes())
+
+    def _view(self, now_s: float) -> RunView:
+        return RunView(
+            now_s=now_s,
+            elapsed_s=now_s - self._began_s,
+            steps=self._config.steps,
+            snapshot=self._link.snapshot if self._link is not None else None,
+            workers={name: worker.running for name, worker in self._workers.items()},
+            restarts=sum(self._budget.totals.values()),
+            memory_bytes=self._peak_memory_bytes,
+            ending=self._ending.reason if self._ending is not None else None,
+        )
+
+    # ------------------------------------------------------------------------------------------------- stopping
+
+    def _stop(self) -> None:
+        """However the run went: afterwards no process of it is left."""
+        if self._peak_memory_bytes == 0:
+            self._sample_memory()
+        try:
+            if self._link is not None and self._link.shutdown is not None:
+                self._link.close()  # the buffer leaves when its peers have left, and the launcher is one of them
+                for name in self._unwelcomed():  # nobody told them, and the buffer will not be there to
+                    if self._workers[name].role in ("actor", "teacher"):
+                        self._processes.signal(name, signal.SIGTERM)
+                grace_s = self._config.launch.shutdown_grace_s
+                self._wait_gone([w for w in self._workers.values() if w.role != "buffer"], grace_s)
+                self._wait_gone(self._of("buffer"), BUFFER_ALONE_S)
+            orderly = self._workers[BUFFER].running and not self._at_once
+            for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
+                self._dismiss([worker for role in stage for worker in self._of(role)])
+        finally:
+            if self._link is not None:
+                self._link.close()
+            self._processes.close()
+            self._sweep()
+
+    def _dismiss(self, workers: list[Worker]) -> None:
+        """SIGTERM, a grace, SIGKILL."""
+        if not self._at_once:
+            for worker in self._running(workers):
+                self._processes.signal(worker.name, signal.SIGTERM)
+            self._wait_gone(workers, self._config.launch.shutdown_grace_s)
+        left = self._running(workers)
+        if left and not self._at_once:
+            names = ", ".join(worker.name for worker in left)
+            self._status.say(f"{names} did not leave in {self._config.launch.shutdown_grace_s:.0f} s: SIGKILL")
+            self._dump_stacks(left)
+        for worker in left:
+            self._processes.signal(worker.name, signal.SIGKILL)
+        deadline_s = time.monotonic() + KILLED_WAIT_S
+        while self._running(workers) and time.monotonic() < deadline_s:
+            self._pump(STARTING_PUMP_S)
+
+    def _dump_stacks(self, workers: list[Worker]) -> None:
+        """Where a worker hangs goes to its log (faulthandler answers SIGUSR1), for whoever asks why it was killed."""
+        for worker in workers:
+            self._processes.signal(worker.name, signal.SIGUSR1)
+        time.sleep(STARTING_PUMP_S)
+
+    def _wait_gone(self, workers: Collection[Worker], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self._running(workers) and time.monotonic() < deadline_s and not self._at_once:
+            self._pump(STARTING_PUMP_S)
+
+    @property
+    def _at_once(self) -> bool:
+        """The user pressed Ctrl-C twice."""
+        return self._signals.count > 1
+
+    def _running(self, workers: Iterable[Worker]) -> list[Worker]:
+        return [worker for worker in workers if worker.running]
+
+    def _of(self, role: str) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.role == role]
+
+    def _after_all(self, ending: Ending) -> Ending:
+        """A run that was said to be over is a failed one still, if learner or buffer broke after that."""
+        for worker in (*self._of("learner"), *self._of("buffer")):
+            code = worker.exit_codes[-1] if worker.exit_codes else 0
+            if ending.ok and code not in (ExitCode.OK, ExitCode.TERMINATED):
+                return Ending(False, f"{worker.name} {said(code)} when the run was over", int(ExitCode.FAILED))
+        return ending
+
+    def _sweep(self) -> None:
+        """Nothing should be left here; what is, is a bug of ours, is killed, and is said."""
+        left = psutil.Process().children(recursive=True)
+        _, left = psutil.wait_procs(left, timeout=1.0)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._status.say(f"a process was left behind and is killed: {process.pid} {process.name()}")
+                process.kill()
+        psutil.wait_procs(left, timeout=KILLED_WAIT_S)

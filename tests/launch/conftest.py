@@ -1,0 +1,36 @@
+"""Launchers in processes of their own, with fake workers; ended after the test whatever it did."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # launcher_process is shared by the tests of this folder
+
+from launcher_process import PATIENCE_S, Launcher, StartLauncher
+
+
+@pytest.fixture
+def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
+    started: list[Launcher] = []
+
+    def start(
+        behaviour: Mapping[str, str] | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        preload: tuple[str, ...] = ("fake_roles",),
+        run_dir: Path | None = None,
+    ) -> Launcher:
+        launcher = Launcher(run_dir or tmp_path / "run", behaviour or {}, settings or {}, preload)
+        started.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in started:
+        if launcher.process.poll() is None:
+            launcher.process.kill()
+        launcher.process.communicate(timeout=PATIENCE_S)

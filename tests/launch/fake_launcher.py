@@ -1,0 +1,48 @@
+"""A launcher whose workers are those of fake_roles.
+
+    python fake_launcher.py RUN_DIR BEHAVIOUR_JSON CONFIG_JSON MODULE...
+
+Everything but the workers' mains is the real thing. MODULE...: what the fork server imports."""
+
+import json
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+from launch.config import RunConfig
+from launch.config_tree import build
+from launch.errors import LaunchError
+from launch.run import run
+from launch.runfolder import RunFolder
+from protocol.context import WorkerRole
+
+ENTRIES: dict[WorkerRole, str] = {
+    "buffer": "fake_roles:buffer",
+    "learner": "fake_roles:learner",
+    "actor": "fake_roles:worker",
+    "teacher": "fake_roles:worker",
+}
+
+
+def main() -> int:
+    run_dir, behaviour, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    try:
+        folder = RunFolder.open(run_dir, resume=False)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with closing(folder):
+        (run_dir / "behaviour.json").write_text(behaviour)
+        return run(
+            build(RunConfig, settings),
+            folder,
+            time.monotonic(),
+            resume=False,
+            preload=tuple(sys.argv[4:]),
+            entries=ENTRIES,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

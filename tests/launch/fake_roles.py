@@ -1,0 +1,218 @@
+"""Role mains for supervision tests: real processes that talk to a real protocol server, and misbehave on request.
+
+`behaviour.json` in the run folder says how: worker name -> one word. Each process leaves `seen/<name>.<pid>`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from launch.buffer_link import BufferAddress
+from launch.config import RunConfig
+from protocol.client import Client
+from protocol.context import RoleContext
+from protocol.errors import LinkError
+from protocol.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Ledger,
+    LedgerCounts,
+    PeerView,
+    Role,
+    RunFinished,
+    Shutdown,
+    Snapshot,
+    SnapshotWanted,
+    WeightVersion,
+)
+from protocol.server import FromPeer, PeerDown, PeerUp, Server
+
+Context = RoleContext[RunConfig]
+
+
+def behaviour(ctx: Context) -> str:
+    file = ctx.run_dir / "behaviour.json"
+    told: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+    return told.get(ctx.name, "work")
+
+
+def note_pid(ctx: Context) -> int:
+    """Leaves a mark; returns how many incarnations came before."""
+    seen = ctx.run_dir / "seen"
+    seen.mkdir(exist_ok=True)
+    before = len(list(seen.glob(f"{ctx.name}.*")))
+    (seen / f"{ctx.name}.{os.getpid()}").touch()
+    return before
+
+
+# ---------------------------------------------------------------------------------------------------- buffer
+
+
+def counts(trained: int, off: int = 0) -> LedgerCounts:
+    return LedgerCounts(accepted=trained + off, trained=trained, masked={}, dropped={}, waiting=0, in_flight=0)
+
+
+class FakeBuffer:
+    """Answers snapshots, passes the end on, leaves ledger.json. No rollouts."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._word = behaviour(ctx)
+        self._server = Server(
+            "tcp://127.0.0.1:0",
+            run_id=ctx.run_id,
+            vocab_fingerprint=None,
+            heartbeat_s=ctx.config.buffer.heartbeat_s,
+            peer_timeout_s=ctx.config.buffer.peer_timeout_s,
+        )
+        self._peers: dict[tuple[Role, str], bool] = {}
+        self._heard_s: dict[tuple[Role, str], float] = {}
+        self._over: RunFinished | None = None
+
+    def run(self) -> int:
+        address = BufferAddress(self._server.address, os.getpid(), self._ctx.run_id)
+        draft = self._ctx.run_dir / "buffer.json.draft"
+        draft.write_bytes(msgspec.json.encode(address))
+        draft.rename(self._ctx.run_dir / "buffer.json")
+        try:
+            while self._over is None or any(self._peers.values()):
+                self._turn()
+        finally:
+            if self._word != "leaves_no_ledger":
+                (self._ctx.run_dir / "ledger.json").write_bytes(msgspec.json.encode(self._snapshot()))
+            self._server.close()
+        return 0
+
+    def _turn(self) -> None:
+        for event in self._server.poll(0.05):
+            key = (event.role, event.name)
+            self._heard_s[key] = time.monotonic()
+            match event:
+                case PeerUp():
+                    self._peers[key] = True
+                    if self._over is not None:
+                        self._tell_end(*key)
+                case PeerDown():
+                    self._peers[key] = False
+                case FromPeer(role, name, received):
+                    if isinstance(received.message, SnapshotWanted):
+                        self._server.send(role, name, self._snapshot())
+                    elif isinstance(received.message, Heartbeat):
+                        self._server.send(role, name, HeartbeatReply(WeightVersion(0, 7)))
+                    elif isinstance(received.message, RunFinished):
+                        self._over = received.message
+                        for peer, alive in self._peers.items():
+                            if alive:
+                                self._tell_end(*peer)
+
+    def _tell_end(self, role: Role, name: str) -> None:
+        assert self._over is not None
+        self._server.send(role, name, Shutdown(ok=self._over.ok, reason=self._over.reason))
+
+    def _snapshot(self) -> Snapshot:
+        now_s = time.monotonic()
+        off = 5 if self._word == "unbalanced" else 0
+        return Snapshot(
+            time_s=now_s,
+            phase="running" if self._over is None else "finished" if self._over.ok else "failed",
+            phase_reason="" if self._over is None else self._over.reason,
+            version=WeightVersion(0, 7),
+            published=WeightVersion(0, 7),
+            ledger=Ledger(counts(8), counts(16), counts(100, off), {}, counts(10)),
+            queues={},
+            staleness_hist={0: 50, 1: 50},
+            max_staleness=self._ctx.config.buffer.max_staleness,
+            peers=tuple(
+                PeerView(role, name, alive, None, now_s - self._heard_s[role, name], {}, 0, 0, 0)
+                for (role, name), alive in self._peers.items()
+            ),
+        )
+
+
+def buffer(ctx: Context) -> int:
+    note_pid(ctx)
+    if behaviour(ctx) == "never_listens":
+        time.sleep(300)
+    return FakeBuffer(ctx).run()
+
+
+# --------------------------------------------------------------------------------------------------- workers
+
+
+@contextlib.contextmanager
+def connected(ctx: Context) -> Generator[Client]:
+    role = ctx.role
+    assert role != "buffer"
+    hello = Hello(
+        role=role,
+        name=ctx.name,
+        incarnation=ctx.incarnation,
+        run_id=ctx.run_id,
+        vocab_fingerprint="0" * 64,
+        pool="default" if role == "teacher" else "",
+    )
+    with Client(ctx.buffer_address, hello, connect_timeout_s=10.0) as client:
+        client.connect()
+        yield client
+
+
+def until_shutdown(client: Client) -> int:
+    while True:
+        received = client.recv(0.1)
+        if received is not None and isinstance(received.message, Shutdown):
+            return 0 if received.message.ok else 1
+
+
+def worker(ctx: Context) -> int:
+    """An actor or a teacher."""
+    before = note_pid(ctx)
+    word = behaviour(ctx)
+    print(f"{ctx.name} does: {word}")
+    if word == "crash" or (word == "crash_once" and before == 0):
+        raise RuntimeError("the bottom fell out")
+    if word == "useless":
+        return 4
+    if word == "mute":
+        time.sleep(300)
+    if word == "litter":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", str(ctx.run_dir)])
+    with connected(ctx) as client:
+        if word == "stop_once" and before == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if word == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(300)
+        with contextlib.suppress(LinkError):
+            return until_shutdown(client)
+    return 1
+
+
+def learner(ctx: Context) -> int:
+    """Ends the run when the file `finish` appears: what it holds says how."""
+    note_pid(ctx)
+    word = behaviour(ctx)
+    with connected(ctx) as client:
+        if word == "crash":
+            raise RuntimeError("loss is NaN")
+        if word == "leaves":
+            return 0
+        word = wait_for(ctx.run_dir / "finish")
+        client.send(RunFinished(ok=word == "ok", reason=word))
+        return until_shutdown(client)
+
+
+def wait_for(file: Path) -> str:
+    while not file.is_file():
+        time.sleep(0.02)
+    return file.read_text()

@@ -1,0 +1,230 @@
+"""Supervision with real processes: starting, restarting, the several ways of ending, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from launcher_process import StartLauncher, eventually
+
+BOTH = pytest.mark.parametrize("method", ["fork", "spawn"])
+
+
+@BOTH
+def test_a_run_ends_well_when_the_learner_says_so(start_launcher: StartLauncher, method: str) -> None:
+    launcher = start_launcher(settings={"actors": 2, "launch": {"start_method": method}})
+    launcher.until_ready()
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+    summary = launcher.summary()
+    assert summary["ok"]
+    assert summary["ledger"]["source"] == "final"
+    assert all(worker["exit_codes"] == [0] for worker in summary["workers"].values()), summary["workers"]
+    assert summary["workers"].keys() == {"buffer-0", "learner-0", "teacher-0", "actor-0", "actor-1"}
+    assert launcher.leftovers() == []
+
+
+def test_a_dead_worker_is_started_again_under_its_name(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher()
+    launcher.until_ready()
+    for name in ("actor-0", "teacher-0"):
+        os.kill(launcher.pids(name)[0], signal.SIGKILL)
+        eventually(lambda name=name: len(launcher.pids(name)) == 2, f"{name} starts again")
+    eventually(lambda: "actor-0 does" in launcher.log("actor-0"), "the new one works")
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+    assert launcher.summary()["workers"]["actor-0"]["restarts"] == 1
+    assert launcher.summary()["workers"]["actor-0"]["exit_codes"] == [-9, 0]
+    assert launcher.leftovers() == []
+
+
+def test_a_worker_that_keeps_dying_stops_the_run_and_its_last_words_are_shown(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"actor-0": "crash"}, settings={"launch": {"max_restarts": 2}})
+    assert launcher.wait() == 1
+    assert len(launcher.pids("actor-0")) == 3
+    assert "actor-0 died more than 2 times" in launcher.said
+    assert "RuntimeError: the bottom fell out" in launcher.said
+    summary = launcher.summary()
+    assert not summary["ok"]
+    assert summary["workers"]["actor-0"] == {
+        "role": "actor",
+        "tokens": 0,
+        "done": 0,
+        "restarts": 2,
+        "exit_codes": [1, 1, 1],
+    }
+    assert launcher.leftovers() == []
+
+
+def test_a_worker_that_says_restarting_is_useless_is_not_restarted(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"teacher-0": "useless"})
+    assert launcher.wait() == 1
+    assert len(launcher.pids("teacher-0")) == 1
+    assert "teacher-0 ended with exit code 4" in launcher.summary()["reason"]
+
+
+@pytest.mark.parametrize("word", ["crash", "leaves"])
+def test_the_run_fails_when_the_learner_goes_without_a_word(start_launcher: StartLauncher, word: str) -> None:
+    launcher = start_launcher({"learner-0": word})
+    assert launcher.wait() == 1
+    assert "learner-0" in launcher.summary()["reason"]
+    assert launcher.leftovers() == []
+
+
+def test_the_run_fails_when_the_buffer_is_killed(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher()
+    launcher.until_ready()
+    os.kill(launcher.pids("buffer-0")[0], signal.SIGKILL)
+    assert launcher.wait() == 1
+    assert "buffer-0 was killed by SIGKILL" in launcher.summary()["reason"]
+    assert launcher.summary()["ledger"]["source"] == "last_seen"
+    assert launcher.leftovers() == []
+
+
+def test_a_run_that_the_learner_gives_up_is_a_failed_one(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher()
+    launcher.until_ready()
+    launcher.finish("diverged")
+    assert launcher.wait() == 1
+    assert launcher.summary()["reason"] == "diverged"
+
+
+def test_an_unbalanced_ledger_is_exit_code_3_and_loud(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"buffer-0": "unbalanced"})
+    launcher.until_ready()
+    launcher.finish()
+    assert launcher.wait() == 3
+    assert "THE LEDGER DOES NOT BALANCE" in launcher.said
+    assert "off by +5" in launcher.said
+    assert launcher.summary()["tokens"]["balanced"] is False
+    assert launcher.summary()["exit_code"] == 3
+
+
+def test_a_run_without_a_final_ledger_is_a_failed_one(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"buffer-0": "leaves_no_ledger"})
+    launcher.until_ready()
+    launcher.finish()
+    assert launcher.wait() == 1
+    assert "no ledger.json" in launcher.summary()["reason"]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher, signum: int, code: int) -> None:
+    launcher = start_launcher()
+    launcher.until_ready()
+    launcher.process.send_signal(signum)
+    assert launcher.wait() == code
+    summary = launcher.summary()
+    assert summary["ledger"]["source"] == "final"  # the buffer was told last, and had its time
+    assert {tuple(w["exit_codes"]) for w in summary["workers"].values()} == {(143,)}
+    assert launcher.leftovers() == []
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"actor-0": "deaf"}, settings={"launch": {"shutdown_grace_s": 1.0}})
+    launcher.until_ready()
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+    assert "actor-0 did not leave" in launcher.said
+    assert launcher.summary()["workers"]["actor-0"]["exit_codes"] == [-9]
+    assert 'fake_roles.py", line' in launcher.log("actor-0")  # where it hung
+    assert launcher.leftovers() == []
+
+
+def test_the_second_ctrl_c_kills_at_once(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher(
+        {"learner-0": "work", "actor-0": "deaf"}, settings={"launch": {"shutdown_grace_s": 500.0}}
+    )
+    launcher.until_ready()
+    launcher.process.send_signal(signal.SIGINT)
+    eventually(lambda: "was asked to leave" in launcher.log("learner-0"), "the first stage")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait() == 130
+    assert launcher.leftovers() == []
+
+
+def test_ctrl_c_before_anything_is_ready(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"buffer-0": "never_listens"})
+    eventually(lambda: bool(launcher.pids("buffer-0")), "the buffer starts")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait() == 130
+    assert launcher.summary()["ready_s"] is None
+    assert launcher.leftovers() == []
+
+
+def test_a_worker_that_never_gets_ready_ends_the_run(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"actor-0": "mute"}, settings={"launch": {"ready_timeout_s": 1.5}})
+    assert launcher.wait() == 1
+    assert "actor-0 to be ready" in launcher.summary()["reason"]
+    assert "actor-0 does: mute" in launcher.summary()["reason"]
+
+
+def test_a_worker_that_stands_still_is_killed_and_started_again(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher(
+        {"actor-0": "stop_once"},
+        settings={"launch": {"silent_kill_s": 1.5}, "buffer": {"heartbeat_s": 0.2, "peer_timeout_s": 0.6}},
+    )
+    eventually(lambda: len(launcher.pids("actor-0")) == 2, "actor-0 is replaced")
+    eventually(lambda: "actor-0 runs but was silent" in launcher.log("launcher"), "it is said why")
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+
+
+@BOTH
+def test_what_a_worker_started_goes_with_it(start_launcher: StartLauncher, method: str) -> None:
+    launcher = start_launcher({"actor-0": "litter"}, settings={"launch": {"start_method": method}})
+    launcher.until_ready()
+    (child,) = psutil.Process(launcher.pids("actor-0")[0]).children()
+    os.kill(launcher.pids("actor-0")[0], signal.SIGKILL)
+    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child goes too")
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+
+
+@BOTH
+def test_sigkill_of_the_launcher_leaves_nobody(start_launcher: StartLauncher, method: str) -> None:
+    launcher = start_launcher({"actor-0": "deaf"}, settings={"actors": 2, "launch": {"start_method": method}})
+    launcher.until_ready()
+    pids = [pid for name in ("buffer-0", "learner-0", "teacher-0", "actor-0", "actor-1") for pid in launcher.pids(name)]
+    assert len(pids) == 5
+    launcher.process.kill()
+    launcher.wait()
+    eventually(lambda: launcher.leftovers() == [], "everybody is gone")
+
+
+def test_sigkill_of_the_fork_server_ends_the_run(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher(settings={"launch": {"start_method": "fork"}})
+    launcher.until_ready()
+    fork_server = psutil.Process(launcher.pids("actor-0")[0]).parent()
+    assert fork_server is not None
+    fork_server.kill()
+    assert launcher.wait() == 1
+    assert "the fork server died" in launcher.summary()["reason"]
+    assert launcher.leftovers() == []
+
+
+def test_an_unsafe_fork_server_makes_the_launcher_spawn(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher(settings={"launch": {"start_method": "auto"}}, preload=("starts_a_thread",))
+    launcher.until_ready()
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+    assert "spawning instead of forking: the fork server has 2 threads" in launcher.said
+
+
+def test_fork_as_an_order_is_refused_where_it_is_unsafe(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher(settings={"launch": {"start_method": "fork"}}, preload=("starts_a_thread",))
+    assert launcher.wait() == 1
+    assert "launch.start_method is fork, but the fork server has 2 threads" in launcher.summary()["reason"]
+
+
+def test_the_second_launcher_on_one_folder_is_refused(start_launcher: StartLauncher, tmp_path: Path) -> None:
+    first = start_launcher(run_dir=tmp_path / "run")
+    first.until_ready()
+    second = start_launcher(run_dir=tmp_path / "run")
+    assert second.wait() == 2
+    assert f"in use by another launcher (pid {first.process.pid})" in second.said
+    first.finish()
+    assert first.wait() == 0, first.said
