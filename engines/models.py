@@ -87,6 +87,13 @@ def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: 
     tokenizer.save_pretrained(target)
 
 
+def resolve_device(device: str) -> str:
+    """ "auto" -> "cuda" where there is one, else "cpu"; anything else as it is."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def resolve_path(path: str | Path) -> str:
     """A local folder with a config.json (absolute), or a hub name as it is. Raises ModelError, touches no network."""
     local = Path(path).expanduser()

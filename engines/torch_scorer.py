@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from engines.base import ScoreRequest, ScoreResult
 from engines.logprobs import TokenScores, lm_head, token_scores
-from engines.models import DtypeName, load_causal_lm
+from engines.models import DtypeName, load_causal_lm, resolve_device
 from engines.packed import context_window, packed_hidden
 from engines.packed_layout import first_fit_decreasing
 from engines.scorer_config import ScorerDtype, ScorerSettings
@@ -117,13 +117,6 @@ class TorchScorer:
                 f"request {index}: token id {low if low < 0 else high} outside the teacher's vocabulary of "
                 f"{self._vocab_size}; student and teacher must share one token-to-id map"
             )
-
-
-def resolve_device(device: str) -> str:
-    """ "auto" -> "cuda" where there is one, else "cpu"; anything else as it is."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _resolve_dtype(dtype: ScorerDtype, device: str) -> DtypeName:

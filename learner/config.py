@@ -1,0 +1,130 @@
+"""Settings of the learner. No torch here: the launcher checks them before any model loads.
+
+How the sampling temperature enters. Teachers grade at temperature 1, so the two distributions are compared, and the
+student is trained, at temperature 1. `tasks.temperature` only decides which tokens get sampled: mu is the log-prob
+under the distribution really sampled from, s the one at temperature 1, and r = exp(s - mu) corrects the difference
+exactly (up to the cap). At the default of 1 a fresh token has r = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from learner.task_config import TaskConfig
+
+Schedule: TypeAlias = Literal["cosine", "constant"]
+Divergence: TypeAlias = Literal["k1"]
+Importance: TypeAlias = Literal["none", "truncated", "masked"]
+KlStudent: TypeAlias = Literal["current", "behaviour"]
+
+
+class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one optimizer step does, and what happens every so many of them."""
+
+    tasks: TaskConfig = msgspec.field(default_factory=TaskConfig)
+    """Which prompts, and how rollouts are sampled."""
+
+    lr: float = 1e-3
+    """Highest learning rate, reached after the warm-up. The default suits the built-in model (under a million
+    parameters); for billions of them start at 1e-6 to 1e-5."""
+    min_lr_ratio: float = 0.1
+    """The cosine schedule ends at lr times this."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises linearly to lr."""
+    schedule: Schedule = "cosine"
+    """After the warm-up: cosine to min_lr_ratio at the last step of the run, or constant."""
+    weight_decay: float = 0.0
+    """AdamW's, on matrices and embeddings; never on norms and biases."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
+    eps: float = 1e-8
+    """AdamW's."""
+    max_grad_norm: float = 1.0
+    """The gradient of a step is scaled down to this global norm when it is larger; 0 = never."""
+
+    divergence: Divergence = "k1"
+    """Cost of a sampled token. k1: s - q, the one-sample reverse KL."""
+    coef: float = 1.0
+    """Weight of the divergence in the advantage, per teacher: A = -coef * sum over its teachers of the cost."""
+    kl_student: KlStudent = "current"
+    """The student's log-prob inside the cost: `current` = recomputed in this step, `behaviour` = as when sampled."""
+    importance: Importance = "truncated"
+    """Weight of a token sampled by an older policy, from r = exp(s - mu). none: 1; truncated: min(r, ratio_cap);
+    masked: r inside [ratio_low, ratio_high], else 0."""
+    ratio_cap: float = 2.0
+    """For truncated. A fresh token has r = 1, so 2 leaves room for all but the tail of what a few steps of staleness do
+    and bounds what one token can weigh; the reverse KL is most biased by lowering it towards 1."""
+    ratio_low: float = 0.5
+    """For masked."""
+    ratio_high: float = 2.0
+    """For masked."""
+
+    pack_tokens: int = 4096
+    """Input tokens of one packed forward and backward pass; bounds memory, does not change the gradient."""
+    logprob_chunk_tokens: int = 1024
+    """Rows of logits that exist at one time: memory of 4 bytes x this x vocabulary, a few times over."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of matrix products. Parameters, gradients and optimizer state are float32 in any case."""
+    device: str = "auto"
+    """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
+
+    publish_every: int = 1
+    """Steps between two publications of weights to the actors."""
+    eval_every: int = 20
+    """Steps between two evaluations; 0 = none."""
+    checkpoint_every: int = 50
+    """Steps between two checkpoints; the last step always leaves one. 0 = at the last step only."""
+    keep_checkpoints: int = 3
+    """The newest so many are kept; older ones are deleted unless pinned."""
+
+    def __post_init__(self) -> None:
+        _positive(lr=self.lr, eps=self.eps, coef=self.coef, ratio_cap=self.ratio_cap, ratio_low=self.ratio_low)
+        _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens)
+        _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
+        _at_least(0, warmup_steps=self.warmup_steps, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        _at_least(0, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
+        if not 0.0 <= self.min_lr_ratio <= 1.0:
+            raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
+        if not self.ratio_low < self.ratio_high:
+            raise ValueError(f"ratio_low must be below ratio_high, got {self.ratio_low} and {self.ratio_high}")
+        if not self.device:
+            raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
+        self._refuse_sampling_that_cannot_be_corrected()
+
+    def _refuse_sampling_that_cannot_be_corrected(self) -> None:
+        """mu must belong to a distribution with the student's support, and be comparable where it is compared."""
+        tasks = self.tasks
+        if tasks.top_p < 1.0 or tasks.top_k > 0:
+            raise ValueError(
+                f"tasks.top_p = {tasks.top_p}, tasks.top_k = {tasks.top_k}: this never shows some tokens, so no "
+                "importance ratio recovers the student's distribution; train with top_p = 1 and top_k = 0"
+            )
+        if tasks.temperature == 1.0:
+            return
+        if self.importance == "none":
+            raise ValueError(
+                f"tasks.temperature = {tasks.temperature} with importance = 'none': the student is compared with its "
+                "teacher at temperature 1, which needs the ratio; use importance = 'truncated', or temperature 1"
+            )
+        if self.kl_student == "behaviour":
+            raise ValueError(
+                f"tasks.temperature = {tasks.temperature} with kl_student = 'behaviour': mu at that temperature cannot "
+                "be compared with a teacher at temperature 1; use kl_student = 'current', or temperature 1"
+            )
+
+
+def _positive(**fields: float) -> None:
+    for name, value in fields.items():
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def _at_least(least: int, **fields: float) -> None:
+    for name, value in fields.items():
+        if not least <= value < math.inf:
+            raise ValueError(f"{name} must be at least {least}, got {value}")

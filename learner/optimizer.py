@@ -1,0 +1,90 @@
+"""AdamW for a Hugging Face model, its learning-rate schedule, and its state by parameter name (no pickle)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.config import LearnerConfig
+
+_KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class AdamWState:
+    """`tensors`: "step/<parameter name>" [], "exp_avg/<...>" and "exp_avg_sq/<...>" of the parameter's shape, copies on
+    the CPU. A parameter that no forward pass has used yet (an idle expert) has none."""
+
+    tensors: dict[str, Tensor]
+    never_stepped: tuple[str, ...]
+    steps_done: int
+
+
+def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
+    """Of optimizer step `step` = 0, 1, ...: linear warm-up to lr over warmup_steps (step 0 is not at 0), then the
+    schedule, which reaches lr * min_lr_ratio at step total_steps - 1 and stays there."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps + 1) / max(1, total_steps - config.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def make_adamw(model: PreTrainedModel, config: LearnerConfig) -> torch.optim.AdamW:
+    """Weight decay on what has two dimensions or more; none on norms and biases."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+def dump_adamw(model: PreTrainedModel, optimizer: torch.optim.AdamW, *, steps_done: int) -> AdamWState:
+    tensors: dict[str, Tensor] = {}
+    never_stepped: list[str] = []
+    for name, parameter in _trained(model).items():
+        state: dict[str, Tensor] | None = optimizer.state.get(parameter)
+        if not state:
+            never_stepped.append(name)
+            continue
+        tensors.update({f"{key}/{name}": state[key].detach().cpu().clone() for key in _KEYS})
+    return AdamWState(tensors, tuple(never_stepped), steps_done)
+
+
+def load_adamw(model: PreTrainedModel, optimizer: torch.optim.AdamW, state: AdamWState) -> None:
+    """Replace the optimizer's state. Raises ValueError (changing nothing) for names or shapes that do not fit."""
+    trained = _trained(model)
+    stepped = {name: p for name, p in trained.items() if name not in state.never_stepped}
+    wanted = {
+        f"{key}/{name}": torch.Size() if key == "step" else p.shape for name, p in stepped.items() for key in _KEYS
+    }
+    got = {name: tensor.shape for name, tensor in state.tensors.items()}
+    if got != wanted or not set(state.never_stepped) <= trained.keys():
+        missing = sorted(wanted.keys() - got.keys())
+        unknown = sorted((got.keys() - wanted.keys()) | (set(state.never_stepped) - trained.keys()))
+        misshapen = sorted(name for name in wanted.keys() & got.keys() if wanted[name] != got[name])
+        raise ValueError(
+            f"optimizer state does not fit the model: missing {missing[:4]}, unknown {unknown[:4]}, of another shape "
+            f"{misshapen[:4]}; the checkpoint belongs to another architecture"
+        )
+    optimizer.state.clear()
+    for name, parameter in stepped.items():
+        entry = {key: state.tensors[f"{key}/{name}"].clone() for key in _KEYS}
+        optimizer.state[parameter] = {
+            "step": entry["step"].to(parameter.device),
+            "exp_avg": entry["exp_avg"].to(parameter),
+            "exp_avg_sq": entry["exp_avg_sq"].to(parameter),
+        }
+
+
+def _trained(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,0 +1,116 @@
+"""What a step reports: sums per trained token, added up over microbatches, then means. No mean of means.
+
+No torch: sums arrive here as numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over trained tokens of one microbatch, or of several; `ratio_max` is a maximum."""
+
+    tokens: int
+    loss: float
+    """Already divided by the batch's trained tokens: shares add up to the loss."""
+    reverse_kl: float
+    graded: float
+    """Tokens with at least one teacher."""
+    ratio: float
+    ratio_squared: float
+    cut: float
+    weight: float
+    entropy: float
+    logprob: float
+    advantage: float
+    ratio_max: float
+
+    @classmethod
+    def zero(cls) -> StepSums:
+        return cls(0, *([0.0] * (len(fields(cls)) - 1)))
+
+    def plus(self, other: StepSums) -> StepSums:
+        summed: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        summed["ratio_max"] = max(self.ratio_max, other.ratio_max)
+        return StepSums(**summed)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Figures of one optimizer step. Means are over its trained tokens unless said otherwise; logs are natural."""
+
+    tokens: int
+    """Trained."""
+    tokens_ungraded: int
+    """Trained tokens that no teacher graded: their advantage is 0."""
+    input_tokens: int
+    """Read by the model, context included."""
+    items: int
+    items_idle: int
+    """Items without a token to train."""
+    microbatches: int
+    loss: float
+    reverse_kl: float
+    """sg[s] - q summed over a token's teachers, mean over the graded tokens; always under the current student."""
+    ratio_mean: float
+    """r = exp(s - mu); 1 in expectation whatever the staleness, so a drift tells of an engine that reports other
+    log-probs than the learner computes."""
+    ratio_max: float
+    truncated_fraction: float
+    """Share of tokens whose weight is not r itself (capped or masked)."""
+    weight_mean: float
+    ess: float
+    """Effective sample size of the ratios over the number of tokens, (sum r)^2 / (n sum r^2), in (0, 1]."""
+    entropy: float
+    """Of the student at the trained positions, nats."""
+    logprob: float
+    """Of the trained tokens under the current student."""
+    advantage_mean: float
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    step_s: float
+
+    @classmethod
+    def of(
+        cls,
+        sums: StepSums,
+        *,
+        lr: float,
+        grad_norm: float,
+        items: int,
+        items_idle: int,
+        microbatches: int,
+        input_tokens: int,
+        step_s: float,
+    ) -> StepMetrics:
+        """Means from sums; `sums.tokens` >= 1."""
+        n = sums.tokens
+        return cls(
+            tokens=n,
+            tokens_ungraded=n - int(sums.graded),
+            input_tokens=input_tokens,
+            items=items,
+            items_idle=items_idle,
+            microbatches=microbatches,
+            loss=sums.loss,
+            reverse_kl=sums.reverse_kl / sums.graded if sums.graded else 0.0,
+            ratio_mean=sums.ratio / n,
+            ratio_max=sums.ratio_max,
+            truncated_fraction=sums.cut / n,
+            weight_mean=sums.weight / n,
+            ess=sums.ratio**2 / (n * sums.ratio_squared) if sums.ratio_squared else 0.0,
+            entropy=sums.entropy / n,
+            logprob=sums.logprob / n,
+            advantage_mean=sums.advantage / n,
+            grad_norm=grad_norm,
+            lr=lr,
+            step_s=step_s,
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """For `MetricsWriter.step` and JSON."""
+        return asdict(self)

@@ -1,0 +1,238 @@
+"""One optimizer step on one batch: pack, forward, loss, backward, clip, AdamW. The run's clock is `Trainer.steps_done`.
+
+    items --pack--> microbatches --each: packed_hidden, head at the predictors, distillation_loss, backward-->
+    gradients of the whole batch --clip--> AdamW at the scheduled learning rate --> steps_done + 1
+
+The loss is normalised by the trained tokens of the whole batch, so neither `pack_tokens` nor the order of the items
+changes the gradient. A step either happens completely or raises and leaves weights and optimizer as they were.
+
+Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V vocabulary, M teachers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engines.logprobs import LmHead, TokenScores, lm_head, token_scores
+from engines.packed import packed_hidden
+from learner.config import LearnerConfig
+from learner.losses import LossTerms, TokenInputs, distillation_loss, make_objective
+from learner.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
+from learner.packing import BatchError, EmptyBatchError, Microbatch, PackedBatch, TrainItem, pack
+from learner.step_metrics import StepMetrics, StepSums
+
+__all__ = ["BatchError", "EmptyBatchError", "NonFiniteError", "Trainer"]
+
+
+class NonFiniteError(BatchError):
+    """The forward or backward pass gave NaN or infinity. `rollout_ids` are those that do so by themselves; empty when
+    only their sum does. The step did not happen."""
+
+
+class Trainer:
+    """Owns the model's parameters and the optimizer. One thread only.
+
+    `model` is loaded with `load_causal_lm(..., attention="packed", dtype="float32", train=True)`.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LearnerConfig, *, total_steps: int) -> None:
+        """Raises ValueError: total_steps below 1, no trainable parameter, parameters that are not float32 or float64
+        (AdamW's small updates vanish in bfloat16; use config.dtype for bfloat16 products)."""
+        if total_steps < 1:
+            raise ValueError(f"total_steps {total_steps}; expected at least 1")
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        if not dtypes or not dtypes <= {torch.float32, torch.float64}:
+            raise ValueError(
+                f"trainable parameters have dtypes {dtypes or 'none'}; load the model with train=True and dtype="
+                "'float32' (learner.dtype = bfloat16 affects matrix products only)"
+            )
+        self.model = model
+        self.config = config
+        self.total_steps = total_steps
+        self.steps_done = 0
+        self._objective = make_objective(config)
+        self._optimizer = make_adamw(model, config)
+
+    @property
+    def next_lr(self) -> float:
+        """Learning rate of the step to come."""
+        return learning_rate(self.config, self.steps_done, self.total_steps)
+
+    def step(self, items: Sequence[TrainItem]) -> StepMetrics:
+        """Train every token that the items' masks name, in one optimizer step.
+
+        Raises EmptyBatchError when there is none, NonFiniteError when a number is not finite, BatchError for token
+        ids outside the vocabulary; weights, optimizer and clock are then as before.
+        """
+        started_s = time.perf_counter()
+        self._check_ids(items)
+        batch = pack(items, self.config.pack_tokens)
+        try:
+            sums = self._accumulate(batch, items)
+            grad_norm = self._clipped_norm(batch, items)
+        except BaseException:
+            self._optimizer.zero_grad()
+            raise
+        lr = self.next_lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps_done += 1
+        return StepMetrics.of(
+            sums,
+            lr=lr,
+            grad_norm=grad_norm,
+            items=len(items),
+            items_idle=batch.n_items_idle,
+            microbatches=len(batch.microbatches),
+            input_tokens=batch.n_inputs,
+            step_s=time.perf_counter() - started_s,
+        )
+
+    def state_dict(self) -> AdamWState:
+        """Optimizer moments by parameter name, and the clock. The weights are the model's own."""
+        return dump_adamw(self.model, self._optimizer, steps_done=self.steps_done)
+
+    def load_state_dict(self, state: AdamWState) -> None:
+        """Go on where `state_dict` was taken. Raises ValueError naming parameters that are missing, unknown or of
+        another shape."""
+        load_adamw(self.model, self._optimizer, state)
+        self.steps_done = state.steps_done
+
+    def _accumulate(self, batch: PackedBatch, items: Sequence[TrainItem]) -> StepSums:
+        """Add the gradients of all microbatches up."""
+        sums = StepSums.zero()
+        for microbatch in batch.microbatches:
+            inputs = self._inputs(microbatch)
+            scores = self._student(microbatch)
+            self._refuse_nonfinite(scores.logprobs_T, microbatch, items)
+            terms = distillation_loss(scores.logprobs_T, inputs, self._objective, batch.n_trained)
+            if not bool(torch.isfinite(terms.loss)):
+                per_token_N = terms.weights_N * terms.advantage_N * terms.student_N
+                self._refuse_nonfinite(per_token_N, microbatch, items, what="loss")
+                raise NonFiniteError(f"step {self.steps_done + 1}: the sum of the losses overflows; no step was made")
+            terms.loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            sums = sums.plus(_measure(terms, scores, inputs))
+        return sums
+
+    def _student(self, microbatch: Microbatch) -> TokenScores:
+        """s with its gradient, and the entropy without, for the N trained tokens, at temperature 1."""
+        ids_T = self._tensor(microbatch.ids_T)
+        head = lm_head(self.model)
+        half = self.config.dtype == "bfloat16"
+        autocast = torch.autocast(self._device.type, torch.bfloat16) if half else contextlib.nullcontext()
+        with autocast:
+            hidden_TH = packed_hidden(self.model, ids_T, microbatch.lengths)
+        hidden_NH = hidden_TH.index_select(0, self._tensor(microbatch.predictor_N))
+        if half:
+            bias_V = None if head.bias_V is None else head.bias_V.bfloat16()
+            head = LmHead(head.weight_VH.bfloat16(), bias_V, head.scale, head.softcap)
+            hidden_NH = hidden_NH.bfloat16()
+        return token_scores(
+            head,
+            hidden_NH,
+            self._tensor(microbatch.target_N),
+            chunk_tokens=self.config.logprob_chunk_tokens,
+            entropy=True,
+        )
+
+    def _inputs(self, microbatch: Microbatch) -> TokenInputs:
+        return TokenInputs(
+            behaviour_N=self._tensor(microbatch.behaviour_N),
+            teacher_MN=self._tensor(microbatch.teacher_MN),
+            routed_MN=self._tensor(microbatch.routed_MN),
+        )
+
+    def _clipped_norm(self, batch: PackedBatch, items: Sequence[TrainItem]) -> float:
+        """Global norm before clipping. Raises NonFiniteError."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not bool(torch.isfinite(norm)):
+            raise self._nonfinite_gradient(batch, items)
+        if self.config.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm)
+        return float(norm)
+
+    def _nonfinite_gradient(self, batch: PackedBatch, items: Sequence[TrainItem]) -> NonFiniteError:
+        """Find the culprits: the backward pass once more, one item at a time. Slow, and only on the way out."""
+        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        parameters = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
+        culprits: list[str] = []
+        for train_item in items:
+            if not train_item.n_trained:
+                continue
+            self._optimizer.zero_grad()
+            alone = pack([train_item], self.config.pack_tokens).microbatches[0]
+            scores = self._student(alone)
+            terms = distillation_loss(scores.logprobs_T, self._inputs(alone), self._objective, batch.n_trained)
+            terms.loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
+                culprits.append(train_item.item.rollout_id)
+        return NonFiniteError(
+            f"step {self.steps_done + 1}: the gradient of {len(parameters)} parameters is not finite (first: "
+            f"{parameters[:3]}); by themselves it is caused by the rollouts {culprits or 'none, only by their sum'}; "
+            "no step was made",
+            culprits,
+        )
+
+    def _refuse_nonfinite(
+        self, value_N: Tensor, microbatch: Microbatch, items: Sequence[TrainItem], *, what: str = "student log-prob"
+    ) -> None:
+        finite_N = torch.isfinite(value_N)
+        if bool(finite_N.all()):
+            return
+        wrong = np.unique(microbatch.item_N[~finite_N.cpu().numpy()])
+        culprits = [items[int(i)].item.rollout_id for i in wrong]
+        raise NonFiniteError(
+            f"step {self.steps_done + 1}: the {what} of {int((~finite_N).sum())} tokens is not finite, in the rollouts "
+            f"{culprits}; no step was made (weights that have diverged give this for every rollout)",
+            culprits,
+        )
+
+    def _check_ids(self, items: Sequence[TrainItem]) -> None:
+        vocab_rows = lm_head(self.model).weight_VH.shape[0]
+        used = [(t.item.rollout_id, t.tokens_L) for t in items if t.n_trained]
+        wrong = [rollout_id for rollout_id, ids_L in used if ids_L.min() < 0 or ids_L.max() >= vocab_rows]
+        if wrong:
+            raise BatchError(
+                f"token ids outside the student's vocabulary of {vocab_rows} in the rollouts {wrong}", wrong
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return lm_head(self.model).weight_VH.device
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(np.require(array, requirements="W")).to(self._device)
+
+
+def _measure(terms: LossTerms, scores: TokenScores, inputs: TokenInputs) -> StepSums:
+    assert scores.entropy_T is not None
+    graded_N = inputs.routed_MN.any(dim=0)
+    ratio_N = (terms.student_N - inputs.behaviour_N).double().exp()
+    sums = torch.stack(
+        [
+            terms.loss.detach().double(),
+            terms.reverse_kl_N.double().sum(),
+            graded_N.double().sum(),
+            ratio_N.sum(),
+            ratio_N.square().sum(),
+            terms.cut_N.double().sum(),
+            terms.weights_N.double().sum(),
+            scores.entropy_T.double().sum(),
+            terms.student_N.double().sum(),
+            terms.advantage_N.double().sum(),
+            ratio_N.max(),
+        ]
+    ).tolist()  # one transfer from the device for all of them
+    return StepSums(terms.student_N.shape[0], *sums)

@@ -1,0 +1,115 @@
+"""Tiny students, hand-made batches, a small tokenizer and prompt files for the learner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from engines import packed
+from learner.packing import TrainItem, train_items
+from protocol.messages import BatchItem
+
+VOCAB = 23
+
+
+@pytest.fixture
+def tiny_student() -> Callable[..., PreTrainedModel]:
+    """`tiny_student(implementation, dtype, vocab)`: the same random Qwen3 each time, by default the packed one."""
+
+    def build(
+        implementation: str = packed.IMPLEMENTATION, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
+    ) -> PreTrainedModel:
+        shape: dict[str, Any] = {
+            "vocab_size": vocab,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.3,
+        }
+        torch.manual_seed(0)
+        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape))
+        model.set_attn_implementation(implementation)
+        model.to(dtype)  # pyright: ignore[reportArgumentType]
+        return model.eval()
+
+    return build
+
+
+def _item(
+    rollout_id: str,
+    mask: Sequence[int],
+    *,
+    teachers: tuple[str, ...] = ("default",),
+    seed: int | None = None,
+    vocab: int = VOCAB,
+) -> TrainItem:
+    """A rollout whose trained tokens are where `mask` is 1; tokens and log-probs random by `seed`."""
+    random = np.random.default_rng(sum(rollout_id.encode()) if seed is None else seed)
+    end = len(mask)
+    item = BatchItem(
+        rollout_id=rollout_id,
+        task_id=0,
+        sample_index=0,
+        group_size=1,
+        tag="",
+        teachers=teachers,
+        end=end,
+        spans=(),
+        final=True,
+        finish_reason="stop",
+        reward=None,
+        n_turns=1,
+    )
+    frames = (
+        random.integers(0, vocab, end).astype(np.int32),
+        -random.exponential(2.0, end).astype(np.float32),
+        np.array(mask, np.uint8),
+        -random.exponential(2.0, (len(teachers), end)).astype(np.float32),
+    )
+    return train_items([item], frames)[0]
+
+
+@pytest.fixture
+def make_item() -> Callable[..., TrainItem]:
+    return _item
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, plus <|im_start|> and <|im_end|>, with a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[[Sequence[dict[str, Any]]], Path]:
+    """Write rows as prompts.jsonl; the path."""
+
+    def write(rows: Sequence[dict[str, Any]]) -> Path:
+        file = tmp_path / "prompts.jsonl"
+        file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        return file
+
+    return write

@@ -1,0 +1,72 @@
+"""A senseless learner configuration is refused when it is made, with a message that says what to change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, get_args
+
+import pytest
+
+from learner.config import Divergence, Importance, LearnerConfig
+from learner.importance import IMPORTANCE
+from learner.losses import DIVERGENCES, make_objective
+from learner.task_config import TaskConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"lr": float("nan")}, "lr must be positive"),
+        ({"coef": float("inf")}, "coef must be positive"),
+        ({"ratio_cap": -1.0}, "ratio_cap must be positive"),
+        ({"ratio_low": 2.0}, "ratio_low must be below ratio_high"),
+        ({"betas": (0.9, 1.0)}, "betas must be in"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio must be in"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be at least 0"),
+        ({"pack_tokens": 0}, "pack_tokens must be at least 1"),
+        ({"publish_every": 0}, "publish_every must be at least 1"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints must be at least 1"),
+        ({"device": ""}, "device is empty"),
+    ],
+)
+def test_senseless_value_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "fields", "message"),
+    [
+        ({"top_p": 0.9}, {}, "never shows some tokens"),
+        ({"top_k": 20}, {}, "never shows some tokens"),
+        ({"temperature": 0.7}, {"importance": "none"}, "at temperature 1, which needs the ratio"),
+        ({"temperature": 0.7}, {"kl_student": "behaviour"}, "mu at that temperature cannot be compared"),
+    ],
+)
+def test_sampling_that_cannot_be_corrected_is_refused(
+    tasks: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig(tasks=TaskConfig(**tasks), **fields)
+
+
+def test_other_temperature_is_accepted_where_the_ratio_corrects_it() -> None:
+    assert LearnerConfig(tasks=TaskConfig(temperature=0.7)).importance == "truncated"
+
+
+def test_every_name_the_configuration_offers_is_registered() -> None:
+    assert set(get_args(Importance)) == set(IMPORTANCE)
+    assert set(get_args(Divergence)) == set(DIVERGENCES)
+
+
+def test_unknown_member_names_those_there_are() -> None:
+    unknown: Any = "sequence"
+    with pytest.raises(ValueError, match="importance = 'sequence'; expected one of none, truncated, masked"):
+        make_objective(LearnerConfig(importance=unknown))
+
+
+def test_configuration_imports_without_torch() -> None:
+    code = "import sys, learner.config; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
