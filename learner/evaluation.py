@@ -1,0 +1,331 @@
+"""Evaluation rollouts: the tasks of one evaluation, what came back of them, and the figures.
+
+One evaluation has two halves, each known to the buffer by its own eval id:
+    "000040-greedy"    the first `eval_greedy` prompts of the evaluation set at temperature 0
+    "000040-sampled"   the first `eval_sampled` at temperature 1, without top-p and top-k
+(after a restart of the learner with the weight epoch in front: "e1-000040-greedy"). No sockets here: the learner's
+loop offers `tasks()`, repeats `wanted()` until `done`, and hands every EvalResult to `add`.
+
+The same prompt has the same seed in every evaluation of a run, which takes part of the sampling noise out of the
+difference between two of them. Suffix N: tokens of one rollout; K: teachers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from engines.base import Int32s
+from engines.tokenizer import TokenizerError, render_prompt
+from learner.records import DataError, PromptRecord
+from learner.task_config import MAX_EVAL_PROMPTS, TaskConfig
+from learner.tasks import TaskOffer, derive_seed
+from protocol.messages import BatchItem, EvalResult, EvalWanted, Sampling, Task, WeightVersion
+
+Half: TypeAlias = Literal["greedy", "sampled"]
+HALVES: tuple[Half, ...] = ("greedy", "sampled")
+TEACHER_EVAL_FILE = "eval.json"
+_MAX_STEPS = 10_000_000
+
+
+class EvalSample(msgspec.Struct, frozen=True):
+    """One generation, as text."""
+
+    half: Half
+    task_id: int
+    prompt: str
+    completion: str
+    ground_truth: str | None
+    reward: float | None
+    finish_reason: str | None
+
+
+class EvaluationResult(msgspec.Struct, frozen=True):
+    """Figures of one evaluation. None = cannot be said: no graded rollout, or no teacher."""
+
+    step: int
+    accuracy_greedy: float | None
+    """Share of graded greedy rollouts with reward >= 0.5."""
+    accuracy_sampled: float | None
+    reward_greedy: float | None
+    """Mean reward of the graded rollouts."""
+    reward_sampled: float | None
+    reverse_kl: float | None
+    """Per token: mean over the sampled tokens of the temperature-1 half of (behaviour log-prob - teacher log-prob),
+    the latter averaged over the teachers. Not finite if any log-prob is not."""
+    mean_length_greedy: float | None
+    """Sampled tokens per rollout."""
+    mean_length_sampled: float | None
+    n_greedy: int
+    """Rollouts received."""
+    n_sampled: int
+    ungraded: int
+    """Received, but without a reward; not part of the accuracies."""
+    failed: int
+    """Given up by the buffer: no figure contains them."""
+    missing: int
+    """Neither received nor given up: 0 unless the learner stopped waiting."""
+    duplicates: int
+    """Results of a rollout that was received already; ignored."""
+    version_min: WeightVersion | None
+    """Oldest weights that sampled any token of it."""
+    version_mean_step: float | None
+    """Mean over its tokens of the step of the weights that sampled them."""
+    samples: tuple[EvalSample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPrompt:
+    """A prompt of the evaluation set."""
+
+    ids: Int32s
+    tag: str
+    ground_truth: str | None
+
+
+class EvalSet(NamedTuple):
+    """Evaluation prompts in order, and how many were left out (prompt longer than max_prompt_tokens)."""
+
+    prompts: tuple[EvalPrompt, ...]
+    dropped_too_long: int
+
+
+class TeacherAccuracy(msgspec.Struct, frozen=True):
+    """What was measured of a teacher when it was made."""
+
+    accuracy_greedy: float
+    accuracy_sampled: float
+
+
+def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> EvalSet:
+    """Prompt ids of the evaluation set. Raises TokenizerError naming the row that cannot be rendered."""
+    prompts: list[EvalPrompt] = []
+    for record in records:
+        try:
+            ids = render_prompt(tokenizer, record, config.system_prompt, chat_template=config.chat_template)
+        except TokenizerError as error:
+            raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
+        if len(ids) <= config.max_prompt_tokens:
+            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth))
+    return EvalSet(tuple(prompts), len(records) - len(prompts))
+
+
+def teacher_accuracy(folder: str | Path) -> TeacherAccuracy | None:
+    """The accuracies in `eval.json` of a teacher's folder; None if it has none: not measured.
+
+    Raises DataError if the file is there but is not `{"accuracy_greedy": x, "accuracy_sampled": y}`."""
+    file = Path(folder).expanduser() / TEACHER_EVAL_FILE
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=TeacherAccuracy)
+    except msgspec.DecodeError as error:
+        raise DataError(
+            f'{file}: {error}; expected {{"accuracy_greedy": number, "accuracy_sampled": number}}'
+        ) from error
+
+
+class Evaluation:
+    """One evaluation at one version. Owned by one thread of the learner."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        prompts: Sequence[EvalPrompt],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        version: WeightVersion,
+        seed: int,
+    ) -> None:
+        """`seed` is the run's. An evaluation without prompts is done at once; its figures are None."""
+        if version.step >= _MAX_STEPS:
+            raise ValueError(f"step {version.step} does not fit into evaluation task ids, expected < {_MAX_STEPS}")
+        self._config = config
+        self._tokenizer = tokenizer
+        self._version = version
+        epoch = f"e{version.epoch}-" if version.epoch else ""
+        self._half_of: dict[str, Half] = {f"{epoch}{version.step:06d}-{half}": half for half in HALVES}
+        wanted = {"greedy": config.eval_greedy, "sampled": config.eval_sampled}
+        self._offers = {
+            eval_id: tuple(self._offer(eval_id, i, prompt, seed) for i, prompt in enumerate(prompts[: wanted[half]]))
+            for eval_id, half in self._half_of.items()
+        }
+        self._task_of = {offer.task.task_id: offer.task for offers in self._offers.values() for offer in offers}
+        self._received: dict[str, dict[int, _Rollout]] = {eval_id: {} for eval_id in self._offers}
+        self._failed = dict.fromkeys(self._offers, 0)
+        self._duplicates = 0
+
+    @property
+    def eval_ids(self) -> tuple[str, ...]:
+        """Of the halves that have tasks."""
+        return tuple(eval_id for eval_id, offers in self._offers.items() if offers)
+
+    def tasks(self) -> list[TaskOffer]:
+        """All tasks of both halves, greedy first; ids are unique among all evaluations of a run."""
+        return [offer for offers in self._offers.values() for offer in offers]
+
+    def wanted(self) -> list[EvalWanted]:
+        """What to ask the buffer for now: one message per half that is not complete."""
+        return [
+            EvalWanted(eval_id=eval_id, have=tuple(r.rollout_id for r in self._received[eval_id].values()))
+            for eval_id in self.eval_ids
+            if not self._complete(eval_id)
+        ]
+
+    @property
+    def done(self) -> bool:
+        """Every rollout was received or given up."""
+        return all(self._complete(eval_id) for eval_id in self.eval_ids)
+
+    def add(self, result: EvalResult, arrays: Sequence[np.ndarray]) -> None:
+        """Take an EvalResult and its frames, four per item (`protocol.messages.BatchItem`). A rollout that was
+        received before is counted and ignored. Raises ValueError for an eval id or a task of another evaluation."""
+        if result.eval_id not in self._offers:
+            raise ValueError(f"result of evaluation {result.eval_id!r}, expected one of {list(self._offers)}")
+        if len(arrays) != 4 * len(result.items):
+            raise ValueError(f"{len(result.items)} items need {4 * len(result.items)} frames, got {len(arrays)}")
+        received = self._received[result.eval_id]
+        for i, item in enumerate(result.items):
+            task = self._task_of.get(item.task_id)
+            if task is None or task.eval_id != result.eval_id:
+                raise ValueError(f"task {item.task_id} is not one of evaluation {result.eval_id!r}")
+            if item.task_id in received:
+                self._duplicates += 1
+            else:
+                received[item.task_id] = _Rollout.of(item, arrays[4 * i : 4 * i + 4])
+        self._failed[result.eval_id] = max(self._failed[result.eval_id], result.failed)
+
+    def result(self) -> EvaluationResult:
+        """The figures of what is there; `missing` says whether that is all."""
+        greedy, sampled = ([*self._received[eval_id].values()] for eval_id in self._half_of)
+        both = [*greedy, *sampled]
+        failed = sum(self._failed.values())
+        return EvaluationResult(
+            step=self._version.step,
+            accuracy_greedy=_accuracy(greedy),
+            accuracy_sampled=_accuracy(sampled),
+            reward_greedy=_mean([r.reward for r in greedy if r.reward is not None]),
+            reward_sampled=_mean([r.reward for r in sampled if r.reward is not None]),
+            reverse_kl=_reverse_kl(sampled),
+            mean_length_greedy=_mean([len(r.behaviour_N) for r in greedy]),
+            mean_length_sampled=_mean([len(r.behaviour_N) for r in sampled]),
+            n_greedy=len(greedy),
+            n_sampled=len(sampled),
+            ungraded=sum(r.reward is None for r in both),
+            failed=failed,
+            missing=max(0, len(self._task_of) - len(both) - failed),
+            duplicates=self._duplicates,
+            version_min=min((r.version_min for r in both if r.version_min is not None), default=None),
+            version_mean_step=_ratio(sum(r.version_steps for r in both), sum(r.version_tokens for r in both)),
+            samples=self._samples(),
+        )
+
+    def _offer(self, eval_id: str, i: int, prompt: EvalPrompt, seed: int) -> TaskOffer:
+        half = self._half_of[eval_id]
+        block = (self._version.epoch * _MAX_STEPS + self._version.step) * len(HALVES) + HALVES.index(half)
+        task = Task(
+            task_id=block * MAX_EVAL_PROMPTS + i,
+            kind="eval",
+            group_size=1,
+            sampling=Sampling(
+                temperature=0.0 if half == "greedy" else 1.0,
+                max_new_tokens=self._config.max_new_tokens,
+                seed=derive_seed(seed, "eval", i),
+            ),
+            env=self._config.env,
+            tag=prompt.tag,
+            # Scores of greedy tokens would say nothing about the divergence: leave the teachers alone.
+            teachers=self._config.teachers_for(prompt.tag) if half == "sampled" else (),
+            ground_truth=prompt.ground_truth,
+            eval_id=eval_id,
+        )
+        return TaskOffer(task, prompt.ids)
+
+    def _complete(self, eval_id: str) -> bool:
+        return len(self._received[eval_id]) + self._failed[eval_id] >= len(self._offers[eval_id])
+
+    def _samples(self) -> tuple[EvalSample, ...]:
+        """The first prompts of each half that were answered: the same ones every time."""
+        shown: list[EvalSample] = []
+        for eval_id, half in self._half_of.items():
+            received = self._received[eval_id]
+            for task_id in sorted(received)[: self._config.eval_samples_shown]:
+                rollout, n_prompt = received[task_id], len(self._prompt_ids(eval_id, task_id))
+                shown.append(
+                    EvalSample(
+                        half=half,
+                        task_id=task_id,
+                        prompt=self._text(rollout.ids_N[:n_prompt]),
+                        completion=self._text(rollout.ids_N[n_prompt:]),
+                        ground_truth=self._task_of[task_id].ground_truth,
+                        reward=rollout.reward,
+                        finish_reason=rollout.finish_reason,
+                    )
+                )
+        return tuple(shown)
+
+    def _prompt_ids(self, eval_id: str, task_id: int) -> Int32s:
+        return self._offers[eval_id][task_id % MAX_EVAL_PROMPTS].prompt_ids
+
+    def _text(self, ids_N: npt.NDArray[np.int32]) -> str:
+        return str(self._tokenizer.decode(ids_N.tolist(), skip_special_tokens=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    """What the figures need of one rollout."""
+
+    rollout_id: str
+    reward: float | None
+    finish_reason: str | None
+    ids_N: npt.NDArray[np.int32]
+    behaviour_N: npt.NDArray[np.float64]
+    """Of the sampled tokens only, as `teacher_KN`."""
+    teacher_KN: npt.NDArray[np.float64]
+    version_min: WeightVersion | None
+    version_tokens: int
+    version_steps: int
+    """Sum over sampled tokens of their version's step."""
+
+    @classmethod
+    def of(cls, item: BatchItem, frames: Sequence[np.ndarray]) -> _Rollout:
+        ids_N, behaviour_N, mask_N, teacher_KN = frames
+        sampled_N = mask_N.astype(bool)
+        # Spans may include tokens that were not sampled.
+        tokens = [int(sampled_N[span.start : span.end].sum()) for span in item.spans]
+        return cls(
+            rollout_id=item.rollout_id,
+            reward=item.reward,
+            finish_reason=item.finish_reason,
+            ids_N=ids_N.copy(),  # the frame belongs to a whole message: do not keep that alive
+            behaviour_N=behaviour_N[sampled_N].astype(np.float64),
+            teacher_KN=teacher_KN[:, sampled_N].astype(np.float64),
+            version_min=min((s.version for s, n in zip(item.spans, tokens, strict=True) if n), default=None),
+            version_tokens=sum(tokens),
+            version_steps=sum(n * span.version.step for n, span in zip(tokens, item.spans, strict=True)),
+        )
+
+
+def _accuracy(rollouts: Sequence[_Rollout]) -> float | None:
+    return _mean([float(r.reward >= 0.5) for r in rollouts if r.reward is not None])
+
+
+def _reverse_kl(rollouts: Sequence[_Rollout]) -> float | None:
+    scored = [r for r in rollouts if len(r.teacher_KN)]
+    total = sum(float(np.sum(r.behaviour_N - r.teacher_KN.mean(axis=0))) for r in scored)
+    return _ratio(total, sum(len(r.behaviour_N) for r in scored))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _ratio(sum(values), len(values))
+
+
+def _ratio(total: float, n: int) -> float | None:
+    return total / n if n else None

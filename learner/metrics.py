@@ -1,0 +1,246 @@
+"""What the learner records: TensorBoard events, and the same figures as JSON lines.
+
+`metrics.jsonl` has one object per line, `kind` says of what:
+    step     one optimizer step; `step` is the number it made (the first one makes 1)
+    eval     one evaluation, at `step`
+    resume   the learner began again from the checkpoint of `step`: lines of later steps ABOVE this one belong to an
+             abandoned branch. They are kept as they are; `read_metrics` leaves them out.
+Keys of a line are the TensorBoard tags (`train/loss`). Evaluation generations are in `samples.jsonl`.
+
+A number that is not finite is written as such: "NaN", "Infinity", "-Infinity" (strings, since JSON has no such
+numbers; `float()` reads them), NaN in TensorBoard; and it is counted in `health/nonfinite_total`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from learner.evaluation import EvalSample, EvaluationResult
+from learner.rates import TokenRates
+from learner.wait_clock import WaitReport
+from protocol.messages import LedgerCounts, Snapshot, WeightVersion
+
+METRICS_FILE: Final = "metrics.jsonl"
+SAMPLES_FILE: Final = "samples.jsonl"
+TENSORBOARD_FOLDER: Final = "tensorboard"
+_FLUSH_S: Final = 10
+_BLOCK_BYTES: Final = 64 << 10
+
+Row = dict[str, Any]
+
+
+class MetricsWriter:
+    """One per run folder, owned by one thread. A context manager; `close` is idempotent."""
+
+    def __init__(self, folder: Path, *, resume: WeightVersion | None = None) -> None:
+        """`resume` is the version that the learner goes on from (its epoch already risen): writing goes on in the
+        files that are there. Raises FileExistsError if there are metrics of a run and `resume` is None."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics_file = folder / METRICS_FILE
+        self._samples_file = folder / SAMPLES_FILE
+        if resume is None and self._metrics_file.exists() and self._metrics_file.stat().st_size:
+            raise FileExistsError(f"{self._metrics_file} holds another run's metrics; resume it, or take a new folder")
+        torn_bytes = _cut_torn_line(self._metrics_file)
+        _cut_torn_line(self._samples_file)
+        self._rates = TokenRates()
+        self._nonfinite_total = 0
+        self._epoch = resume.epoch if resume else 0
+        self._metrics = self._metrics_file.open("a", encoding="utf-8")
+        self._samples = self._samples_file.open("a", encoding="utf-8")
+        self._board = SummaryWriter(
+            str(folder / TENSORBOARD_FOLDER),
+            purge_step=resume.step + 1 if resume else None,
+            flush_secs=_FLUSH_S,
+        )
+        if resume is not None:
+            self._write_row("resume", resume.step, {"torn_bytes": torn_bytes})
+
+    @property
+    def nonfinite_total(self) -> int:
+        """Numbers written that were NaN or infinite."""
+        return self._nonfinite_total
+
+    def step(
+        self,
+        step: int,
+        train: Mapping[str, float],
+        *,
+        staleness: Mapping[int, int],
+        waits: WaitReport,
+        snapshot: Snapshot,
+        weights: Mapping[str, float],
+        tasks_dropped: Mapping[str, int],
+    ) -> Row:
+        """Record optimizer step `step`; returns the line written.
+
+        `train`: figures of the step (reverse_kl, loss, ratio_mean, ratio_max, truncated_fraction, ess, ...), as
+        `train/<name>`. `staleness`: the batch's distance -> tokens. `waits`: wall time of this step. `weights`: figures
+        of the last publication (broadcast_s, ...), as `weights/<name>`. `tasks_dropped`: prompts dropped by reason."""
+        scalars = {
+            **{f"train/{name}": value for name, value in train.items()},
+            **_staleness_scalars(staleness),
+            **_wait_scalars(waits),
+            **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.update(snapshot).items()},
+            **{f"queue/{name}": depth for name, depth in snapshot.queues.items()},
+            **_ledger_scalars(snapshot.ledger.tokens),
+            **{f"tasks/dropped_{reason}_total": n for reason, n in tasks_dropped.items()},
+            **{f"weights/{name}": value for name, value in weights.items()},
+        }
+        self._add_histogram("staleness/tokens", staleness, step)
+        extra = {"staleness": {str(distance): n for distance, n in sorted(staleness.items())}}
+        return self._record("step", step, scalars, extra)
+
+    def evaluation(self, result: EvaluationResult) -> Row:
+        """Record one evaluation, and its samples as text; returns the line written. What could not be measured is
+        null in the line and left out of TensorBoard."""
+        figures = {
+            name: value for name, value in msgspec.to_builtins(result).items() if name not in ("step", "samples")
+        }
+        version_min = result.version_min
+        figures["version_min"] = None if version_min is None else version_min.step
+        for sample in result.samples:
+            self._samples.write(_json_line({"step": result.step, **msgspec.to_builtins(sample)}))
+        self._samples.flush()
+        if result.samples:
+            self._board.add_text("eval/samples", _samples_table(result.samples), result.step)
+        scalars = {f"eval/{name}": value for name, value in figures.items() if value is not None}
+        nothing = {f"eval/{name}": None for name, value in figures.items() if value is None}
+        return self._record("eval", result.step, scalars, nothing)
+
+    def close(self) -> None:
+        self._board.close()
+        self._metrics.close()
+        self._samples.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _record(self, kind: str, step: int, scalars: Mapping[str, float], extra: Row) -> Row:
+        self._nonfinite_total += sum(not math.isfinite(value) for value in scalars.values())
+        scalars = {**scalars, "health/nonfinite_total": self._nonfinite_total}
+        for tag, value in scalars.items():
+            self._board.add_scalar(tag, float(value), step)
+        return self._write_row(kind, step, {**scalars, **extra})
+
+    def _write_row(self, kind: str, step: int, figures: Row) -> Row:
+        row: Row = {"kind": kind, "step": step, "epoch": self._epoch, "unix_s": time.time(), **figures}
+        # One write per line, flushed: a killed learner leaves whole lines and at most one torn one at the end.
+        self._metrics.write(_json_line(row))
+        self._metrics.flush()
+        return row
+
+    def _add_histogram(self, tag: str, counts: Mapping[int, int], step: int) -> None:
+        """One bucket per distance, from half below to half above it."""
+        if not sum(counts.values()):
+            return
+        distances = np.arange(min(counts), max(counts) + 1)
+        tokens = np.array([counts.get(int(distance), 0) for distance in distances])
+        self._board.add_histogram_raw(
+            tag,
+            min=int(distances[0]),
+            max=int(distances[-1]),
+            num=int(tokens.sum()),
+            sum=int((tokens * distances).sum()),
+            sum_squares=int((tokens * distances**2).sum()),
+            bucket_limits=(distances + 0.5).tolist(),
+            bucket_counts=tokens.tolist(),
+            global_step=step,
+        )
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """The step and eval lines of a run's folder that belong to the branch that was kept, in the order of writing; of
+    two of one kind and step (an evaluation repeated after a resume) the later one. A torn last line is left out."""
+    rows: dict[tuple[str, int], Row] = {}
+    for row in _read_lines(folder / METRICS_FILE):
+        kind, step = row["kind"], row["step"]
+        if kind == "resume":
+            rows = {key: kept for key, kept in rows.items() if kept["step"] <= step}
+        else:
+            rows.pop((kind, step), None)
+            rows[kind, step] = row
+    return list(rows.values())
+
+
+def _read_lines(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _staleness_scalars(staleness: Mapping[int, int]) -> dict[str, float]:
+    tokens = sum(staleness.values())
+    if tokens == 0:
+        return {}
+    mean = sum(distance * n for distance, n in staleness.items()) / tokens
+    return {"staleness/mean": mean, "staleness/max": max(d for d, n in staleness.items() if n)}
+
+
+def _wait_scalars(waits: WaitReport) -> dict[str, float]:
+    scalars: dict[str, float] = {"time/step_s": waits.wall_s, "time/busy_s": waits.busy_s}
+    scalars.update({f"wait/{cause}_s": wait_s for cause, wait_s in waits.wait_s.items()})
+    return scalars
+
+
+def _ledger_scalars(tokens: LedgerCounts) -> dict[str, float]:
+    """Running totals of the run, in sampled tokens."""
+    scalars: dict[str, float] = {"tokens/accepted_total": tokens.accepted, "tokens/trained_total": tokens.trained}
+    scalars.update({f"masked/{reason}_total": n for reason, n in tokens.masked.items()})
+    scalars.update({f"dropped/{reason}_total": n for reason, n in tokens.dropped.items()})
+    return scalars
+
+
+def _samples_table(samples: tuple[EvalSample, ...]) -> str:
+    """Markdown, as TensorBoard shows it; four spaces keep the text as it is."""
+    parts: list[str] = []
+    for sample in samples:
+        graded = "not graded" if sample.reward is None else f"reward {sample.reward:g}"
+        expected = "" if sample.ground_truth is None else f", expected {sample.ground_truth!r}"
+        head = f"**{sample.half}** {graded}{expected}, ended by {sample.finish_reason}"
+        text = (sample.prompt + "⟶" + sample.completion).replace("\n", "\n    ")
+        parts.append(f"{head}\n\n    {text}")
+    return "\n\n".join(parts)
+
+
+def _json_line(row: Row) -> str:
+    named = {key: _named(value) if isinstance(value, float) else value for key, value in row.items()}
+    return json.dumps(named, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _named(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _cut_torn_line(file: Path) -> int:
+    """Remove what follows the last line break, the rest of a line that a killed learner did not finish; bytes cut."""
+    if not file.exists():
+        return 0
+    with file.open("r+b") as stream:
+        size = at = stream.seek(0, io.SEEK_END)
+        whole = 0
+        while at > 0 and whole == 0:
+            start = max(0, at - _BLOCK_BYTES)
+            stream.seek(start)
+            whole = start + stream.read(at - start).rfind(b"\n") + 1
+            whole, at = (whole, start) if whole > start else (0, start)
+        stream.truncate(whole)
+    return size - whole

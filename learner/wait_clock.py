@@ -1,0 +1,92 @@
+"""Where the learner's wall time goes: busy, or waiting for one named cause. The shares sum to 1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Literal, TypeAlias, get_args
+
+import msgspec
+
+WaitCause: TypeAlias = Literal["data", "scoring", "weights", "eval", "checkpoint"]
+"""data: no scored tokens, because none are generated yet; scoring: tokens are there, the teachers are not done;
+weights: publishing; eval: evaluation rollouts; checkpoint: writing one."""
+WAIT_CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
+
+
+class WaitReport(msgspec.Struct, frozen=True):
+    """One stretch of wall time. wall_s = busy_s + sum of wait_s."""
+
+    wall_s: float
+    busy_s: float
+    wait_s: dict[WaitCause, float]
+    """Every cause is there, 0 if it never came up."""
+
+    @property
+    def busy_fraction(self) -> float:
+        """1 for an empty stretch."""
+        return self.busy_s / self.wall_s if self.wall_s > 0 else 1.0
+
+    @property
+    def wait_fraction(self) -> dict[WaitCause, float]:
+        return {cause: wait_s / self.wall_s if self.wall_s > 0 else 0.0 for cause, wait_s in self.wait_s.items()}
+
+    def gauges(self) -> dict[str, float]:
+        """`busy_fraction` and `wait_<cause>_fraction`, for the heartbeat."""
+        waits = {f"wait_{cause}_fraction": fraction for cause, fraction in self.wait_fraction.items()}
+        return {"busy_fraction": self.busy_fraction, **waits}
+
+
+class WaitClock:
+    """Every moment belongs to exactly one account: the innermost open wait, or busy. One thread only."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        """Starts at once. `now_s` reads a monotonic clock in seconds."""
+        self._now_s = now_s
+        self._open: list[WaitCause] = []
+        self._since_s = now_s()
+        self._total_s: dict[WaitCause | Literal["busy"], float] = dict.fromkeys(("busy", *WAIT_CAUSES), 0.0)
+        self._taken_s = dict(self._total_s)
+
+    @contextmanager
+    def waiting(self, cause: WaitCause) -> Generator[None]:
+        """Time inside goes to `cause`; a wait inside a wait takes its time out of the outer one."""
+        self._book()
+        self._open.append(cause)
+        depth = len(self._open)
+        try:
+            yield
+        finally:
+            self._book()
+            assert len(self._open) == depth, "waits end in the reverse order of their beginning"
+            self._open.pop()
+
+    def blame(self, cause: WaitCause) -> None:
+        """From now on the innermost open wait is put down to `cause`: while it waits, the learner may find out what
+        for. Raises ValueError when nothing is waited for."""
+        if not self._open:
+            raise ValueError(f"cannot blame {cause!r}: the learner is busy, expected an open wait")
+        self._book()
+        self._open[-1] = cause
+
+    def total(self) -> WaitReport:
+        """Since the clock was made."""
+        self._book()
+        return _report(self._total_s)
+
+    def take(self) -> WaitReport:
+        """Since the last `take` (the first time: since the clock was made)."""
+        self._book()
+        taken_s, self._taken_s = self._taken_s, dict(self._total_s)
+        return _report({account: total_s - taken_s[account] for account, total_s in self._total_s.items()})
+
+    def _book(self) -> None:
+        now_s = self._now_s()
+        self._total_s[self._open[-1] if self._open else "busy"] += now_s - self._since_s
+        self._since_s = now_s
+
+
+def _report(account_s: dict[WaitCause | Literal["busy"], float]) -> WaitReport:
+    wait_s: dict[WaitCause, float] = {cause: account_s[cause] for cause in WAIT_CAUSES}
+    return WaitReport(wall_s=account_s["busy"] + sum(wait_s.values()), busy_s=account_s["busy"], wait_s=wait_s)
