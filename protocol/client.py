@@ -128,7 +128,7 @@ class Client:
                     )
                 self._raise_if_ended()
             outbox.put(frames, ack_keys(message))
-        self._wake()
+            self._wake()
 
     def recv(self, timeout_s: float) -> Received | None:
         """The next message for the worker, or None after `timeout_s`. Handshake, heartbeat replies and
@@ -159,8 +159,7 @@ class Client:
         deadline_s = time.monotonic() + timeout_s
         with self._state.changed:
             self._state.heartbeat_at_once = True  # its reply confirms what has no acknowledgement of its own
-        self._wake()
-        with self._state.changed:
+            self._wake()
             while not self._state.outbox.empty:
                 self._raise_if_ended()
                 left_s = deadline_s - time.monotonic()
@@ -176,11 +175,12 @@ class Client:
             if self._state.goodbye is None:
                 self._state.goodbye = reason
             self._state.changed.notify_all()
+            self._wake()
         if self._link is not None:
-            self._link.wake()
             self._link.join()
 
     def _wake(self) -> None:
+        """Call it holding `changed`."""
         if self._link is not None:
             self._link.wake()
 

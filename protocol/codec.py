@@ -10,6 +10,7 @@ integer keys (in Python: `msgpack.unpackb(header, strict_map_key=False)`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -214,19 +215,16 @@ def _read_array(frame: Frame, spec: FrameSpec) -> Array:
     n_bytes = len(frame)
     item_bytes = spec.dtype.itemsize
     if spec.shape is None:
-        fits = n_bytes > 0 and n_bytes % item_bytes == 0
-        expected = f"a multiple of {item_bytes} bytes"
-    else:
-        expected_bytes = item_bytes
-        for n in spec.shape:
-            expected_bytes *= n
-        fits = n_bytes == expected_bytes
-        expected = f"{expected_bytes} bytes ({spec.dtype} {list(spec.shape)})"
-    if not fits:
+        if n_bytes == 0 or n_bytes % item_bytes:
+            raise MalformedMessage(
+                f"length of {spec.what}", got=f"{n_bytes} bytes", expected=f"a multiple of {item_bytes} bytes above 0"
+            )
+    elif n_bytes != math.prod(spec.shape) * item_bytes:
+        expected = f"{math.prod(spec.shape) * item_bytes} bytes ({spec.dtype} {list(spec.shape)})"
         raise MalformedMessage(f"length of {spec.what}", got=f"{n_bytes} bytes", expected=expected)
     array = np.frombuffer(frame, dtype=spec.dtype)
     array.flags.writeable = False
-    return array if spec.shape is None else array.reshape(spec.shape)
+    return array if spec.shape is None or len(spec.shape) == 1 else array.reshape(spec.shape)
 
 
 class _HelloOfAnyVersion(msgspec.Struct, tag="Hello"):

@@ -16,8 +16,6 @@ ProtocolError
     └── SendTimeout                 too much is unacknowledged, and the buffer does not catch up
 """
 
-# ruff: noqa: N818 - the names say what happened, as httpx's and trio's do; the suffix would say nothing more
-
 from __future__ import annotations
 
 from typing import ClassVar, Literal, TypeAlias

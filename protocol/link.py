@@ -33,6 +33,7 @@ from protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
+    Message,
     Refused,
     Shutdown,
     WeightVersion,
@@ -68,6 +69,8 @@ class LinkState:
     heartbeat_version: WeightVersion | None = None
     heartbeat_stats: dict[str, float] = field(default_factory=dict[str, float])
     heartbeat_at_once: bool = False
+    asleep: bool = False
+    """The thread sleeps, or is about to: what is put now needs a wake-up."""
     connects_total: int = 0
 
 
@@ -99,11 +102,10 @@ class Link(threading.Thread):
         self._poller.register(self._wake_out, zmq.POLLIN)
 
     def wake(self) -> None:
-        """Make the thread look at the state again. Any thread, any time before `join`."""
-        try:
-            self._wake_in.send(b"!")
-        except (BlockingIOError, OSError):  # full: it will wake anyway; closed: it has ended
-            return
+        """Make the thread look at the state again. Any thread; call it holding `changed`."""
+        if self._state.asleep:
+            self._state.asleep = False
+            self._wake_in.send(b"!")  # at most one byte is on its way, so there is always room
 
     # ------------------------------------------------------------------------------------------- the thread
 
@@ -142,8 +144,10 @@ class Link(threading.Thread):
                     self._socket.close(linger=0)
         finally:
             context.term()  # bounded by the linger
-            self._wake_in.close()
-            self._wake_out.close()
+            with self._state.changed:
+                self._state.asleep = False
+                self._wake_in.close()
+                self._wake_out.close()
 
     # --------------------------------------------------------------------------------------------- greeting
 
@@ -210,10 +214,8 @@ class Link(threading.Thread):
                 due_s = self._state.outbox.requeue_overdue(now_s)
             room = self._send_queued(BATCH)
             self._send_heartbeat(now_s, welcome.heartbeat_s)  # behind the queue: its reply confirms what stood there
-            with self._state.changed:
-                more = self._state.outbox.next_queued() is not None
             wake_at_s = min(due_s, self._next_heartbeat_s, self._last_heard_s + silence_s)
-            self._sleep(0.0 if more and room else wake_at_s - time.monotonic(), want_room=not room)
+            self._sleep(wake_at_s - time.monotonic(), want_room=not room)
             self._read()
 
     def _send_heartbeat(self, now_s: float, heartbeat_s: float) -> None:
@@ -248,8 +250,16 @@ class Link(threading.Thread):
         return True
 
     def _sleep(self, timeout_s: float, *, want_room: bool) -> None:
+        """Until the socket has something, the caller wants something, or the time is over."""
+        with self._state.changed:
+            at_work = self._known and not want_room and self._state.outbox.next_queued() is not None
+            if self._state.goodbye is not None or self._state.heartbeat_at_once or at_work:
+                timeout_s = 0.0
+            self._state.asleep = timeout_s > 0
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if want_room else 0))
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
+        with self._state.changed:
+            self._state.asleep = False
         if self._wake_out.fileno() in ready:
             self._wake_out.recv(4096)
 
@@ -257,27 +267,37 @@ class Link(threading.Thread):
 
     def _read(self) -> None:
         assert self._socket is not None
-        for _ in range(BATCH):
-            frames = receive_frames(self._socket)
-            if frames is None:
-                return
-            self._take(decode(frames))
+        told: list[Received] = []
+        try:
+            for _ in range(BATCH):
+                frames = receive_frames(self._socket)
+                if frames is None:
+                    return
+                received = decode(frames)
+                self._last_heard_s = time.monotonic()
+                if isinstance(received.message, UNNUMBERED):
+                    self._take_unnumbered(received.message)
+                else:
+                    self._take_numbered(received.message)
+                    told.append(received)
+        finally:  # also what came before an error
+            self._hand_over(told)
 
-    def _take(self, received: Received) -> None:
-        self._last_heard_s = time.monotonic()
-        message = received.message
-        if isinstance(message, UNNUMBERED):
-            self._take_unnumbered(message)
-            return
+    def _take_numbered(self, message: Message) -> None:
         if not self._known:
             raise UnexpectedMessage("before the handshake", got=type(message).__name__, expected="Welcome or Refused")
         self._received_total += 1
         if isinstance(message, Shutdown):
             self._shutdown = message
+
+    def _hand_over(self, numbered: list[Received]) -> None:
+        if not numbered:
+            return
         with self._state.changed:
-            self._state.outbox.acknowledged(acked_keys(message))
-            if tells_the_caller(message):
-                self._state.inbox.append(received)
+            for received in numbered:
+                self._state.outbox.acknowledged(acked_keys(received.message))
+                if tells_the_caller(received.message):
+                    self._state.inbox.append(received)
             self._state.changed.notify_all()
 
     def _take_unnumbered(self, message: object) -> None:

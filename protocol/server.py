@@ -112,6 +112,8 @@ class Server:
         self._held: tuple[bytes, Hello] | None = None
         self._refused: dict[str, int] = {}
         self._undeliverable = 0
+        self._retired: OrderedDict[bytes, None] = OrderedDict()
+        self._overtaken = 0
         self._told: OrderedDict[bytes, float] = OrderedDict()
         self._log = RateLimitedLog(log)
         self._polled_at_s = clock()
@@ -145,6 +147,11 @@ class Server:
     def undeliverable(self) -> int:
         """Messages handed to `send` for peers that had left."""
         return self._undeliverable
+
+    @property
+    def overtaken(self) -> int:
+        """Messages found on connections that their peer had replaced meanwhile: it has sent them again."""
+        return self._overtaken
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
@@ -185,9 +192,8 @@ class Server:
         self._put(session, frames)
 
     def _put(self, session: Session, frames: list[Frame]) -> None:
-        if session.identity is not None and not self._put_raw(session.identity, frames):
-            self._by_identity.pop(session.identity, None)
-            session.identity = None  # the log waits for the next connection, or for the peer timeout
+        if session.reachable:  # if not, the log waits for the next connection, or for the peer timeout
+            session.reachable = self._put_raw(session.identity, frames)
 
     def _put_raw(self, identity: bytes, frames: list[Frame]) -> bool:
         try:
@@ -228,8 +234,7 @@ class Server:
 
     def _drop(self, session: Session, reason: str, events: list[Event]) -> None:
         del self._sessions[session.peer]
-        if session.identity is not None:
-            self._by_identity.pop(session.identity, None)
+        del self._by_identity[session.identity]
         log.info("%s is gone: %s", session.peer, reason)
         events.append(PeerDown(*session.peer, reason))
 
@@ -243,6 +248,9 @@ class Server:
         if frames is None:
             return False
         identity = bytes(frames[0])
+        if identity in self._retired:
+            self._overtaken += 1
+            return True
         session = self._by_identity.get(identity)
         if session is not None:
             session.last_heard_s = self._clock()
@@ -311,9 +319,11 @@ class Server:
         events.append(PeerUp(hello.role, hello.name, hello.incarnation, hello.pool))
 
     def _resume(self, session: Session, identity: bytes, received_total: int) -> None:
-        if session.identity is not None:
-            self._by_identity.pop(session.identity, None)
-        session.identity = identity
+        del self._by_identity[session.identity]
+        self._retired[session.identity] = None
+        if len(self._retired) > REMEMBERED_CONNECTIONS:
+            self._retired.popitem(last=False)
+        session.identity, session.reachable = identity, True
         session.last_heard_s = self._clock()
         self._by_identity[identity] = session
         session.confirm(received_total)

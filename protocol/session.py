@@ -28,8 +28,10 @@ class Session:
         self.hello = hello
         self.peer = PeerId(hello.role, hello.name)
         self.number = number
-        self.identity: bytes | None = identity
-        """ROUTER's name of the connection; None while there is none."""
+        self.identity = identity
+        """ROUTER's name of the newest connection."""
+        self.reachable = True
+        """False once that connection took no more messages. What it sent before may still be read."""
         self.last_heard_s = now_s
         # Messages before the first Hello to us were another server's: numbering goes on where the peer stands.
         self._confirmed_total = hello.received_total
@@ -37,7 +39,7 @@ class Session:
         self._log_bytes = 0
 
     def __repr__(self) -> str:
-        link = "connected" if self.identity is not None else "disconnected"
+        link = "reachable" if self.reachable else "unreachable"
         return f"Session({self.peer}, {link}, unconfirmed={len(self._log)}, bytes={self._log_bytes})"
 
     @property

@@ -1,0 +1,221 @@
+"""What the protocol costs over bare pyzmq: the same Segment frames, actor -> buffer, each acknowledged.
+
+    python bench/wire.py [--seconds 2] [--rounds 3]
+
+Two processes on loopback TCP. "bare" is a DEALER and a ROUTER that pass ready-made frames and look at nothing: no
+codec, no checks, no heartbeats, no copy kept for a resend, no second thread. "ours" is protocol.Client and
+protocol.Server with all of that. Both keep at most WINDOW messages unacknowledged. Rounds alternate; medians are shown.
+The round trip is one message at a time, until its answer is in the caller's hands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+import zmq
+
+from protocol.client import Client
+from protocol.codec import encode
+from protocol.messages import Heartbeat, HeartbeatReply, Hello, Segment, SegmentAck, VersionSpan, WeightVersion
+from protocol.server import FromPeer, Server
+from protocol.sockets import new_socket
+
+TOKENS = (32, 1_024, 65_536)
+WINDOW = 256
+RUN, VOCAB = "bench", "00"
+VERSION = WeightVersion(0, 0)
+
+
+class Result(NamedTuple):
+    messages_per_s: float
+    megabytes_per_s: float
+    round_trip_us: float
+
+
+class Load:
+    """Segment messages of one size."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self.arrays = (
+            np.arange(n_tokens, dtype=np.int32),
+            np.zeros(n_tokens, dtype=np.float32),
+            np.ones(n_tokens, dtype=np.uint8),
+        )
+        self.n_tokens = n_tokens
+        self.n_bytes = sum(map(len, encode(self.segment(0), self.arrays)))
+
+    def segment(self, index: int) -> Segment:
+        return Segment("train-0-0-0", index, 0, self.n_tokens, (VersionSpan(VERSION, 0, self.n_tokens),), False)
+
+
+# ---------------------------------------------------------------------------------------------- the buffer's side
+
+
+def serve_ours(ready: Connection, n_tokens: int, reject: bool) -> None:
+    """Acknowledge until told to stop. Rejections reach the caller of the client, which the round trip needs."""
+    server = Server("tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=1.0, peer_timeout_s=30.0)
+    ready.send(server.address)
+    while not ready.poll():
+        for event in server.poll(0.05):
+            if not isinstance(event, FromPeer):
+                continue
+            match event.received.message:
+                case Segment(rollout_id=rollout_id, index=index):
+                    status = "rejected" if reject else "accepted"
+                    server.send(event.role, event.name, SegmentAck(rollout_id, index, status))
+                case Heartbeat():
+                    server.send(event.role, event.name, HeartbeatReply(VERSION))
+                case _:
+                    pass
+    server.close(linger_s=0)
+
+
+def serve_bare(ready: Connection, n_tokens: int, reject: bool) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = new_socket(context, zmq.ROUTER)
+    ready.send(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+    ack = encode(SegmentAck("train-0-0-0", 0, "accepted"))
+    while not ready.poll():
+        for _ in range(256 if router.poll(50) else 0):
+            try:
+                identity = router.recv_multipart(zmq.NOBLOCK, copy=n_tokens < 4096)[0]  # whichever is the faster
+            except zmq.Again:
+                break
+            router.send_multipart([identity, *ack])
+    context.destroy(linger=0)
+
+
+# ----------------------------------------------------------------------------------------------- the actor's side
+
+
+def drive_ours(address: str, load: Load, seconds: float) -> int:
+    """Messages acknowledged within about `seconds`."""
+    with Client(
+        address, Hello("actor", "actor-0", "i", RUN, VOCAB), max_unconfirmed_bytes=WINDOW * load.n_bytes
+    ) as client:
+        client.connect()
+        index = 0
+        end_s = time.perf_counter() + seconds
+        while time.perf_counter() < end_s:
+            client.send(load.segment(index), load.arrays)
+            index += 1
+        if not client.flush(60.0):
+            raise RuntimeError(f"not all acknowledged: {client!r}")
+        return index
+
+
+def round_trips_ours(address: str, load: Load, n: int) -> list[float]:
+    with Client(address, Hello("actor", "actor-0", "i", RUN, VOCAB)) as client:
+        client.connect()
+        times_s: list[float] = []
+        for index in range(n):
+            start_s = time.perf_counter()
+            client.send(load.segment(index), load.arrays)
+            if client.recv(10.0) is None:
+                raise RuntimeError("no answer")
+            times_s.append(time.perf_counter() - start_s)
+        return times_s
+
+
+def drive_bare(address: str, load: Load, seconds: float) -> int:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = new_socket(context, zmq.DEALER)
+    dealer.connect(address)
+    frames = encode(load.segment(0), load.arrays)
+    sent = acked = 0
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s or acked < sent:
+        if sent - acked < WINDOW and time.perf_counter() < end_s:
+            dealer.send_multipart(frames, copy=False)
+            sent += 1
+            if not dealer.poll(0):
+                continue
+        dealer.recv_multipart()
+        acked += 1
+    context.destroy(linger=0)
+    return sent
+
+
+def round_trips_bare(address: str, load: Load, n: int) -> list[float]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = new_socket(context, zmq.DEALER)
+    dealer.connect(address)
+    frames = encode(load.segment(0), load.arrays)
+    times_s: list[float] = []
+    for _ in range(n):
+        start_s = time.perf_counter()
+        dealer.send_multipart(frames, copy=False)
+        dealer.recv_multipart()
+        times_s.append(time.perf_counter() - start_s)
+    context.destroy(linger=0)
+    return times_s
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+class Way(NamedTuple):
+    serve: Callable[[Connection, int, bool], None]
+    drive: Callable[[str, Load, float], int]
+    round_trips: Callable[[str, Load, int], list[float]]
+
+
+BARE = Way(serve_bare, drive_bare, round_trips_bare)
+OURS = Way(serve_ours, drive_ours, round_trips_ours)
+
+
+@contextmanager
+def server_process(way: Way, load: Load, *, reject: bool) -> Generator[str]:
+    """Its address; ends with the block."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=way.serve, args=(there, load.n_tokens, reject))
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        here.send("stop")
+        process.join(10.0)
+        process.kill()
+
+
+def measure(way: Way, load: Load, seconds: float, n_round_trips: int) -> Result:
+    with server_process(way, load, reject=False) as address:
+        way.drive(address, load, seconds / 10)  # warm up
+        start_s = time.perf_counter()
+        n = way.drive(address, load, seconds)
+        taken_s = time.perf_counter() - start_s
+    with server_process(way, load, reject=True) as address:
+        times_s = way.round_trips(address, load, n_round_trips)
+    return Result(n / taken_s, n * load.n_bytes / taken_s / 1e6, statistics.median(times_s) * 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of sending, per measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-trips", type=int, default=500)
+    arguments = parser.parse_args()
+    print(f"{'tokens':>7} {'way':>5} {'messages/s':>11} {'MB/s':>8} {'round trip us':>14}")
+    for n_tokens in TOKENS:
+        load = Load(n_tokens)
+        results: dict[str, list[Result]] = {"bare": [], "ours": []}
+        for _ in range(arguments.rounds):
+            for name, way in (("bare", BARE), ("ours", OURS)):
+                results[name].append(measure(way, load, arguments.seconds, arguments.round_trips))
+        medians = {name: Result(*map(statistics.median, zip(*rows, strict=True))) for name, rows in results.items()}
+        for name, row in medians.items():
+            print(f"{n_tokens:7d} {name:>5} {row[0]:11.0f} {row[1]:8.1f} {row[2]:14.0f}")
+        ratios = [ours / bare for ours, bare in zip(medians["ours"], medians["bare"], strict=True)]
+        print(f"{n_tokens:7d} ratio {ratios[0]:11.2f} {ratios[1]:8.2f} {ratios[2]:14.2f}")
+
+
+if __name__ == "__main__":
+    main()
