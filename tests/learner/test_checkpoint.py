@@ -1,0 +1,298 @@
+"""A checkpoint is whole or not there, whenever its writer dies; what was saved comes back bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from engines.models import load_causal_lm
+from learner import checkpoint
+from learner.checkpoint import CheckpointError, LearnerState, latest, load_checkpoint, prune, save_checkpoint
+from learner.config import LearnerConfig
+from learner.packing import TrainItem
+from learner.rng import capture_rng, restore_rng
+from learner.train_step import Trainer
+from protocol.messages import Ledger, LedgerCounts, WeightVersion
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def trainer(tiny_student: Student, make_item: Make) -> Trainer:
+    model = tiny_student()
+    model.generation_config = GenerationConfig(eos_token_id=[1, 5])
+    trainer = Trainer(model, LearnerConfig(), total_steps=100)
+    trainer.step([make_item("a", [0, 1, 1])])
+    return trainer
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(23)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), eos_token="w1")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    return tokenizer
+
+
+def _ledger() -> Ledger:
+    counts = LedgerCounts(accepted=9, trained=4, masked={"stale": 2}, dropped={"run_ended": 1}, waiting=1, in_flight=1)
+    return Ledger(counts, counts, counts, {"nan_logprob": 3}, counts)
+
+
+def _state(trainer: Trainer, step: int, epoch: int = 0) -> LearnerState:
+    return LearnerState(
+        version=WeightVersion(epoch, step),
+        optimizer=trainer.state_dict(),
+        tasks={"format": 1, "next_task_id": 12, "outstanding": [{"task_id": 3, "prompt": [1, 2]}]},
+        ledger=_ledger(),
+        rng=capture_rng(),
+        metrics={"loss": 0.25, "reverse_kl": float("nan")},
+    )
+
+
+@pytest.fixture
+def save(trainer: Trainer, tmp_path: Path) -> Save:
+    def write(step: int, *, epoch: int = 0, keep: int = 9, pinned: tuple[int, ...] = ()) -> Path:
+        state = _state(trainer, step, epoch)
+        return save_checkpoint(tmp_path, trainer.model, _tokenizer(), state, keep=keep, pinned=pinned)
+
+    return write
+
+
+def test_everything_comes_back(save: Save, trainer: Trainer, tmp_path: Path) -> None:
+    random.seed(5)
+    state = _state(trainer, 40)
+    path = save(40)
+    assert path == tmp_path / "step_000040" and latest(tmp_path) == (path, WeightVersion(0, 40), ())
+    loaded = load_checkpoint(path)
+    assert (loaded.version, loaded.tasks, loaded.ledger, loaded.rng) == (
+        state.version,
+        state.tasks,
+        state.ledger,
+        state.rng,
+    )
+    assert loaded.metrics == {"loss": 0.25, "reverse_kl": None}
+    assert loaded.optimizer.steps_done == 1 and loaded.optimizer.tensors.keys() == state.optimizer.tensors.keys()
+    assert all(torch.equal(loaded.optimizer.tensors[k], v) for k, v in state.optimizer.tensors.items())
+
+
+def test_folder_is_a_hugging_face_model_by_itself(save: Save, trainer: Trainer) -> None:
+    path = save(40)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for (name, a), (_, b) in zip(trainer.model.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert model.generation_config.eos_token_id == [1, 5]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.get_vocab() == _tokenizer().get_vocab() and tokenizer.chat_template
+    assert not [p.name for p in path.iterdir() if p.suffix in {".pt", ".bin", ".pkl", ".pth"}]
+
+
+def test_resumed_run_goes_on_exactly(save: Save, trainer: Trainer, make_item: Make) -> None:
+    path = save(1)
+    model = load_causal_lm(path, device="cpu", dtype="float32", attention="packed", train=True)
+    resumed = Trainer(model, LearnerConfig(), total_steps=100)
+    resumed.load_state_dict(load_checkpoint(path).optimizer)
+    batch = [make_item("b", [0, 0, 1, 1, 1])]
+    one, other = trainer.step(batch).as_dict(), resumed.step(batch).as_dict()
+    assert {**one, "step_s": 0} == {**other, "step_s": 0} and resumed.steps_done == 2
+    for (name, a), (_, b) in zip(trainer.model.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_random_states_come_back(save: Save) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)]
+
+    np.random.randn()  # leaves a cached second number behind
+    path = save(1)
+    expected = draw()
+    draw()
+    restore_rng(load_checkpoint(path).rng)
+    assert draw() == expected
+
+
+def test_only_the_newest_and_the_pinned_are_kept(save: Save, tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(step, keep=2, pinned=(10,))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000030", "step_000040"]
+    with pytest.raises(ValueError, match="keep 0"):
+        prune(tmp_path, keep=0)
+
+
+def test_abandoned_branch_does_not_hide_the_new_one(save: Save, tmp_path: Path) -> None:
+    """Epoch 1 went back from step 50 to step 40 and on: its step 50 is newer than the old one, and both stay whole."""
+    save(50)
+    path = save(50, epoch=1)
+    assert path.name == "step_000050_epoch_1"
+    assert latest(tmp_path).version == WeightVersion(1, 50) and load_checkpoint(path).version.epoch == 1
+    save(45, epoch=2)
+    assert latest(tmp_path).version == WeightVersion(2, 45)
+
+
+def test_version_that_is_there_already_is_left_as_it_is_unless_it_is_broken(save: Save, tmp_path: Path) -> None:
+    path = save(10)
+    before = (path / "manifest.json").stat().st_mtime_ns
+    assert save(10) == path and (path / "manifest.json").stat().st_mtime_ns == before
+    (path / "trainer.json").unlink()
+    assert save(10) == path and latest(tmp_path).path == path
+
+
+def _truncate(path: Path) -> str:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    return "model.safetensors has .* bytes, its manifest says"
+
+
+def _flip(path: Path) -> str:
+    content = bytearray((path / "optimizer.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "optimizer.safetensors").write_bytes(content)
+    return "optimizer.safetensors has changed"
+
+
+def _remove(path: Path) -> str:
+    (path / "trainer.json").unlink()
+    return "trainer.json is missing"
+
+
+def _no_manifest(path: Path) -> str:
+    (path / "manifest.json").unlink()
+    return "has no manifest.json"
+
+
+def _torn_manifest(path: Path) -> str:
+    (path / "manifest.json").write_text('{"format": 1')
+    return "manifest.json cannot be read"
+
+
+def _newer_format(path: Path) -> str:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    return "has format 99"
+
+
+@pytest.mark.parametrize("spoil", [_truncate, _flip, _remove, _no_manifest, _torn_manifest, _newer_format])
+def test_unusable_checkpoint_is_skipped_with_its_reason(
+    save: Save, tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
+    good, bad = save(10), save(20)
+    message = spoil(bad)
+    found = latest(tmp_path)
+    assert found.path == good and [skipped.path for skipped in found.skipped] == [bad]
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(bad)
+
+
+def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
+    assert latest(tmp_path / "none") == (None, None, ())
+
+
+def test_failed_write_leaves_no_trace(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = save(10)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(20)
+    assert list(tmp_path.iterdir()) == [good] and latest(tmp_path).path == good
+
+
+# ---------------------------------------------------------------------------------------------- sudden death
+
+FORK = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+CALLS = ("fsync", "rename", "rmdir", "unlink")
+
+
+def _die_at(call: int, save: Save) -> None:
+    """In the child: save step 20, and get SIGKILL just before the given one of the file-system calls that matter."""
+    torch.set_num_threads(1)
+    calls = itertools.count()
+
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return counted
+
+    for name in CALLS:
+        setattr(os, name, deadly(getattr(os, name)))
+    save(20, keep=1)
+
+
+def _in_child(target: Callable[..., None], *args: Any) -> Any:
+    child = multiprocessing.get_context("fork").Process(target=target, args=args)
+    child.start()
+    return child
+
+
+@FORK
+def test_kill_before_any_file_system_call_leaves_a_usable_checkpoint(save: Save, tmp_path: Path) -> None:
+    """keep=1: the writer also deletes the former checkpoint, and may die at any point of that too."""
+    outcomes: list[int] = []
+    for call in range(200):
+        save(10)
+        child = _in_child(_die_at, call, save)
+        child.join(60)
+        found = latest(tmp_path)
+        assert found.path is not None and found.version is not None, f"nothing usable after dying at call {call}"
+        assert not [s for s in found.skipped if not s.path.name.startswith(".tmp-")], found.skipped
+        load_checkpoint(found.path)
+        outcomes.append(found.version.step)
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        shutil.rmtree(tmp_path / "step_000020", ignore_errors=True)
+    assert outcomes == sorted(outcomes) and outcomes[0] == 10 and outcomes[-1] == 20 and len(outcomes) > 10
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000020"], "leftovers of the killed were not swept away"
+
+
+def _save_endlessly(save: Save) -> None:
+    torch.set_num_threads(1)
+    step = 11
+    while True:
+        save(step, keep=1)
+        step += 1
+
+
+@FORK
+def test_kill_at_random_moments_leaves_a_usable_checkpoint(save: Save, tmp_path: Path) -> None:
+    save(10)
+    newest = 10
+    for seed in range(8):
+        child = _in_child(_save_endlessly, save)
+        time.sleep(random.Random(seed).uniform(0.02, 0.15))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(60)
+        found = latest(tmp_path)
+        assert found.path is not None and found.version is not None
+        assert load_checkpoint(found.path).version == found.version
+        assert found.version.step >= min(newest, 11)
+        newest = found.version.step
+    assert newest > 10
