@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, cast
 import msgspec
 
 import builtin
+from actors.envs.registry import UnknownEnvironment, find_environment
 from launch.config import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from protocol.fingerprint import vocab_fingerprint
@@ -52,6 +53,7 @@ def check(config: RunConfig) -> Checked:
     for key, path in (("learner.tasks.prompts", prompts), ("learner.tasks.eval_prompts", eval_prompts)):
         if path:
             mistakes += check_prompts(key, Path(path))
+    mistakes += check_environment(config)
     if mistakes:
         raise ConfigError(*mistakes)
     replace = msgspec.structs.replace
@@ -141,6 +143,16 @@ def read_vocabulary(file: Path) -> dict[str, int] | None:
     for added in cast(list[dict[str, object]], content.get("added_tokens") or []):
         vocab[str(added["content"])] = int(str(added["id"]))
     return vocab
+
+
+def check_environment(config: RunConfig) -> list[str]:
+    """The environment that tasks name: known, loadable, and its options fit."""
+    name = config.learner.tasks.env
+    try:
+        find_environment(config.actor.environment(name).name)
+    except UnknownEnvironment as error:
+        return [f"learner.tasks.env: {error}"]
+    return []
 
 
 def check_prompts(key: str, path: Path) -> list[str]:

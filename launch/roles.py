@@ -31,11 +31,24 @@ from protocol.errors import HandshakeRefused
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
     "buffer": "launch.roles:run_buffer",
-    "learner": "learner.loop:main",
+    "learner": "learner.worker:main",
     "actor": "actors.worker:main",
     "teacher": "teachers.worker:main",
 }
 """Role -> `module:function` of its main."""
+PRELOADED: Final = (
+    "torch",
+    "transformers",
+    "engines.models",
+    "engines.tokenizer",
+    "engines.torch_engine",
+    "engines.torch_scorer",
+    "actors.weight_receiver",
+    "actors.worker",
+    "teachers.worker",
+    "learner.worker",
+)
+"""What the fork server imports for its children: everything that their mains import, some of it inside functions."""
 
 log = logging.getLogger("launch.roles")  # also when run by -m
 

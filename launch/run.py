@@ -22,7 +22,7 @@ from launch.command_line import help_text, parse_arguments, resolve_config
 from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import LaunchError
-from launch.roles import ENTRIES
+from launch.roles import ENTRIES, PRELOADED
 from launch.runfolder import RunFolder, RunState
 from launch.status import make_status
 from launch.summary import Summary, print_summary, write_summary
@@ -30,7 +30,6 @@ from launch.supervisor import Supervisor
 from protocol.context import WorkerRole
 
 WRONG_CONFIG_EXIT_CODE: Final = 2
-WORKER_MODULES: Final = tuple(entry.partition(":")[0] for role, entry in ENTRIES.items() if role != "buffer")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,7 +89,7 @@ def preload_modules(model_types: Sequence[str]) -> tuple[str, ...]:
             name = model_type.replace("-", "_")
             if (folder / name / f"modeling_{name}.py").is_file():
                 models.append(f"transformers.models.{name}.modeling_{name}")
-    return ("torch", "transformers", *models, *WORKER_MODULES)
+    return (*PRELOADED, *models)
 
 
 def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:

@@ -8,6 +8,7 @@ in for the ledger, and the summary says so.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -234,9 +235,7 @@ def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAcc
 
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
     """The table at the end."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=160)
+    console = console or Console(width=None if sys.stdout.isatty() else 160)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -1,0 +1,40 @@
+# make demo | test | check | clean.  Needs Python 3.11 or later and make; the first target makes .venv and installs into it.
+#
+#   make demo ARGS="--steps 40"      any key of launch/cluster.py --help
+#   make venv PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"     a smaller torch, without CUDA
+#   make venv PYTHON=/path/to/python3.12
+
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then command -v $$python; break; fi; \
+	done)
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check clean
+
+help:  ## this text
+	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/'
+
+venv: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or later found. Install one, or: make venv PYTHON=/path/to/it"; exit 1; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
+	@echo "Installing into $(VENV); with torch this takes a few minutes the first time."
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,data]'
+	@touch $@
+
+demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
+	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
+
+test: $(INSTALLED)  ## the tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(INSTALLED)  ## lint, format, types, import arrows, tests, leftovers: what a change must pass
+	scripts/check
+
+clean:  ## remove the environment and all caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

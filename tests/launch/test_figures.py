@@ -1,0 +1,179 @@
+"""What the status says, computed from snapshots; and that both styles can say it."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from launch.figures import Rates, RunView, clock, short, staleness
+from launch.status import LineStatus, QuietStatus, TableStatus, line, make_status, table
+from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
+
+COUNTS = LedgerCounts(
+    accepted=100, trained=60, masked={"stale": 7}, dropped={"actor_lost": 3}, waiting=20, in_flight=10
+)
+
+
+def peer(role: Role, index: int, tokens: int = 0, *, version: int | None = None, **stats: float) -> PeerView:
+    return PeerView(
+        role=role,
+        name=f"{role}-{index}",
+        alive=True,
+        version=None if version is None else WeightVersion(0, version),
+        silent_s=0.1,
+        stats=stats,
+        held=1,
+        done_total=2,
+        tokens_total=tokens,
+    )
+
+
+def snapshot(time_s: float, step: int, *peers: PeerView) -> Snapshot:
+    return Snapshot(
+        time_s=time_s,
+        phase="running",
+        phase_reason="",
+        version=WeightVersion(0, step),
+        published=WeightVersion(0, step),
+        ledger=Ledger(COUNTS, COUNTS, COUNTS, {}, COUNTS),
+        queues={"tasks_queued": 5, "tokens_unscored": 12_345},
+        staleness_hist={0: 30, 1: 20, 3: 10},
+        max_staleness=4,
+        peers=peers,
+    )
+
+
+def view(snap: Snapshot | None, ending: str | None = None) -> RunView:
+    workers = {"buffer-0": True, "learner-0": True, "actor-0": True, "actor-1": True, "teacher-0": True}
+    return RunView(100.0, 65.0, 40, snap, workers, 1, 2**30, ending)
+
+
+def test_tokens_per_second_and_eta_come_from_the_totals_of_two_moments() -> None:
+    rates = Rates()
+    rates.figures(view(snapshot(10.0, 10, peer("actor", 0, 1000), peer("actor", 1, 500), peer("learner", 0, 700))))
+    figures = rates.figures(
+        view(snapshot(20.0, 15, peer("actor", 0, 3000), peer("actor", 1, 1500), peer("learner", 0, 1700)))
+    )
+    assert figures.rate("actor") == 300.0
+    assert figures.rate("learner") == 100.0
+    assert figures.eta_s == 50.0
+
+
+def test_the_same_snapshot_seen_twice_does_not_change_the_rates() -> None:
+    rates = Rates()
+    first = rates.figures(view(snapshot(10.0, 10, peer("learner", 0, 5))))
+    again = rates.figures(view(snapshot(10.0, 10, peer("learner", 0, 5))))
+    assert first.eta_s is None
+    assert again.eta_s is None
+    assert math.isnan(again.rate("learner"))
+
+
+def test_old_moments_leave_the_window() -> None:
+    rates = Rates()
+    for t in range(100):  # slow at first, then ten times as fast
+        total = t if t < 50 else 50 + (t - 50) * 10
+        figures = rates.figures(view(snapshot(float(t), t, peer("learner", 0, total))))
+    assert figures.rate("learner") == pytest.approx(10.0)
+
+
+def test_every_actors_weight_version_is_shown_and_lost_ones_are_marked() -> None:
+    lost = msgspec.structs.replace(peer("actor", 10, version=9), alive=False)
+    snap = snapshot(1.0, 12, peer("learner", 0), peer("actor", 2, version=11), peer("actor", 0, version=12), lost)
+    figures = Rates().figures(view(snap))
+    assert figures.versions_listed == "0:12 2:11 10:9!"
+    assert figures.versions_counted == "12 x1, 11 x1"
+
+
+def test_staleness_is_a_mean_over_tokens_and_a_maximum() -> None:
+    assert staleness({0: 30, 1: 20, 3: 10, 4: 0}) == (50 / 60, 3)
+    assert staleness({}) == (0.0, 0)
+
+
+def test_what_was_lost_is_listed_by_reason() -> None:
+    assert Rates().figures(view(snapshot(1.0, 1))).lost == {"masked stale": 7, "dropped actor_lost": 3}
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (9999, "9999"), (12_345, "12.3k"), (2.5e6, "2.5M"), (math.nan, "-")]
+)
+def test_short_numbers(number: float, text: str) -> None:
+    assert short(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (3723, "1:02:03"), (None, "?")])
+def test_clock(seconds: float | None, text: str) -> None:
+    assert clock(seconds) == text
+
+
+LEARNER = {
+    "reverse_kl": 0.3125,
+    "loss": 0.5,
+    "eval_sampled": 0.25,
+    "eval_greedy": 0.5,
+    "busy_fraction": 0.6,
+    "wait_scoring_fraction": 0.3,
+    "wait_data_fraction": 0.1,
+}
+
+
+@pytest.mark.parametrize("style", ["line", "table"])
+def test_line_and_table_say_all_that_is_promised(style: str) -> None:
+    rates = Rates()
+    rates.figures(view(snapshot(1.0, 10, peer("learner", 0, 0), peer("actor", 0, 0, version=10))))
+    figures = rates.figures(
+        view(
+            snapshot(2.0, 12, peer("learner", 0, 100, **LEARNER), peer("actor", 0, 200, version=12)),
+            "stopped by SIGINT",
+        )
+    )
+    if style == "line":
+        text = line(figures)
+    else:
+        console = Console(width=200)
+        with console.capture() as capture:
+            console.print(table(figures))
+        text = capture.get()
+    for said in (
+        "12/40",
+        "200",
+        "0.312",
+        "0.500",
+        "sampled 0.25",
+        "greedy 0.50",
+        "busy 60%",
+        "scoring 30%",
+        "0.83",
+        "unscored 12.3k",
+        "masked stale 7",
+        "stopped by SIGINT",
+    ):
+        assert said in text, said
+
+
+def test_before_the_learner_is_there_the_status_says_who_is() -> None:
+    assert "starting: 1 of 4 workers" in line(Rates().figures(view(snapshot(1.0, 0, peer("actor", 0)))))
+    assert "starting: 0 of 4 workers" in line(Rates().figures(view(None)))
+
+
+def test_lines_come_at_the_asked_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    status = LineStatus(every_s=10.0)
+    status._shown_s = 0.0  # pyright: ignore[reportPrivateUsage] - the clock starts with the object
+    for now_s in (5.0, 10.0, 15.0, 20.0):
+        status.show(view(None)._replace(now_s=now_s))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_auto_is_plain_where_stdout_is_no_terminal() -> None:
+    assert type(make_status("auto", 5.0)) is LineStatus
+    assert type(make_status("rich", 5.0)) is TableStatus
+    assert type(make_status("off", 5.0)) is QuietStatus
+
+
+def test_the_table_can_be_entered_fed_and_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_status("rich", 5.0) as status:
+        status.say("actor-0 [died] of something")
+        status.show(view(snapshot(1.0, 1, peer("learner", 0))))
+    assert "actor-0 [died] of something" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""Models, prompts and vocabularies are looked at before anything is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import builtin
+from launch.config import RunConfig
+from launch.config_tree import build
+from launch.errors import ConfigError
+from launch.preflight import check, check_prompts, read_vocabulary
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the built-in teacher, to be spoilt."""
+    return Path(shutil.copytree(builtin.TEACHER_DIR, tmp_path / "my-model"))
+
+
+def told(**plain: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(build(RunConfig, plain))
+    return "\n".join(caught.value.mistakes)
+
+
+def test_the_built_in_run_is_fine_and_is_resolved_to_paths() -> None:
+    checked = check(RunConfig())
+    assert checked.model_types == ("qwen3",)
+    assert Path(checked.config.models.student) == builtin.STUDENT_DIR
+    assert Path(checked.config.learner.tasks.prompts) == builtin.TRAIN_JSONL
+    assert Path(checked.config.learner.tasks.eval_prompts) == builtin.EVAL_JSONL
+    assert check(checked.config).config == checked.config  # a resolved configuration stays as it is
+
+
+def test_a_folder_of_the_user_is_taken(model: Path) -> None:
+    assert Path(check(build(RunConfig, {"models": {"teacher": str(model)}})).config.models.teacher) == model
+
+
+def test_a_wrong_path_names_the_nearest_one(model: Path) -> None:
+    message = told(models={"teacher": str(model.with_name("my-modle"))})
+    assert f"models.teacher: no folder {str(model.with_name('my-modle'))!r}; did you mean {str(model)!r}?" in message
+
+
+def test_a_hub_name_that_cannot_be_had_is_told() -> None:
+    assert "models.student: no folder 'someone/no-such-model', it is not in the model hub's cache" in told(
+        models={"student": "someone/no-such-model"}
+    )
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_that_lacks_something_says_what(model: Path, file: str) -> None:
+    (model / file).unlink()
+    message = told(models={"student": str(model)})
+    assert "is not a Hugging Face model folder, it lacks" in message
+    assert Path(file).suffix in message
+
+
+def test_a_config_without_a_model_type_is_told(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    assert "model_type is None" in told(models={"student": str(model)})
+
+
+def test_a_teacher_with_another_token_map_is_refused_with_an_example(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab, key=lambda token: vocab[token])[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]  # same size, other ids
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = told(models={"teacher": str(model)})
+    assert "models.teacher: its tokenizer differs from the student's" in message
+    assert "2 with another id, 0 in one only" in message
+
+
+def test_the_vocabulary_read_without_transformers_is_the_tokenizers_own() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(builtin.STUDENT_DIR)
+    assert read_vocabulary(builtin.STUDENT_DIR / "tokenizer.json") == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "x"}\n{"question": "x"}\n', ":2: got the fields question; expected prompt (text) or messages"),
+        ("not json\n", ":1 is not JSON"),
+        ("[1]\n", ":1: got list, expected an object"),
+    ],
+)
+def test_wrong_rows_of_a_jsonl_file_are_told_with_their_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    (mistake,) = check_prompts("learner.tasks.prompts", tmp_path / "p.jsonl")
+    assert mistake.startswith("learner.tasks.prompts: ")
+    assert message in mistake
+
+
+def test_parquet_columns_are_checked(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"messages": [["x"]]}), tmp_path / "good.parquet")
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "bad.parquet")
+    assert check_prompts("p", tmp_path / "good.parquet") == []
+    assert "got the fields text" in check_prompts("p", tmp_path / "bad.parquet")[0]
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    (mistake,) = check_prompts("p", tmp_path / "promts.jsonl")
+    assert mistake.endswith(f"did you mean {str(tmp_path / 'prompts.jsonl')!r}?")
+
+
+def test_an_unknown_environment_is_told() -> None:
+    message = told(learner={"tasks": {"env": "calculater"}})
+    assert "learner.tasks.env: unknown environment 'calculater'; did you mean 'calculator'?" in message
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    message = told(models={"student": "./a", "teacher": "./b"}, learner={"tasks": {"prompts": "c.jsonl", "env": "d"}})
+    for key in ("models.student", "models.teacher", "learner.tasks.prompts", "learner.tasks.env"):
+        assert f"{key}: " in message

@@ -1,0 +1,107 @@
+"""Run folders: who may use one, and what is kept of what was there before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.errors import LaunchError
+from launch.runfolder import RunFolder, read_record
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_without_a_folder_gets_one_by_the_time_and_latest_points_to_it() -> None:
+    first = RunFolder.open(None, resume=False)
+    second = RunFolder.open(None, resume=False)
+    assert first.path != second.path
+    assert Path("runs/latest").resolve() == second.path
+    assert second.logs.is_dir()
+    assert second.record.run_id != first.record.run_id
+    first.close()
+    second.close()
+
+
+def test_a_named_run_lives_under_its_name() -> None:
+    folder = RunFolder.open(None, resume=False, name="mine")
+    assert folder.path == Path("runs/mine").absolute()
+    folder.close()
+
+
+def test_a_folder_in_use_is_refused_and_the_user_is_named(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path / "run", resume=False)
+    for resume in (False, True):
+        with pytest.raises(LaunchError, match=f"in use by another launcher .pid {os.getpid()}"):
+            RunFolder.open(tmp_path / "run", resume=resume)
+    folder.close()
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "running"])
+def test_a_folder_that_holds_a_run_is_only_used_again_by_resume(tmp_path: Path, state: str) -> None:
+    folder = RunFolder.open(tmp_path / "run", resume=False)
+    if state != "running":  # "running": as after SIGKILL of the launcher
+        folder.finish("finished" if state == "finished" else "failed", 0)
+    folder.close()
+    with pytest.raises(LaunchError, match=f"holds a run already .*{state}.*--resume"):
+        RunFolder.open(tmp_path / "run", resume=False)
+    again = RunFolder.open(tmp_path / "run", resume=True)
+    assert again.record.launches == 2
+    assert again.record.run_id != folder.record.run_id  # stray workers of the former launch are refused
+    again.close()
+
+
+def test_resume_keeps_the_results_of_the_launch_before_under_its_number(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path / "run", resume=False)
+    (folder.path / "summary.json").write_text("first")
+    folder.close()
+    folder = RunFolder.open(tmp_path / "run", resume=True)
+    assert not (folder.path / "summary.json").exists()
+    assert (folder.path / "summary.1.json").read_text() == "first"
+    folder.close()
+
+
+def test_resume_without_a_path_takes_the_newest_run() -> None:
+    with pytest.raises(LaunchError, match="--resume: runs/latest is not there"):
+        RunFolder.open(None, resume=True)
+    RunFolder.open(None, resume=False, name="a").close()
+    RunFolder.open(None, resume=False, name="b").close()
+    folder = RunFolder.open(None, resume=True)
+    assert folder.path.name == "b"
+    folder.close()
+
+
+def test_resume_where_no_run_is_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="holds no run"):
+        RunFolder.open(tmp_path / "nothing", resume=True)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_folder_full_of_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter-1.tex").write_text("x")
+    with pytest.raises(LaunchError, match=r"neither empty nor a run folder \(it holds chapter-1.tex\)"):
+        RunFolder.open(tmp_path / "thesis", resume=False)
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter-1.tex"]
+
+
+def test_the_end_is_recorded(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path / "run", resume=False)
+    folder.finish("interrupted", 130)
+    folder.close()
+    record = read_record(tmp_path / "run")
+    assert record is not None
+    assert (record.state, record.exit_code, record.launcher_pid) == ("interrupted", 130, os.getpid())
+
+
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path / "run", resume=False)
+    folder.log_path("actor-0").write_text("".join(f"line {i}\n" for i in range(5000)))
+    assert folder.log_tail("actor-0", lines=2) == "    line 4998\n    line 4999"
+    assert folder.last_words("actor-0") == "line 4999"
+    assert folder.log_tail("actor-1") == "    (no log)"
+    folder.close()

@@ -1,0 +1,173 @@
+"""summary.json: its promised fields, where they come from, and what a broken ledger does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from launch.config import RunConfig
+from launch.config_tree import build
+from launch.runfolder import RunFolder
+from launch.slots import Ending, Outcome
+from launch.summary import print_summary, write_summary
+from protocol.messages import Ledger, LedgerCounts, PeerView, Snapshot, WeightVersion
+
+TOKENS = LedgerCounts(accepted=100, trained=60, masked={"stale": 7}, dropped={"run_ended": 33}, waiting=0, in_flight=0)
+SOME = LedgerCounts(accepted=5, trained=5, masked={}, dropped={}, waiting=0, in_flight=0)
+CONFIG = build(RunConfig, {"actors": 3, "teachers": 2, "buffer": {"max_staleness": 4}})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    opened = RunFolder.open(tmp_path / "run", resume=False)
+    yield opened
+    opened.close()
+
+
+def snapshot(tokens: LedgerCounts = TOKENS, step: int = 12) -> Snapshot:
+    peers = (
+        PeerView("actor", "actor-1", True, WeightVersion(0, 12), 0.0, {}, 0, 9, 1234),
+        PeerView(
+            "learner", "learner-0", True, None, 0.0, {"busy_fraction": 0.5, "wait_data_fraction": 0.25}, 0, 12, 60
+        ),
+    )
+    return Snapshot(
+        time_s=1.0,
+        phase="finished",
+        phase_reason="",
+        version=WeightVersion(0, step),
+        published=WeightVersion(0, step),
+        ledger=Ledger(SOME, SOME, tokens, {"nan_logprob": 2}, SOME),
+        queues={},
+        staleness_hist={0: 40, 2: 20},
+        max_staleness=4,
+        peers=peers,
+    )
+
+
+def outcome(ending: Ending, last_seen: Snapshot | None = None) -> Outcome:
+    exit_codes = {"buffer-0": [0], "learner-0": [0], "actor-0": [0], "actor-1": [-9, 0]}
+    return Outcome(ending, 4.5, 61.0, 123456, last_seen, {"actor-1": 1}, exit_codes)
+
+
+WELL = Ending(True, "all steps are made", 0)
+ACCOUNT = {
+    "steps": 12,
+    "eval": [
+        {"step": 0, "accuracy_greedy": 0.46, "accuracy_sampled": 0.25, "reverse_kl": 0.5},
+        {"step": 12, "accuracy_greedy": 0.99, "accuracy_sampled": 0.8, "reverse_kl": 0.06},
+    ],
+    "learner": {"busy_fraction": 0.7, "wait_fraction": {"data": 0.2, "scoring": 0.1}},
+    "versions_published": 13,
+    "reverse_kl_first": 0.5,
+    "reverse_kl_last": 0.06,
+    "teacher_accuracy": 0.95,
+    "checkpoint": "checkpoints/step-12",
+    "something_new": 1,
+}
+
+
+def leave(folder: RunFolder, final: Snapshot | None, account: dict[str, Any] | None) -> None:
+    if final is not None:
+        (folder.path / "ledger.json").write_bytes(msgspec.json.encode(final))
+    if account is not None:
+        (folder.path / "learner.json").write_text(json.dumps(account))
+
+
+def written(folder: RunFolder) -> dict[str, Any]:
+    return json.loads((folder.path / "summary.json").read_text())
+
+
+def test_the_promised_fields_are_there(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    write_summary(CONFIG, folder, outcome(WELL))
+    summary = written(folder)
+    assert summary["steps"] == 12
+    assert (summary["wall_s"], summary["ready_s"], summary["peak_memory_bytes"]) == (61.0, 4.5, 123456)
+    assert summary["tokens"] == {
+        "accepted": 100,
+        "trained": 60,
+        "masked": {"stale": 7},
+        "dropped": {"run_ended": 33},
+        "waiting": 0,
+        "in_flight": 0,
+        "balanced": True,
+    }
+    assert summary["staleness"] == {"max": 2, "mean": 40 / 60, "bound": 4}
+    assert summary["eval"] == ACCOUNT["eval"]
+    assert summary["learner"] == ACCOUNT["learner"]
+    assert (summary["actors"], summary["teachers"], summary["versions_published"]) == (3, 2, 13)
+    assert (summary["ok"], summary["exit_code"], summary["reason"]) == (True, 0, "all steps are made")
+
+
+def test_each_workers_part_is_there(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    workers = write_summary(CONFIG, folder, outcome(WELL)).workers
+    assert workers["actor-1"].tokens == 1234
+    assert workers["actor-1"].restarts == 1
+    assert workers["actor-1"].exit_codes == [-9, 0]
+    assert workers["actor-0"].tokens == 0
+
+
+def test_an_unbalanced_ledger_fails_a_run_that_ended_well(folder: RunFolder) -> None:
+    leave(folder, snapshot(msgspec.structs.replace(TOKENS, accepted=101)), ACCOUNT)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    assert (summary.ok, summary.exit_code, summary.tokens.balanced) == (False, 3, False)
+    console = Console(width=160)
+    with console.capture() as capture:
+        print_summary(summary, folder, console)
+    assert "THE LEDGER DOES NOT BALANCE" in capture.get()
+    assert (
+        "tokens: 101 accepted, but 60 trained + 7 masked (stale) + 33 dropped (run_ended): off by +1" in capture.get()
+    )
+
+
+def test_one_unbalanced_unit_is_enough(folder: RunFolder) -> None:
+    ledger = msgspec.structs.replace(snapshot().ledger, segments=msgspec.structs.replace(SOME, trained=4))
+    leave(folder, msgspec.structs.replace(snapshot(), ledger=ledger), ACCOUNT)
+    assert write_summary(CONFIG, folder, outcome(WELL)).exit_code == 3
+
+
+def test_without_a_final_ledger_the_last_seen_one_stands_in(folder: RunFolder) -> None:
+    summary = write_summary(CONFIG, folder, outcome(Ending(False, "buffer-0 died", 1), snapshot(step=7)))
+    assert summary.ledger.source == "last_seen"
+    assert (summary.steps, summary.exit_code) == (7, 1)
+    assert summary.tokens.accepted == 100
+    assert summary.learner.wait_fraction == {"data": 0.25}
+
+
+def test_a_run_that_never_got_anywhere_has_a_summary_too(folder: RunFolder) -> None:
+    summary = write_summary(CONFIG, folder, outcome(Ending(False, "stopped by SIGINT", 130)))
+    assert summary.ledger.source == "none"
+    assert (summary.steps, summary.exit_code, summary.tokens.accepted) == (0, 130, 0)
+    assert written(folder)["eval"] == []
+
+
+def test_a_good_end_without_a_final_ledger_is_not_believed(folder: RunFolder) -> None:
+    leave(folder, None, ACCOUNT)
+    assert write_summary(CONFIG, folder, outcome(WELL, snapshot())).exit_code == 1
+
+
+def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    console = Console(width=160)
+    with console.capture() as capture:
+        print_summary(write_summary(CONFIG, folder, outcome(WELL)), folder, console)
+    text = " ".join(capture.get().split())
+    for said in (
+        "student accuracy, sampled 0.250 at step 0 -> 0.800 at step 12",
+        "student accuracy, greedy 0.460 at step 0 -> 0.990 at step 12",
+        "teacher accuracy, sampled 0.950",
+        "reverse KL per token 0.500 -> 0.060",
+        "12 optimizer steps in 1:01, all ready after 4.5 s",
+        "100 accepted = 60 trained + 7 masked (stale) + 33 dropped (run_ended)",
+        "ledger balanced",
+        "checkpoints/step-12",
+    ):
+        assert said in text, said
