@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 Operator: TypeAlias = Literal["+", "*"]
+Task = TypeVar("Task", bound=Hashable)
 
 ANSWER_PATTERN = re.compile(r"#\s*(-?\d+)")
+_PROMPT = re.compile(r"(\d+)([+*])(\d+)=")
+_CHAIN_PROMPT = re.compile(r"calc: (\d+(?:\+\d+)+)=")
 CALC_OPEN, CALC_CLOSE = "<calc>", "</calc>"
 RESULT_OPEN, RESULT_CLOSE = "<result>", "</result>"
 TOOL_TAGS = (CALC_OPEN, CALC_CLOSE, RESULT_OPEN, RESULT_CLOSE)
@@ -39,6 +42,11 @@ class Problem:
         return f"{self.left}{self.operator}{self.right}="
 
     @property
+    def tag(self) -> str:
+        """Domain, as in the problem files."""
+        return "addition" if self.operator == "+" else "multiplication"
+
+    @property
     def answer(self) -> int:
         return self.left + self.right if self.operator == "+" else self.left * self.right
 
@@ -52,6 +60,10 @@ class Chain:
     @property
     def prompt(self) -> str:
         return f"calc: {'+'.join(map(str, self.terms))}="
+
+    @property
+    def tag(self) -> str:
+        return "calculator"
 
     @property
     def answer(self) -> int:
@@ -92,35 +104,39 @@ def problems(
             yield problem
 
 
-def distinct_problems(
-    seed: int,
-    count: int,
-    *,
-    operator: Operator = "+",
-    digits: tuple[int, int] = (2, 5),
-    exclude: Collection[Problem] = (),
-) -> list[Problem]:
-    """`count` different problems, none of them in `exclude`. Raises ValueError when `digits` cannot give so many."""
-    lo, hi = digits
-    rights = sum(9 * 10 ** (n - 1) for n in range(lo, hi + 1)) if operator == "+" else 8
-    if count + len(exclude) > 9 * 10 ** (hi - 1) * rights // 2:
-        raise ValueError(
-            f"cannot draw {count} distinct problems with {lo}..{hi} digits: use more digits or fewer problems"
-        )
-    found: dict[Problem, None] = {}
-    for problem in problems(seed, operator=operator, digits=digits, exclude=exclude):
-        found[problem] = None
+def distinct(stream: Iterator[Task], count: int) -> list[Task]:
+    """The first `count` different ones, in the order they come. Raises ValueError when the stream repeats itself too
+    much to have so many (e.g. 10,000 problems of 1 digit)."""
+    found: dict[Task, None] = {}
+    for drawn, task in enumerate(stream):
+        found[task] = None
         if len(found) == count:
             return list(found)
-    raise AssertionError("an endless stream ended")
+        if drawn > 20 * count + 1_000:
+            break
+    raise ValueError(f"found {len(found)} distinct problems where {count} are wanted: allow more digits, or take fewer")
 
 
-def chains(seed: int, *, terms: tuple[int, int] = (2, 3), digits: tuple[int, int] = (2, 3)) -> Iterator[Chain]:
+def chains(
+    seed: int, *, terms: tuple[int, int] = (2, 3), digits: tuple[int, int] = (2, 3), exclude: Collection[Chain] = ()
+) -> Iterator[Chain]:
     """Endless stream of calculator problems; each number has its own length, uniform in `digits`."""
     rng = random.Random(seed)
     while True:
         lengths = [rng.randint(*digits) for _ in range(rng.randint(*terms))]
-        yield Chain(tuple(rng.randrange(10 ** (n - 1), 10**n) for n in lengths))
+        chain = Chain(tuple(rng.randrange(10 ** (n - 1), 10**n) for n in lengths))
+        if chain not in exclude:
+            yield chain
+
+
+def parse_prompt(prompt: str) -> Problem | Chain:
+    """The problem a prompt states. Raises ValueError for other text."""
+    if match := _PROMPT.fullmatch(prompt):
+        left, operator, right = match.groups()
+        return Problem(int(left), int(right), "+" if operator == "+" else "*")
+    if match := _CHAIN_PROMPT.fullmatch(prompt):
+        return Chain(tuple(map(int, match.group(1).split("+"))))
+    raise ValueError(f"expected a prompt like 12+34=, 12*3= or calc: 1+2+3=, got {prompt!r}")
 
 
 def columns_of(problem: Problem) -> list[Column]:

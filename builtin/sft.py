@@ -9,12 +9,13 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from builtin.addition import Chain, Problem, calculator_solution, chains, problems, solution
-from builtin.tokenizer import END_OF_TEXT, END_OF_TURN, prompt_token_ids
+from builtin.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, prompt_token_ids
 
 IGNORED = -100  # label of a token without loss
 
@@ -45,8 +46,19 @@ class Example:
     labels: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What no model is trained on."""
+
+    problems: frozenset[Problem]
+    chains: frozenset[Chain]
+
+
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A freshly initialised Qwen3 of the recipe's size; the caller has seeded torch."""
+    end_id, text_end_id, pad_id = (
+        cast(int, tokenizer.convert_tokens_to_ids(t)) for t in (END_OF_TURN, END_OF_TEXT, PAD)
+    )
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
@@ -58,14 +70,14 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCau
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TURN),
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
+        dtype="float32",
     )
-    model = Qwen3ForCausalLM(config).to(torch.float32)
-    model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids(t) for t in (END_OF_TURN, END_OF_TEXT)]
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.do_sample = True
-    model.generation_config.temperature = 1.0
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[end_id, text_end_id], pad_token_id=pad_id, do_sample=True, temperature=1.0
+    )
     return model
 
 
@@ -84,10 +96,11 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, task: Problem | Chain, st
     return Example(token_ids, labels)
 
 
-def example_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, exclude: set[Problem]) -> Iterator[Example]:
+def example_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, held_out: HeldOut) -> Iterator[Example]:
     """Endless; the share of calculator episodes is drawn example by example."""
     rng = random.Random(recipe.seed)
-    plain, calculator = problems(recipe.seed + 1, exclude=exclude), chains(recipe.seed + 2)
+    plain = problems(recipe.seed + 1, exclude=held_out.problems)
+    calculator = chains(recipe.seed + 2, exclude=held_out.chains)
     while True:
         task = next(calculator) if rng.random() < recipe.calculator_share else next(plain)
         yield encode_example(tokenizer, task, recipe.style)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -61,8 +62,7 @@ def prompt_token_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[in
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert isinstance(ids, list)
-    return [int(i) for i in ids]
+    return cast("list[int]", ids)  # one conversation, tokenize=True
 
 
 def _corpus(lines_per_kind: int = 200) -> Iterator[str]:

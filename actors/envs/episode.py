@@ -19,7 +19,7 @@ from engines.base import Int32s
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 
 
-class EnvironmentFault(RuntimeError):  # noqa: N818 - reads as what happened
+class EnvironmentFault(RuntimeError):
     """The environment broke a rule: ids outside the vocabulary, a reward that is no number, going on with nothing."""
 
 

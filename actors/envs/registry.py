@@ -24,7 +24,7 @@ BUILT_IN = {
 }
 
 
-class UnknownEnvironment(ValueError):  # noqa: N818 - reads as what happened
+class UnknownEnvironment(ValueError):
     """No environment of this name, or it cannot be loaded."""
 
 
