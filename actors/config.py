@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+from engines.config import EngineConfig
 
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,8 +31,12 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One actor: its rollouts and how they are streamed."""
+    """One actor: its engine, its rollouts and how they are streamed."""
 
+    engine: Literal["torch"] = "torch"
+    """Generation engine. `torch` is the embedded one."""
+    torch: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    """Settings of the embedded engine."""
     segment_tokens: int = 32
     """Tokens per segment sent to the buffer (the first one holds the whole prompt besides). Smaller: teachers start
     earlier; larger: fewer messages."""

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from learner.publish_config import PublishConfig
 from learner.task_config import TaskConfig
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
@@ -71,6 +72,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "auto"
     """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
 
+    publish: PublishConfig = msgspec.field(default_factory=PublishConfig)
+    """How weights get to the actors."""
     publish_every: int = 1
     """Steps between two publications of weights to the actors."""
     eval_every: int = 20
@@ -79,10 +82,13 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Steps between two checkpoints; the last step always leaves one. 0 = at the last step only."""
     keep_checkpoints: int = 3
     """The newest so many are kept; older ones are deleted unless pinned."""
+    stall_timeout_s: float = 900.0
+    """The run ends with an error when the learner waited this long for a batch, an evaluation or an acknowledgement."""
 
     def __post_init__(self) -> None:
         _positive(lr=self.lr, eps=self.eps, coef=self.coef, ratio_cap=self.ratio_cap, ratio_low=self.ratio_low)
         _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens)
+        _positive(stall_timeout_s=self.stall_timeout_s)
         _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
         _at_least(0, warmup_steps=self.warmup_steps, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
         _at_least(0, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)

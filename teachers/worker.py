@@ -12,17 +12,19 @@ A growing rollout comes back here as long as this teacher has credit; nothing de
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from engines.base import Float32s, Int32s, ScoreRequest, ScoringEngine
 from protocol.client import Client
-from protocol.messages import ScoreCredit, ScoreFailed, ScoreItem, Scores, ScoresAck, ScoreWork, Shutdown
+from protocol.context import ExitCode, RoleContext
+from protocol.messages import Hello, ScoreCredit, ScoreFailed, ScoreItem, Scores, ScoresAck, ScoreWork, Shutdown
 from teachers.config import TeacherConfig
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ IDLE_WAIT_S: Final = 0.2
 """How long one wait for work lasts; also the bound on noticing a stop request."""
 CREDIT_REPEAT_S: Final = 2.0
 """An idle teacher repeats its credit this often: a credit is not acknowledged, and a reconnect may have lost it."""
+FLUSH_TIMEOUT_S: Final = 5.0
+"""How long a leaving teacher waits for its last grades to be acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +193,41 @@ class TeacherWorker:
         stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
         stats["held_tokens"] = float(self._held_tokens)
         self._client.set_heartbeat(None, stats)
+
+
+class TeacherRunConfig(Protocol):
+    """The parts of the run's configuration that a teacher reads."""
+
+    @property
+    def teacher(self) -> TeacherConfig: ...
+    @property
+    def models(self) -> TeacherModels: ...
+
+
+class TeacherModels(Protocol):
+    @property
+    def teacher(self) -> str: ...
+
+
+def main(ctx: RoleContext[TeacherRunConfig]) -> int:
+    """Entry of a teacher process (see launch.roles). Torch is imported here, not by importing this module."""
+    from engines.tokenizer import load_tokenizer, token_map_fingerprint
+    from engines.torch_scorer import TorchScorer
+
+    config = ctx.config.teacher
+    tokenizer = load_tokenizer(ctx.config.models.teacher)
+    engine = TorchScorer.load(ctx.config.models.teacher, config)
+    hello = Hello(
+        role="teacher",
+        name=ctx.name,
+        incarnation=ctx.incarnation,
+        run_id=ctx.run_id,
+        vocab_fingerprint=token_map_fingerprint(tokenizer),
+        pool=config.pool,
+    )
+    with contextlib.closing(engine), Client(ctx.buffer_address, hello) as client:
+        client.connect()
+        ended_well = TeacherWorker(client, engine, config).run()
+        client.flush(FLUSH_TIMEOUT_S)
+        client.close("run over")
+    return ExitCode.OK if ended_well else ExitCode.FAILED

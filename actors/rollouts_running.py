@@ -1,0 +1,216 @@
+"""The rollouts an actor has in hand, each in one of four phases, and the moves between them.
+
+    ticket -> waiting --engine has min_version--> RESETTING --env.reset--> GENERATING <--> STEPPING
+                                                                               |              |
+                                                  gone <--finished, failed, cancelled---------+
+
+No socket in here: segments and failures are handed to `send`. The owner calls the methods from one thread; environment
+calls run on the EnvRunner's event loop and come back through `take_environment_outcomes`."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.config import ActorConfig
+from actors.env_runner import EnvRunner, Outcome
+from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
+from actors.envs.episode import Continuation, Episode
+from actors.envs.registry import make_environment
+from actors.rollout import Rollout
+from engines.base import GenerationDelta, GenerationEngine, Int32s
+from protocol.messages import Message, RolloutFailed, Ticket
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
+
+
+class Phase(enum.Enum):
+    """Who is at work on a rollout."""
+
+    RESETTING = "environment resets"
+    GENERATING = "engine samples"
+    STEPPING = "environment answers"
+
+
+@dataclass(slots=True)
+class Run:
+    """One rollout in hand."""
+
+    rollout: Rollout
+    episode: Episode
+    phase: Phase = Phase.RESETTING
+    request_id: str = ""
+
+
+class RunningRollouts:
+    """Everything between a ticket and its last segment."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        environments: EnvRunner,
+        tokenizer: TextTokenizer,
+        config: ActorConfig,
+        *,
+        stop_token_ids: tuple[int, ...],
+        max_context_tokens: int,
+        send: Send,
+    ) -> None:
+        self._engine = engine
+        self._environments = environments
+        self._tokenizer = tokenizer
+        self._config = config
+        self._stop_token_ids = stop_token_ids
+        self._max_context_tokens = max_context_tokens
+        self._send = send
+        self._waiting: deque[tuple[Ticket, Int32s]] = deque()
+        self._runs: dict[str, Run] = {}
+        self._by_request: dict[str, str] = {}
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        """Running totals for the heartbeat: rollouts by how they ended, environment numbers, segments."""
+
+    def __len__(self) -> int:
+        return len(self._runs) + len(self._waiting)
+
+    @property
+    def waiting_for_weights(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def generating(self) -> int:
+        return len(self._by_request)
+
+    def add(self, ticket: Ticket, prompt_ids: Int32s) -> None:
+        self._waiting.append((ticket, prompt_ids))
+
+    def start_ready(self) -> None:
+        """Start, in order, the tickets whose weights are here."""
+        version = self._engine.version
+        while self._waiting and self._waiting[0][0].min_version <= version:
+            ticket, prompt_ids = self._waiting.popleft()
+            try:
+                self._start(ticket, prompt_ids)
+            except ValueError as error:
+                self._fail(ticket.rollout_id, f"cannot_start: {error}")
+
+    def _start(self, ticket: Ticket, prompt_ids: Int32s) -> None:
+        env = self._config.environment(ticket.env)
+        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed)
+        episode = Episode(
+            make_environment(env.name, self._tokenizer, env.options),
+            task,
+            self._tokenizer,
+            model_stop_token_ids=self._stop_token_ids,
+            max_turns=env.max_turns,
+        )
+        rollout = Rollout(
+            ticket,
+            prompt_ids,
+            segment_tokens=self._config.segment_tokens,
+            max_context_tokens=self._max_context_tokens,
+        )
+        self._runs[ticket.rollout_id] = Run(rollout, episode)
+        self._environments.submit(ticket.rollout_id, episode.start(), env.step_timeout_s)
+
+    def take_deltas(self, deltas: Sequence[GenerationDelta]) -> None:
+        """Book what the engine sampled; a finished turn goes to its environment."""
+        for delta in deltas:
+            rollout_id = self._by_request.get(delta.request_id)
+            if rollout_id is None:
+                self.counts["deltas_of_cancelled_total"] += 1
+                continue
+            run = self._runs[rollout_id]
+            run.rollout.append_delta(delta)
+            match delta.finish_reason:
+                case None:
+                    self._send_segments(run)
+                case "stop" | "length":
+                    del self._by_request[delta.request_id]
+                    self._send_segments(run)
+                    self._step(rollout_id, run, delta.finish_reason)
+                case reason:
+                    del self._by_request[delta.request_id]
+                    self._drop(rollout_id, f"engine_{reason}: {delta.error or 'no detail given'}")
+
+    def take_environment_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            run = self._runs.get(outcome.key)
+            if run is None:
+                continue  # cancelled meanwhile, or the outcome of a close
+            if outcome.error is not None:
+                detail = f"{type(outcome.error).__name__}: {outcome.error}"
+                self.counts["environment_errors_total"] += 1
+                self._drop(outcome.key, f"environment_error: {detail}"[:500])
+            elif run.phase is Phase.RESETTING:
+                self._append_and_generate(outcome.key, run, outcome.result)
+            else:
+                self._continue(outcome.key, run, outcome.result)
+
+    def _continue(self, rollout_id: str, run: Run, continuation: Continuation) -> None:
+        for name, value in continuation.info.items():
+            self.counts[f"env_{name}_total"] += value
+        if continuation.finish_reason is None:
+            self._append_and_generate(rollout_id, run, continuation.token_ids)
+            return
+        run.rollout.finish(continuation.finish_reason, continuation.reward)
+        self._send_segments(run)
+        self.counts["rollouts_finished_total"] += 1
+        self._forget(rollout_id)
+
+    def _append_and_generate(self, rollout_id: str, run: Run, token_ids: Int32s) -> None:
+        run.rollout.append_environment(token_ids)
+        try:
+            request = run.rollout.next_request(run.episode.stop_token_ids)
+            self._engine.submit(request)
+        except (ValueError, RuntimeError) as error:
+            self._drop(rollout_id, f"cannot_generate: {error}"[:500])
+            return
+        run.phase, run.request_id = Phase.GENERATING, request.request_id
+        self._by_request[request.request_id] = rollout_id
+
+    def _step(self, rollout_id: str, run: Run, turn_end: TurnEnd) -> None:
+        run.phase = Phase.STEPPING
+        rollout = run.rollout
+        call = run.episode.advance(
+            rollout.turn_ids, turn_end, budget_left=rollout.budget_left, context_left=rollout.context_left
+        )
+        timeout_s = self._config.environment(rollout.ticket.env).step_timeout_s
+        self._environments.submit(rollout_id, call, timeout_s)
+
+    def _send_segments(self, run: Run) -> None:
+        for segment in run.rollout.take_segments():
+            self._send(segment.message, segment.arrays)
+            self.counts["segments_total"] += 1
+
+    def cancel(self, rollout_id: str, reason: str) -> None:
+        """The buffer no longer wants it. Unknown ids are fine: it may just have ended."""
+        if rollout_id in self._runs:
+            log.info("rollout %s is cancelled: %s", rollout_id, reason)
+            self._forget(rollout_id)
+        else:
+            self._waiting = deque(entry for entry in self._waiting if entry[0].rollout_id != rollout_id)
+        self.counts["rollouts_cancelled_total"] += 1
+
+    def _drop(self, rollout_id: str, reason: str) -> None:
+        self._forget(rollout_id)
+        self._fail(rollout_id, reason)
+
+    def _fail(self, rollout_id: str, reason: str) -> None:
+        log.warning("rollout %s failed: %s", rollout_id, reason)
+        self.counts["rollouts_failed_total"] += 1
+        self._send(RolloutFailed(rollout_id=rollout_id, reason=reason), ())
+
+    def _forget(self, rollout_id: str) -> None:
+        run = self._runs.pop(rollout_id)
+        if self._by_request.pop(run.request_id, None) is not None:
+            self._engine.abort(run.request_id)
+        timeout_s = self._config.environment(run.rollout.ticket.env).step_timeout_s
+        self._environments.submit(f"close {rollout_id}", run.episode.close(), timeout_s)

@@ -1,0 +1,225 @@
+"""An actor: takes tickets, runs many rollouts at once on one engine, streams their segments.
+
+The loops:
+
+    main thread      (here) tickets in, segments out, one engine step at a time. Waits, when nothing runs, for the
+                     buffer (unblocked by a ticket), an environment (by its answer) or weights (by the receiver).
+    environments     (actors.env_runner) an event loop; unblocked by the main thread, answers to it.
+    weight receiver  (actors.weight_receiver) waits inside a broadcast for the learner; stages what came into the
+                     engine, which swaps it in between two steps of the main thread.
+    client           (protocol.client) the connection, resending, heartbeats.
+
+Credit: the buffer may have `max_concurrent_rollouts` rollouts here, those running included. Nothing here waits for an
+acknowledgement; a SIGKILL at any moment loses only what was not acknowledged, and the buffer issues the ticket again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from typing import Final, Protocol
+
+from actors.config import ActorConfig
+from actors.env_runner import EnvRunner
+from actors.rollouts_running import RunningRollouts
+from engines.base import GenerationEngine
+from protocol.client import Client
+from protocol.codec import Received
+from protocol.context import ExitCode, RoleContext
+from protocol.messages import (
+    CancelRollout,
+    Hello,
+    SegmentAck,
+    Shutdown,
+    TicketCredit,
+    Tickets,
+    WeightPlan,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S: Final = 0.2
+"""Longest wait for the buffer while nothing runs; also the bound on noticing staged weights then."""
+BUSY_WAIT_S: Final = 0.002
+"""Wait for the buffer while environments or weights are awaited: they cannot wake the main thread."""
+CREDIT_REPEAT_S: Final = 2.0
+"""A credit is repeated this often although nothing changed: it is not acknowledged one by one."""
+REPORT_EVERY_S: Final = 0.25
+"""How often the figures of the next heartbeat are brought up to date."""
+FLUSH_TIMEOUT_S: Final = 5.0
+"""How long a leaving actor waits for its last segments to be acknowledged."""
+
+
+class WeightSource(Protocol):
+    """What the worker needs of the weight receiver."""
+
+    def handle_plan(self, plan: WeightPlan) -> None: ...
+
+    def raise_if_failed(self) -> None: ...
+
+    @property
+    def stats(self) -> dict[str, float]: ...
+
+
+class ActorWorker:
+    """Runs rollouts until Shutdown."""
+
+    def __init__(
+        self,
+        client: Client,
+        engine: GenerationEngine,
+        weights: WeightSource,
+        environments: EnvRunner,
+        rollouts: RunningRollouts,
+        config: ActorConfig,
+    ) -> None:
+        self._client = client
+        self._engine = engine
+        self._weights = weights
+        self._environments = environments
+        self._rollouts = rollouts
+        self._config = config
+        self._tickets_received_total = 0
+        self._credit_seq = 0
+        self._credit_sent = (-1, -1)
+        self._credit_sent_s = 0.0
+        self._started_s = time.monotonic()
+        self._reported_s = 0.0
+        self._shutdown: Shutdown | None = None
+
+    def run(self) -> bool:
+        """Loop until told to stop; True when the run ended well."""
+        while self._shutdown is None:
+            self._send_credit()
+            self._receive(self._wait_s())
+            self._rollouts.take_environment_outcomes(self._environments.take())
+            self._rollouts.start_ready()
+            self._rollouts.take_deltas(self._engine.poll(0.0))
+            self._report()
+        return self._shutdown.ok
+
+    def _wait_s(self) -> float:
+        """How long the buffer may be waited for: not at all while the engine has something to do."""
+        if self._rollouts.generating:
+            return 0.0
+        return BUSY_WAIT_S if len(self._rollouts) or self._environments.pending else IDLE_WAIT_S
+
+    def _receive(self, timeout_s: float) -> None:
+        received = self._client.recv(timeout_s)
+        while received is not None:
+            self._take(received)
+            received = self._client.recv(0.0)
+
+    def _take(self, received: Received) -> None:
+        message = received.message
+        match message:
+            case Tickets():
+                self._tickets_received_total += len(message.tickets)
+                for ticket, prompt_ids in zip(message.tickets, received.arrays, strict=True):
+                    self._rollouts.add(ticket, prompt_ids)
+            case CancelRollout():
+                self._rollouts.cancel(message.rollout_id, message.reason)
+            case SegmentAck():
+                self._rollouts.cancel(message.rollout_id, f"segment {message.index} rejected: {message.reason}")
+            case WeightPlan():
+                self._weights.handle_plan(message)
+            case Welcome():
+                self._credit_sent = (-1, -1)  # reconnected: say again what may be sent
+            case Shutdown():
+                log.info("shutdown: %s", message.reason)
+                self._shutdown = message
+            case _:
+                log.warning("an actor has no use for %s", type(message).__name__)
+
+    def _send_credit(self) -> None:
+        free = max(0, self._config.max_concurrent_rollouts - len(self._rollouts))
+        credit = (free, self._tickets_received_total)
+        now_s = time.monotonic()
+        if credit == self._credit_sent and now_s - self._credit_sent_s < CREDIT_REPEAT_S:
+            return
+        self._credit_seq += 1
+        self._credit_sent, self._credit_sent_s = credit, now_s
+        self._client.send(
+            TicketCredit(n=free, seq=self._credit_seq, tickets_received_total=self._tickets_received_total)
+        )
+
+    def _report(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._reported_s < REPORT_EVERY_S:
+            return
+        self._reported_s = now_s
+        self._weights.raise_if_failed()
+        stats = self._engine.stats
+        elapsed_s = max(now_s - self._started_s, 1e-9)
+        gauges = {
+            "sampled_tokens_total": float(stats.sampled_tokens_total),
+            "decode_steps_total": float(stats.decode_steps_total),
+            "weight_swaps_total": float(stats.weight_swaps_total),
+            "busy_fraction": stats.busy_s_total / elapsed_s,
+            "running": float(stats.running),
+            "rollouts_in_hand": float(len(self._rollouts)),
+            "waiting_for_weights": float(self._rollouts.waiting_for_weights),
+            **self._weights.stats,
+        }
+        gauges.update(self._rollouts.counts)
+        self._client.set_heartbeat(self._engine.version, gauges)
+
+
+class StudentModels(Protocol):
+    @property
+    def student(self) -> str: ...
+
+
+class ActorRunConfig(Protocol):
+    """The parts of the run's configuration that an actor reads."""
+
+    @property
+    def actor(self) -> ActorConfig: ...
+    @property
+    def models(self) -> StudentModels: ...
+
+
+def main(ctx: RoleContext[ActorRunConfig]) -> int:
+    """Entry of an actor process (see launch.roles). Torch is imported here, not by importing this module."""
+    from actors.envs.base import TextTokenizer
+    from actors.weight_receiver import WeightReceiver
+    from engines.models import load_causal_lm
+    from engines.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
+    from engines.torch_engine import TorchEngine
+
+    config, path = ctx.config.actor, ctx.config.models.student
+    tokenizer = load_tokenizer(path)
+    model = load_causal_lm(path, device="cpu", dtype=config.torch.dtype, attention="sdpa")
+    engine = TorchEngine(model, config.torch)
+    hello = Hello(
+        role="actor",
+        name=ctx.name,
+        incarnation=ctx.incarnation,
+        run_id=ctx.run_id,
+        vocab_fingerprint=token_map_fingerprint(tokenizer),
+    )
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        client = stack.enter_context(Client(ctx.buffer_address, hello))
+        welcome = client.connect()
+        receiver = WeightReceiver(engine, name=ctx.name)
+        receiver.start()
+        stack.callback(receiver.close)
+        if welcome.weights is not None:
+            receiver.catch_up(welcome.weights)
+        environments = EnvRunner()
+        stack.callback(environments.close)
+        rollouts = RunningRollouts(
+            engine,
+            environments,
+            TextTokenizer(tokenizer),
+            config,
+            stop_token_ids=stop_token_ids(path, tokenizer),
+            max_context_tokens=config.torch.max_context,
+            send=client.send,
+        )
+        ended_well = ActorWorker(client, engine, receiver, environments, rollouts, config).run()
+        client.flush(FLUSH_TIMEOUT_S)
+    return ExitCode.OK if ended_well else ExitCode.FAILED

@@ -1,0 +1,99 @@
+"""What the buffer tells the learner, kept by kind until the loop looks at it.
+
+One thread only (the loop's). `pump` takes messages from the client and files them; nothing is dropped: a message
+nobody asked for is logged and counted."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.client import Client
+from protocol.messages import (
+    Batch,
+    BatchTrainedAck,
+    EvalResult,
+    Membership,
+    Shutdown,
+    Snapshot,
+    TasksAck,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+
+class RunStopped(Exception):
+    """The buffer sent Shutdown before the learner was done."""
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        super().__init__(f"the run was stopped: {shutdown.reason}")
+        self.shutdown = shutdown
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A batch and its frames: four per item, see protocol.messages.BatchItem."""
+
+    batch: Batch
+    arrays: tuple[np.ndarray, ...]
+
+
+class Inbox:
+    """Files what arrives. `on_membership` and `on_eval` are called at once, from inside `pump`."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        on_membership: Callable[[Membership], None],
+        on_eval: Callable[[EvalResult, tuple[np.ndarray, ...]], None],
+    ) -> None:
+        self._client = client
+        self._on_membership = on_membership
+        self._on_eval = on_eval
+        self.tasks_wanted = 0
+        self.batch: Delivered | None = None
+        self.trained_acks: set[int] = set()
+        self.snapshot: Snapshot | None = None
+        self.reconnects = 0
+        self.unexpected: Counter[str] = Counter()
+        self.shutdown: Shutdown | None = None
+
+    def pump(self, timeout_s: float) -> None:
+        """Take everything that is there, waiting up to `timeout_s` for the first message. Raises RunStopped after a
+        Shutdown and PeerLost when the buffer is gone."""
+        received = self._client.recv(timeout_s)
+        while received is not None:
+            self._file(received.message, received.arrays)
+            received = self._client.recv(0.0)
+        if self.shutdown is not None:
+            raise RunStopped(self.shutdown)
+
+    def _file(self, message: object, arrays: tuple[np.ndarray, ...]) -> None:
+        match message:
+            case TasksAck():
+                if message.kind == "train":
+                    self.tasks_wanted = message.tasks_wanted
+            case Batch():
+                self.batch = Delivered(message, arrays)
+                self.snapshot = message.snapshot
+            case BatchTrainedAck():
+                self.trained_acks.add(message.batch_id)
+            case EvalResult():
+                self._on_eval(message, arrays)
+            case Membership():
+                self._on_membership(message)
+            case Snapshot():
+                self.snapshot = message
+            case Welcome():
+                self.reconnects += 1
+            case Shutdown():
+                self.shutdown = message
+            case _:
+                self.unexpected[type(message).__name__] += 1
+                log.warning("the learner has no use for %s", type(message).__name__)

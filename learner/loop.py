@@ -1,0 +1,319 @@
+"""The learner's loop: one scored batch in, one optimizer step, one weight version out.
+
+    main thread   (here) asks the buffer for the batch of the next step, trains it, says so, publishes, records; every
+                  so many steps it starts an evaluation or writes a checkpoint. It waits for a batch (unblocked by the
+                  buffer, once enough is scored), for evaluations at both ends of the run, and for the buffer's
+                  acknowledgement before a checkpoint, so that model, task stream and ledger speak of the same step.
+    publisher     (learner.publisher) broadcasts each version while the next step is under way.
+    client        (protocol.client) the connection, resending, heartbeats.
+
+The clock of the run is here: `version.step` optimizer steps have been applied. A batch asked for at step k is trained
+against version k and makes version k + 1; the buffer guarantees that none of its tokens is too stale for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from learner.config import LearnerConfig
+from learner.eval_desk import EvalDesk
+from learner.evaluation import EvaluationResult
+from learner.inbox import Delivered, Inbox, RunStopped
+from learner.metrics import MetricsWriter
+from learner.packing import train_items
+from learner.publisher import Publisher, PublisherStats
+from learner.tasks import TaskStream
+from learner.train_step import StepMetrics, Trainer
+from learner.wait_clock import WaitCause, WaitClock
+from protocol.client import Client
+from protocol.messages import (
+    BatchTrained,
+    BatchWanted,
+    RunFinished,
+    Snapshot,
+    SnapshotWanted,
+    TasksOffered,
+    WeightVersion,
+)
+
+log = logging.getLogger(__name__)
+
+PUMP_S: Final = 0.1
+"""One wait for the buffer; bounds how late the cause of a longer wait is noticed."""
+ASK_AGAIN_S: Final = 2.0
+"""A wanted batch is asked for again this often (the answer is the same batch)."""
+TASKS_PER_MESSAGE: Final = 256
+GOODBYE_S: Final = 30.0
+"""How long the buffer may take to end the run once the learner is done."""
+
+
+class LearnerStalled(RuntimeError):
+    """Nothing to train came for too long. The message says what the buffer holds."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Figures of the run so far, for the summary."""
+
+    evaluations: list[EvaluationResult]
+    reverse_kl_first: float | None = None
+    reverse_kl_last: float | None = None
+    tokens_trained: int = 0
+    last: StepMetrics | None = None
+    checkpoint: Path | None = None
+    """Folder of the newest."""
+
+
+class LearnerLoop:
+    """Runs steps `version.step` .. `steps`. Everything it uses is made, and closed, by learner.worker."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        trainer: Trainer,
+        stream: TaskStream,
+        publisher: Publisher,
+        metrics: MetricsWriter,
+        make_eval_desk: Callable[[Callable[[EvaluationResult], None]], EvalDesk],
+        save_checkpoint: Callable[[WeightVersion, Snapshot], None],
+        config: LearnerConfig,
+        version: WeightVersion,
+        steps: int,
+    ) -> None:
+        self._client = client
+        self._trainer = trainer
+        self._last_batch_id: int | None = None
+        self._stream = stream
+        self._publisher = publisher
+        self._metrics = metrics
+        self._save_checkpoint = save_checkpoint
+        self._config = config
+        self._version = version
+        self._first_step = version.step
+        self._steps = steps
+        self._clock = WaitClock()
+        self._desk = make_eval_desk(self._on_evaluation)
+        self._inbox = Inbox(client, on_membership=publisher.membership, on_eval=self._desk.add)
+        self.progress = Progress(evaluations=[])
+
+    @property
+    def clock(self) -> WaitClock:
+        return self._clock
+
+    @property
+    def versions_published(self) -> int:
+        """Broadcasts that reached every member of the weight group, and those that found nobody there."""
+        return self._publisher.stats.broadcasts_total
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    def run(self) -> None:
+        """All steps, the evaluations around them and the checkpoints. Raises RunStopped when the buffer ends the run,
+        LearnerStalled when nothing to train comes, and whatever a step raises."""
+        self._publisher.publish(self._version, self._trainer.model.named_parameters())
+        self._inbox.tasks_wanted = 1  # the first acknowledgement says how many more
+        self._offer_tasks()
+        if self._config.eval_every and self._version.step == 0:
+            self._evaluate_and_wait()
+        while self._version.step < self._steps:
+            self._one_step()
+        self._close_run()
+
+    def _one_step(self) -> None:
+        delivered = self._next_batch()
+        figures = self._trainer.step(train_items(delivered.batch.items, delivered.arrays))
+        self._version = WeightVersion(self._version.epoch, self._version.step + 1)
+        self._client.send(BatchTrained(batch_id=delivered.batch.batch_id, version=self._version))
+        step = self._version.step
+        if step % self._config.publish_every == 0 or step == self._steps:
+            with self._clock.waiting("weights"):
+                self._publisher.publish(self._version, self._trainer.model.named_parameters())
+        self._stream.settled(delivered.batch.tasks_done)
+        self._offer_tasks()
+        self._record(delivered, figures)
+        every = self._config.checkpoint_every
+        if every and step % every == 0 and step < self._steps:
+            self._checkpoint(delivered.batch.batch_id)
+        if self._config.eval_every and step % self._config.eval_every == 0 and step < self._steps:
+            self._desk.start(self._version)
+        self._last_batch_id = delivered.batch.batch_id
+
+    def _next_batch(self) -> Delivered:
+        """Wait for the batch of this version, putting the wait down to what it is for."""
+        began_s = asked_s = time.monotonic()
+        wanted = BatchWanted(version=self._version)
+        self._client.send(wanted)
+        with self._clock.waiting("data"):
+            while True:
+                self._inbox.pump(PUMP_S)
+                self._desk.ask()
+                self._offer_tasks()
+                batch = self._inbox.batch
+                if batch is not None and batch.batch.version == self._version:
+                    self._inbox.batch = None
+                    return batch
+                now_s = time.monotonic()
+                if now_s - asked_s > ASK_AGAIN_S:
+                    asked_s = now_s
+                    self._client.send(wanted)
+                if now_s - began_s > PUMP_S:
+                    self._client.send(SnapshotWanted())
+                    self._clock.blame(self._cause_of_wait())
+                if now_s - began_s > self._config.stall_timeout_s:
+                    raise LearnerStalled(
+                        f"no batch for step {self._version.step} in {self._config.stall_timeout_s:.0f} s: "
+                        f"{describe_queues(self._inbox.snapshot)}; see the actors' and teachers' logs"
+                    )
+
+    def _cause_of_wait(self) -> WaitCause:
+        """Weights that are not out yet; else ungraded tokens, if they are as many as a batch lacks; else data."""
+        snapshot = self._inbox.snapshot
+        if self._publisher.busy:
+            return "weights"
+        if snapshot is None:
+            return "data"
+        queues = snapshot.queues
+        ungraded = queues.get("tokens_unscored", 0) + queues.get("tokens_scoring", 0)
+        generating = queues.get("tickets_outstanding", 0)
+        return "scoring" if ungraded > 0 and generating == 0 else "data"
+
+    def _offer_tasks(self) -> None:
+        """Keep the buffer's queue topped up."""
+        wanted, self._inbox.tasks_wanted = self._inbox.tasks_wanted, 0
+        for first in range(0, wanted, TASKS_PER_MESSAGE):
+            offers = self._stream.next(min(TASKS_PER_MESSAGE, wanted - first))
+            self._client.send(TasksOffered(tasks=tuple(o.task for o in offers)), [o.prompt_ids for o in offers])
+
+    def _evaluate_and_wait(self) -> None:
+        """Evaluate the present version, with no step in between."""
+        self._desk.start(self._version)
+        self._wait_for_evaluations()
+
+    def _wait_for_evaluations(self) -> None:
+        deadline_s = time.monotonic() + self._config.stall_timeout_s
+        with self._clock.waiting("eval"):
+            while self._desk.active:
+                self._desk.ask()
+                self._inbox.pump(PUMP_S)
+                self._offer_tasks()
+                self._heartbeat()
+                if time.monotonic() > deadline_s:
+                    log.error("evaluations incomplete after %.0f s", self._config.stall_timeout_s)
+                    self._desk.give_up()
+
+    def _on_evaluation(self, result: EvaluationResult) -> None:
+        self._metrics.evaluation(result)
+        self.progress.evaluations.append(result)
+        log.info(
+            "evaluation at step %d: greedy %s, sampled %s, reverse KL %s",
+            result.step,
+            result.accuracy_greedy,
+            result.accuracy_sampled,
+            result.reverse_kl,
+        )
+
+    def _checkpoint(self, batch_id: int) -> None:
+        """Model, optimizer, stream and ledger of one and the same step."""
+        with self._clock.waiting("checkpoint"):
+            snapshot = self._snapshot_after(batch_id)
+            self._save_checkpoint(self._version, snapshot)
+
+    def _snapshot_after(self, batch_id: int) -> Snapshot:
+        """A snapshot in which the batch counts as trained."""
+        deadline_s = time.monotonic() + self._config.stall_timeout_s
+        while batch_id not in self._inbox.trained_acks:
+            self._inbox.pump(PUMP_S)
+            if time.monotonic() > deadline_s:
+                raise LearnerStalled(f"the buffer did not acknowledge batch {batch_id} as trained")
+        self._inbox.trained_acks = {batch_id}
+        self._inbox.snapshot = None
+        self._client.send(SnapshotWanted())
+        while (snapshot := self._inbox.snapshot) is None:
+            self._inbox.pump(PUMP_S)
+            if time.monotonic() > deadline_s:
+                raise LearnerStalled("the buffer did not answer with its snapshot")
+        return snapshot
+
+    def _close_run(self) -> None:
+        """The last evaluation and checkpoint, then the end of the run for everybody."""
+        with self._clock.waiting("weights"):
+            self._publisher.wait_idle(self._config.stall_timeout_s)
+        if self._config.eval_every:
+            self._evaluate_and_wait()
+        if self._last_batch_id is not None:
+            self._checkpoint(self._last_batch_id)
+        self._heartbeat()
+        self._client.send(RunFinished(ok=True, reason=f"{self._version.step} steps done"))
+        deadline_s = time.monotonic() + GOODBYE_S
+        while time.monotonic() < deadline_s:
+            try:
+                self._inbox.pump(PUMP_S)
+            except RunStopped:
+                return
+        raise LearnerStalled(f"the buffer did not end the run within {GOODBYE_S:.0f} s of RunFinished")
+
+    def _record(self, delivered: Delivered, figures: StepMetrics) -> None:
+        """Metrics of the step just made, and the gauges of the next heartbeat."""
+        progress, batch = self.progress, delivered.batch
+        progress.tokens_trained += figures.tokens
+        progress.last = figures
+        if progress.reverse_kl_first is None:
+            progress.reverse_kl_first = figures.reverse_kl
+        progress.reverse_kl_last = figures.reverse_kl
+        self._metrics.step(
+            self._version.step,
+            figures.as_dict(),
+            staleness=batch.staleness,
+            waits=self._clock.take(),
+            snapshot=batch.snapshot,
+            weights=weight_figures(self._publisher.stats),
+            tasks_dropped=self._stream.dropped,
+        )
+        self._heartbeat()
+
+    def _heartbeat(self) -> None:
+        progress, total = self.progress, self._clock.total()
+        gauges = {
+            "step": float(self._version.step),
+            "steps_total": float(self._steps),
+            "tokens_trained_total": float(progress.tokens_trained),
+            **total.gauges(),
+        }
+        if progress.last is not None:
+            gauges["reverse_kl"] = progress.last.reverse_kl
+            gauges["loss"] = progress.last.loss
+        for result in progress.evaluations[-1:]:
+            if result.accuracy_greedy is not None:
+                gauges["eval_greedy"] = result.accuracy_greedy
+            if result.accuracy_sampled is not None:
+                gauges["eval_sampled"] = result.accuracy_sampled
+        self._client.set_heartbeat(self._version, gauges)
+
+
+def weight_figures(stats: PublisherStats) -> dict[str, float]:
+    """The publisher's numbers, flat, for the metrics."""
+    figures = {
+        name: float(value)
+        for name, value in dataclasses.asdict(stats).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    figures.update({f"dropped_{reason}_total": float(n) for reason, n in stats.dropped_total.items()})
+    return figures
+
+
+def describe_queues(snapshot: Snapshot | None) -> str:
+    """One line for an error: what the buffer held and who was there."""
+    if snapshot is None:
+        return "the buffer said nothing of what it holds"
+    held = ", ".join(f"{name} {n}" for name, n in snapshot.queues.items())
+    alive = [peer.name for peer in snapshot.peers if peer.alive]
+    return f"the buffer holds {held}; connected are {', '.join(sorted(alive)) or 'nobody'}"

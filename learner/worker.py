@@ -1,0 +1,239 @@
+"""The learner's process: makes the parts of learner.loop, runs it, leaves an account of the run, closes everything."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from engines.models import load_causal_lm
+from engines.tokenizer import load_tokenizer, token_map_fingerprint
+from engines.torch_scorer import resolve_device
+from learner.checkpoint import LearnerState, latest, load_checkpoint, save_checkpoint
+from learner.config import LearnerConfig
+from learner.eval_desk import EvalDesk
+from learner.evaluation import EvalPrompt, Evaluation, render_eval_set, teacher_accuracy
+from learner.inbox import RunStopped
+from learner.loop import LearnerLoop
+from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter
+from learner.publisher import Publisher
+from learner.rng import capture_rng, restore_rng
+from learner.tasks import TaskStream, load_prompts
+from learner.train_step import Trainer
+from protocol.client import Client
+from protocol.context import ExitCode, RoleContext
+from protocol.messages import (
+    Hello,
+    PostWeightPlan,
+    Snapshot,
+    VersionPublished,
+    WeightPlan,
+    WeightsRef,
+    WeightVersion,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS: Final = "checkpoints"
+SNAPSHOTS: Final = "weights"
+ACCOUNT_FILE: Final = "learner.json"
+FLUSH_TIMEOUT_S: Final = 5.0
+
+
+class Models(Protocol):
+    @property
+    def student(self) -> str: ...
+    @property
+    def teacher(self) -> str: ...
+
+
+class BufferSettings(Protocol):
+    @property
+    def max_staleness(self) -> int: ...
+
+
+class LearnerRunConfig(Protocol):
+    """The parts of the run's configuration that the learner reads."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def actors(self) -> int: ...
+    @property
+    def models(self) -> Models: ...
+    @property
+    def learner(self) -> LearnerConfig: ...
+    @property
+    def buffer(self) -> BufferSettings: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the run goes on from: the student as given, or a checkpoint."""
+
+    tokenizer: PreTrainedTokenizerBase
+    trainer: Trainer
+    stream: TaskStream
+    eval_prompts: tuple[EvalPrompt, ...]
+    version: WeightVersion | None
+    """Of the checkpoint; None = the run begins."""
+
+
+def main(ctx: RoleContext[LearnerRunConfig]) -> int:
+    """Entry of the learner's process (see launch.roles)."""
+    torch.manual_seed(ctx.config.seed)
+    start = _start(ctx)
+    hello = Hello(
+        role="learner",
+        name=ctx.name,
+        incarnation=ctx.incarnation,
+        run_id=ctx.run_id,
+        vocab_fingerprint=token_map_fingerprint(start.tokenizer),
+    )
+    with ExitStack() as stack:
+        client = stack.enter_context(Client(ctx.buffer_address, hello))
+        welcome = client.connect()
+        version = _first_version(start, welcome)
+        loop = _make_loop(ctx, start, client, version, stack)
+        try:
+            # A fork of the history, if it is one, has to be known before any task is offered under it.
+            client.send(VersionPublished(version=version, weights=None))
+            loop.run()
+            ended_well = True
+        except RunStopped as stopped:
+            log.warning("%s", stopped)
+            ended_well = stopped.shutdown.ok
+        finally:
+            _write_account(ctx, start, loop)
+        client.flush(FLUSH_TIMEOUT_S)
+    return ExitCode.OK if ended_well else ExitCode.FAILED
+
+
+def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
+    """Load everything that can fail before the buffer is asked for anything."""
+    config, learner = ctx.config, ctx.config.learner
+    found = latest(ctx.run_dir / CHECKPOINTS) if ctx.resume else None
+    for skipped in found.skipped if found else ():
+        log.warning("checkpoint %s is not usable: %s", skipped.path, skipped.reason)
+    checkpoint = found.path if found else None
+    if ctx.resume:
+        log.info("going on from %s", checkpoint or "the beginning: there is no checkpoint yet")
+    source = str(checkpoint or config.models.student)
+    tokenizer = load_tokenizer(source)
+    prompts = load_prompts(learner.tasks)
+    model = load_causal_lm(
+        source, device=resolve_device(learner.device), dtype="float32", attention="packed", train=True
+    )
+    trainer = Trainer(model, learner, total_steps=config.steps)
+    if checkpoint is None:
+        stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
+        version = None
+    else:
+        state = load_checkpoint(checkpoint)
+        trainer.load_state_dict(state.optimizer)
+        stream = TaskStream.from_state(learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks)
+        restore_rng(state.rng)
+        version = state.version
+    rendered = render_eval_set(prompts.evaluation, tokenizer, learner.tasks)
+    if rendered.dropped_too_long:
+        log.warning("%d evaluation prompts are longer than max_prompt_tokens and left out", rendered.dropped_too_long)
+    return Start(tokenizer, trainer, stream, rendered.prompts, version)
+
+
+def _first_version(start: Start, welcome: Welcome) -> WeightVersion:
+    """The version the loop begins with. Going on opens a new epoch, above all that this buffer has seen."""
+    if start.version is None and welcome.version == WeightVersion(0, 0):
+        return welcome.version
+    step = start.version.step if start.version else 0
+    epoch = max(start.version.epoch if start.version else 0, welcome.version.epoch) + 1
+    return WeightVersion(epoch, step)
+
+
+def _make_loop(
+    ctx: RoleContext[LearnerRunConfig], start: Start, client: Client, version: WeightVersion, stack: ExitStack
+) -> LearnerLoop:
+    config, learner = ctx.config, ctx.config.learner
+
+    def post_plan(plan: WeightPlan) -> None:
+        client.send(PostWeightPlan(plan=plan))
+
+    def published(version: WeightVersion, weights: WeightsRef | None, _broadcast_s: float) -> None:
+        client.send(VersionPublished(version=version, weights=weights))
+
+    def save(version: WeightVersion, snapshot: Snapshot) -> None:
+        state = LearnerState(
+            version=version,
+            optimizer=start.trainer.state_dict(),
+            tasks=start.stream.state(),
+            ledger=snapshot.ledger,
+            rng=capture_rng(),
+            metrics=dict(loop.progress.last.as_dict()) if loop.progress.last else {},
+        )
+        root = ctx.run_dir / CHECKPOINTS
+        path = save_checkpoint(root, start.trainer.model, start.tokenizer, state, keep=learner.keep_checkpoints)
+        loop.progress.checkpoint = path
+        _write_account(ctx, start, loop)
+        log.info("checkpoint %s", path)
+
+    def make_evaluation(version: WeightVersion) -> Evaluation:
+        return Evaluation(learner.tasks, start.eval_prompts, start.tokenizer, version=version, seed=config.seed)
+
+    resume = version if start.version is not None or version.epoch else None
+    metrics = stack.enter_context(MetricsWriter(ctx.run_dir, resume=resume))
+    publish = learner.publish
+    if config.buffer.max_staleness == 0:
+        publish = msgspec.structs.replace(publish, every_version=True)
+    publisher = stack.enter_context(
+        Publisher(
+            publish,
+            snapshot_dir=ctx.run_dir / SNAPSHOTS,
+            post_plan=post_plan,
+            published=published,
+            expected_actors=config.actors,
+            device=start.trainer.model.device,
+        )
+    )
+    loop = LearnerLoop(
+        client=client,
+        trainer=start.trainer,
+        stream=start.stream,
+        publisher=publisher,
+        metrics=metrics,
+        make_eval_desk=lambda on_result: EvalDesk(make_evaluation, client.send, on_result),
+        save_checkpoint=save,
+        config=learner,
+        version=version,
+        steps=config.steps,
+    )
+    return loop
+
+
+def _write_account(ctx: RoleContext[LearnerRunConfig], start: Start, loop: LearnerLoop) -> None:
+    """learner.json, for the launcher's summary; written with each checkpoint and at the end."""
+    progress, times = loop.progress, loop.clock.total()
+    teacher = teacher_accuracy(ctx.config.models.teacher)
+    account: dict[str, Any] = {
+        "steps": loop.version.step,
+        "eval": [
+            {name: getattr(result, name) for name in ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl")}
+            for result in progress.evaluations
+        ],
+        "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
+        "versions_published": loop.versions_published,
+        "reverse_kl_first": progress.reverse_kl_first,
+        "reverse_kl_last": progress.reverse_kl_last,
+        "teacher_accuracy": teacher.accuracy_sampled if teacher else None,
+        "checkpoint": str(progress.checkpoint) if progress.checkpoint else None,
+        "tensorboard": str(ctx.run_dir / TENSORBOARD_FOLDER),
+    }
+    temporary = ctx.run_dir / f".{ACCOUNT_FILE}.tmp"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(account), indent=2))
+    temporary.replace(ctx.run_dir / ACCOUNT_FILE)
