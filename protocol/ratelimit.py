@@ -26,7 +26,13 @@ class RateLimitedLog:
         self._written = 0
         self._left_out = 0
 
+    def info(self, text: str) -> None:
+        self._line(logging.INFO, text)
+
     def warning(self, text: str) -> None:
+        self._line(logging.WARNING, text)
+
+    def _line(self, level: int, text: str) -> None:
         now_s = self._clock()
         if now_s - self._started_s >= self._interval_s:
             self._started_s = now_s
@@ -38,4 +44,4 @@ class RateLimitedLog:
         if self._left_out:
             text += f" (and {self._left_out} lines left out before)"
             self._left_out = 0
-        self._log.warning("%s", text)
+        self._log.log(level, "%s", text)

@@ -116,6 +116,7 @@ class Server:
         self._overtaken = 0
         self._told: OrderedDict[bytes, float] = OrderedDict()
         self._log = RateLimitedLog(log)
+        self._peer_log = RateLimitedLog(log, lines=200)  # a big run comes and goes at once
         self._polled_at_s = clock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER)
@@ -235,7 +236,7 @@ class Server:
     def _drop(self, session: Session, reason: str, events: list[Event]) -> None:
         del self._sessions[session.peer]
         del self._by_identity[session.identity]
-        log.info("%s is gone: %s", session.peer, reason)
+        self._peer_log.info(f"{session.peer} is gone: {reason}")
         events.append(PeerDown(*session.peer, reason))
 
     def _take_next(self, events: list[Event]) -> bool:
@@ -278,6 +279,7 @@ class Server:
             self._refuse(identity, "role", f"{session.peer} may not send this", kind, f"a message of role {role}")
             return True
         if isinstance(message, Goodbye):
+            events.append(FromPeer(role, name, received))
             self._drop(session, f"goodbye: {message.reason}", events)
             return False
         if isinstance(message, Heartbeat):
@@ -315,7 +317,7 @@ class Server:
         session = Session(hello, number=self._sessions_total, identity=identity, now_s=self._clock())
         self._sessions[peer] = self._by_identity[identity] = session
         self._welcome(session)
-        log.info("%s is here, incarnation %s", peer, hello.incarnation)
+        self._peer_log.info(f"{peer} is here, incarnation {hello.incarnation}")
         events.append(PeerUp(hello.role, hello.name, hello.incarnation, hello.pool))
 
     def _resume(self, session: Session, identity: bytes, received_total: int) -> None:
@@ -327,7 +329,7 @@ class Server:
         session.last_heard_s = self._clock()
         self._by_identity[identity] = session
         session.confirm(received_total)
-        log.info("%s reconnected, %d messages to send again", session.peer, session.unconfirmed)
+        self._peer_log.info(f"{session.peer} reconnected, {session.unconfirmed} messages to send again")
         self._welcome(session)
         for frames in session.unconfirmed_frames():
             self._put(session, frames)

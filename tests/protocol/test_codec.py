@@ -148,6 +148,12 @@ def test_c_contiguous_arrays_are_not_copied_either_way() -> None:
     assert np.shares_memory(decode(frames).arrays[0], token_ids)
 
 
+def test_a_final_segment_may_hold_no_token() -> None:
+    empty = msgspec.structs.replace(SEGMENT[0], start=5, end=5)
+    received = decode(encode(empty, (ids(0), logprobs(0), mask(0))))
+    assert [array.shape for array in received.arrays] == [(0,), (0,), (0,)]
+
+
 def test_strided_arrays_are_sent_as_their_elements() -> None:
     segment, (_, lps, loss_mask) = SEGMENT
     strided = np.arange(6, dtype=np.int32)[::2]
@@ -168,7 +174,7 @@ def test_strided_arrays_are_sent_as_their_elements() -> None:
         (m.Scores((1,)), (logprobs(0),), r"expected float32 \[n >= 1\]"),
         (m.Scores((1,)), (logprobs(1, 3),), r"got float32 \[1, 3\]"),
         (m.Goodbye("x"), (ids(1),), "got 1 arrays, expected 0"),
-        (msgspec.structs.replace(SEGMENT[0], end=2), SEGMENT[1], "of 0 tokens"),
+        (msgspec.structs.replace(SEGMENT[0], end=1), SEGMENT[1], "of -1 tokens"),
         (m.Membership(("a",), ()), (), "0 incarnations for 1 actors"),
         (m.Shutdown(True, cast(str, np.int64(3))), (), "no form for"),
         (m.CancelRollout("\ud800", ""), (), "no form for"),

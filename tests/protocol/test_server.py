@@ -320,7 +320,8 @@ def test_messages_for_one_who_left_are_counted(server: Server, connect: MakePeer
     peer = connect()
     peer.greet()
     peer.send(m.Goodbye("done"))
-    assert events_until_one(server) == [PeerDown("actor", "actor-0", "goodbye: done")]
+    goodbye = FromPeer("actor", "actor-0", Received(m.Goodbye("done"), ()))
+    assert events_until_one(server) == [goodbye, PeerDown("actor", "actor-0", "goodbye: done")]
     server.send("actor", "actor-0", m.CancelRollout("r", "x"))
     assert server.undeliverable == 1
 
