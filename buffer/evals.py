@@ -88,6 +88,11 @@ class EvalDesk:
         self._forget_old()
         return message
 
+    def learner_away(self) -> None:
+        """It will ask again when it is back."""
+        for evaluation in self._evaluations.values():
+            evaluation.subscribed = False
+
     def clear(self) -> None:
         """The learner process that asked is gone, or the run is over."""
         self._asked_early.clear()

@@ -88,6 +88,7 @@ class LearnerDesk:
         if self._out.learner != peer.name:
             return
         self._out.learner = None
+        self._evals.learner_away()
         self._batches.forget_request()
         if for_good:
             self._batches.give_back_all()
@@ -157,14 +158,18 @@ class LearnerDesk:
         version = self._batches.wanted
         if version is None or self._out.learner is None:
             return
-        short = self._life.unready == 0 and not self._batches.leased and not self._tickets.may_grow()
-        batch = self._batches.form(short=short)
+        batch = self._batches.form(self._nothing_follows)
         if batch is not None:
             self._send_batch(now_s, batch)
-        elif short and self._pacing.live == 0 and self._tasks.stream_ended:
+        elif self._pacing.live == 0 and self._tasks.stream_ended and self._nothing_follows():
             self._batches.forget_request()
-            done = tuple(self._tasks.unreported)
+            done = tuple(self._tasks.to_report())
+            self._tasks.reported(done)
             self._out.send_learner(m.Batch(0, version, (), {}, done, self._snapshot(now_s)))
+
+    def _nothing_follows(self) -> bool:
+        """All that is out has come back scored, and no further ticket could be issued before a batch is trained."""
+        return self._life.unready == 0 and not self._batches.leased and not self._tickets.may_grow()
 
     def batch_trained(self, now_s: float, peer: Peer, message: m.BatchTrained, arrays: Sequence[Array]) -> None:
         batch = self._batches.leased.get(message.batch_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from buffer.ledger import CONTEXT, STALE, Held, KindHeld, LedgerBook
 from buffer.pacing import Pacing
@@ -23,19 +23,33 @@ MAX_ENDED_REMEMBERED = 65_536
 """Ended rollouts whose late or repeated segments are still recognised."""
 
 
-class Recount(NamedTuple):
+@dataclass(slots=True)
+class Recount:
     """One pass over all stored segments of one task kind."""
 
-    held: KindHeld
-    running: int
+    running: int = 0
     """Rollouts at an actor."""
-    finished: int
+    finished: int = 0
     """Rollouts that no longer run, are not settled, and have nothing in a batch."""
-    tokens_unscored: int
+    rollouts_waiting: int = 0
+    rollouts_in_flight: int = 0
+    """At an actor, or with a segment leased to a teacher or the learner."""
+    segments_waiting: int = 0
+    segments_in_flight: int = 0
+    tokens_unscored: int = 0
     """Open tokens by where they are, as the next three."""
-    tokens_scoring: int
-    tokens_scored: int
-    tokens_in_batch: int
+    tokens_scoring: int = 0
+    tokens_scored: int = 0
+    tokens_in_batch: int = 0
+
+    @property
+    def held(self) -> KindHeld:
+        """For the ledger."""
+        return KindHeld(
+            rollouts=Held(self.rollouts_waiting, self.rollouts_in_flight),
+            segments=Held(self.segments_waiting, self.segments_in_flight),
+            tokens=Held(self.tokens_unscored + self.tokens_scored, self.tokens_scoring + self.tokens_in_batch),
+        )
 
 
 class Lifecycle:
@@ -207,35 +221,40 @@ class Lifecycle:
             self._pacing.settle()
         self._tasks.slot_settled(slot)
 
-    def recount(self, kind: TaskKind) -> Recount:
+    def recount(self) -> dict[TaskKind, Recount]:
         """Count what is stored, segment by segment, without looking at the books."""
-        n = dict.fromkeys(("waiting", "flying", "unscored", "scoring", "scored", "in_batch"), 0)
-        rollouts_waiting = rollouts_flying = running = finished = 0
+        counts: dict[TaskKind, Recount] = {"train": Recount(), "eval": Recount()}
         for rollout in self.rollouts.values():
-            if rollout.kind != kind:
-                continue
+            count = counts[rollout.kind]
             leased = False
             for segment in rollout.segments:
-                if segment.state.settled:
+                state = segment.state
+                if state >= SegmentState.TRAINED:
                     continue
-                if segment.leased:
+                if state is SegmentState.SCORED:
+                    count.segments_waiting += 1
+                    count.tokens_scored += segment.n_open
+                elif state is SegmentState.IN_BATCH:
                     leased = True
-                    n["flying"] += 1
-                    n["in_batch" if segment.state is SegmentState.IN_BATCH else "scoring"] += segment.n_open
+                    count.segments_in_flight += 1
+                    count.tokens_in_batch += segment.n_open
+                elif segment.leased_to_teacher:
+                    leased = True
+                    count.segments_in_flight += 1
+                    count.tokens_scoring += segment.n_open
                 else:
-                    n["waiting"] += 1
-                    n["scored" if segment.state is SegmentState.SCORED else "unscored"] += segment.n_open
-            running += not rollout.closed
-            finished += rollout.closed and rollout.n_in_batch == 0
+                    count.segments_waiting += 1
+                    count.tokens_unscored += segment.n_open
+            if not rollout.closed:
+                count.running += 1
+            elif rollout.n_in_batch == 0:
+                count.finished += 1
             if rollout.segments:
-                rollouts_flying += leased or not rollout.closed
-                rollouts_waiting += not (leased or not rollout.closed)
-        held = KindHeld(
-            rollouts=Held(rollouts_waiting, rollouts_flying),
-            segments=Held(n["waiting"], n["flying"]),
-            tokens=Held(n["unscored"] + n["scored"], n["scoring"] + n["in_batch"]),
-        )
-        return Recount(held, running, finished, n["unscored"], n["scoring"], n["scored"], n["in_batch"])
+                if leased or not rollout.closed:
+                    count.rollouts_in_flight += 1
+                else:
+                    count.rollouts_waiting += 1
+        return counts
 
     # ------------------------------------------------------------------------------------------------ internals
 

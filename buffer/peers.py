@@ -1,8 +1,8 @@
 """What the buffer knows of each peer: who it is, what it may still be sent, what it holds, what it has done.
 
 Credit is absolute: the peer says how much more it will take and how many messages' worth of work it had received when
-it said so; what was sent after that is subtracted here. Messages to a peer arrive exactly once per incarnation
-(`protocol.flow`), so the two counts meet.
+it said so; what was sent after that is subtracted here. Messages to a peer arrive exactly once (`protocol.flow`), so
+the two counts meet; but when it was declared lost, what was on its way is gone, and its next credit starts them anew.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class ActorPeer(Peer):
         """Rollouts taken from it while it was silent: cancelled when the same incarnation is heard again."""
         self._credit = TicketCredit(n=0, seq=-1, tickets_received_total=0)
         self._sent_total = 0
+        self._counts_meet = True
 
     @property
     def held(self) -> int:
@@ -78,11 +79,25 @@ class ActorPeer(Peer):
     @property
     def free(self) -> int:
         """Tickets it may be sent now."""
+        if not self._counts_meet:
+            return 0
         return self._credit.n - (self._sent_total - self._credit.tickets_received_total)
 
     def give_credit(self, credit: TicketCredit) -> None:
-        if credit.seq > self._credit.seq:
-            self._credit = credit
+        if credit.seq <= self._credit.seq:
+            return
+        self._credit = credit
+        if not self._counts_meet or credit.tickets_received_total > self._sent_total:
+            self._sent_total = credit.tickets_received_total
+            self._counts_meet = True
+
+    def lost(self) -> list[Rollout]:
+        """It was declared lost: it holds nothing any more. Returns what it held."""
+        self._counts_meet = False
+        rollouts = list(self.rollouts.values())
+        self.rollouts.clear()
+        self.taken_back += [rollout.rollout_id for rollout in rollouts]
+        return rollouts
 
     def ticket_sent(self, rollout: Rollout) -> None:
         self._sent_total += 1
@@ -101,6 +116,7 @@ class TeacherPeer(Peer):
         self._on_their_way: deque[tuple[int, int]] = deque()
         """(how many items had been sent before this one, its context tokens)"""
         self._tokens_on_their_way = 0
+        self._counts_meet = True
 
     @property
     def held(self) -> int:
@@ -108,6 +124,8 @@ class TeacherPeer(Peer):
 
     @property
     def free_tokens(self) -> int:
+        if not self._counts_meet:
+            return 0
         return self._credit.tokens - self._tokens_on_their_way
 
     def has_room(self, context_tokens: int) -> bool:
@@ -118,8 +136,17 @@ class TeacherPeer(Peer):
         if credit.seq <= self._credit.seq:
             return
         self._credit = credit
+        if not self._counts_meet or credit.items_received_total > self._sent_total:
+            self._sent_total = credit.items_received_total
+            self._counts_meet = True
         while self._on_their_way and self._on_their_way[0][0] < credit.items_received_total:
             self._tokens_on_their_way -= self._on_their_way.popleft()[1]
+
+    def lost(self) -> None:
+        """It was declared lost: nothing is on its way any more."""
+        self._counts_meet = False
+        self._on_their_way.clear()
+        self._tokens_on_their_way = 0
 
     def item_sent(self, lease: Lease, context_tokens: int) -> None:
         self.leases[lease.lease_id] = lease

@@ -16,7 +16,7 @@ What a sample could let go, by `release` (for max_staleness 0 always whole rollo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -122,16 +122,17 @@ class BatchDesk:
 
     # ------------------------------------------------------------------------------------------------- forming
 
-    def form(self, *, short: bool) -> LeasedBatch | None:
-        """Lease a batch to the learner if one is due. `short`: a smaller one will do, no more can come for it."""
+    def form(self, nothing_follows: Callable[[], bool]) -> LeasedBatch | None:
+        """Lease a batch to the learner if one is due. `nothing_follows`: can no more come, so that a smaller one will
+        do? Asked again after the hard check, which may have settled rollouts and made room for others."""
         version = self.wanted
         if version is None or not self._weights:
             return None
         enough = self._config.batch_rollouts - _ROUNDING
-        if self._total < enough and not short:
+        if self._total < enough and not nothing_follows():
             return None
         chosen, weight = self._choose(version, enough)
-        if not chosen or (weight < enough and not short):
+        if not chosen or (weight < enough and not nothing_follows()):
             self._weigh_all()
             return None
         batch = self._lease(version, sorted(chosen, key=lambda rollout: rollout.slot.order))
@@ -253,12 +254,14 @@ class BatchDesk:
 
     def _tasks_done(self, pieces: Iterable[Piece]) -> tuple[int, ...]:
         """Tasks settled since the last trained batch, and those that will be with this one."""
-        done = dict.fromkeys(self._tasks.unreported)
+        done = dict.fromkeys(self._tasks.to_report())
         for piece in pieces:
             task = piece.rollout.slot.task
-            if task.all_issued and all(_leaves_nothing(slot) for slot in task.slots):
+            known = task.all_issued and self._tasks.may_report(task)
+            if known and all(_leaves_nothing(slot) for slot in task.slots):
                 done[task.task.task_id] = None
-        return tuple(done)
+        told = {task_id for batch in self.leased.values() for task_id in batch.tasks_done}
+        return tuple(task_id for task_id in done if task_id not in told)
 
 
 def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:

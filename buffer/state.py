@@ -182,9 +182,16 @@ class BufferState:
             self._pump(now_s)
         return self._out.take()
 
+    def give_up(self, reason: str) -> list[Outgoing]:
+        """The buffer itself must end the run (SIGTERM): as if the learner had said RunFinished(ok=False)."""
+        if self._phase == "running":
+            self._end(ok=False, reason=reason)
+        return self._out.take()
+
     def snapshot(self, now_s: float) -> m.Snapshot:
         """Everything at this moment, frozen."""
-        train, evaluation = self._life.recount("train"), self._life.recount("eval")
+        counts = self._life.recount()
+        train, evaluation = counts["train"], counts["eval"]
         return m.Snapshot(
             time_s=now_s,
             phase=self._phase,
@@ -288,8 +295,11 @@ class BufferState:
                 self._out.send("actor", name, message.plan)
 
     def _run_finished(self, now_s: float, peer: Peer, message: m.RunFinished, arrays: Sequence[Array]) -> None:
-        self._phase = "finished" if message.ok else "failed"
-        self._phase_reason = message.reason
+        self._end(ok=message.ok, reason=message.reason)
+
+    def _end(self, *, ok: bool, reason: str) -> None:
+        self._phase = "finished" if ok else "failed"
+        self._phase_reason = reason
         self._batches.leased.clear()
         self._batches.forget_request()
         for rollout in list(self._life.rollouts.values()):
@@ -342,13 +352,11 @@ class BufferState:
             return
         if isinstance(peer, ActorPeer):
             self._tickets.actor_lost(peer)
-            rollouts = list(peer.rollouts.values())
-            peer.rollouts.clear()
-            peer.taken_back += [rollout.rollout_id for rollout in rollouts]
-            for rollout in rollouts:
+            for rollout in peer.lost():
                 self._arrivals.fail(rollout, "actor_lost", tell_actor=False)
             self._send_membership()
         elif isinstance(peer, TeacherPeer):
+            peer.lost()
             self._arrivals.jobs_given_up(self._scoring.teacher_lost(now_s, peer))
         elif peer.role == "learner":
             self._learner.lost(peer, for_good=for_good)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 from buffer.rollouts import Slot, TaskRecord
@@ -18,7 +18,7 @@ class Done(NamedTuple):
     """What is remembered of a settled task."""
 
     generation: int
-    """The learner process that had offered it."""
+    """The learner process that offered it last."""
     next_attempt: int
     """Attempts of a later life are numbered from here, so that rollout ids stay unique."""
 
@@ -28,6 +28,7 @@ class TaskBook:
 
     A task offered again is a duplicate, with one exception: a learner that lost training to a crash offers the tasks
     its checkpoint does not know as done. Those that were settled and reported to the former learner are run again.
+    A learner is told of a settled task once, and only after it has offered the task itself.
     """
 
     def __init__(self, capacity: int, max_attempts: int) -> None:
@@ -35,12 +36,12 @@ class TaskBook:
         """Learner processes seen."""
         self.stream_ended = False
         """The learner said that no train task follows."""
-        self.unreported: dict[int, None] = {}
-        """Settled train tasks that no trained batch has told of, oldest first."""
         self._capacity = capacity
         self._max_attempts = max_attempts
         self._active: dict[TaskKey, TaskRecord] = {}
         self._done: dict[TaskKey, Done] = {}
+        self._unreported: dict[int, None] = {}
+        """Settled train tasks that no trained batch has told of, oldest first."""
         self._queues: dict[TaskKind, deque[TaskRecord]] = {"train": deque(), "eval": deque()}
         self._again: dict[TaskKind, list[Slot]] = {"train": [], "eval": []}
         self._next_order = 0
@@ -78,11 +79,14 @@ class TaskBook:
         """Queue a task; None for one that is known."""
         key: TaskKey = (task.kind, task.task_id)
         if key in self._active:
+            self._active[key].generation = self.generation
             return None
         done = self._done.get(key)
         if done is not None:
-            reported = task.kind == "eval" or task.task_id not in self.unreported
-            if done.generation == self.generation or not reported:
+            if done.generation == self.generation:
+                return None
+            if task.kind == "train" and task.task_id in self._unreported:
+                self._done[key] = Done(self.generation, done.next_attempt)
                 return None
             del self._done[key]
         record = TaskRecord(
@@ -138,12 +142,20 @@ class TaskBook:
         del self._active[key]
         self._done[key] = self._done_record(record)
         if record.task.kind == "train":
-            self.unreported[record.task.task_id] = None
+            self._unreported[record.task.task_id] = None
 
-    def reported(self, task_ids: tuple[int, ...]) -> None:
-        """A trained batch told the learner that these are done."""
+    def to_report(self) -> list[int]:
+        """Settled train tasks that this learner has offered and no trained batch has told of, oldest first."""
+        return [i for i in self._unreported if self._done["train", i].generation == self.generation]
+
+    def may_report(self, record: TaskRecord) -> bool:
+        """Has this learner offered it?"""
+        return record.generation == self.generation
+
+    def reported(self, task_ids: Iterable[int]) -> None:
+        """The learner knows that these are done."""
         for task_id in task_ids:
-            self.unreported.pop(task_id, None)
+            self._unreported.pop(task_id, None)
 
     def abandon_evaluations(self) -> None:
         """The learner process that asked for them is gone; what ran of them has been dropped."""

@@ -1,0 +1,232 @@
+"""Simulated peers of the buffer, and what they send: honest segments and scores, and spoilt ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from buffer.ledger import RejectReason
+from protocol import messages as m
+from protocol.messages import WeightVersion
+
+Array = npt.NDArray[Any]
+VOCAB_SIZE = 50
+
+
+@dataclass
+class SimRollout:
+    """One rollout at an actor."""
+
+    ticket: m.Ticket
+    prompt: Array
+    length: int = 0
+    index: int = 0
+
+
+@dataclass
+class SimSegment:
+    message: m.Segment
+    arrays: tuple[Array, ...]
+    expected: RejectReason | None
+    """What is wrong with it."""
+
+
+class SimActor:
+    """A process of an actor."""
+
+    def __init__(self, name: str, incarnation: str, version: WeightVersion) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.connected = True
+        self.version = version
+        self.capacity = 4
+        self.inbox: deque[tuple[m.Tickets, tuple[Array, ...]]] = deque()
+        self.running: dict[str, SimRollout] = {}
+        self.unacked: dict[tuple[str, int], SimSegment] = {}
+        self.received_total = 0
+        self.seq = 0
+        self.exact = True
+        """Nothing of the buffer's was lost or came late: the credit holds exactly."""
+
+    def read(self) -> None:
+        """Start what the buffer sent."""
+        while self.inbox:
+            tickets, prompts = self.inbox.popleft()
+            self.received_total += len(tickets.tickets)
+            for ticket, prompt in zip(tickets.tickets, prompts, strict=True):
+                self.running[ticket.rollout_id] = SimRollout(ticket, prompt)
+
+    def file(self, rollout: SimRollout, segment: SimSegment) -> None:
+        """The rollout has grown by this segment."""
+        message = segment.message
+        self.unacked[message.rollout_id, message.index] = segment
+        rollout.index += 1
+        rollout.length = message.end
+        if message.final:
+            del self.running[message.rollout_id]
+
+    def end(self, rollout_id: str) -> None:
+        """Nobody wants it any more."""
+        self.running.pop(rollout_id, None)
+        for key in [key for key in self.unacked if key[0] == rollout_id]:
+            del self.unacked[key]
+
+
+class SimTeacher:
+    """A process of a teacher."""
+
+    def __init__(self, name: str, incarnation: str, pool: str) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.pool = pool
+        self.connected = True
+        self.inbox: deque[tuple[m.ScoreWork, tuple[Array, ...]]] = deque()
+        self.items: dict[int, tuple[m.ScoreItem, Array]] = {}
+        self.received_total = 0
+        self.seq = 0
+
+    def read(self) -> None:
+        """Take up what the buffer sent."""
+        while self.inbox:
+            work, arrays = self.inbox.popleft()
+            self.received_total += len(work.items)
+            for item, ids in zip(work.items, arrays, strict=True):
+                self.items[item.lease_id] = (item, ids)
+
+    @property
+    def leases(self) -> list[int]:
+        """Read or not."""
+        return [*self.items, *(item.lease_id for work, _ in self.inbox for item in work.items)]
+
+
+@dataclass
+class Stream:
+    """The learner's task stream, as its checkpoint keeps it."""
+
+    next_task_id: int = 0
+    outstanding: dict[int, m.Task] = field(default_factory=dict[int, m.Task])
+    offer_again: list[int] = field(default_factory=list[int])
+
+    def copy(self) -> Stream:
+        return Stream(self.next_task_id, dict(self.outstanding), list(self.outstanding))
+
+
+@dataclass
+class SimEvaluation:
+    """What the learner waits for under one eval_id."""
+
+    expected: int
+    received: dict[str, None] = field(default_factory=dict[str, None])
+    failed: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.received) + self.failed >= self.expected
+
+
+class SimLearner:
+    """A process of the learner."""
+
+    def __init__(self, incarnation: str, version: WeightVersion, stream: Stream) -> None:
+        self.incarnation = incarnation
+        self.connected = True
+        self.version = version
+        self.first_step = version.step
+        self.stream = stream
+        self.tasks_wanted = 4
+        self.batch: m.Batch | None = None
+        self.unacked: dict[int, m.BatchTrained] = {}
+        self.evaluations: dict[str, SimEvaluation] = {}
+        self.empty_answers = 0
+
+    def settled(self, task_ids: tuple[int, ...]) -> None:
+        """Forget tasks that are done: each once, and only tasks that this stream has offered."""
+        for task_id in task_ids:
+            assert task_id in self.stream.outstanding, f"task {task_id} settled twice or never offered"
+            del self.stream.outstanding[task_id]
+
+
+def make_segment(
+    actor: SimActor, rollout: SimRollout, rng: Random, *, final: bool, newest: WeightVersion
+) -> SimSegment:
+    """The rollout's next segment; in the middle of it `newest` weights may reach the actor."""
+    prompt = rollout.prompt if rollout.index == 0 else rollout.prompt[:0]
+    n_sampled = rng.choice((0, 1, 2, 3, 5)) if rollout.index else rng.choice((1, 2, 4))
+    n_context = rng.choice((0, 0, 0, 1)) + (0 if n_sampled or final or len(prompt) else 1)
+    n = len(prompt) + n_sampled + n_context
+    ids = np.array([*prompt, *(rng.randrange(VOCAB_SIZE) for _ in range(n - len(prompt)))], np.int32)
+    sampled = np.zeros(n, np.uint8)
+    sampled[len(prompt) : len(prompt) + n_sampled] = 1
+    logprobs = np.where(sampled, -0.5 - 0.01 * ids, 0.0).astype(np.float32)
+    first = rollout.length + len(prompt)
+    spans: list[m.VersionSpan] = []
+    if n_sampled:
+        cut = rng.randrange(1, n_sampled + 1)
+        spans.append(m.VersionSpan(actor.version, first, first + cut))
+        if cut < n_sampled:
+            if rng.random() < 0.5:
+                actor.version = max(actor.version, newest)
+            spans.append(m.VersionSpan(actor.version, first + cut, first + n_sampled))
+    message = m.Segment(
+        rollout_id=rollout.ticket.rollout_id,
+        index=rollout.index,
+        start=rollout.length,
+        end=rollout.length + n,
+        spans=tuple(spans),
+        final=final,
+        finish_reason="stop" if final else None,
+        reward=1.0 if final else None,
+    )
+    return SimSegment(message, (ids, logprobs, sampled), None)
+
+
+def spoil(segment: SimSegment, rng: Random) -> SimSegment:
+    """Make one thing wrong with an honest segment; `expected` says what."""
+    message, (ids, logprobs, sampled) = segment.message, (a.copy() for a in segment.arrays)
+    start, end, spans = message.start, message.end, message.spans
+    n = len(ids)
+    at = rng.randrange(n) if n else 0
+    written = [int(i) for i in np.flatnonzero(sampled)]
+    choices = ["offset", "frame", "version"] + (["id", "nan", "inf", "mask"] if n else [])
+    choices += ["positive", "span_missing", "span_outside"] if written else []
+    kind = rng.choice(choices)
+    expected = RejectReason.OFFSET_GAP
+    if kind == "offset":
+        start, end = start + 1, end + 1
+    elif kind == "frame":
+        logprobs, expected = np.append(logprobs, np.float32(0)), RejectReason.LENGTH_MISMATCH
+    elif kind == "version":
+        future = WeightVersion(rng.choice((0, 1, 9)), 10**6)
+        spans = (m.VersionSpan(future, spans[0].start, spans[0].end), *spans[1:]) if spans else spans
+        expected = RejectReason.FUTURE_VERSION if spans else None
+    elif kind == "id":
+        ids[at], expected = rng.choice((-1, VOCAB_SIZE)), RejectReason.TOKEN_ID_OUT_OF_RANGE
+    elif kind == "nan":
+        logprobs[at], expected = np.nan, RejectReason.NAN_LOGPROB
+    elif kind == "inf":
+        logprobs[at], expected = rng.choice((-np.inf, np.inf)), RejectReason.INF_LOGPROB
+    elif kind == "mask":
+        sampled[at], expected = 2, RejectReason.BAD_MASK
+    elif kind == "positive":
+        logprobs[rng.choice(written)], expected = 0.01, RejectReason.POSITIVE_LOGPROB
+    elif kind == "span_missing":
+        spans, expected = spans[1:], RejectReason.BAD_SPANS
+    else:
+        spans, expected = (m.VersionSpan(spans[0].version, start - 1, spans[0].end), *spans[1:]), RejectReason.BAD_SPANS
+    spoilt = msgspec.structs.replace(message, start=start, end=end, spans=spans)
+    return SimSegment(spoilt, (ids, logprobs, sampled), expected)
+
+
+def spoil_scores(scores: Array, rng: Random) -> Array:
+    """Log-probs that no teacher may send."""
+    if rng.random() < 0.25:
+        return np.append(scores, np.float32(-1))
+    scores = scores.copy()
+    scores[rng.randrange(len(scores))] = rng.choice((np.nan, -np.inf, np.inf))
+    return scores
