@@ -8,20 +8,13 @@ from typing import Final
 
 import msgspec
 
+from buffer.server import BufferAddress
 from protocol.client import Client
 from protocol.errors import LinkError, ProtocolError
 from protocol.messages import Hello, Shutdown, Snapshot, SnapshotWanted
 
 CONNECT_TIMEOUT_S: Final = 30.0
 log = logging.getLogger(__name__)
-
-
-class BufferAddress(msgspec.Struct, frozen=True):
-    """buffer.json in the run folder, written by the buffer once it listens."""
-
-    address: str
-    pid: int
-    run_id: str
 
 
 def read_address(file: Path, run_id: str) -> str | None:

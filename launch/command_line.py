@@ -8,6 +8,7 @@ what the rest is laid over.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,8 @@ def help_text() -> str:
 def _help_lines(key: Key, alias: str | None) -> list[str]:
     default = "" if key.default is msgspec.NODEFAULT else f"  [{_shown(key.default)}]"
     also = f", --{alias.replace('_', '-')}" if alias else ""
-    return [f"  --{key.name}{also}  {type_name(key.type)}{default}", f"        {key.doc}"]
+    doc = textwrap.fill(key.doc, width=110, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return [f"  --{key.name}{also}  {type_name(key.type)}{default}", doc]
 
 
 def _shown(value: object) -> str:

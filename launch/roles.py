@@ -28,6 +28,7 @@ from launch.config_file import read_config
 from launch.lifeline import die_with_parent, watch_launcher
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.errors import HandshakeRefused
+from protocol.messages import Ledger, WeightVersion
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
     "buffer": "launch.roles:run_buffer",
@@ -151,6 +152,35 @@ def _load_entry(entry: str) -> Callable[[RoleContext[RunConfig]], int]:
     module_name, _, function_name = entry.partition(":")
     function: Callable[[RoleContext[RunConfig]], int] = getattr(importlib.import_module(module_name), function_name)
     return function
+
+
+class _Carried(msgspec.Struct, frozen=True):
+    """Of a checkpoint's trainer.json, the part that the buffer goes on from."""
+
+    version: WeightVersion
+    ledger: Ledger | None
+
+
+def run_buffer(ctx: RoleContext[RunConfig]) -> int:
+    """Entry of the buffer's process: buffer.server, on resume with version and ledger of the checkpoint from which the
+    learner goes on. Only then is the learner's code (and torch) in this process."""
+    from buffer.server import main as buffer_main
+
+    carried = _Carried(WeightVersion(0, 0), None)
+    if ctx.resume:
+        from learner.checkpoint import TRAINER, latest
+        from learner.worker import CHECKPOINTS
+
+        checkpoint = latest(ctx.run_dir / CHECKPOINTS).path
+        if checkpoint is not None:
+            carried = msgspec.json.decode((checkpoint / TRAINER).read_bytes(), type=_Carried)
+    return buffer_main(
+        config=ctx.config.buffer,
+        run_id=ctx.run_id,
+        run_dir=ctx.run_dir,
+        version=carried.version,
+        carried=carried.ledger,
+    )
 
 
 def main() -> NoReturn:

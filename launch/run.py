@@ -6,6 +6,7 @@ was started); 3 the ledger does not balance; 128 + n stopped by signal n (130: C
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import sys
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         line = parse_arguments(arguments)
         if line.help:
-            print(help_text())
+            with contextlib.suppress(BrokenPipeError):  # `--help | head`
+                print(help_text(), flush=True)
             return 0
         checked = preflight.check(resolve_config(line))
         if line.check:

@@ -160,7 +160,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
             **msgspec.structs.asdict(tokens), balanced=ledger.balanced if ledger is not None else tokens.balanced
         ),
         staleness=Staleness(max=top, mean=mean, bound=config.buffer.max_staleness),
-        eval=account.eval,
+        eval=_former_evaluations(folder, account) + account.eval,
         learner=account.learner,
         actors=config.actors,
         teachers=config.teachers,
@@ -216,6 +216,16 @@ def _read(file: Path, struct: type[StructT]) -> StructT | None:
     except msgspec.DecodeError as error:
         log.error("%s cannot be read and is left out of the summary: %s", file, error)
         return None
+
+
+def _former_evaluations(folder: RunFolder, account: LearnerAccount) -> tuple[EvalPoint, ...]:
+    """Of the launches before this one (`--resume`), up to where this one's begin: before and after are the run's."""
+    points: dict[int, EvalPoint] = {}
+    for launch in range(1, folder.record.launches):
+        former = _read(folder.path / f"learner.{launch}.json", LearnerAccount)
+        points |= {point.step: point for point in former.eval} if former is not None else {}
+    first = account.eval[0].step if account.eval else account.steps + 1
+    return tuple(points[step] for step in sorted(points) if step < first)
 
 
 def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:

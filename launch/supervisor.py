@@ -39,7 +39,7 @@ from protocol.messages import Snapshot
 
 BUFFER: Final = "buffer-0"
 ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
-BUFFER_START_S: Final = 60.0
+BUFFER_START_S: Final = 120.0
 log = logging.getLogger(__name__)
 STARTING_PUMP_S: Final = 0.1
 PUMP_S: Final = 0.25
@@ -141,7 +141,8 @@ class Supervisor:
             self._until(lambda: False, None, str)
 
     def _start(self, worker: Worker) -> None:
-        """A new process for the worker. The buffer is spawned: it needs no torch, nor to wait for it."""
+        """A new process for the worker. The buffer is spawned: it needs no torch, nor to wait for it; except to resume,
+        when it reads the learner's checkpoint."""
         worker.incarnation = secrets.token_hex(8)
         worker.running, worker.pid, worker.restart_at_s = True, None, None
         worker.started_s = time.monotonic()
@@ -160,7 +161,7 @@ class Supervisor:
             parent_pid=0,
             lifeline_fd=-1,
         )
-        self._processes.start(start, fork=worker.role != "buffer")
+        self._processes.start(start, fork=worker.role != "buffer" or self._resume)
 
     def _buffer_listens(self) -> bool:
         self._address = read_address(self._folder.path / "buffer.json", self._folder.record.run_id) or ""
@@ -317,7 +318,7 @@ class Supervisor:
             self._sample_memory()
         try:
             if self._link is not None and self._link.shutdown is not None:
-                self._link.close()  # the buffer leaves when its peers have left, and the launcher is one of them
+                self._link.close()
                 for name in self._unwelcomed():  # nobody told them, and the buffer will not be there to
                     if self._workers[name].role in ("actor", "teacher"):
                         self._processes.signal(name, signal.SIGTERM)
@@ -326,6 +327,8 @@ class Supervisor:
                 self._wait_gone(self._of("buffer"), BUFFER_ALONE_S)
             orderly = self._workers[BUFFER].running and not self._at_once
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
+                if "buffer" in stage and self._link is not None:
+                    self._link.close()  # the buffer waits for its peers to leave, and the launcher is one of them
                 self._dismiss([worker for role in stage for worker in self._of(role)])
         finally:
             if self._link is not None:

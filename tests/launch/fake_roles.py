@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from launch.buffer_link import BufferAddress
+from buffer.server import BufferAddress
 from launch.config import RunConfig
 from protocol.client import Client
 from protocol.context import RoleContext

@@ -17,14 +17,16 @@ COUNTS = LedgerCounts(
 )
 
 
-def peer(role: Role, index: int, tokens: int = 0, *, version: int | None = None, **stats: float) -> PeerView:
+def peer(
+    role: Role, index: int, tokens: int = 0, *, version: int | None = None, stats: dict[str, float] | None = None
+) -> PeerView:
     return PeerView(
         role=role,
         name=f"{role}-{index}",
         alive=True,
         version=None if version is None else WeightVersion(0, version),
         silent_s=0.1,
-        stats=stats,
+        stats=stats or {},
         held=1,
         done_total=2,
         tokens_total=tokens,
@@ -73,10 +75,9 @@ def test_the_same_snapshot_seen_twice_does_not_change_the_rates() -> None:
 
 def test_old_moments_leave_the_window() -> None:
     rates = Rates()
-    for t in range(100):  # slow at first, then ten times as fast
-        total = t if t < 50 else 50 + (t - 50) * 10
-        figures = rates.figures(view(snapshot(float(t), t, peer("learner", 0, total))))
-    assert figures.rate("learner") == pytest.approx(10.0)
+    totals = [t if t < 50 else 50 + (t - 50) * 10 for t in range(100)]  # slow at first, then ten times as fast
+    seen = [rates.figures(view(snapshot(float(t), t, peer("learner", 0, n)))) for t, n in enumerate(totals)]
+    assert seen[-1].rate("learner") == pytest.approx(10.0)
 
 
 def test_every_actors_weight_version_is_shown_and_lost_ones_are_marked() -> None:
@@ -125,7 +126,7 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
     rates.figures(view(snapshot(1.0, 10, peer("learner", 0, 0), peer("actor", 0, 0, version=10))))
     figures = rates.figures(
         view(
-            snapshot(2.0, 12, peer("learner", 0, 100, **LEARNER), peer("actor", 0, 200, version=12)),
+            snapshot(2.0, 12, peer("learner", 0, 100, stats=LEARNER), peer("actor", 0, 200, version=12)),
             "stopped by SIGINT",
         )
     )

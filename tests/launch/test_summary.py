@@ -106,6 +106,24 @@ def test_the_promised_fields_are_there(folder: RunFolder) -> None:
     assert (summary["ok"], summary["exit_code"], summary["reason"]) == (True, 0, "all steps are made")
 
 
+def test_a_resumed_run_keeps_the_evaluations_of_the_launches_before(folder: RunFolder) -> None:
+    def account(*steps: int) -> dict[str, Any]:
+        return {"steps": steps[-1], "eval": [{"step": step, "accuracy_greedy": step / 100} for step in steps]}
+
+    leave(folder, None, account(0, 10, 20))  # 20 is made again by the next launch
+    folder.close()
+    resumed = RunFolder.open(folder.path, resume=True)
+    leave(resumed, snapshot(), account(20, 30))
+    summary = write_summary(CONFIG, resumed, outcome(WELL))
+    resumed.close()
+    assert [(point.step, point.accuracy_greedy) for point in summary.eval] == [
+        (0, 0.0),
+        (10, 0.1),
+        (20, 0.2),
+        (30, 0.3),
+    ]
+
+
 def test_each_workers_part_is_there(folder: RunFolder) -> None:
     leave(folder, snapshot(), ACCOUNT)
     workers = write_summary(CONFIG, folder, outcome(WELL)).workers
