@@ -1,0 +1,239 @@
+"""What rank 0 and the members of a weight group tell each other beside the bytes: a ZeroMQ channel of its own.
+
+    member               rank 0
+    Joined  ------------->             plan taken up and caught up; "I have version v"
+            <-------------  Go         everybody is here: make the process group
+    Ready   ------------->             it stands (or why not)
+            <-------------  Round      a version follows as a broadcast
+    Answer  ------------->             have it (or why not)
+            <-------------  Leave      the group is over; a plan may follow
+
+So an idle member waits on a socket, not inside a collective: it can leave at once, and on a GPU no kernel spins. And
+rank 0 knows WHO is missing: a collective only tells that somebody is. Every message carries the group's epoch; one of
+another group is ignored by both.
+
+Why not keys in the TCP store: its clients cannot wait for two things, log every wait that times out, and cannot be
+woken. The store carries the address of this channel (key `control`) and the process group's own rendezvous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections import deque
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias
+
+import msgspec
+import zmq
+
+from engines.buckets import Manifest
+from engines.collective import Store
+from protocol.messages import WeightVersion
+
+log = logging.getLogger(__name__)
+
+AnswerStatus: TypeAlias = Literal["staged", "broken", "refused"]
+
+_STORE_KEY: Final = "control"
+_LINGER_MS: Final = 500
+"""How long a last message (Leave, Answer) may take to get out after `close`."""
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """member -> rank 0."""
+
+    group_epoch: int
+    rank: int
+    version: WeightVersion
+    """Newest weights that this member's engine has, staged ones included."""
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> member."""
+
+    group_epoch: int
+    timeout_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """member -> rank 0."""
+
+    group_epoch: int
+    rank: int
+    error: str | None = None
+
+
+class Agreed(msgspec.Struct, frozen=True):
+    """What the bytes mean; sent with the first round of a group."""
+
+    manifest: Manifest
+    bucket_bytes: int
+
+
+class Round(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> member: the header of a broadcast, which starts at once."""
+
+    group_epoch: int
+    number: int
+    version: WeightVersion
+    manifest_digest: str
+    agreed: Agreed | None
+    timeout_s: float
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """member -> rank 0. `staged`: the engine has it. `broken`: the collective failed, perhaps through another's fault.
+    `refused`: this member's own fault (checksum, or the engine does not take these tensors)."""
+
+    group_epoch: int
+    rank: int
+    number: int
+    status: AnswerStatus
+    reason: str = ""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> member."""
+
+    group_epoch: int
+    reason: str
+
+
+FromMember: TypeAlias = Joined | Ready | Answer
+FromRankZero: TypeAlias = Go | Round | Leave
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ControlHost:
+    """Rank 0's end, for all groups of its life. One thread uses it."""
+
+    def __init__(self, host: str, port: int, store: Store) -> None:
+        """Listens on `host` (port 0: the system chooses) and tells the store where."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        bracketed = f"[{host}]" if ":" in host else socket.gethostbyname(host)
+        self._socket.bind(f"tcp://{bracketed}:{port or '*'}")
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        store.set(_STORE_KEY, f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rpartition(':')[2]}")
+        self._decoder = msgspec.msgpack.Decoder(FromMember)
+        self._routes: dict[int, bytes] = {}
+        self._group_epoch = 0
+        self.unreadable_total = 0
+
+    def begin(self, group_epoch: int) -> None:
+        """From now on only messages of this group count."""
+        self._group_epoch = group_epoch
+        self._routes = {}
+
+    def poll(self, timeout_s: float) -> list[FromMember]:
+        """Messages of the present group; waits up to `timeout_s` for the first."""
+        if not self._socket.poll(max(0, round(timeout_s * 1000))):
+            return []
+        messages: list[FromMember] = []
+        with contextlib.suppress(zmq.Again):  # that is how ZeroMQ says that nothing more is there
+            while True:
+                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                message = self._read(frames)
+                if message is not None and message.group_epoch == self._group_epoch:
+                    if isinstance(message, Joined):
+                        self._routes[message.rank] = route
+                    messages.append(message)
+        return messages
+
+    def send(self, message: FromRankZero) -> None:
+        """To every member that has joined."""
+        frame = _encode(message)
+        for route in self._routes.values():
+            self._socket.send_multipart((route, frame))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _read(self, frames: list[bytes]) -> FromMember | None:
+        try:
+            return self._decoder.decode(b"".join(frames))
+        except msgspec.DecodeError as error:
+            self.unreadable_total += 1
+            log.warning("unreadable message on the weight control channel: %s", error)
+            return None
+
+
+class ControlMember:
+    """A member's end, for one group. `wake` may be called from any thread, everything else from one."""
+
+    def __init__(self, store: Store) -> None:
+        """`store`: connected to rank 0's, which names this channel."""
+        endpoint = store.get(_STORE_KEY).decode()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(FromRankZero)
+        self._held: deque[FromRankZero] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, message: FromMember) -> None:
+        self._socket.send(_encode(message))
+
+    def recv(self, timeout_s: float | None, waker: Waker) -> FromRankZero | None:
+        """The next message; None after `timeout_s` (None = no limit) or when woken. Raises msgspec.DecodeError when
+        rank 0 speaks another language."""
+        if self._held:
+            return self._held.popleft()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(waker.fileno(), zmq.POLLIN)
+        ready = dict(poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
+        if self._socket not in ready or waker.fileno() in ready:
+            return None
+        return self._decoder.decode(self._socket.recv())
+
+    def told_to_leave(self) -> bool:
+        """Has a Leave come? Nothing is taken: `recv` gives it again. For use inside a collective."""
+        with contextlib.suppress(zmq.Again):  # nothing more is there
+            while True:
+                self._held.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        return any(isinstance(message, Leave) for message in self._held)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class Waker:
+    """Ends a wait in another thread. Stays raised until `clear`."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: raised many times over
+            self._writer.send(b"!")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # empty
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
