@@ -1,0 +1,293 @@
+"""Rank 0 of the weight groups: makes one group after another, sends versions, and finds out who does not keep up.
+
+How a silent member is found. A collective that hangs does not say who hangs, and in gloo's tree the members behind a
+hung one look just as silent. So every member answers on the control channel when it has a version. When that does not
+come to pass (rank 0's part fails, a member answers `broken` because a neighbour's connection closed, the buffer loses
+one, the deadline passes), rank 0 tells all to leave, which they heed inside the collective too, and answer: they live.
+Who has not answered when a grace is over is the one. So a killed member costs the grace, a hung one the deadline more.
+
+Used by one thread, the publisher's. Every wait asks `gone` (has the buffer lost one of these?) and `closing`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, TypeVar
+
+import torch
+
+from engines.buckets import Layout, manifest_of
+from engines.collective import BackendName, GroupBroken, GroupInterrupted, WeightGroup, host_store
+from engines.weight_control import Agreed, Answer, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
+from learner.publish_config import PublishConfig
+from learner.roster import Seat
+from learner.staged_weights import StagedWeights
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+
+log = logging.getLogger(__name__)
+
+DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "refused", "disconnected"]
+"""Why a member is left out: it did not take up the plan in time; joined but hung while the group was made; did not
+confirm a version in time; got a version it could not use; the buffer lost it (or it restarted)."""
+
+WAIT_SLICE_S: Final = 0.05
+_Message = TypeVar("_Message", Joined, Ready, Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of making a group, or of sending through it. It worked exactly if there is no error."""
+
+    error: str | None = None
+    lost: dict[Seat, DropReason] = field(default_factory=dict[Seat, DropReason])
+    """Seats to leave out of the next group. Empty with an error: nobody's fault that could be told."""
+    behind: bool = False
+    """After making a group: some member lacks the newest version."""
+
+
+class GroupHost:
+    """At most one group at a time."""
+
+    def __init__(
+        self,
+        config: PublishConfig,
+        *,
+        backend: BackendName,
+        device: torch.device | str,
+        gone: Callable[[Iterable[Seat]], frozenset[Seat]],
+        closing: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._backend: BackendName = backend
+        self._device = device
+        self._gone = gone
+        self._closing = closing
+        self._store = host_store(config.host, config.store_port)
+        self._control = ControlHost(config.host, config.control_port, self._store)
+        self._epoch = 0
+        self._round = 0
+        self._group: WeightGroup | None = None
+        self._seats: tuple[Seat, ...] = ()
+        self._layout: Layout | None = None
+
+    def __repr__(self) -> str:
+        return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Members of the standing group; empty when there is none."""
+        return self._seats
+
+    @property
+    def group_epoch(self) -> int:
+        """Of the newest group or attempt at one."""
+        return self._epoch
+
+    @property
+    def control_messages_unreadable_total(self) -> int:
+        return self._control.unreadable_total
+
+    def form(
+        self,
+        seats: tuple[Seat, ...],
+        weights: WeightsRef | None,
+        newest: WeightVersion | None,
+        post_plan: Callable[[WeightPlan], None],
+    ) -> Result:
+        """Replace the group by one of `seats`. Takes at most two join timeouts and a grace."""
+        self.disband("another group follows")
+        self._epoch += 1
+        self._control.begin(self._epoch)
+        post_plan(self._plan(seats, weights))
+        deadline_s = time.monotonic() + self._config.join_timeout_s
+        joined = self._collect(seats, Joined, deadline_s)
+        result = self._unless_all(seats, joined, "no_join") or self._connect(seats)
+        if result.error is not None:
+            return result
+        self._seats = seats
+        self._layout = None
+        self._round = 0
+        return Result(behind=newest is not None and any(message.version < newest for message in joined.values()))
+
+    def send(self, weights: StagedWeights) -> Result:
+        """Broadcast a version to the group and wait until every member has staged it: at most the broadcast timeout
+        and a grace. With an error the group is gone. Raises ValueError when the tensors are not the same as before."""
+        if self._group is None:
+            raise RuntimeError("there is no weight group to send through; form one first")
+        timeout_s = self._config.broadcast_timeout_s
+        layout, header = self._header(weights)
+        deadline_s = time.monotonic() + timeout_s
+        self._control.send(header)
+        error: str | None = None
+        try:
+            self._group.send(self._round, layout, weights.named, timeout_s)
+        except (GroupBroken, GroupInterrupted) as broken:
+            error = str(broken)
+        return self._conclude(self._collect(self._seats, Answer, deadline_s, error=error), error)
+
+    def disband(self, reason: str) -> None:
+        """End the group; its members wait for the next plan."""
+        self._release(reason)
+        self._seats = ()
+
+    def close(self) -> None:
+        self.disband("the learner is closing")
+        self._control.close()
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None) -> WeightPlan:
+        return WeightPlan(
+            group_epoch=self._epoch,
+            host=self._config.host,
+            port=self._store.port,
+            backend=self._backend,
+            members=tuple(seat.name for seat in seats),
+            world_size=len(seats) + 1,
+            join_timeout_s=self._config.join_timeout_s,
+            weights=weights,
+        )
+
+    def _connect(self, seats: tuple[Seat, ...]) -> Result:
+        timeout_s = self._config.join_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        self._group = WeightGroup(
+            self._store,
+            group_epoch=self._epoch,
+            rank=0,
+            world_size=len(seats) + 1,
+            backend=self._backend,
+            device=self._device,
+            address=self._config.host,
+            interrupted=lambda: self._stop_reason(seats),
+        )
+        self._control.send(Go(self._epoch, timeout_s))
+        error: str | None = None
+        try:
+            self._group.join(timeout_s)
+        except (GroupBroken, GroupInterrupted) as broken:
+            error = str(broken)
+        ready = self._collect(seats, Ready, deadline_s, error=error)
+        failed = self._unless_all(seats, ready, "no_ready")
+        if failed is not None:
+            return failed
+        error = error or next((message.error for message in ready.values() if message.error is not None), None)
+        if self._stands() and error is None:
+            return Result()
+        return self._failed(error or "not every member was ready in time", {})
+
+    def _header(self, weights: StagedWeights) -> tuple[Layout, Round]:
+        manifest = manifest_of(weights.named)
+        agreed: Agreed | None = None
+        if self._layout is None:
+            agreed = Agreed(manifest, self._config.bucket_bytes)
+            self._layout = Layout(manifest, self._config.bucket_bytes)
+        elif self._layout.manifest != manifest:
+            raise ValueError(
+                "the tensors to publish are not those of the former version: names, dtypes and shapes must stay the "
+                f"same within a run (got {len(manifest.tensors)}, expected {len(self._layout.manifest.tensors)})"
+            )
+        self._round += 1
+        header = Round(
+            group_epoch=self._epoch,
+            number=self._round,
+            version=weights.version,
+            manifest_digest=manifest.digest,
+            agreed=agreed,
+            timeout_s=self._config.broadcast_timeout_s,
+        )
+        return self._layout, header
+
+    def _conclude(self, answers: dict[int, Answer], error: str | None) -> Result:
+        seats = self._seats
+        gone = self._gone(seats)
+        lost: dict[Seat, DropReason] = {
+            seat: "disconnected" if seat in gone else "no_answer"
+            for rank, seat in enumerate(seats, start=1)
+            if rank not in answers
+        }
+        for rank, answer in answers.items():
+            if answer.status == "refused":
+                lost[seats[rank - 1]] = "refused"
+            if answer.status != "staged":
+                error = error or f"{seats[rank - 1].name}: {answer.reason}"
+        if self._stands() and error is None and not lost:
+            return Result()
+        return self._failed(error or "not every member confirmed the version in time", lost)
+
+    def _collect(
+        self, seats: tuple[Seat, ...], kind: type[_Message], deadline_s: float, *, error: str | None = None
+    ) -> dict[int, _Message]:
+        """Messages of one kind by rank, until everybody who lives has sent one, or the deadline. At the first sign of
+        trouble (`error`: rank 0's own) a group is released, and who is in it gets the grace to answer."""
+        messages: dict[int, _Message] = {}
+        wait_s = 0.0
+        while True:
+            for message in self._control.poll(wait_s):
+                if isinstance(message, kind) and 0 < message.rank <= len(seats) and self._is_of_now(message):
+                    messages[message.rank] = message
+            owed = frozenset(seat for rank, seat in enumerate(seats, start=1) if rank not in messages)
+            gone = self._gone(owed)
+            if owed == gone or (gone and self._group is None) or self._closing():
+                return messages
+            left_s = deadline_s - time.monotonic()
+            trouble = error is not None or gone or any(_tells_of_failure(message) for message in messages.values())
+            if self._group is not None and (trouble or left_s <= 0):
+                self._release(error or "the group does not answer")
+                deadline_s = time.monotonic() + self._config.answer_grace_s
+                left_s = self._config.answer_grace_s
+            if left_s <= 0:
+                return messages
+            wait_s = min(WAIT_SLICE_S, left_s)
+
+    def _stands(self) -> bool:
+        return self._group is not None
+
+    def _release(self, reason: str) -> None:
+        """Tell the members to leave, and close our end: what of them is stuck behind us comes free."""
+        self._control.send(Leave(self._epoch, reason))
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _is_of_now(self, message: FromMember) -> bool:
+        return not isinstance(message, Answer) or message.number == self._round
+
+    def _stop_reason(self, seats: tuple[Seat, ...]) -> str | None:
+        """Asked from inside a collective."""
+        if self._closing():
+            return "the learner is closing"
+        gone = self._gone(seats)
+        return f"{', '.join(seat.name for seat in sorted(gone))} left" if gone else None
+
+    def _unless_all(
+        self, seats: tuple[Seat, ...], messages: Mapping[int, FromMember], reason: DropReason
+    ) -> Result | None:
+        """The failure, if somebody's message is missing. When somebody is known to be gone, the others that are silent
+        were not waited for and are not blamed."""
+        if self._closing():
+            return self._failed("the learner is closing", {})
+        gone = self._gone(seats)
+        if gone:
+            return self._failed("a member left", dict.fromkeys(sorted(gone), "disconnected"))
+        silent = [seat for rank, seat in enumerate(seats, start=1) if rank not in messages]
+        return self._failed("not every member is there", dict.fromkeys(silent, reason)) if silent else None
+
+    def _failed(self, error: str, lost: dict[Seat, DropReason]) -> Result:
+        names = ", ".join(f"{seat.name} ({reason})" for seat, reason in lost.items()) or "nobody that could be told"
+        log.warning("weight group %d: %s; left out: %s", self._epoch, error, names)
+        self.disband(error)
+        return Result(error=error, lost=lost)
+
+
+def _tells_of_failure(message: FromMember) -> bool:
+    match message:
+        case Answer():
+            return message.status == "broken"
+        case Ready():
+            return message.error is not None
+        case Joined():
+            return False

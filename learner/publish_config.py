@@ -1,0 +1,79 @@
+"""Settings of how weights get from the learner to the actors. No torch here."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+_BUCKET_UNIT_BYTES = 64
+
+
+class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The collective path (all actors at once), the snapshot path (those who were not there), and who is waited for."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl when the learner trains on a GPU and this torch has NCCL, else gloo. Set gloo when any actor runs
+    without a GPU of its own: NCCL needs one GPU per process."""
+    host: str = "127.0.0.1"
+    """Address of this machine at which the actors reach the learner; the store, the control channel and gloo listen on
+    it and on nothing else. They ask nobody for a password: use a private network."""
+    store_port: int = 0
+    """TCP port of the store. 0: the system chooses (it is told in every WeightPlan)."""
+    control_port: int = 0
+    """TCP port of the control channel. 0: the system chooses."""
+    bucket_bytes: int = 64 << 20
+    """A broadcast moves the weights in pieces of this size, a multiple of 64; the learner holds two of them."""
+    join_timeout_s: float = 30.0
+    """An actor that has not taken up a plan (loading the snapshot included) by then is left out. Large models need more
+    than the time that reading and hashing them takes."""
+    broadcast_timeout_s: float = 30.0
+    """An actor that has not confirmed a version by then is left out, and the others go on without it."""
+    answer_grace_s: float = 3.0
+    """Once a broadcast has failed, those that live get this long to say so; who stays silent is left out."""
+    join_window_s: float = 2.0
+    """After a change of membership wait this long for further ones before the group is made anew. Cut short when all
+    expected actors are there."""
+    rejoin_delay_s: float = 5.0
+    """An actor that was left out may come back after this long; doubled each time it happens again. A restarted one
+    comes back at once."""
+    rejoin_delay_max_s: float = 300.0
+    """Upper bound of that delay."""
+    every_version: bool = False
+    """Off: a version that is overtaken while it waits is skipped. On: each one is delivered, and `publish` waits while
+    two are still on their way. Needed for max_staleness = 0."""
+    publish_wait_s: float = 120.0
+    """With every_version: longest that `publish` waits before it raises."""
+    keep_snapshots: int = 2
+    """The newest so many stay in the run folder."""
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host is empty; expected an address of this machine that the actors can reach")
+        for name in ("store_port", "control_port"):
+            port: int = getattr(self, name)
+            if not 0 <= port <= 65535:
+                raise ValueError(f"{name} = {port}; expected 0 to 65535 (0: the system chooses)")
+        if self.bucket_bytes < _BUCKET_UNIT_BYTES or self.bucket_bytes % _BUCKET_UNIT_BYTES:
+            raise ValueError(f"bucket_bytes = {self.bucket_bytes}; expected a positive multiple of 64")
+        for name in (
+            "join_timeout_s",
+            "broadcast_timeout_s",
+            "answer_grace_s",
+            "rejoin_delay_s",
+            "rejoin_delay_max_s",
+            "publish_wait_s",
+        ):
+            value: float = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value}; expected a positive, finite number of seconds")
+        if not 0 <= self.join_window_s < math.inf:
+            raise ValueError(f"join_window_s = {self.join_window_s}; expected 0 or more seconds")
+        if self.rejoin_delay_max_s < self.rejoin_delay_s:
+            raise ValueError(
+                f"rejoin_delay_max_s = {self.rejoin_delay_max_s}; expected at least rejoin_delay_s = "
+                f"{self.rejoin_delay_s}"
+            )
+        if self.keep_snapshots < 1:
+            raise ValueError(f"keep_snapshots = {self.keep_snapshots}; expected at least 1 (joiners read the newest)")

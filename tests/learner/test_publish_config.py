@@ -1,0 +1,44 @@
+"""Senseless settings of weight transport are refused with what was got and what was expected."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from learner.publish_config import PublishConfig
+from learner.publisher import choose_backend
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("host", "", "host is empty"),
+        ("store_port", 70_000, "store_port = 70000"),
+        ("bucket_bytes", 1_000, "bucket_bytes = 1000; expected a positive multiple of 64"),
+        ("bucket_bytes", 0, "bucket_bytes = 0"),
+        ("join_timeout_s", 0.0, "join_timeout_s = 0.0"),
+        ("broadcast_timeout_s", float("inf"), "broadcast_timeout_s = inf"),
+        ("join_window_s", -1.0, "join_window_s = -1.0"),
+        ("rejoin_delay_max_s", 1.0, "rejoin_delay_max_s = 1.0; expected at least rejoin_delay_s = 5.0"),
+        ("keep_snapshots", 0, "keep_snapshots = 0"),
+    ],
+)
+def test_senseless_values_are_refused(field: str, value: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        PublishConfig(**{field: value})
+
+
+def test_a_backend_that_cannot_be_had_is_refused_and_auto_falls_back_to_gloo_on_a_cpu() -> None:
+    assert choose_backend("auto", torch.device("cpu")) == "gloo"
+    assert choose_backend("gloo", torch.device("cuda")) == "gloo"
+    with pytest.raises(ValueError, match="set backend to gloo"):
+        choose_backend("nccl", torch.device("cpu"))
+
+
+def test_settings_and_roster_load_without_torch() -> None:
+    code = "import sys, learner.publish_config, learner.roster; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
