@@ -166,17 +166,17 @@ class _ChunkedScores(torch.autograd.Function):
             z_CV = head.logits(hidden_TH[chunk])
             if options.temperature != 1.0:
                 z_CV = z_CV / options.temperature
-            normaliser_C = torch.logsumexp(z_CV, dim=1)
+            largest_C = z_CV.amax(dim=1)
+            exp_CV = (z_CV - largest_C[:, None]).exp_()
+            total_C = exp_CV.sum(dim=1)
+            normaliser_C = largest_C + total_C.log()
             normalisers_T[chunk] = normaliser_C
             logprobs_T[chunk] = z_CV.gather(1, targets_T[chunk, None]).squeeze(1) - normaliser_C
             if options.top_k:
                 top_CK, top_ids_TK[chunk] = z_CV.topk(options.top_k, dim=1)
                 top_logprobs_TK[chunk] = top_CK - normaliser_C[:, None]
             if options.entropy:
-                probs_CV = torch.exp(z_CV - normaliser_C[:, None])
-                # a probability of exactly 0 next to a logit of -inf adds nothing, not NaN
-                weighted_CV = torch.where(probs_CV > 0, probs_CV * z_CV, 0.0)
-                entropy_T[chunk] = normaliser_C - weighted_CV.sum(dim=1)
+                entropy_T[chunk] = normaliser_C - exp_CV.mul_(z_CV).sum(dim=1) / total_C
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, normalisers_T)
         ctx.options = options
         ctx.mark_non_differentiable(entropy_T, top_ids_TK, top_logprobs_TK)

@@ -273,26 +273,29 @@ def test_kill_before_any_file_system_call_leaves_a_usable_checkpoint(save: Save,
     assert [p.name for p in tmp_path.iterdir()] == ["step_000020"], "leftovers of the killed were not swept away"
 
 
-def _save_endlessly(save: Save) -> None:
+def _save_endlessly(save: Save, first: int, saved: Any) -> None:
     torch.set_num_threads(1)
-    step = 11
-    while True:
+    for step in itertools.count(first):
         save(step, keep=1)
-        step += 1
+        saved.send(step)
 
 
 @FORK
 def test_kill_at_random_moments_leaves_a_usable_checkpoint(save: Save, tmp_path: Path) -> None:
-    save(10)
-    newest = 10
+    """What the writer had told its parent of is there afterwards, or something newer."""
+    first = 10
     for seed in range(8):
-        child = _in_child(_save_endlessly, save)
-        time.sleep(random.Random(seed).uniform(0.02, 0.15))
+        told, saved = multiprocessing.get_context("fork").Pipe(duplex=False)
+        child = _in_child(_save_endlessly, save, first, saved)
+        assert told.poll(60)
+        step = told.recv()
+        time.sleep(random.Random(seed).uniform(0.0, 0.05))
         os.kill(child.pid, signal.SIGKILL)
         child.join(60)
         found = latest(tmp_path)
         assert found.path is not None and found.version is not None
         assert load_checkpoint(found.path).version == found.version
-        assert found.version.step >= min(newest, 11)
-        newest = found.version.step
-    assert newest > 10
+        assert found.version.step >= step
+        first = found.version.step + 1
+        told.close()
+        saved.close()

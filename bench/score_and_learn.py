@@ -1,0 +1,205 @@
+"""Scoring and learning, packed against padded, side by side on the built-in architecture (random weights).
+
+    OMP_NUM_THREADS=1 python bench/score_and_learn.py
+
+packed: this project's `TorchScorer.score` and `Trainer.step`. padded: what one writes first with transformers (sdpa):
+sequences padded on the right to the longest, an attention mask, logits for every position, log_softmax, gather; for
+learning the same loss, gradient clipping and AdamW. Both sides get the same sequences and give the same numbers, which
+is checked before anything is timed. Runs alternate, the first of each is thrown away. Tokens are real ones, prompt and
+completion together; padding is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from engines import packed
+from engines.base import ScoreRequest
+from engines.torch_scorer import TorchScorer
+from learner.config import LearnerConfig
+from learner.packing import TrainItem, train_items
+from learner.train_step import Trainer
+from protocol.messages import BatchItem
+
+VOCAB = 297
+SIZES = {"student 64/192": (64, 192), "teacher 160/480": (160, 480)}
+PROMPT_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The same sequences as a rectangle. B sequences, L tokens of the longest."""
+
+    ids_BL: Tensor
+    attention_BL: Tensor
+    completion_BL: Tensor
+    behaviour_BL: Tensor
+    teacher_BL: Tensor
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    random = np.random.default_rng(args.seed)
+    lengths = [PROMPT_TOKENS + int(random.integers(args.shortest, args.longest + 1)) for _ in range(args.sequences)]
+    sequences = [random.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
+    tokens = sum(lengths)
+    clock_s = time.process_time if args.cpu_time else time.perf_counter
+    print(
+        f"{args.sequences} sequences of {min(lengths)} to {max(lengths)} tokens, {tokens} in all "
+        f"({tokens / (max(lengths) * len(lengths)):.0%} of the rectangle), "
+        f"{args.repeats} alternating runs, one thread, {'CPU' if args.cpu_time else 'wall'} time\n"
+    )
+    print("| what | model | padded tok/s | packed tok/s | ratio (min..max of pairs) |")
+    print("|---|---|---|---|---|")
+    for model_name, size in SIZES.items():
+        for what, make in (("scoring", _scoring), ("learning", _learning)):
+            padded, ours = make(size, sequences)
+            _check_equal(padded(), ours())
+            rates = _alternate((padded, ours), tokens, args.repeats, clock_s)
+            ratios = [b / a for a, b in zip(*rates, strict=True)]
+            slow, fast = (statistics.median(side) for side in rates)
+            print(
+                f"| {what} | {model_name} | {slow:,.0f} | {fast:,.0f} | "
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f}) |"
+            )
+
+
+def _scoring(size: tuple[int, int], sequences: Sequence[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(padded, packed): each returns the log-probs of all completion tokens, [n]."""
+    scorer = TorchScorer(_model(size, packed.IMPLEMENTATION))
+    plain = _model(size, "sdpa")
+    requests = [ScoreRequest(ids, PROMPT_TOKENS) for ids in sequences]
+    rectangle = _rectangle(sequences)
+
+    def padded() -> Any:
+        with torch.inference_mode():
+            return _padded_logprobs(plain, rectangle).numpy()
+
+    def ours() -> Any:
+        return np.concatenate([result.logprobs for result in scorer.score(requests)])
+
+    return padded, ours
+
+
+def _learning(size: tuple[int, int], sequences: Sequence[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(padded, packed): each makes one optimizer step and returns its gradient norm, [1]."""
+    config = LearnerConfig(schedule="constant", warmup_steps=0, lr=1e-9)
+    trainer = Trainer(_model(size, packed.IMPLEMENTATION), config, total_steps=10**6)
+    items = [_item(index, ids) for index, ids in enumerate(sequences)]
+    plain = _model(size, "sdpa")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
+    rectangle = _rectangle(sequences)
+    behaviour_N = rectangle.behaviour_BL[rectangle.completion_BL]
+    teacher_N = rectangle.teacher_BL[rectangle.completion_BL]
+
+    def padded() -> Any:
+        student_N = _padded_logprobs(plain, rectangle)
+        current_N = student_N.detach()
+        weights_N = torch.exp(current_N - behaviour_N).clamp(max=config.ratio_cap)
+        loss = (weights_N * (current_N - teacher_N) * student_N).sum() / len(student_N)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return np.array([float(norm)])
+
+    def ours() -> Any:
+        return np.array([trainer.step(items).grad_norm])
+
+    return padded, ours
+
+
+def _padded_logprobs(model: PreTrainedModel, rectangle: Padded) -> Tensor:
+    logits_BLV = model(input_ids=rectangle.ids_BL, attention_mask=rectangle.attention_BL, use_cache=False).logits
+    logprobs_BLV = torch.log_softmax(logits_BLV[:, :-1].float(), dim=-1)
+    chosen_BL = logprobs_BLV.gather(2, rectangle.ids_BL[:, 1:, None]).squeeze(2)
+    return chosen_BL[rectangle.completion_BL[:, 1:]]
+
+
+def _model(size: tuple[int, int], implementation: str) -> PreTrainedModel:
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": size[0],
+        "intermediate_size": size[1],
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 512,
+    }
+    torch.manual_seed(0)
+    model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model.set_attn_implementation(implementation)
+    return model.eval()
+
+
+def _item(index: int, ids_L: Any) -> TrainItem:
+    """A rollout whose completion is trained; behaviour and teacher log-probs are near those of random weights."""
+    random = np.random.default_rng(index)
+    end = len(ids_L)
+    item = BatchItem(str(index), index, 0, 1, "", ("default",), end, (), True, "stop", None, 1)
+    mask_L = (np.arange(end) >= PROMPT_TOKENS).astype(np.uint8)
+    behaviour_L = np.full(end, -np.log(VOCAB), np.float32)
+    teacher_1L = (-6.0 + random.normal(0, 0.5, (1, end))).astype(np.float32)
+    return train_items([item], (ids_L, behaviour_L, mask_L, teacher_1L))[0]
+
+
+def _rectangle(sequences: Sequence[Any]) -> Padded:
+    longest = max(len(ids) for ids in sequences)
+    items = [_item(index, ids) for index, ids in enumerate(sequences)]
+
+    def pad(rows: Sequence[Any]) -> Tensor:
+        return torch.stack([torch.from_numpy(np.pad(row, (0, longest - len(row)))) for row in rows])
+
+    return Padded(
+        ids_BL=pad(sequences).long(),
+        attention_BL=pad([np.ones(len(ids), np.int64) for ids in sequences]),
+        completion_BL=pad([item.train_mask_L for item in items]),
+        behaviour_BL=pad([item.behaviour_L for item in items]),
+        teacher_BL=pad([item.teacher_ML[0] for item in items]),
+    )
+
+
+def _check_equal(padded: Any, ours: Any) -> None:
+    """Both sides must compute the same before their speed is compared."""
+    np.testing.assert_allclose(np.sort(padded), np.sort(ours), rtol=1e-3, atol=1e-4)
+
+
+def _alternate(
+    sides: Sequence[Callable[[], Any]], tokens: int, repeats: int, clock_s: Callable[[], float]
+) -> list[list[float]]:
+    """Tokens per second of each run of each side."""
+    rates: list[list[float]] = [[] for _ in sides]
+    for _ in range(repeats + 1):
+        for side, run in zip(rates, sides, strict=True):
+            started_s = clock_s()
+            run()
+            side.append(tokens / (clock_s() - started_s))
+    return [side[1:] for side in rates]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sequences", type=int, default=64, help="sequences per batch")
+    parser.add_argument("--shortest", type=int, default=16, help="completion tokens at least")
+    parser.add_argument("--longest", type=int, default=58, help="completion tokens at most")
+    parser.add_argument("--repeats", type=int, default=15, help="timed runs of each side")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU seconds: for a machine that is busy")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
