@@ -1,0 +1,91 @@
+"""Choosing the next token of every row at once, and its log-prob under the distribution really sampled from.
+
+Order, as in transformers: temperature, then top-k, then top-p over what top-k kept; the rest is renormalised. A row's
+token depends on its own logits, settings and uniform number only, never on the other rows.
+
+Legend: B rows (requests), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from protocol.messages import Sampling
+
+_SEED_MASK = (1 << 64) - 1
+_PHILOX_BLOCK = 4
+"""Doubles that one step of numpy's Philox counter yields."""
+_LARGEST_UNIFORM = 1.0 - 2.0**-50
+"""Keeps u * total strictly under total after rounding, so that the inverse CDF never runs past the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Settings per row; None where every row has the neutral value, so that the step can leave that work out."""
+
+    inverse_temperature_B: Tensor | None
+    """float32; 1 for greedy rows."""
+    top_k_B: Tensor | None
+    """int64; V or more = off."""
+    top_p_B: Tensor | None
+    """float64; 2 = off (1 could cut the tail by rounding). Given if and only if top_k_B is."""
+    greedy_B: Tensor | None
+    """bool."""
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises ValueError for settings that define no distribution."""
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise ValueError(f"temperature = {sampling.temperature}; expected 0 (greedy) or a positive number")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p = {sampling.top_p}; expected a number in (0, 1], 1 = off")
+    if sampling.top_k < 0:
+        raise ValueError(f"top_k = {sampling.top_k}; expected 0 (off) or more")
+
+
+def draw_uniforms(seed: int, offset: int, n: int) -> npt.NDArray[np.float64]:
+    """Numbers offset .. offset + n - 1 of the stream of `seed`, [n] in [0, 1); any offset costs the same."""
+    skipped = offset % _PHILOX_BLOCK
+    bits = np.random.Philox(key=seed & _SEED_MASK, counter=offset // _PHILOX_BLOCK)
+    return np.minimum(np.random.Generator(bits).random(skipped + n)[skipped:], _LARGEST_UNIFORM)
+
+
+def sample(logits_BV: Tensor, rows: RowSampling, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ids_B (int64) and logprobs_B (float32). `uniforms_B` is float64 in [0, 1).
+
+    Inverse CDF over the vocabulary in id order. The running sum is float64: over a large vocabulary a float32 one
+    would be off by more than the probability of most tokens. NaN logits give a NaN log-prob.
+    """
+    logits_BV = logits_BV.float()
+    if rows.inverse_temperature_B is not None:
+        logits_BV = logits_BV * rows.inverse_temperature_B[:, None]
+    probs_BV = torch.softmax(logits_BV, dim=-1)
+    if rows.top_k_B is not None and rows.top_p_B is not None:
+        probs_BV = _truncate(probs_BV, rows.top_k_B, rows.top_p_B)
+    cdf_BV = torch.cumsum(probs_BV, dim=-1, dtype=torch.float64)
+    total_B1 = cdf_BV[:, -1:]
+    ids_B1 = torch.searchsorted(cdf_BV, uniforms_B[:, None] * total_B1, right=True)
+    if rows.greedy_B is not None:
+        ids_B1 = torch.where(rows.greedy_B[:, None], logits_BV.argmax(dim=-1, keepdim=True), ids_B1)
+    ids_B1 = ids_B1.clamp_max_(logits_BV.shape[1] - 1)  # only NaN rows reach past the end
+    logprobs_B1 = (probs_BV.gather(1, ids_B1) / total_B1).log_()
+    return ids_B1.squeeze(1), logprobs_B1.squeeze(1).float()
+
+
+def _truncate(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """Zero what top-k and top-p leave out; not renormalised. Always keeps the likeliest token."""
+    sorted_BV, order_BV = cast(tuple[Tensor, Tensor], torch.sort(probs_BV, dim=-1, descending=True, stable=True))
+    ranks_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
+    within_k_BV = ranks_V < top_k_B[:, None]
+    top_BV = torch.where(within_k_BV, sorted_BV, 0.0).to(torch.float64)
+    before_BV = torch.cumsum(top_BV, dim=-1) - top_BV
+    keep_BV = within_k_BV & (before_BV < top_p_B[:, None] * top_BV.sum(dim=-1, keepdim=True))
+    keep_BV[:, 0] = True
+    return torch.where(torch.zeros_like(keep_BV).scatter_(1, order_BV, keep_BV), probs_BV, 0.0)
