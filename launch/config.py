@@ -54,7 +54,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     status_every_s: float = 5.0
     """Seconds between plain status lines."""
     memory_every_s: float = 5.0
-    """Seconds between samples of the memory of all processes."""
+    """Seconds between samples of the memory of all processes; more where there are many of them."""
 
     def __post_init__(self) -> None:
         if self.threads_per_worker < 1:

@@ -66,6 +66,7 @@ def worker_environment(threads: int) -> dict[str, str]:
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not spoil the fork server for CUDA
         "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{path}" if path else str(REPO_ROOT),
     }
 

@@ -48,6 +48,8 @@ BUFFER_ALONE_S: Final = 2.0
 """How long the buffer may take to leave by itself when all others have left; it may wait for a peer that is dead."""
 WORD_S: Final = 3.0
 """How long after the learner's or the buffer's exit the Shutdown message may still come."""
+MEMORY_SAMPLING_SHARE: Final = 0.02
+"""Of one core, at most, for sampling memory."""
 KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
 RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset({"actor", "teacher"})
@@ -96,7 +98,7 @@ class Supervisor:
         """Learner or buffer, when it left well before the launcher heard that the run is over."""
         self._ready_s: float | None = None
         self._peak_memory_bytes = 0
-        self._memory_at_s = 0.0
+        self._memory_due_s = 0.0
 
     def run(self) -> Outcome:
         """Start, watch, stop. Does not raise for what goes wrong in the run: the outcome says it."""
@@ -213,7 +215,8 @@ class Supervisor:
         if self._ending is None:
             self._start_due(now_s)
             self._end_without_word(now_s)
-        if now_s - self._memory_at_s > self._config.launch.memory_every_s:
+        self._status.show(self._view(now_s))
+        if now_s > self._memory_due_s:
             self._sample_memory()
 
     def _exited(self, event: Exited) -> None:
@@ -262,7 +265,6 @@ class Supervisor:
             self._end(shutdown.ok, shutdown.reason, ExitCode.OK if shutdown.ok else ExitCode.FAILED)
         elif self._ending is None and self._link.lost is not None and self._workers[BUFFER].running:
             self._end(False, f"the buffer does not answer: {self._link.lost}", ExitCode.FAILED, tail_of=(BUFFER,))
-        self._status.show(self._view(now_s))
 
     def _kill_silent(self, snapshot: Snapshot, now_s: float) -> None:
         """A process that runs but has not been heard of for long (deadlocked, stopped) is killed; its exit is then
@@ -295,8 +297,12 @@ class Supervisor:
         self._status.say(f"the run is over: {reason}" if ok else f"the run ends: {reason}")
 
     def _sample_memory(self) -> None:
-        self._memory_at_s = time.monotonic()
+        """With many processes a sample costs a good part of a second of CPU: then they are taken further apart."""
+        began_s = time.process_time()
         self._peak_memory_bytes = max(self._peak_memory_bytes, tree_memory_bytes())
+        cost_s = time.process_time() - began_s
+        wait_s = max(self._config.launch.memory_every_s, cost_s / MEMORY_SAMPLING_SHARE)
+        self._memory_due_s = time.monotonic() + wait_s
 
     def _view(self, now_s: float) -> RunView:
         return RunView(
