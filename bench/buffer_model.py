@@ -258,7 +258,7 @@ class BufferModel:
             passed_over = [r for r in waiting if r.whole and r.n_offered_tokens and r.slot.order < orders[-1]]
             assert not passed_over, f"older and whole: {passed_over}"
             if self.config.max_staleness == 0:
-                assert len(orders) == self.config.batch_rollouts, f"not the rollouts of one step: {orders} {waiting} {state!r}"
+                assert len(orders) == self.config.batch_rollouts, f"not one step: {orders}, {state!r}"
         if self.config.max_staleness == 0 or self.config.release == "rollout":
             assert all(state._life.rollouts[i].whole for i in ids), "not whole"
 

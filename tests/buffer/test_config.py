@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from buffer.config import BufferConfig
+
+
+def test_defaults_are_asynchronous_distillation() -> None:
+    config = BufferConfig()
+    assert (config.max_staleness, config.batch_rollouts, config.release) == (4, 64, "deadline")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_staleness": -1}, "max_staleness is -1, expected 0"),
+        ({"batch_rollouts": 0}, "batch_rollouts is 0, expected 1"),
+        ({"lease_s": 0.0}, "lease_s is 0.0, expected more"),
+        ({"ticket_timeout_s": float("nan")}, "ticket_timeout_s is nan"),
+        ({"peer_timeout_s": 1.5, "heartbeat_s": 1.0}, "at least twice heartbeat_s"),
+        ({"max_segment_tokens": 10, "max_rollout_tokens": 5}, "at most max_rollout_tokens"),
+    ],
+)
+def test_senseless_values_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        BufferConfig(**settings)
+
+
+def test_unknown_keys_and_policies_are_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.convert({"max_stalenes": 1}, BufferConfig)
+    with pytest.raises(msgspec.ValidationError, match="release"):
+        msgspec.convert({"release": "sometimes"}, BufferConfig)

@@ -1,0 +1,307 @@
+"""Peers that fail, fall silent, die and come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol import messages as m
+from tests.buffer.driver import Driver, rollout_ids, v
+
+Make = type[Driver]
+
+
+def test_a_failed_rollout_is_dropped_and_tried_again_with_another_seed(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    assert driver.take(m.RolloutFailedAck) == [m.RolloutFailedAck("train-0-0-0")]
+    assert driver.ledger.tokens.dropped == {"rollout_failed:engine": 2}
+    again = driver.tickets["train-0-0-1"]
+    assert again.sampling.seed != driver.tickets["train-0-0-0"].sampling.seed
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    assert driver.take(m.RolloutFailedAck) == [m.RolloutFailedAck("train-0-0-0")], "repeated, and known"
+    assert "train-0-0-2" not in driver.tickets
+
+
+def test_after_max_attempts_the_sample_is_dropped_for_good(make: Make) -> None:
+    driver = make(max_attempts=2, staleness=0, batch=1)
+    driver.offer(0, 1)
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    assert driver.snapshot.queues["rollouts_live"] == 1
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-1", "engine"))
+    assert set(driver.tickets) == {"train-0-0-0", "train-0-0-1", "train-1-0-0"}
+    assert driver.snapshot.queues["rollouts_given_up_total"] == 1
+
+
+def test_a_lost_actors_rollouts_go_to_others_under_a_new_id(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    driver.actor("b")
+    driver.lose("actor", "a")
+    assert driver.holder["train-0-0-1"] == "b"
+    assert driver.ledger.tokens.dropped == {"actor_lost": 2}
+    assert driver.take(m.Membership)[-1].actors == ("b",)
+
+
+def test_a_new_incarnation_means_that_the_old_one_is_dead(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    driver.join("actor", "a", incarnation="2")
+    assert driver.ledger.tokens.dropped == {"actor_lost": 2}
+    assert "train-0-0-1" not in driver.tickets, "the new process gave no credit yet"
+    driver.send("actor", "a", m.TicketCredit(1, 1, 0))
+    assert "train-0-0-1" in driver.tickets
+    assert driver.take(m.Membership)[-1] == m.Membership(("a",), ("2",))
+
+
+def test_a_reconnect_of_the_same_incarnation_loses_nothing(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    driver.join("actor", "a")
+    ack = driver.write("train-0-0-0", 1, final=True)
+    assert ack is not None and ack.status == "accepted"
+
+
+def test_an_actor_back_from_silence_is_told_to_stop_what_was_taken_from_it(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    driver.lose("actor", "a")
+    driver.join("actor", "a")
+    assert driver.take(m.CancelRollout) == [m.CancelRollout("train-0-0-0", "actor_lost")]
+    late = driver.write("train-0-0-0", 1, final=True)
+    assert late is not None and late.reason == "rollout_ended"
+    driver.send("actor", "a", m.TicketCredit(1, 2, 1))
+    assert "train-0-0-1" in driver.tickets
+
+
+def test_an_actor_back_from_silence_is_not_held_to_tickets_it_never_got(make: Make) -> None:
+    driver = make(peers=False)
+    driver.join("learner", "learner")
+    driver.actor("a", n=2)
+    driver.offer(0, 1, 2)
+    assert len(driver.tickets) == 2
+    driver.lose("actor", "a")
+    driver.join("actor", "a")
+    assert len(driver.tickets) == 2, "nothing before its next credit"
+    driver.send("actor", "a", m.TicketCredit(2, 2, 0))
+    assert len(driver.tickets) == 4, "the two on their way were lost"
+
+
+def test_ticket_credit_is_absolute_and_counts_what_is_on_its_way(make: Make) -> None:
+    driver = make(peers=False, batch=10)
+    driver.join("learner", "learner")
+    driver.actor("a", n=3)
+    driver.offer(*range(8))
+    assert len(driver.tickets) == 3
+    driver.send("actor", "a", m.TicketCredit(3, 2, 0))
+    assert len(driver.tickets) == 3, "three are on their way"
+    driver.send("actor", "a", m.TicketCredit(3, 1, 3))
+    assert len(driver.tickets) == 3, "an old credit"
+    driver.send("actor", "a", m.TicketCredit(1, 3, 3))
+    assert len(driver.tickets) == 4
+
+
+def test_actors_take_turns(make: Make) -> None:
+    driver = make(peers=False, batch=10)
+    driver.join("learner", "learner")
+    driver.actor("a", n=10)
+    driver.actor("b", n=10)
+    driver.offer(*range(4))
+    assert sorted(driver.holder.values()) == ["a", "a", "b", "b"]
+
+
+def test_a_silent_rollout_is_taken_back_and_cancelled(make: Make) -> None:
+    driver = make(ticket_timeout_s=100.0)
+    driver.offer(0, 1)
+    driver.wait(60.0)
+    driver.write("train-1-0-0", 1)
+    driver.wait(50.0)
+    assert driver.take(m.CancelRollout) == [m.CancelRollout("train-0-0-0", "ticket_timeout")]
+    assert "train-0-0-1" in driver.tickets and "train-1-0-1" not in driver.tickets
+    driver.wait(50.0)
+    assert driver.take(m.CancelRollout) == [m.CancelRollout("train-1-0-0", "ticket_timeout")]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_rollout_that_was_trained_in_part_ends_where_it_stands(make: Make, trained: bool) -> None:
+    driver = make(batch=1, staleness=3, release="segment")
+    driver.offer(0, 1)
+    driver.write("train-0-0-0", 10)
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None
+    if trained:
+        driver.trained(batch)
+    driver.write("train-0-0-0", 2)
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    assert "train-0-0-1" not in driver.tickets
+    assert driver.ledger.tokens.dropped == {}
+    late = driver.write("train-0-0-0", 1)
+    assert late is not None and late.reason == "rollout_ended"
+    if not trained:
+        driver.trained(batch)
+    driver.roll(1, n=10, step=0)
+    batch = driver.want(1)
+    assert rollout_ids(batch) == ["train-0-0-0", "train-1-0-0"], "what was accepted may be trained"
+    assert batch is not None and not batch.items[0].final and batch.items[1].final
+    driver.trained(batch)
+    assert driver.ledger.rollouts.trained == 2
+
+
+def test_a_restarted_learner_gets_what_the_former_one_had_not_trained(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0, 1)
+    driver.roll(0)
+    held = driver.want(0)
+    assert driver.ledger.tokens.in_flight == 2
+    driver.restart_learner(0, epoch=1)
+    assert driver.ledger.tokens.in_flight == 0 and driver.ledger.tokens.waiting == 2
+    batch = driver.want(0, epoch=1)
+    assert rollout_ids(batch) == rollout_ids(held)
+    assert held is not None and batch is not None and batch.batch_id != held.batch_id
+
+
+def test_a_learner_that_was_only_cut_off_keeps_its_batch(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.lose("learner", "learner")
+    driver.join("learner", "learner")
+    again = driver.want(0)
+    assert again is not None and again.batch_id == batch.batch_id
+    driver.trained(batch)
+    assert driver.ledger.tokens.trained == 2
+
+
+def test_a_learner_that_says_goodbye_gives_its_batch_back_and_cannot_train_it_later(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.send("learner", "learner", m.Goodbye("done"))
+    assert driver.ledger.tokens.waiting == 2
+    driver.join("learner", "learner")
+    driver.trained(batch)
+    assert driver.ledger.tokens.trained == 0
+    assert driver.ledger.rejected == {"unknown_batch": 1}
+    assert driver.take(m.BatchTrainedAck) != [], "so that it is not sent for ever"
+
+
+def test_tokens_of_an_abandoned_branch_are_as_far_as_the_way_back_and_up(make: Make) -> None:
+    driver = make(batch=1, staleness=2)
+    driver.offer(0, 1, 2, 3, 4)
+    for step in range(2):
+        driver.roll(step, step=step)
+        batch = driver.want(step)
+        assert batch is not None
+        driver.trained(batch)
+    driver.roll(2, step=2)
+    driver.restart_learner(1, epoch=1)
+    batch = driver.want(1, epoch=1)
+    assert batch is not None and batch.staleness == {1: 2}, "one step back to the fork at 1"
+    driver.trained(batch)
+    driver.roll(3, step=2)
+    driver.roll(4, step=2, epoch=1)
+    batch = driver.want(2, epoch=1)
+    assert batch is not None and batch.staleness == {2: 2}, "one step back, one step up"
+
+
+def test_tickets_after_a_fork_wait_for_weights_of_the_new_branch(make: Make) -> None:
+    driver = make(batch=1, staleness=0)
+    driver.offer(0, 1, 2)
+    for step in range(2):
+        driver.roll(step, step=step)
+        batch = driver.want(step)
+        assert batch is not None
+        driver.trained(batch)
+    assert driver.tickets["train-2-0-0"].min_version == v(2)
+    driver.restart_learner(1, epoch=1)
+    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine"))
+    assert driver.tickets["train-2-0-1"].min_version == v(1, epoch=1)
+
+
+def test_a_fork_may_be_heard_of_in_a_request_first(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0)
+    driver.roll(0)
+    driver.join("learner", "learner", "2")
+    assert rollout_ids(driver.want(0, epoch=3)) == ["train-0-0-0"]
+    assert driver.snapshot.published == v(0, epoch=3)
+
+
+def test_a_learner_of_a_branch_that_was_left_is_refused(make: Make) -> None:
+    driver = make(batch=1)
+    driver.restart_learner(0, epoch=2)
+    assert driver.want(5, epoch=1) is None
+    (refused,) = driver.take(m.Refused)
+    assert (refused.got, refused.expected) == ("version 1.5", "epoch 2")
+
+
+def test_a_learner_that_goes_back_without_a_new_epoch_is_refused(make: Make) -> None:
+    driver = make(batch=1, staleness=2)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    driver.join("learner", "learner", "2")
+    assert driver.want(0) is None
+    (refused,) = driver.take(m.Refused)
+    assert "higher epoch" in refused.expected
+
+
+def test_snapshots_of_an_abandoned_branch_are_forgotten(make: Make) -> None:
+    driver = make()
+    for step in (1, 3):
+        ref = m.WeightsRef(v(step), f"weights-{step}", "0")
+        driver.send("learner", "learner", m.VersionPublished(v(step), ref))
+    driver.send("learner", "learner", m.VersionPublished(v(4), None))
+    assert driver.state.weights == m.WeightsRef(v(3), "weights-3", "0") and driver.state.published == v(4)
+    driver.send("learner", "learner", m.VersionPublished(v(2), None))
+    assert driver.state.published == v(4), "an older one, late"
+    driver.restart_learner(3, epoch=1)
+    assert driver.state.weights is not None, "step 3 is where the new branch begins"
+    driver.restart_learner(2, epoch=2, incarnation="3")
+    assert driver.state.weights is None and driver.state.published == v(2, epoch=2)
+
+
+def test_tasks_offered_again_are_duplicates_unless_their_training_was_lost(make: Make) -> None:
+    driver = make(batch=1, staleness=3)
+    driver.offer(0, 1, 2)
+    driver.offer(0)
+    assert len(driver.tickets) == 3
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None and batch.tasks_done == (0,)
+    driver.trained(batch)
+    driver.offer(0)
+    assert "train-0-0-3" not in driver.tickets, "done, and offered by the learner that knows it"
+    driver.restart_learner(0, epoch=1)
+    driver.take(m.TasksAck)
+    driver.offer(0, 1)
+    assert driver.take(m.TasksAck)[0].task_ids == (0, 1)
+    assert "train-0-0-3" in driver.tickets, "run again under an id that was never used"
+    assert "train-1-0-3" not in driver.tickets, "it is still here"
+
+
+def test_a_restarted_learner_is_told_only_of_tasks_it_has_offered(make: Make) -> None:
+    driver = make(batch=1, staleness=3, max_attempts=1)
+    driver.offer(0, 1, 2)
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.restart_learner(0, epoch=1)
+    driver.roll(1)
+    batch = driver.want(0, epoch=1)
+    assert batch is not None and batch.tasks_done == (), "its stream has not come to them"
+    driver.trained(batch)
+    driver.offer(0, 1, 2)
+    driver.roll(2)
+    batch = driver.want(1, epoch=1)
+    assert batch is not None and set(batch.tasks_done) == {0, 1, 2}

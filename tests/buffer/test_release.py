@@ -1,0 +1,396 @@
+"""Which tokens leave for the learner, and when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from buffer.config import Release
+from protocol import messages as m
+from protocol.messages import VersionSpan
+from tests.buffer.driver import Driver, rollout_ids, v
+
+Make = type[Driver]
+
+
+def advance(driver: Driver, steps: int, first_task: int = 100) -> None:
+    """Train `steps` batches of other rollouts, so that the clock moves on. Needs one free ticket per rollout."""
+    size = driver.config.batch_rollouts
+    for _ in range(steps):
+        now = driver.snapshot.version
+        tasks = range(first_task, first_task + size)
+        driver.offer(*tasks)
+        for task_id in tasks:
+            driver.roll(task_id, step=now.step)
+        batch = driver.want(now.step)
+        assert batch is not None
+        driver.trained(batch)
+        first_task += size
+
+
+def test_a_batch_leaves_when_enough_whole_rollouts_are_scored_oldest_first(make: Make) -> None:
+    driver = make(batch=2, staleness=1)
+    driver.offer(0, 1, 2)
+    assert driver.want(0) is None
+    driver.roll(2)
+    driver.take(m.Batch)
+    driver.roll(1)
+    assert rollout_ids(driver.batch()) == ["train-1-0-0", "train-2-0-0"]
+    driver.roll(0)
+    assert driver.ledger.tokens.waiting == 2
+
+
+def test_an_item_carries_everything_up_to_its_last_token(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.write("train-0-0-0", 2, context=1)
+    driver.write("train-0-0-0", 1, final=True)
+    driver.score()
+    driver.send("learner", "learner", m.BatchWanted(v(0)))
+    ids, logprobs, train_mask, teacher = driver.frames(driver.sent)
+    batch = driver.batch()
+    assert batch is not None
+    assert list(ids) == [1, 2, 10, 11, 3, 10]
+    assert list(train_mask) == [0, 0, 1, 1, 0, 1]
+    np.testing.assert_array_equal(logprobs, np.where(train_mask, np.float32(-0.5), 0))
+    np.testing.assert_array_equal(teacher, np.where(train_mask, np.float32(-1), 0)[None, :])
+    (item,) = batch.items
+    assert item.spans == (VersionSpan(v(0), 2, 4), VersionSpan(v(0), 5, 6))
+    assert (item.end, item.final, item.finish_reason, item.reward) == (6, True, "stop", 1.0)
+    assert batch.staleness == {0: 3}
+    assert all(not array.flags.writeable for array in (ids, logprobs)), "views on what the buffer keeps"
+
+
+def test_an_unscored_rollout_does_not_leave(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.write("train-0-0-0", 2, final=True)
+    assert driver.want(0) is None
+
+
+@pytest.mark.parametrize("release", ["segment", "deadline", "rollout"])
+def test_only_policy_segment_lets_a_fresh_prefix_go(make: Make, release: Release) -> None:
+    driver = make(batch=1, staleness=2, release=release)
+    driver.offer(0, 1, 2)
+    driver.roll(0, n=4)  # finished rollouts have 4 sampled tokens on the average
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    driver.write("train-1-0-0", 4, step=1)
+    driver.score()
+    batch = driver.want(1)
+    assert (batch is not None) == (release == "segment")
+
+
+def test_pieces_of_a_rollout_weigh_what_they_are_of_the_mean(make: Make) -> None:
+    driver = make(batch=1, staleness=3, release="segment")
+    driver.offer(0, 1, 2)
+    driver.roll(0, n=4)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    driver.want(1)
+    driver.write("train-1-0-0", 2, step=1)
+    driver.score()
+    assert driver.batch() is None, "half of a mean rollout is half a batch"
+    driver.write("train-2-0-0", 2, step=1)
+    driver.score()
+    batch = driver.batch()
+    assert rollout_ids(batch) == ["train-1-0-0", "train-2-0-0"]
+    assert batch is not None and batch.staleness == {0: 4}
+    assert not any(item.final for item in batch.items)
+
+
+def test_what_left_early_is_context_of_the_rest(make: Make) -> None:
+    driver = make(batch=1, staleness=3, release="segment")
+    driver.offer(0, 1, 2)
+    driver.roll(0, n=2)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    driver.want(1)
+    driver.write("train-1-0-0", 2, step=1)
+    driver.score()
+    first = driver.batch()
+    assert first is not None and first.tasks_done == ()
+    driver.trained(first)
+    driver.want(2)
+    driver.write("train-1-0-0", 2, step=2, final=True)
+    driver.roll(2, step=2)
+    masks = [list(o.arrays[2]) for o in driver.sent if isinstance(o.message, m.Batch)]
+    second = driver.batch()
+    assert second is not None and [item.end for item in second.items] == [6, 4]
+    assert masks == [[0, 0, 0, 0, 1, 1]]
+    assert second.tasks_done == (1, 2)
+    driver.trained(second)
+    ledger = driver.ledger
+    assert (ledger.tokens.trained, ledger.segments.trained, ledger.rollouts.trained) == (8, 4, 3)
+
+
+def test_a_scored_prefix_leaves_before_it_would_be_stale(make: Make) -> None:
+    driver = make(batch=2, staleness=2, release="deadline")
+    driver.offer(0)
+    driver.write("train-0-0-0", 4)
+    driver.score()
+    driver.offer(1, 2, 3, 4)
+    for step, task_id in ((0, 1), (1, 3)):
+        driver.roll(task_id, n=4, step=step)
+        driver.roll(task_id + 1, n=4, step=step)
+        batch = driver.want(step)
+        assert rollout_ids(batch) == [f"train-{task_id}-0-0", f"train-{task_id + 1}-0-0"], "the prefix is fresh enough"
+        assert batch is not None
+        driver.trained(batch)
+    driver.offer(5)
+    driver.roll(5, n=4, step=2)
+    batch = driver.want(2)
+    assert rollout_ids(batch) == ["train-0-0-0", "train-5-0-0"], "in step 3 it would be too late"
+    assert batch is not None and batch.staleness == {0: 4, 2: 4}
+
+
+def test_an_idle_learner_gets_prefixes_after_a_while(make: Make) -> None:
+    driver = make(batch=1, staleness=2, release="deadline", idle_release_s=5.0)
+    driver.offer(0)
+    driver.write("train-0-0-0", 10)  # max_new_tokens: with no finished rollout yet, the mean is taken to be that
+    driver.score()
+    assert driver.want(0) is None
+    driver.wait(4.9)
+    assert driver.batch() is None
+    driver.wait(0.2)
+    assert rollout_ids(driver.batch()) == ["train-0-0-0"]
+
+
+def test_prefixes_never_leave_when_the_bound_is_zero(make: Make) -> None:
+    for release in ("segment", "deadline"):
+        driver = make(batch=1, staleness=0, release=release, idle_release_s=5.0)
+        driver.offer(0)
+        driver.write("train-0-0-0", 10)
+        driver.score()
+        assert driver.want(0) is None
+        driver.wait(60.0)
+        assert driver.batch() is None
+
+
+def test_whole_groups_leave_together(make: Make) -> None:
+    driver = make(batch=2, staleness=2, release="rollout")
+    driver.offer(0, 1, group=2)
+    driver.want(0)
+    driver.roll(0, 0)
+    driver.roll(1, 1)
+    assert driver.batch() is None
+    driver.roll(1, 0)
+    assert rollout_ids(driver.batch()) == ["train-1-0-0", "train-1-1-0"]
+
+
+def test_a_group_that_lost_a_sample_counts_with_what_is_left(make: Make) -> None:
+    driver = make(batch=2, staleness=1, release="rollout", max_attempts=1)
+    driver.offer(0, 1, group=2)
+    driver.want(0)
+    driver.roll(0, 0)
+    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine"))
+    assert driver.batch() is None, "one rollout is not two"
+    driver.roll(1, 0)
+    driver.roll(1, 1)
+    assert rollout_ids(driver.batch()) == ["train-0-0-0", "train-1-0-0", "train-1-1-0"]
+
+
+def test_a_group_is_not_begun_without_room_for_all_of_it(make: Make) -> None:
+    driver = make(batch=3, staleness=0, release="rollout")
+    driver.offer(0, 1, group=2)
+    assert set(driver.tickets) == {"train-0-0-0", "train-0-1-0"}
+    driver.want(0)
+    driver.roll(0, 0)
+    driver.roll(0, 1)
+    batch = driver.batch()
+    assert rollout_ids(batch) == ["train-0-0-0", "train-0-1-0"], "nothing can follow: a smaller batch leaves"
+    assert batch is not None
+    driver.trained(batch)
+    assert driver.tickets["train-1-1-0"].min_version == v(1)
+
+
+def test_a_group_that_could_never_be_out_at_once_is_refused(make: Make) -> None:
+    driver = make(batch=2, staleness=1, release="rollout")
+    driver.offer(0, group=5)
+    (refused,) = driver.take(m.Refused)
+    assert refused.got == "group_size 5" and "(max_staleness + 1) * batch_rollouts = 4" in refused.expected
+    assert not driver.tickets
+
+
+def test_bound_zero_is_the_synchronous_schedule(make: Make) -> None:
+    driver = make(batch=2, staleness=0)
+    driver.offer(*range(6))
+    for step in range(3):
+        mine = [f"train-{2 * step + i}-0-0" for i in range(2)]
+        assert set(driver.tickets) == {f"train-{i}-0-0" for i in range(2 * step + 2)}
+        assert {driver.tickets[rollout_id].min_version for rollout_id in mine} == {v(step)}
+        assert driver.want(step) is None
+        for i in (1, 0):
+            driver.roll(2 * step + i, step=step)
+        batch = driver.batch()
+        assert rollout_ids(batch) == mine
+        assert batch is not None and batch.staleness == {0: 4}
+        driver.trained(batch)
+
+
+def test_a_sample_dropped_for_good_is_replaced_in_the_same_step_when_the_bound_is_zero(make: Make) -> None:
+    driver = make(batch=2, staleness=0, max_attempts=1)
+    driver.offer(*range(4))
+    driver.want(0)
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    assert driver.tickets["train-2-0-0"].min_version == v(0)
+    driver.roll(1)
+    driver.roll(2)
+    assert rollout_ids(driver.batch()) == ["train-1-0-0", "train-2-0-0"]
+
+
+def test_stale_tokens_are_masked_token_by_token(make: Make) -> None:
+    driver = make(batch=1, staleness=1, release="rollout")
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    advance(driver, 1)
+    message, arrays = driver.make("train-0-0-0", 4)
+    spans = (VersionSpan(v(0), 4, 6), VersionSpan(v(1), 6, 8))
+    driver.submit(m.Segment(message.rollout_id, 1, 4, 8, spans, final=False), arrays)
+    advance(driver, 1, first_task=200)
+    driver.write("train-0-0-0", 1, step=2, final=True)
+    driver.score()
+    driver.send("learner", "learner", m.BatchWanted(v(2)))
+    assert list(driver.frames(driver.sent)[2]) == [0, 0, 0, 0, 0, 0, 1, 1, 1]
+    batch = driver.batch()
+    assert batch is not None and batch.staleness == {0: 1, 1: 2}
+    assert driver.ledger.tokens.masked == {"stale": 4}
+    assert driver.ledger.segments.masked == {"stale": 1}, "the first segment is stale altogether"
+    driver.trained(batch)
+    assert driver.ledger.segments.trained == 4 and driver.ledger.rollouts.trained == 3
+
+
+def test_a_rollout_that_is_stale_altogether_is_settled_and_fills_no_batch(make: Make) -> None:
+    driver = make(batch=1, staleness=0)
+    driver.offer(0, 1)
+    driver.write("train-0-0-0", 2, final=True, step=0)
+    driver.score()
+    driver.restart_learner(0, epoch=1)
+    driver.send("learner", "learner", m.VersionPublished(v(1, 1), None))
+    assert driver.want(1, epoch=1) is None
+    assert driver.ledger.rollouts.masked == {"stale": 1}
+    assert driver.tickets["train-1-0-0"].min_version == v(1, 1), "its place is free"
+
+
+def test_a_repeated_request_gets_the_same_batch_and_a_late_one_nothing(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0, 1)
+    driver.roll(0)
+    first = driver.want(0)
+    driver.roll(1)
+    again = driver.want(0)
+    assert first is not None and again is not None
+    assert (first.batch_id, first.items, first.staleness) == (again.batch_id, again.items, again.staleness)
+    driver.trained(first)
+    assert driver.want(0) is None
+    second = driver.want(1)
+    assert second is not None and second.batch_id != first.batch_id
+
+
+def test_the_next_batch_may_be_asked_for_while_one_is_held(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0, 1, 2)
+    driver.roll(0)
+    driver.roll(1)
+    first, second = driver.want(0), driver.want(1)
+    assert rollout_ids(first) == ["train-0-0-0"] and rollout_ids(second) == ["train-1-0-0"]
+    assert second is not None and second.staleness == {1: 2}, "against its own version"
+    assert set(driver.tickets) == {"train-0-0-0", "train-1-0-0"}, "both count until they are trained"
+    assert first is not None
+    driver.trained(first)
+    assert "train-2-0-0" in driver.tickets
+
+
+def test_batch_trained_is_acknowledged_again_and_counted_once(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    for _ in range(3):
+        driver.trained(batch)
+    assert driver.take(m.BatchTrainedAck) == [m.BatchTrainedAck(batch.batch_id, v(1))] * 3
+    assert driver.ledger.tokens.trained == 2
+    assert driver.snapshot.staleness_hist == {0: 2}
+
+
+def test_a_batch_trained_into_another_step_is_refused(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(3)))
+    (refused,) = driver.take(m.Refused)
+    assert (refused.got, refused.expected) == ("0.3", "0.1")
+    assert driver.ledger.tokens.in_flight == 2
+
+
+def test_tasks_are_done_when_all_their_samples_are_settled_and_told_once(make: Make) -> None:
+    driver = make(batch=1, staleness=3, max_attempts=1)
+    driver.offer(0, group=2)
+    driver.offer(1, 2)
+    driver.roll(0, 0)
+    batch = driver.want(0)
+    assert batch is not None and batch.tasks_done == ()
+    driver.trained(batch)
+    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine"))
+    driver.roll(1, step=1)
+    batch = driver.want(1)
+    assert batch is not None and batch.tasks_done == (0, 1), "0 was settled by a drop since"
+    repeat = driver.want(1)
+    assert repeat is not None and repeat.tasks_done == (0, 1)
+    driver.trained(batch)
+    driver.roll(2, step=2)
+    batch = driver.want(2)
+    assert batch is not None and batch.tasks_done == (2,)
+
+
+def test_the_last_batch_may_be_smaller_and_then_there_is_an_empty_one(make: Make) -> None:
+    driver = make(batch=4, staleness=0, max_attempts=1)
+    driver.offer(0, 1, 2, last=True)
+    assert driver.take(m.TasksAck)[-1].tasks_wanted == 0
+    driver.want(0)
+    driver.roll(0)
+    assert driver.batch() is None, "1 and 2 may still come"
+    driver.roll(1)
+    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine"))
+    batch = driver.batch()
+    assert rollout_ids(batch) == ["train-0-0-0", "train-1-0-0"]
+    assert batch is not None and set(batch.tasks_done) == {0, 1, 2}
+    driver.trained(batch)
+    nothing = driver.want(1)
+    assert nothing is not None and (nothing.batch_id, nothing.items, nothing.tasks_done) == (0, (), ())
+
+
+def test_a_small_batch_does_not_leave_while_the_stream_goes_on(make: Make) -> None:
+    driver = make(batch=2, staleness=1)
+    driver.offer(0)
+    driver.roll(0)
+    assert driver.want(0) is None
+    driver.wait(1000.0)
+    assert driver.batch() is None
+
+
+def test_remainders_too_small_for_a_batch_leave_when_pacing_allows_no_more(make: Make) -> None:
+    driver = make(batch=1, staleness=1, release="segment")
+    driver.offer(0, 1, 2)
+    driver.want(0)
+    for task_id, n in ((0, 9), (1, 1)):  # of max_new_tokens = 10, which stands for the unknown mean
+        driver.write(f"train-{task_id}-0-0", n)
+        driver.score()
+    batch = driver.batch()
+    assert rollout_ids(batch) == ["train-0-0-0", "train-1-0-0"]
+    assert batch is not None
+    driver.trained(batch)
+    driver.want(1)
+    driver.write("train-0-0-0", 1, step=1, final=True)
+    driver.score()
+    assert driver.batch() is None, "a tenth of a rollout, and the other one still runs"
+    driver.write("train-1-0-0", 1, step=1, final=True)
+    driver.score()
+    assert rollout_ids(driver.batch()) == ["train-0-0-0", "train-1-0-0"], "both places are taken: nothing else can come"
+    assert "train-2-0-0" not in driver.tickets

@@ -1,0 +1,247 @@
+"""The door for segments: order, duplicates, and everything that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from buffer.ledger import RejectReason as Reason
+from protocol import messages as m
+from protocol.messages import VersionSpan
+from tests.buffer.driver import Array, Driver, v
+
+Make = type[Driver]
+Columns = dict[str, Any]
+
+
+def test_an_accepted_segment_is_acknowledged_counted_and_offered_to_a_teacher(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    ack = driver.write("train-0-0-0", 3)
+    assert ack == m.SegmentAck("train-0-0-0", 0, "accepted")
+    (_, item, ids) = next(iter(driver.work.values()))
+    assert (item.start, item.end, list(ids)) == (0, 5, [1, 2, 10, 11, 12])
+    ledger = driver.ledger
+    assert (ledger.rollouts.accepted, ledger.segments.accepted, ledger.tokens.accepted) == (1, 1, 3)
+    assert ledger.tokens.in_flight == 3, "leased to the teacher"
+
+
+def test_a_repeated_segment_is_a_duplicate_and_counted_once(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    segment = driver.make("train-0-0-0", 2)
+    assert driver.submit(*segment) == m.SegmentAck("train-0-0-0", 0, "accepted")
+    assert driver.submit(*segment) == m.SegmentAck("train-0-0-0", 0, "duplicate")
+    assert driver.ledger.tokens.accepted == 2
+
+
+def test_a_segment_repeated_after_its_rollout_was_trained_is_still_a_duplicate(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    segment = driver.make("train-0-0-0", 2, final=True)
+    driver.submit(*segment)
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    ack = driver.submit(*segment)
+    assert ack is not None and ack.status == "duplicate"
+    assert driver.ledger.tokens.trained == 2
+
+
+def test_segments_ahead_of_a_missing_one_wait_for_it(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    first, second, third = (driver.make("train-0-0-0", 1, final=i == 2) for i in range(3))
+    assert driver.submit(*third) is None
+    assert driver.submit(*second) is None
+    assert driver.ledger.tokens.accepted == 0, "what is held is neither counted nor acknowledged"
+    driver.take(m.SegmentAck)
+    driver.submit(*first)
+    assert [(ack.index, ack.status) for ack in driver.take(m.SegmentAck)] == [
+        (0, "accepted"),
+        (1, "accepted"),
+        (2, "accepted"),
+    ]
+    assert driver.ledger.tokens.accepted == 3
+
+
+def test_too_many_segments_ahead_of_a_missing_one_end_the_rollout(make: Make) -> None:
+    driver = make(max_held_segments=1)
+    driver.offer(0)
+    _, second, third = (driver.make("train-0-0-0", 1) for _ in range(3))
+    driver.submit(*second)
+    driver.take(m.SegmentAck)
+    driver.submit(*third)
+    reasons = {ack.index: ack.reason for ack in driver.take(m.SegmentAck)}
+    assert reasons == {2: Reason.OUT_OF_ORDER, 1: Reason.ROLLOUT_ENDED}
+    assert "train-0-0-1" in driver.tickets, "the sample is tried again"
+
+
+def test_nothing_may_follow_the_final_segment(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 1, final=True)
+    ack = driver.write("train-0-0-0", 1)
+    assert ack is not None and ack.reason == Reason.AFTER_FINAL
+    driver.score()
+    assert driver.ledger.tokens.waiting == 1, "the finished rollout is not harmed"
+
+
+def test_a_segment_without_a_ticket_or_of_another_actor_is_refused(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.actor("b")
+    unknown = driver.submit(*driver.make("train-7-0-0"))
+    assert unknown is not None and unknown.reason == Reason.UNKNOWN_ROLLOUT
+    segment = driver.make("train-0-0-0", 1)
+    foreign = driver.submit(*segment, actor="b")
+    assert foreign is not None and foreign.reason == Reason.WRONG_ACTOR
+    mine = driver.submit(*segment, actor="a")
+    assert mine is not None and mine.status == "accepted"
+
+
+def _set(name: str, at: int, value: Any) -> Callable[[Columns], None]:
+    def change(columns: Columns) -> None:
+        columns[name][at] = value
+
+    return change
+
+
+def _replace(**fields: Any) -> Callable[[Columns], None]:
+    def change(columns: Columns) -> None:
+        columns["message"] = msgspec.structs.replace(columns["message"], **fields)
+
+    return change
+
+
+def _shorten(columns: Columns) -> None:
+    columns["sampled"] = columns["sampled"][:-1]
+
+
+def _retype(columns: Columns) -> None:
+    columns["logprobs"] = columns["logprobs"].astype(np.float64)
+
+
+def _spans(*spans: tuple[int, int, int]) -> Callable[[Columns], None]:
+    return _replace(spans=tuple(VersionSpan(v(step), start, end) for step, start, end in spans))
+
+
+# Segment 0 of a rollout with prompt [1, 2] and four sampled tokens at [2, 6).
+FAULTS: list[tuple[Callable[[Columns], None], Reason]] = [
+    (_replace(start=1, end=7), Reason.OFFSET_GAP),
+    (_replace(end=5), Reason.LENGTH_MISMATCH),
+    (_replace(end=-1), Reason.LENGTH_MISMATCH),
+    (_shorten, Reason.LENGTH_MISMATCH),
+    (_retype, Reason.LENGTH_MISMATCH),
+    (_set("ids", 3, -1), Reason.TOKEN_ID_OUT_OF_RANGE),
+    (_set("ids", 3, 50), Reason.TOKEN_ID_OUT_OF_RANGE),
+    (_set("ids", 0, 2), Reason.PROMPT_MISMATCH),
+    (_set("sampled", 0, 1), Reason.BAD_MASK),
+    (_set("sampled", 3, 2), Reason.BAD_MASK),
+    (_set("logprobs", 4, np.nan), Reason.NAN_LOGPROB),
+    (_set("logprobs", 0, np.nan), Reason.NAN_LOGPROB),
+    (_set("logprobs", 4, -np.inf), Reason.INF_LOGPROB),
+    (_set("logprobs", 4, np.inf), Reason.INF_LOGPROB),
+    (_set("logprobs", 4, 2e-3), Reason.POSITIVE_LOGPROB),
+    (_spans(), Reason.BAD_SPANS),
+    (_spans((0, 2, 5)), Reason.BAD_SPANS),
+    (_spans((0, 2, 7)), Reason.BAD_SPANS),
+    (_spans((0, -1, 6)), Reason.BAD_SPANS),
+    (_spans((0, 2, 5), (0, 4, 6)), Reason.BAD_SPANS),
+    (_spans((0, 4, 6), (0, 2, 4)), Reason.BAD_SPANS),
+    (_spans((0, 2, 6), (0, 6, 6)), Reason.BAD_SPANS),
+    (_spans((0, 2, 4), (2, 4, 6)), Reason.FUTURE_VERSION),
+    (_spans((-1, 2, 6)), Reason.UNKNOWN_VERSION),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), FAULTS)
+def test_a_bad_segment_is_refused_by_its_reason_and_ends_its_rollout(
+    make: Make, spoil: Callable[[Columns], None], reason: Reason
+) -> None:
+    driver = make(vocab_size=50, max_attempts=2)
+    driver.offer(0)
+    message, (ids, logprobs, sampled) = driver.make("train-0-0-0", 4)
+    columns: Columns = {"message": message, "ids": ids, "logprobs": logprobs, "sampled": sampled}
+    spoil(columns)
+    ack = driver.submit(columns["message"], (columns["ids"], columns["logprobs"], columns["sampled"]))
+    assert ack == m.SegmentAck("train-0-0-0", 0, "rejected", reason.value)
+    assert driver.ledger.rejected == {reason.value: 1}
+    assert driver.ledger.tokens.accepted == 0
+    assert "train-0-0-1" in driver.tickets, "the sample is tried again"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"max_segment_tokens": 5}, Reason.SEGMENT_TOO_LONG), ({"max_rollout_tokens": 9, "max_segment_tokens": 9}, None)],
+)
+def test_segments_and_rollouts_have_a_greatest_length(
+    make: Make, settings: dict[str, Any], reason: Reason | None
+) -> None:
+    driver = make(**settings)
+    driver.offer(0)
+    ack = driver.write("train-0-0-0", 4)
+    assert ack is not None and ack.reason == reason
+    if reason is None:
+        ack = driver.write("train-0-0-0", 4)
+        assert ack is not None and ack.reason == Reason.ROLLOUT_TOO_LONG
+
+
+def test_without_a_vocabulary_size_only_negative_ids_are_refused(make: Make) -> None:
+    driver = make(vocab_size=None)
+    driver.offer(0)
+    message, (ids, logprobs, sampled) = driver.make("train-0-0-0", 1)
+    ids[-1] = 1_000_000
+    ack = driver.submit(message, (ids, logprobs, sampled))
+    assert ack is not None and ack.status == "accepted"
+
+
+def test_what_was_accepted_before_the_bad_segment_is_dropped_under_its_reason(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 3)
+    message, (ids, logprobs, sampled) = driver.make("train-0-0-0", 2)
+    logprobs[0] = np.nan
+    driver.submit(message, (ids, logprobs, sampled))
+    ledger = driver.ledger
+    assert ledger.tokens.dropped == {"invalid:nan_logprob": 3}
+    assert ledger.segments.dropped == ledger.rollouts.dropped == {"invalid:nan_logprob": 1}
+
+
+def test_a_final_segment_may_be_empty_and_no_other(make: Make) -> None:
+    driver = make()
+    driver.offer(0, 1)
+    for task_id, final in ((0, True), (1, False)):
+        driver.write(f"train-{task_id}-0-0", 2)
+        empty: tuple[Array, ...] = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
+        ack = driver.submit(m.Segment(f"train-{task_id}-0-0", 1, 4, 4, (), final, "env_done" if final else None), empty)
+        assert ack is not None and ack.reason == (None if final else Reason.EMPTY_SEGMENT)
+
+
+def test_a_rollout_without_a_sampled_token_is_settled_as_context(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 0, context=3, final=True)
+    ledger = driver.ledger
+    assert ledger.rollouts.masked == ledger.segments.masked == {"context": 1}
+    assert ledger.tokens.accepted == 0
+    assert not driver.work, "nothing to score"
+
+
+def test_an_actor_may_use_new_weights_before_the_buffer_hears_of_them(make: Make) -> None:
+    driver = make(staleness=0, batch=1)
+    driver.offer(0, 1)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    ack = driver.write("train-1-0-0", 2, step=2, final=True)
+    assert ack is not None and ack.status == "accepted", "step 2 is one past the newest known"
+    driver.score()
+    assert driver.want(1) is None, "yet it is one step from this batch: never trained with a bound of 0"
+    assert driver.ledger.tokens.masked == {"stale": 2}

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.buffer_model import VersionTree
+from buffer.ledger import RejectReason
+from buffer.versions import VersionTable
+from protocol.messages import WeightVersion
+from tests.buffer.driver import v
+
+
+def test_distance_on_one_branch_is_the_number_of_steps() -> None:
+    assert VersionTable(v(0)).distance(v(3), v(7)) == 4
+
+
+def test_distance_over_a_fork_goes_down_the_old_branch_and_up_the_new() -> None:
+    table = VersionTable(v(0))
+    table.reach(v(5))
+    table.fork(v(2, epoch=1))
+    assert table.distance(v(5), v(4, epoch=1)) == (5 - 2) + (4 - 2)
+    assert table.distance(v(1), v(4, epoch=1)) == 3, "before the fork both branches are one"
+
+
+def test_a_token_newer_than_the_batch_is_as_far_as_one_older() -> None:
+    assert VersionTable(v(0)).distance(v(7), v(6)) == 1
+
+
+@given(st.integers(0, 5), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(1, 2)), max_size=5))
+def test_distance_is_the_path_length_in_the_tree_of_versions(start: int, lives: list[tuple[int, int, int]]) -> None:
+    table, tree = VersionTable(v(start)), VersionTree(v(start))
+    known = [v(start)]
+    for steps, back, epochs in lives:
+        newest = table.newest
+        known += [WeightVersion(newest.epoch, newest.step + i) for i in range(steps + 1)]
+        table.reach(known[-1])
+        fork = WeightVersion(newest.epoch + epochs, max(start, known[-1].step - back))
+        table.fork(fork)
+        tree.fork(fork)
+        known.append(fork)
+    for now in known[-8:]:
+        for sampled in known:
+            if sampled <= now:
+                assert table.distance(sampled, now) == tree.distance(sampled, now), (sampled, now)
+
+
+def test_one_step_past_what_the_learner_has_shown_is_possible_and_two_are_not() -> None:
+    table = VersionTable(v(4))
+    assert table.refusal(v(5)) is None
+    assert table.refusal(v(6)) is RejectReason.FUTURE_VERSION
+    table.reach(v(5))
+    assert table.refusal(v(6)) is None
+    assert table.refusal(v(0, epoch=1)) is RejectReason.FUTURE_VERSION
+
+
+def test_versions_that_never_were_are_unknown() -> None:
+    table = VersionTable(v(4, epoch=2))
+    assert table.refusal(v(3, epoch=2)) is RejectReason.UNKNOWN_VERSION
+    assert table.refusal(v(4, epoch=1)) is RejectReason.UNKNOWN_VERSION
+    table.reach(v(9, epoch=2))
+    table.fork(v(6, epoch=3))
+    assert table.refusal(v(10, epoch=2)) is None, "the former learner may have broadcast it as it died"
+    assert table.refusal(v(11, epoch=2)) is RejectReason.FUTURE_VERSION
+    assert table.refusal(v(5, epoch=3)) is RejectReason.UNKNOWN_VERSION
+
+
+def test_an_epoch_that_does_not_rise_is_no_fork() -> None:
+    table = VersionTable(v(0, epoch=1))
+    with pytest.raises(ValueError, match="expected an epoch above 1"):
+        table.fork(v(3, epoch=1))
