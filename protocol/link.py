@@ -87,6 +87,7 @@ class Link(threading.Thread):
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._received_total = 0
+        self._connections = 0
         self._last_heard_s = 0.0
         self._shutdown: Shutdown | None = None
         # Of the present connection:
@@ -189,7 +190,9 @@ class Link(threading.Thread):
         self._heartbeats_sent = self._heartbeats_answered = 0
         with self._state.changed:
             self._state.outbox.connection_replaced()
-        self._try_send(encode(msgspec.structs.replace(self._hello, received_total=self._received_total)))
+        self._connections += 1
+        hello = msgspec.structs.replace(self._hello, received_total=self._received_total, connection=self._connections)
+        self._try_send(encode(hello))
 
     def _await_welcome(self, until_s: float) -> bool:
         while not self._known and not self._closing() and (left_s := until_s - time.monotonic()) > 0:

@@ -120,6 +120,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     received_total: int = 0
     """Numbered messages (`protocol.flow`) of the buffer that this incarnation has received so far: after a reconnect
     the buffer goes on behind them, so that nothing it sent is lost or comes twice. Filled in by the client."""
+    connection: int = 0
+    """Rises with every connection of this incarnation: Hellos of two may be read in any order, the highest counts.
+    Filled in by the client."""
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -14,17 +14,18 @@ that caused them, because a Hello that changes who is there, and a Goodbye, open
 from __future__ import annotations
 
 import logging
-import re
+import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import zmq
 
 from protocol.codec import Array, Frame, Received, claimed_version, decode, encode
-from protocol.errors import LocalProtocolError, RefusalCode, RemoteProtocolError
+from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.flow import SENDERS, UNNUMBERED
+from protocol.handshake import Doorkeeper, wrong_version
 from protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
@@ -50,10 +51,6 @@ MAX_UNCONFIRMED_BYTES = 2 << 30
 REFUSAL_INTERVAL_S = 1.0
 """A connection is told at most this often that it is refused; all refusals are counted."""
 REMEMBERED_CONNECTIONS = 4096
-REMEMBERED_INCARNATIONS = 16
-"""Of one peer, that were replaced and must not come back."""
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +94,7 @@ class Server:
         max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run_id = run_id
-        self._vocab_fingerprint = vocab_fingerprint
+        self._door = Doorkeeper(run_id=run_id, vocab_fingerprint=vocab_fingerprint)
         self._heartbeat_s = heartbeat_s
         self._peer_timeout_s = peer_timeout_s
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
@@ -107,7 +103,6 @@ class Server:
         self._weights: WeightsRef | None = None
         self._sessions: dict[PeerId, Session] = {}
         self._by_identity: dict[bytes, Session] = {}
-        self._replaced: dict[PeerId, deque[str]] = {}
         self._sessions_total = 0
         self._held: tuple[bytes, Hello] | None = None
         self._refused: dict[str, int] = {}
@@ -151,7 +146,8 @@ class Server:
 
     @property
     def overtaken(self) -> int:
-        """Messages found on connections that their peer had replaced meanwhile: it has sent them again."""
+        """Messages, Hellos among them, found on connections that their peer had replaced meanwhile; it sends again what
+        matters."""
         return self._overtaken
 
     @property
@@ -212,7 +208,7 @@ class Server:
         events: list[Event] = []
         self._drop_lost_peers(events)
         if self._held is None and not events:
-            self._socket.poll(int(timeout_s * 1000))
+            self._socket.poll(math.ceil(timeout_s * 1000))
         until_s = self._clock() + POLL_BUDGET_S
         for _ in range(POLL_MESSAGES):
             if not self._take_next(events) or self._clock() > until_s:
@@ -249,8 +245,9 @@ class Server:
         if frames is None:
             return False
         identity = bytes(frames[0])
-        if identity in self._retired:
+        if identity in self._retired:  # if its peer is still there after all, it must say Hello again
             self._overtaken += 1
+            self._tell(identity, Refused("not_hello_first", "you said Hello elsewhere since", "", "Hello"))
             return True
         session = self._by_identity.get(identity)
         if session is not None:
@@ -272,11 +269,12 @@ class Server:
         message = received.message
         kind = type(message).__name__
         if session is None:
-            self._refuse(identity, "not_hello_first", "this connection has not said Hello", kind, "Hello")
+            self._refuse(identity, Refused("not_hello_first", "this connection has not said Hello", kind, "Hello"))
             return True
         role, name = session.peer
         if role not in SENDERS.get(type(message), ()):
-            self._refuse(identity, "role", f"{session.peer} may not send this", kind, f"a message of role {role}")
+            expected = f"a message of role {role}"
+            self._refuse(identity, Refused("role", f"{session.peer} may not send this", kind, expected))
             return True
         if isinstance(message, Goodbye):
             events.append(FromPeer(role, name, received))
@@ -286,7 +284,8 @@ class Server:
             try:
                 session.confirm(message.received_total)
             except ValueError as error:
-                self._refuse(identity, "malformed", f"{session.peer} counts wrongly", str(error), "what was sent")
+                expected = "the number of messages received"
+                self._refuse(identity, Refused("malformed", f"{session.peer} counts wrongly", str(error), expected))
                 return True
         events.append(FromPeer(role, name, received))
         return True
@@ -294,25 +293,30 @@ class Server:
     # ------------------------------------------------------------------------------------------------ handshake
 
     def _greet(self, identity: bytes, hello: Hello, events: list[Event]) -> None:
-        refused = self._objection(identity, hello)
-        if refused is not None:
-            self._refuse(identity, refused.code, refused.message, refused.got, refused.expected)
-            return
-        if hello.vocab_fingerprint and self._vocab_fingerprint is None:
-            self._vocab_fingerprint = hello.vocab_fingerprint
         peer = PeerId(hello.role, hello.name)
+        refused = self._door.objection(hello)
+        session = self._by_identity.get(identity)
+        if refused is None and session is not None and session.peer != peer:
+            refused = Refused("role", "this connection belongs to another peer", str(peer), str(session.peer))
+        if refused is not None:
+            self._refuse(identity, refused)
+            return
         former = self._sessions.get(peer)
         if former is not None and former.hello.incarnation == hello.incarnation:
+            if hello.connection < former.hello.connection:
+                self._overtaken += 1
+                return
             if former.identity == identity:  # Hello twice on one connection: nothing was lost
                 self._welcome(former)
                 return
             if former.can_confirm(hello.received_total):
-                self._resume(former, identity, hello.received_total)
+                self._resume(former, identity, hello)
                 return
         if former is not None:
             if former.hello.incarnation != hello.incarnation:
-                self._replaced.setdefault(peer, deque(maxlen=REMEMBERED_INCARNATIONS)).append(former.hello.incarnation)
+                self._door.replaced(former.hello)
             self._drop(former, f"replaced by incarnation {hello.incarnation}", events)
+        self._door.admitted(hello)
         self._sessions_total += 1
         session = Session(hello, number=self._sessions_total, identity=identity, now_s=self._clock())
         self._sessions[peer] = self._by_identity[identity] = session
@@ -320,15 +324,13 @@ class Server:
         self._peer_log.info(f"{peer} is here, incarnation {hello.incarnation}")
         events.append(PeerUp(hello.role, hello.name, hello.incarnation, hello.pool))
 
-    def _resume(self, session: Session, identity: bytes, received_total: int) -> None:
+    def _resume(self, session: Session, identity: bytes, hello: Hello) -> None:
         del self._by_identity[session.identity]
         self._retired[session.identity] = None
         if len(self._retired) > REMEMBERED_CONNECTIONS:
             self._retired.popitem(last=False)
-        session.identity, session.reachable = identity, True
-        session.last_heard_s = self._clock()
         self._by_identity[identity] = session
-        session.confirm(received_total)
+        session.reconnected(hello, identity=identity, now_s=self._clock())
         self._peer_log.info(f"{session.peer} reconnected, {session.unconfirmed} messages to send again")
         self._welcome(session)
         for frames in session.unconfirmed_frames():
@@ -338,59 +340,30 @@ class Server:
         welcome = Welcome(session.number, self._heartbeat_s, self._peer_timeout_s, self._version, self._weights)
         self._put(session, encode(welcome))
 
-    def _objection(self, identity: bytes, hello: Hello) -> Refused | None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            return _wrong_version(hello.protocol_version)
-        if hello.run_id != self._run_id:
-            return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
-        if not _NAME.fullmatch(hello.name) or not hello.incarnation or hello.received_total < 0:
-            got = f"name {hello.name[:100]!r}, incarnation {hello.incarnation[:100]!r}, {hello.received_total} received"
-            return Refused(
-                "malformed", "not a peer's identity", got, f"a name like {_NAME.pattern}, an incarnation, 0 on"
-            )
-        if not hello.vocab_fingerprint and hello.role != "launcher":
-            return Refused("vocab_fingerprint", f"a {hello.role} works on token ids", "", "a vocabulary fingerprint")
-        if hello.vocab_fingerprint and hello.vocab_fingerprint != (self._vocab_fingerprint or hello.vocab_fingerprint):
-            message = "another token-to-id map than the run's: the same ids would mean other text"
-            return Refused("vocab_fingerprint", message, hello.vocab_fingerprint, self._vocab_fingerprint or "")
-        peer = PeerId(hello.role, hello.name)
-        if hello.incarnation in self._replaced.get(peer, ()):
-            message = f"another process has become {peer}; give each its own name"
-            return Refused("duplicate_name", message, hello.incarnation, self._incarnation(peer))
-        session = self._by_identity.get(identity)
-        if session is not None and session.peer != peer:
-            return Refused("role", "this connection belongs to another peer", str(peer), str(session.peer))
-        return None
-
-    def _incarnation(self, peer: PeerId) -> str:
-        session = self._sessions.get(peer)
-        return "a new incarnation" if session is None else f"incarnation {session.hello.incarnation}"
-
     # ------------------------------------------------------------------------------------------------- refusals
 
     def _refuse_unreadable(self, identity: bytes, frames: Sequence[Frame], error: RemoteProtocolError) -> None:
         version = claimed_version(frames[0]) if frames and error.code == "malformed" else None
         if version is not None and version != PROTOCOL_VERSION:
-            refused = _wrong_version(version)
-            self._refuse(identity, refused.code, refused.message, refused.got, refused.expected)
+            self._refuse(identity, wrong_version(version))
         else:
-            self._refuse(identity, error.code, error.message, error.got, error.expected)
+            self._refuse(identity, Refused(error.code, error.message, error.got, error.expected))
 
-    def _refuse(self, identity: bytes, code: RefusalCode, message: str, got: str, expected: str) -> None:
-        self._refused[code] = self._refused.get(code, 0) + 1
+    def _refuse(self, identity: bytes, refused: Refused) -> None:
+        self._refused[refused.code] = self._refused.get(refused.code, 0) + 1
         session = self._by_identity.get(identity)
+        who = session.peer if session is not None else "a stranger"
         self._log.warning(
-            f"refused ({code}) {session.peer if session else 'a stranger'}: {message}; got {got}, expected {expected}"
+            f"refused ({refused.code}) {who}: {refused.message}; got {refused.got}, expected {refused.expected}"
         )
+        self._tell(identity, refused)
+
+    def _tell(self, identity: bytes, refused: Refused) -> None:
         now_s = self._clock()
-        if now_s - self._told.get(identity, -REFUSAL_INTERVAL_S) < REFUSAL_INTERVAL_S:
+        if now_s - self._told.get(identity, -math.inf) < REFUSAL_INTERVAL_S:
             return
         self._told[identity] = now_s
         self._told.move_to_end(identity)
         if len(self._told) > REMEMBERED_CONNECTIONS:
             self._told.popitem(last=False)
-        self._put_raw(identity, encode(Refused(code, message, got, expected)))
-
-
-def _wrong_version(version: int) -> Refused:
-    return Refused("protocol_version", "another version of Stillhouse", str(version), str(PROTOCOL_VERSION))
+        self._put_raw(identity, encode(refused))

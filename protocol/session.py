@@ -51,6 +51,13 @@ class Session:
     def unconfirmed_bytes(self) -> int:
         return self._log_bytes
 
+    def reconnected(self, hello: Hello, *, identity: bytes, now_s: float) -> None:
+        """The same incarnation on a new connection. Raises ValueError for an impossible count of received messages."""
+        self.confirm(hello.received_total)
+        self.hello = hello
+        self.identity, self.reachable = identity, True
+        self.last_heard_s = now_s
+
     def keep(self, frames: list[Frame]) -> None:
         """Number one more message."""
         self._log.append(frames)

@@ -1,0 +1,60 @@
+"""Who is let in: the checks of a Hello. No I/O: the server asks, and answers the peer."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import Final
+
+from protocol.messages import PROTOCOL_VERSION, Hello, Refused
+from protocol.session import PeerId
+
+REMEMBERED_INCARNATIONS: Final = 16
+"""Of one peer, that were replaced and must not come back."""
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+class Doorkeeper:
+    """Knows which run this is, which vocabulary it has, and who was replaced by whom.
+
+    `vocab_fingerprint` None: that of the first peer with a tokenizer becomes the run's.
+    """
+
+    def __init__(self, *, run_id: str, vocab_fingerprint: str | None) -> None:
+        self._run_id = run_id
+        self._vocab_fingerprint = vocab_fingerprint or ""
+        self._replaced: dict[PeerId, deque[str]] = {}
+
+    def admitted(self, hello: Hello) -> None:
+        """This peer was let in."""
+        self._vocab_fingerprint = self._vocab_fingerprint or hello.vocab_fingerprint
+
+    def replaced(self, former: Hello) -> None:
+        """Another incarnation has taken this one's place for good."""
+        peer = PeerId(former.role, former.name)
+        self._replaced.setdefault(peer, deque(maxlen=REMEMBERED_INCARNATIONS)).append(former.incarnation)
+
+    def objection(self, hello: Hello) -> Refused | None:
+        """Why not to let this peer in."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return wrong_version(hello.protocol_version)
+        if hello.run_id != self._run_id:
+            return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
+        if not _NAME.fullmatch(hello.name) or not hello.incarnation or hello.received_total < 0:
+            got = f"name {hello.name[:100]!r}, incarnation {hello.incarnation[:100]!r}, {hello.received_total} received"
+            expected = f"a name like {_NAME.pattern}, an incarnation, a count"
+            return Refused("malformed", "not a peer's identity", got, expected)
+        if not hello.vocab_fingerprint and hello.role != "launcher":
+            return Refused("vocab_fingerprint", f"a {hello.role} works on token ids", "", "a vocabulary fingerprint")
+        if hello.vocab_fingerprint and self._vocab_fingerprint not in ("", hello.vocab_fingerprint):
+            message = "another token-to-id map than the run's: the same ids would mean other text"
+            return Refused("vocab_fingerprint", message, hello.vocab_fingerprint, self._vocab_fingerprint)
+        peer = PeerId(hello.role, hello.name)
+        if hello.incarnation in self._replaced.get(peer, ()):
+            message = f"another process has become {peer}; give each process its own name"
+            return Refused("duplicate_name", message, hello.incarnation, "a new incarnation")
+        return None
+
+
+def wrong_version(version: int) -> Refused:
+    return Refused("protocol_version", "another version of Stillhouse", str(version), str(PROTOCOL_VERSION))
