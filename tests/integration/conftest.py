@@ -1,0 +1,101 @@
+"""Whole runs: the launcher in a process of its own, with the built-in models and a tiny schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "--learner.lr=2e-4",
+    "--buffer.batch_rollouts=16",
+    "--learner.tasks.group_size=4",
+    "--learner.tasks.eval_greedy=8",
+    "--learner.tasks.eval_sampled=8",
+    "--launch.status=plain",
+    "--launch.status_every_s=2",
+)
+RUN_TIMEOUT_S = 110.0
+
+
+class Launched:
+    """A launcher that runs, and its run folder."""
+
+    def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        self.output = run_dir.with_name(f"{run_dir.name}.out")
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "launch" / "cluster.py"), "--run-dir", str(run_dir), *SMALL, *arguments],
+                cwd=run_dir.parent,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
+        return self.process.wait(timeout_s)
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        """Wait for something to be seen in the run folder."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                raise AssertionError(f"{what} was not seen; the launcher said:\n{self.text()}")
+            time.sleep(0.05)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The step lines of metrics.jsonl, those of abandoned branches included."""
+        file = self.run_dir / "metrics.jsonl"
+        if not file.exists():
+            return []
+        rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        return [row for row in rows if row["kind"] == "step"]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def workers(self, role: str) -> list[psutil.Process]:
+        """Processes of the run whose log says that they are of this role."""
+        pids: list[psutil.Process] = []
+        for log in sorted((self.run_dir / "logs").glob(f"{role}-*.log")):
+            started = [line for line in log.read_text().splitlines() if " starts, pid " in line]
+            if started:
+                pids.append(psutil.Process(int(started[-1].rsplit(" ", 1)[1])))
+        return pids
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """`launch(*arguments)` starts a run in a fresh folder; `folder=` names one to go on in. Ends what still runs."""
+    running: list[Launched] = []
+
+    def start(*arguments: str, folder: str = "run") -> Launched:
+        running.append(Launched(tmp_path / folder, arguments))
+        return running[-1]
+
+    yield start
+    for launched in running:
+        launched.kill()
+
+
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

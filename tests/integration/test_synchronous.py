@@ -1,0 +1,107 @@
+"""`max_staleness = 0` is the synchronous schedule: the whole system, with its five kinds of processes, has the losses
+of the plain loop below, which samples, grades and trains one step after the other in this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from buffer.rollouts import ticket_seed
+from builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
+from engines.base import GenerationRequest
+from engines.config import EngineConfig
+from engines.torch_engine import TorchEngine
+from learner.task_config import TaskConfig
+from learner.tasks import TaskOffer, TaskStream, load_prompts
+from protocol.messages import Sampling, WeightVersion
+from tests.integration.conftest import Launched
+
+STEPS, GROUP, PROMPTS_PER_STEP, SEED, WARMUP, LR = 4, 4, 4, 3, 10, 2e-4
+
+
+def sample(engine: TorchEngine, offers: Sequence[TaskOffer], stops: tuple[int, ...]) -> list[tuple[np.ndarray, int]]:
+    """(tokens of prompt and completion, prompt length) of each rollout of a step, in ticket order."""
+    done: dict[str, list[int]] = {}
+    prompts: dict[str, np.ndarray] = {}
+    for offer in offers:
+        for index in range(GROUP):
+            name = f"{offer.task.task_id}-{index}"
+            prompts[name], done[name] = offer.prompt_ids, []
+            sampling = Sampling(max_new_tokens=96, seed=ticket_seed(offer.task.sampling.seed, index, 0))
+            engine.submit(GenerationRequest(name, offer.prompt_ids, sampling, 96, stops))
+    left = len(done)
+    while left:
+        for delta in engine.poll(0.0):
+            done[delta.request_id].extend(delta.token_ids.tolist())
+            left -= delta.finish_reason is not None
+    return [(np.concatenate([prompts[n], np.array(done[n], np.int32)]), len(prompts[n])) for n in done]
+
+
+def token_logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[n - 1] log-prob of each token but the first: one sequence, no padding, no packing."""
+    logits = model(input_ids=ids[None]).logits[0, :-1].float()
+    return torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
+
+
+def plain_losses() -> list[tuple[float, int]]:
+    """(loss, trained tokens) per step of the plain synchronous loop."""
+    student = AutoModelForCausalLM.from_pretrained(STUDENT_DIR, dtype=torch.float32)
+    sampler = AutoModelForCausalLM.from_pretrained(STUDENT_DIR, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(TEACHER_DIR, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(STUDENT_DIR)
+    stops = tuple(np.atleast_1d(student.generation_config.eos_token_id).tolist())
+    config = TaskConfig(prompts=str(TRAIN_JSONL), group_size=GROUP, eval_share=0.0)
+    stream = TaskStream(config, tokenizer, load_prompts(config), seed=SEED)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
+    engine = TorchEngine(sampler, EngineConfig())
+    losses: list[tuple[float, int]] = []
+    for step in range(STEPS):
+        rollouts = sample(engine, stream.next(PROMPTS_PER_STEP), stops)
+        n_trained = sum(len(ids) - n_prompt for ids, n_prompt in rollouts)
+        total = torch.zeros(())
+        for ids, n_prompt in rollouts:
+            ids_T = torch.from_numpy(ids.astype(np.int64))
+            s = token_logprobs(student, ids_T)[n_prompt - 1 :]
+            with torch.no_grad():
+                q = token_logprobs(teacher, ids_T)[n_prompt - 1 :]
+            total = total + ((s.detach() - q) * s).sum()  # on policy: every importance ratio is 1
+        loss = total / n_trained
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (step + 1) / WARMUP
+        optimizer.step()
+        losses.append((loss.item(), n_trained))
+        engine.stage_weights(WeightVersion(0, step + 1), [(n, p.detach()) for n, p in student.named_parameters()])
+    engine.close()
+    return losses
+
+
+def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(launch: Callable[..., Launched]) -> None:
+    run = launch(
+        "--actors=2",
+        "--teachers=2",
+        f"--steps={STEPS}",
+        f"--seed={SEED}",
+        "--max-staleness=0",
+        f"--learner.lr={LR}",
+        f"--learner.warmup_steps={WARMUP}",
+        "--learner.weight_decay=0.0",
+        f"--learner.tasks.group_size={GROUP}",
+        f"--buffer.batch_rollouts={GROUP * PROMPTS_PER_STEP}",
+        "--learner.tasks.eval_share=0.0",
+        "--learner.eval_every=0",
+    )
+    expected = plain_losses()
+    assert run.wait() == 0, run.text()
+    rows = run.steps()
+    assert [row["train/tokens"] for row in rows] == [tokens for _, tokens in expected]
+    for row, (loss, _) in zip(rows, expected, strict=True):
+        assert math.isclose(row["train/loss"], loss, abs_tol=1e-5), (row["step"], row["train/loss"], loss)
+    assert run.summary()["staleness"]["max"] == 0

@@ -1,0 +1,110 @@
+"""The whole system on the built-in task: it ends well, it survives deaths, it goes on after a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from protocol.messages import Snapshot
+from tests.integration.conftest import Launched, alive
+
+Launch = Callable[..., Launched]
+
+
+def assert_balanced(summary: dict[str, Any]) -> None:
+    tokens = summary["tokens"]
+    gone = tokens["trained"] + sum(tokens["masked"].values()) + sum(tokens["dropped"].values())
+    assert tokens["balanced"] and tokens["waiting"] == tokens["in_flight"] == 0
+    assert tokens["accepted"] == gone > 0
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+
+
+def test_a_run_ends_with_every_worker_having_contributed(launch: Launch) -> None:
+    run = launch("--actors=3", "--teachers=2", "--steps=6", "--max-staleness=2", "--learner.eval_every=3")
+    assert run.wait() == 0, run.text()
+    summary = run.summary()
+    assert_balanced(summary)
+    assert summary["ok"] and summary["steps"] == 6 and summary["versions_published"] >= 1
+    assert [point["step"] for point in summary["eval"]] == [0, 3, 6]
+    assert all(0 <= point["accuracy_sampled"] <= 1 and point["reverse_kl"] > 0 for point in summary["eval"])
+    workers = {name: worker["tokens"] for name, worker in summary["workers"].items() if worker["role"] != "buffer"}
+    assert len(workers) == 6 and all(workers.values()), workers
+    fractions = summary["learner"]["wait_fraction"]
+    assert summary["learner"]["busy_fraction"] + sum(fractions.values()) == pytest.approx(1.0, abs=1e-6)
+    assert (run.run_dir / "checkpoints" / "step_000006" / "model.safetensors").is_file()
+    assert any((run.run_dir / "tensorboard").iterdir())
+
+
+def test_actor_and_teacher_killed_in_the_middle_leave_a_balanced_ledger(launch: Launch) -> None:
+    run = launch("--actors=2", "--teachers=2", "--steps=12", "--max-staleness=2", "--learner.eval_every=0")
+    run.until(lambda: len(run.steps()) >= 3, "step 3")
+    victims = [run.workers("actor")[0], run.workers("teacher")[0]]
+    for victim in victims:
+        victim.send_signal(signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    summary = run.summary()
+    assert_balanced(summary)
+    assert summary["steps"] == 12
+    assert summary["workers"]["actor-0"]["restarts"] == summary["workers"]["teacher-0"]["restarts"] == 1
+    assert not alive(victims)
+
+
+def test_a_killed_launcher_leaves_nobody_and_the_run_goes_on_from_the_last_checkpoint(launch: Launch) -> None:
+    arguments = ("--actors=2", "--teachers=1", "--steps=12", "--learner.checkpoint_every=4", "--learner.eval_every=0")
+    run = launch(*arguments)
+    run.until(lambda: len(run.steps()) >= 6, "step 6")
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    run.kill()
+    deadline_s = time.monotonic() + 15
+    while alive(family) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not alive(family)
+
+    saved = max((run.run_dir / "checkpoints").glob("step_*"))
+    state = json.loads((saved / "trainer.json").read_text())
+    checkpoint_step = state["version"][1]
+    resumed = launch(*arguments, "--resume")
+    assert resumed.wait() == 0, resumed.text()
+    assert_balanced(resumed.summary())
+    assert resumed.summary()["steps"] == 12
+    rows = resumed.steps()
+    resumed_rows = [row for row in rows if row["epoch"] == 1]
+    assert [row["step"] for row in resumed_rows] == list(range(checkpoint_step + 1, 13))
+
+    # Each task is settled exactly once: none is outstanding twice, none is missing between the two checkpoints.
+    final = json.loads((max((run.run_dir / "checkpoints").glob("step_*")) / "trainer.json").read_text())
+    assert final["tasks"]["next_task_id"] >= state["tasks"]["next_task_id"]
+    offered_again = {item["task"]["task_id"] for item in state["tasks"]["outstanding"]}
+    still_open = [item["task"]["task_id"] for item in final["tasks"]["outstanding"]]
+    assert len(set(still_open)) == len(still_open)
+    settled = set(range(final["tasks"]["next_task_id"])) - set(still_open)
+    assert offered_again & settled, "tasks that were under way at the checkpoint were taken up again"
+    assert min(settled) == 0
+
+
+def test_ctrl_c_ends_in_order_and_leaves_a_summary(launch: Launch) -> None:
+    run = launch("--actors=1", "--teachers=1", "--steps=500", "--learner.eval_every=0")
+    run.until(lambda: len(run.steps()) >= 1, "a step")
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.wait(60) == 130, run.text()
+    assert not alive(family)
+    assert_balanced(run.summary())
+    assert not run.summary()["ok"]
+
+
+def test_the_ledger_file_is_the_buffers_own_snapshot(launch: Launch) -> None:
+    run = launch("--actors=1", "--teachers=1", "--steps=2", "--learner.eval_every=0")
+    assert run.wait() == 0, run.text()
+    final = msgspec.json.decode((run.run_dir / "ledger.json").read_bytes(), type=Snapshot)
+    assert final.ledger.balanced and final.phase == "finished"
+    assert final.ledger.tokens.trained == sum(row["train/tokens"] for row in run.steps())
+    assert sum(final.staleness_hist.values()) == final.ledger.tokens.trained
