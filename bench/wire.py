@@ -5,7 +5,8 @@
 Two processes on loopback TCP. "bare" is a DEALER and a ROUTER that pass ready-made frames and look at nothing: no
 codec, no checks, no heartbeats, no copy kept for a resend, no second thread. "ours" is protocol.Client and
 protocol.Server with all of that. Both keep at most WINDOW messages unacknowledged. Rounds alternate; medians are shown.
-The round trip is one message at a time, until its answer is in the caller's hands.
+"cpu us" is the processor time of both processes per message; the round trip is one message at a time, until its answer
+is in the caller's hands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import zmq
 
 from protocol.client import Client
@@ -37,6 +39,8 @@ VERSION = WeightVersion(0, 0)
 class Result(NamedTuple):
     messages_per_s: float
     megabytes_per_s: float
+    cpu_us: float
+    """Of both processes together, per message: what is left to compare on a busy machine."""
     round_trip_us: float
 
 
@@ -173,13 +177,13 @@ OURS = Way(serve_ours, drive_ours, round_trips_ours)
 
 
 @contextmanager
-def server_process(way: Way, load: Load, *, reject: bool) -> Generator[str]:
-    """Its address; ends with the block."""
+def server_process(way: Way, load: Load, *, reject: bool) -> Generator[tuple[str, psutil.Process]]:
+    """Its address and itself; ends with the block."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=way.serve, args=(there, load.n_tokens, reject))
     process.start()
     try:
-        yield here.recv()
+        yield here.recv(), psutil.Process(process.pid)
     finally:
         here.send("stop")
         process.join(10.0)
@@ -187,14 +191,21 @@ def server_process(way: Way, load: Load, *, reject: bool) -> Generator[str]:
 
 
 def measure(way: Way, load: Load, seconds: float, n_round_trips: int) -> Result:
-    with server_process(way, load, reject=False) as address:
+    with server_process(way, load, reject=False) as (address, process):
         way.drive(address, load, seconds / 10)  # warm up
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), cpu_s(process)
         n = way.drive(address, load, seconds)
-        taken_s = time.perf_counter() - start_s
-    with server_process(way, load, reject=True) as address:
+        taken_s, taken_cpu_s = time.perf_counter() - start_s, cpu_s(process) - start_cpu_s
+    with server_process(way, load, reject=True) as (address, _):
         times_s = way.round_trips(address, load, n_round_trips)
-    return Result(n / taken_s, n * load.n_bytes / taken_s / 1e6, statistics.median(times_s) * 1e6)
+    megabytes = n * load.n_bytes / 1e6
+    return Result(n / taken_s, megabytes / taken_s, taken_cpu_s / n * 1e6, statistics.median(times_s) * 1e6)
+
+
+def cpu_s(other: psutil.Process) -> float:
+    """Of this process and another, so far."""
+    times = other.cpu_times()
+    return time.process_time() + times.user + times.system
 
 
 def main() -> None:
@@ -203,7 +214,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-trips", type=int, default=500)
     arguments = parser.parse_args()
-    print(f"{'tokens':>7} {'way':>5} {'messages/s':>11} {'MB/s':>8} {'round trip us':>14}")
+    print(f"{'tokens':>7} {'way':>5} {'messages/s':>11} {'MB/s':>8} {'cpu us':>7} {'round trip us':>14}")
     for n_tokens in TOKENS:
         load = Load(n_tokens)
         results: dict[str, list[Result]] = {"bare": [], "ours": []}
@@ -212,9 +223,9 @@ def main() -> None:
                 results[name].append(measure(way, load, arguments.seconds, arguments.round_trips))
         medians = {name: Result(*map(statistics.median, zip(*rows, strict=True))) for name, rows in results.items()}
         for name, row in medians.items():
-            print(f"{n_tokens:7d} {name:>5} {row[0]:11.0f} {row[1]:8.1f} {row[2]:14.0f}")
+            print(f"{n_tokens:7d} {name:>5} {row[0]:11.0f} {row[1]:8.1f} {row[2]:7.0f} {row[3]:14.0f}")
         ratios = [ours / bare for ours, bare in zip(medians["ours"], medians["bare"], strict=True)]
-        print(f"{n_tokens:7d} ratio {ratios[0]:11.2f} {ratios[1]:8.2f} {ratios[2]:14.2f}")
+        print(f"{n_tokens:7d} ratio {ratios[0]:11.2f} {ratios[1]:8.2f} {ratios[2]:7.2f} {ratios[3]:14.2f}")
 
 
 if __name__ == "__main__":

@@ -181,8 +181,9 @@ class Server:
         session = self._sessions.get(PeerId(role, name))
         frames = encode(message, arrays)
         if session is None:
-            self._undeliverable += 1
-            self._log.warning(f"{type(message).__name__} for {role} {name} has no receiver: the peer has left")
+            if not isinstance(message, UNNUMBERED):  # the reply to a last heartbeat is no loss
+                self._undeliverable += 1
+                self._log.warning(f"{type(message).__name__} for {role} {name} has no receiver: the peer has left")
             return
         if not isinstance(message, UNNUMBERED):
             session.keep(frames)
