@@ -118,8 +118,9 @@ class GenerationEngine(Protocol):
 
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Thread-safe. Take a full set of named parameters (HF names); they are swapped in between two decode steps.
-        A newer staging replaces one that is not yet swapped in. Raises ValueError for missing or unknown names or
-        shapes, naming them; nothing is swapped then."""
+        The tensors may be views of memory that is used again after this call: copy what is kept. A newer staging
+        replaces one that is not yet swapped in. Raises ValueError for missing or unknown names or shapes, naming them;
+        nothing is swapped then."""
         ...
 
     def close(self) -> None: ...

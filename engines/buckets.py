@@ -106,6 +106,19 @@ class Layout:
             if low < high:
                 out_b[low - start : high - start].copy_(source[low - offset : high - offset])
 
+    def run_of(self, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
+        """The run that these tensors are views of, if they are: then its buckets need no gathering."""
+        first = named[0][1]
+        storage = first.untyped_storage()
+        for (_, tensor), spec, offset in zip(named, self.manifest.tensors, self.offsets, strict=True):
+            same = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            at = tensor.storage_offset() * tensor.dtype.itemsize
+            if not same or not tensor.is_contiguous() or (at != offset and spec.n_bytes > 0):
+                return None
+        if storage.nbytes() != self.total_bytes:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+
     def views(self, run_B: Tensor) -> list[tuple[str, Tensor]]:
         """The named tensors, as views of the run."""
         return [

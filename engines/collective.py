@@ -7,8 +7,8 @@ that many may follow one another in a process, and the learner's own (torchrun) 
 One broadcast of a version, both sides in lockstep:
 
     rank 0    gather 0 | gather 1   | gather 2   | ...        two bucket buffers: while one is on its way, the bytes
-    wire               | bucket 0   | bucket 1   | ...        of the next are copied into the other and summed
-    member             |            | check 0    | ...        buckets land in place; no copy
+    wire               | bucket 0   | bucket 1   | ...        of the next are copied into the other (unless they lie
+    member             |            | check 0    | ...        ready) and summed; they land in place, without a copy
     then one int64 tensor: the checksum of every bucket, and the number of the round
 
 Nothing waits here without a deadline. torch and gloo cannot take a started operation back, so each operation carries
@@ -135,6 +135,7 @@ class WeightGroup:
         # sockets that must close for the other members to notice.
         self._under_way: deque[Work] = deque()
         self._buffers_b: list[Tensor] = []
+        self._run_B: Tensor | None = None
 
     def __repr__(self) -> str:
         state = "joined" if self._group is not None else "not joined"
@@ -155,27 +156,36 @@ class WeightGroup:
             raise GroupBroken(f"{self!r}: rank 0 greets group {int(hello.item())}, expected {self._group_epoch}")
 
     def send(self, round_number: int, layout: Layout, named: Sequence[tuple[str, Tensor]], timeout_s: float) -> None:
-        """Rank 0: broadcast the tensors of `layout.manifest`, in its order. They must not change meanwhile. Returns
+        """Rank 0: broadcast the tensors of `layout.manifest`, in its order. They must not change meanwhile. Views of a
+        run on the group's device (`Layout.views`) go out as they lie, others are gathered bucket by bucket. Returns
         when the bytes have left this process, which says nothing about who has them."""
         deadline_s = time.monotonic() + timeout_s
-        sources = byte_views(named)
+        run_B = layout.run_of(named)
+        ready_made = run_B is not None and run_B.device == self._device
+        sources = [] if ready_made else byte_views(named)
         sums: list[Tensor] = []
         for index in range(layout.n_buckets):
             if len(self._under_way) == _BUFFERS:
                 self._finish_oldest(deadline_s)  # the buffer of bucket index - 2 is free again
             start, end = layout.bounds(index)
-            bucket_b = self._buffer(index % _BUFFERS, layout)[: end - start]
-            layout.gather(index, sources, bucket_b)
+            if ready_made and run_B is not None:
+                bucket_b = run_B[start:end]
+            else:
+                bucket_b = self._buffer(index % _BUFFERS, layout)[: end - start]
+                layout.gather(index, sources, bucket_b)
             sums.append(checksum(bucket_b))
             self._start(bucket_b, deadline_s)
         self._start(self._trailer(sums, round_number), deadline_s)
         self._finish_all(deadline_s)
 
     def receive(self, round_number: int, layout: Layout, timeout_s: float) -> list[tuple[str, Tensor]]:
-        """Other ranks: take part in a broadcast; the named tensors, views of memory that is the caller's from now on.
-        Raises GroupBroken, GroupInterrupted or WeightsRefused."""
+        """Other ranks: take part in a broadcast; the named tensors, views of memory that the next `receive` uses again
+        (fresh memory costs more than the transfer: its page faults). Raises GroupBroken, GroupInterrupted or
+        WeightsRefused."""
         deadline_s = time.monotonic() + timeout_s
-        run_B = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self._device)
+        if self._run_B is None or self._run_B.numel() != layout.total_bytes:
+            self._run_B = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self._device)
+        run_B = self._run_B
         buckets_b = [run_B[slice(*layout.bounds(index))] for index in range(layout.n_buckets)]
         sums: list[Tensor] = []
         for index, bucket_b in enumerate(buckets_b):
@@ -198,9 +208,8 @@ class WeightGroup:
         doomed: list[Any] = [self._under_way, self._group]
         self._group, self._under_way = None, deque()
         self._buffers_b = []
-        undertaker = threading.Thread(
-            target=_destroy, args=(doomed, self._backend), name="weight-group-close", daemon=True
-        )
+        # Not a daemon: torch's destructors must not come back to an interpreter that is being taken down.
+        undertaker = threading.Thread(target=_destroy, args=(doomed, self._backend), name="weight-group-close")
         undertaker.start()
         undertaker.join(CLOSE_WAIT_S)
 

@@ -8,32 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.buckets import ALIGN_BYTES, Layout, manifest_of
 from protocol.messages import WeightVersion
 
 
 class StagedWeights:
-    """One set of copies, on the device of the originals; its memory is used again by the next `fill`."""
+    """One set of copies, on the device of the originals, all in one run of memory, which a broadcast can send as it
+    lies. The next `fill` uses that memory again: fresh memory costs several times what the copying does."""
 
     def __init__(self) -> None:
         self.version = WeightVersion(0, 0)
         self.named: list[tuple[str, Tensor]] = []
+        self._layout: Layout | None = None
         self._copied: Any = None
 
     def fill(self, version: WeightVersion, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors. On a GPU the copies are only queued, behind the work that makes the weights."""
-        kept = dict(self.named)
-        copies: list[tuple[str, Tensor]] = []
-        device: torch.device | None = None
-        with torch.no_grad():
-            for name, tensor in named:
-                copy = kept.get(name)
-                if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                    copy = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
-                copies.append((name, copy.copy_(tensor.detach())))
-                device = tensor.device
-        self.version, self.named = version, copies
+        """Copy the tensors. On a GPU the copies are only queued, behind the work that makes the weights. Raises
+        ValueError for no tensors, or a name that comes twice."""
+        originals = [(name, tensor.detach()) for name, tensor in named]
+        manifest, device = manifest_of(originals), originals[0][1].device
+        if self._layout is None or self._layout.manifest != manifest or self.named[0][1].device != device:
+            self._layout = Layout(manifest, ALIGN_BYTES)
+            self.named = self._layout.views(torch.zeros(self._layout.total_bytes, dtype=torch.uint8, device=device))
+        for (_, copy), (_, original) in zip(self.named, originals, strict=True):
+            copy.copy_(original)
+        self.version = version
         self._copied = None
-        if device is not None and device.type == "cuda":
+        if device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 

@@ -54,7 +54,7 @@ class MemoryEngine:
         return EngineStats(0, 0, 0, 0, 0, 0.0, len(self.versions), self._version)
 
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        held = dict(tensors)
+        held = {name: tensor.clone() for name, tensor in tensors}
         if held.keys() != weights(0).keys():
             raise ValueError(f"got {sorted(held)}, expected {sorted(weights(0))}")
         self.held = held

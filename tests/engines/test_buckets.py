@@ -56,6 +56,20 @@ def test_the_named_tensors_share_memory_with_the_run() -> None:
         assert view.untyped_storage().data_ptr() == run_B.untyped_storage().data_ptr()
 
 
+def test_the_run_is_found_only_when_every_tensor_lies_where_the_layout_says() -> None:
+    named = mixed_tensors()
+    layout = Layout(manifest_of(named), 128)
+    run_B = gathered(layout, named)
+    views = layout.views(run_B)
+    found_B = layout.run_of(views)
+    assert found_B is not None
+    assert found_B.data_ptr() == run_B.data_ptr() and found_B.numel() == layout.total_bytes
+    assert layout.run_of(named) is None
+    assert layout.run_of([*views[:-1], (views[-1][0], views[-1][1].clone())]) is None
+    shifted = Layout(manifest_of(views[2:]), 128)
+    assert shifted.run_of(views[2:]) is None
+
+
 def test_every_bucket_but_the_last_is_full_and_together_they_are_the_run() -> None:
     layout = Layout(manifest_of(mixed_tensors()), 1_024)
     bounds = [layout.bounds(index) for index in range(layout.n_buckets)]

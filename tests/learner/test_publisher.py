@@ -189,7 +189,7 @@ def test_a_member_killed_inside_a_broadcast_is_left_out_and_the_others_go_on(lea
 
 
 def test_a_member_that_the_buffer_reports_lost_is_not_waited_for(learner: Learner) -> None:
-    publisher = learner.start(broadcast_timeout_s=100.0, answer_grace_s=100.0)
+    publisher = learner.start(broadcast_timeout_s=20.0, answer_grace_s=20.0)
     learner.fleet.start(NAMES)
     publisher.membership(learner.fleet.membership())
     learner.publish(1)
@@ -354,7 +354,7 @@ def test_tensors_other_than_before_are_an_error(learner: Learner) -> None:
 
 
 def test_closing_while_a_member_hangs_inside_a_broadcast_ends_the_thread(learner: Learner) -> None:
-    publisher = learner.start(broadcast_timeout_s=100.0)
+    publisher = learner.start(broadcast_timeout_s=20.0)
     learner.fleet.start(NAMES)
     publisher.membership(learner.fleet.membership())
     learner.publish(1)

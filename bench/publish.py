@@ -1,0 +1,213 @@
+"""Seconds from the learner's `publish` until the last of N actor processes has the weights: three ways, side by side.
+
+    python bench/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5]
+
+    publisher    this project's: staging copy, buckets, checksums, staged into the engine; "confirmed" also counts every
+                 member's answer and the announcement
+    snapshot     write the file, and every actor reads it with its checksum: what a joiner does
+    per tensor   what many trainers do: an own gloo group with a full mesh, one blocking broadcast per tensor, into
+                 memory that is allocated and touched beforehand; no checks, no answers
+
+All on this machine over loopback, so that N actors share its cores. 0.8 MB are the built-in student's own tensors,
+any other size is made of 310 tensors (a 28-layer Qwen3 has as many). The ways alternate; the first turn of each is
+thrown away, medians are shown. The engine only records, so that nothing but the transport is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+
+from bench.weight_actors import ActorFleet, fork_server
+from builtin import STUDENT_DIR
+from engines.buckets import Manifest, manifest_of
+from engines.collective import connect_store, host_store
+from engines.snapshot import write_snapshot
+from learner.publish_config import PublishConfig
+from learner.publisher import Publisher
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 300.0
+LARGE_TENSORS = 310
+
+Named = list[tuple[str, Tensor]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actors", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.8, 256.0])
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'actors':>6} {'MB':>6} {'tensors':>7} | {'publisher s':>11} {'confirmed s':>11} {'snapshot s':>10} "
+          f"{'per tensor s':>12} | {'snapshot/ours':>13} {'per tensor/ours':>15}")  # fmt: skip
+    for megabytes in args.megabytes:
+        for actors in args.actors:
+            named = student_tensors() if megabytes == 0.8 else large_tensors(megabytes)
+            needed, free = actors * sum(t.nbytes for _, t in named), psutil.virtual_memory().available
+            if needed > 0.6 * free:
+                print(f"{actors:>6} {megabytes:>6.1f}: left out, needs {needed >> 20} MiB of {free >> 20} MiB free")
+                continue
+            print_row(actors, named, measure(actors, named, args.repeats))
+
+
+def student_tensors() -> Named:
+    from engines.models import load_causal_lm
+
+    model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
+    return [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+
+
+def large_tensors(megabytes: float) -> Named:
+    elements = round(megabytes * 1e6 / 2 / LARGE_TENSORS)
+    return [(f"layers.{index}.weight", torch.randn(elements).bfloat16()) for index in range(LARGE_TENSORS)]
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds per repeat."""
+
+    publisher: list[float] = field(default_factory=list[float])
+    confirmed: list[float] = field(default_factory=list[float])
+    snapshot: list[float] = field(default_factory=list[float])
+    per_tensor: list[float] = field(default_factory=list[float])
+
+
+def print_row(actors: int, named: Named, timings: Timings) -> None:
+    ours, confirmed, snapshot, plain = (
+        statistics.median(values[1:])
+        for values in (timings.publisher, timings.confirmed, timings.snapshot, timings.per_tensor)
+    )
+    megabytes = sum(tensor.nbytes for _, tensor in named) / 1e6
+    print(f"{actors:>6} {megabytes:>6.1f} {len(named):>7} | {ours:>11.4f} {confirmed:>11.4f} {snapshot:>10.4f} "
+          f"{plain:>12.4f} | {snapshot / ours:>13.2f} {plain / ours:>15.2f}", flush=True)  # fmt: skip
+
+
+def measure(actors: int, named: Named, repeats: int) -> Timings:
+    names = [f"actor-{index}" for index in range(actors)]
+    timings = Timings()
+    announced = threading.Event()
+
+    def published(version: WeightVersion, ref: WeightsRef | None, broadcast_s: float) -> None:
+        announced.set()
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ActorFleet(digests=False) as fleet,
+        ActorFleet(digests=False) as readers,
+        PerTensorFleet(actors, named) as plain,
+    ):
+        fleet.start(names)
+        readers.start(names)
+        with make_publisher(fleet, Path(folder) / "a", published, actors) as publisher:
+            publisher.membership(fleet.membership())
+            publisher.wait_idle(TIMEOUT_S)
+            for repeat in range(1, repeats + 2):
+                version = WeightVersion(0, repeat)
+                announced.clear()
+                began_s = time.monotonic()
+                publisher.publish(version, named)
+                announced.wait(TIMEOUT_S)
+                timings.confirmed.append(time.monotonic() - began_s)
+                staged = fleet.wait_for(version, TIMEOUT_S)
+                timings.publisher.append(max(s.at_s for s in staged.values()) - began_s)
+                timings.snapshot.append(by_snapshot(readers, Path(folder) / "b", version, named))
+                timings.per_tensor.append(plain.broadcast())
+    gc.collect()
+    return timings
+
+
+def make_publisher(
+    fleet: ActorFleet, folder: Path, published: Callable[[WeightVersion, WeightsRef | None, float], None], actors: int
+) -> Publisher:
+    config = PublishConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S)
+
+    def post_plan(plan: WeightPlan) -> None:
+        fleet.post_plan(plan)
+
+    return Publisher(config, snapshot_dir=folder, post_plan=post_plan, published=published, expected_actors=actors)
+
+
+def by_snapshot(readers: ActorFleet, folder: Path, version: WeightVersion, named: Named) -> float:
+    began_s = time.monotonic()
+    ref = write_snapshot(folder, version, named, keep=1)
+    for name in readers.actors:
+        readers.order(name, ref)
+    return max(staged.at_s for staged in readers.wait_for(version, TIMEOUT_S).values()) - began_s
+
+
+class PerTensorFleet:
+    """Processes that take one broadcast per tensor, from a default gloo group."""
+
+    def __init__(self, actors: int, named: Named) -> None:
+        self._named = named
+        self._store = host_store(HOST)
+        self._members: list[tuple[BaseProcess, Connection]] = []
+        context = fork_server()
+        for rank in range(1, actors + 1):
+            ours, theirs = context.Pipe()
+            args = (theirs, self._store.port, rank, actors + 1, manifest_of(named))
+            process = context.Process(target=per_tensor_member, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+        self._group = ProcessGroupGloo(self._store, 0, actors + 1, timedelta(seconds=TIMEOUT_S))
+
+    def __enter__(self) -> PerTensorFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, connection in self._members:
+            connection.close()
+            process.join(TIMEOUT_S)
+
+    def broadcast(self) -> float:
+        for _, connection in self._members:
+            connection.send(None)
+        for _, connection in self._members:
+            connection.recv()  # memory is there
+        began_s = time.monotonic()
+        for _, tensor in self._named:
+            self._group.broadcast(tensor, 0).wait()  # pyright: ignore
+        ended_s: list[float] = [connection.recv() for _, connection in self._members]
+        return max(ended_s) - began_s
+
+
+def per_tensor_member(connection: Connection, port: int, rank: int, world_size: int, manifest: Manifest) -> None:
+    torch.set_num_threads(1)
+    store = connect_store(HOST, port, TIMEOUT_S)
+    group = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=TIMEOUT_S))
+    while True:
+        try:
+            connection.recv()
+        except EOFError:
+            return
+        tensors = [torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in manifest.tensors]
+        for tensor in tensors:
+            tensor.fill_(1)
+        connection.send(None)
+        for tensor in tensors:
+            group.broadcast(tensor, 0).wait()  # pyright: ignore
+        connection.send(time.monotonic())
+        tensors.clear()
+
+
+if __name__ == "__main__":
+    main()
