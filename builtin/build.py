@@ -30,11 +30,11 @@ from builtin.problems_file import write_problems
 from builtin.sft import HeldOut, Recipe, example_stream, new_model, train
 from builtin.tokenizer import build_tokenizer
 
-TEACHER = Recipe(hidden=160, mlp=480, steps=2_000, learning_rate=1.5e-3, seed=1, calculator_share=0.2)
-STUDENT = Recipe(hidden=64, mlp=192, steps=1_500, learning_rate=1.5e-3, seed=2, calculator_share=0.2)
+TEACHER = Recipe(hidden=160, mlp=480, steps=1_600, learning_rate=1.5e-3, seed=1, init_std=0.06, label_smoothing=0.001)
+STUDENT = Recipe(hidden=64, mlp=192, steps=1_500, learning_rate=1.5e-3, seed=2, init_std=0.08)
 STUDENT_TARGET = 0.23
 """Sampled accuracy at which the student's training stops."""
-STUDENT_FIRST_LOOK_STEP, STUDENT_LOOK_EVERY_STEPS = 400, 10
+STUDENT_FIRST_LOOK_STEP, STUDENT_LOOK_EVERY_STEPS = 300, 10
 PROBLEMS_SEED = 11
 TRAIN_PROBLEMS, CALCULATOR_TRAIN_PROBLEMS, EVAL_PROBLEMS = 8_192, 2_048, 256
 
