@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from launch.config import ALIASES, PLANNED, RunConfig
+from launch.config import ALIASES, BUILTIN, BUILTIN_RECIPE, PLANNED, RunConfig
 from launch.config_file import read_plain
 from launch.config_tree import Key, Plain, build, find_key, get, keys_of, merge, parse_text, put, type_name, unknown_key
 from launch.errors import ConfigError
@@ -106,8 +106,8 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
 
 
 def resolve_config(line: CommandLine) -> RunConfig:
-    """The tree: defaults, under the resumed run's configuration, under the file, under the flags. Raises ConfigError
-    with every mistake there is."""
+    """The tree: defaults, under the built-in recipe where the student is the built-in one, under the resumed run's
+    configuration, under the file, under the flags. Raises ConfigError with every mistake there is."""
     plain: Plain = {}
     if line.resume:
         former = choose_path(line.run_dir, resume=True, name=line.name) / "config.yaml"
@@ -121,6 +121,8 @@ def resolve_config(line: CommandLine) -> RunConfig:
             put(plain, key.name, text if PLANNED.get(key.name) == text else parse_text(key, text))
         except ConfigError as error:
             mistakes += error.mistakes
+    if get(plain, "models.student") in (None, BUILTIN):
+        plain = merge(BUILTIN_RECIPE, plain)
     planned = [f"{key}: {value} is not in this release" for key, value in PLANNED.items() if get(plain, key) == value]
     if planned:
         raise ConfigError(*mistakes, *planned)

@@ -28,9 +28,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tasks: TaskConfig = msgspec.field(default_factory=TaskConfig)
     """Which prompts, and how rollouts are sampled."""
 
-    lr: float = 1e-3
-    """Highest learning rate, reached after the warm-up. The default suits the built-in model (under a million
-    parameters); for billions of them start at 1e-6 to 1e-5."""
+    lr: float = 1e-5
+    """Highest learning rate, reached after the warm-up. For billions of parameters try 1e-6 to 1e-5; the built-in
+    student (under a million) gets its own default from the launcher."""
     min_lr_ratio: float = 0.1
     """The cosine schedule ends at lr times this."""
     warmup_steps: int = 10
