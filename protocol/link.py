@@ -95,6 +95,9 @@ class Link(threading.Thread):
         self._heartbeats_sent = 0
         self._heartbeats_answered = 0
         self._next_heartbeat_s = 0.0
+        self._unanswered_s = math.inf
+        """When the oldest heartbeat was sent since which nothing was heard. Counting from there, and not from the last
+        word of the buffer, a thread that was kept from running does not take its own absence for silence."""
         self._known = False
         self._wake_in, self._wake_out = stdlib_socket.socketpair()
         self._wake_in.setblocking(False)
@@ -211,13 +214,13 @@ class Link(threading.Thread):
         silence_s = max(welcome.peer_timeout_s / 2, welcome.heartbeat_s * 1.5)
         while self._known and not self._closing():
             now_s = time.monotonic()
-            if now_s - self._last_heard_s > silence_s:
+            if now_s - self._unanswered_s > silence_s:
                 return
             with self._state.changed:
                 due_s = self._state.outbox.requeue_overdue(now_s)
             room = self._send_queued(BATCH)
             self._send_heartbeat(now_s, welcome.heartbeat_s)  # behind the queue: its reply confirms what stood there
-            wake_at_s = min(due_s, self._next_heartbeat_s, self._last_heard_s + silence_s)
+            wake_at_s = min(due_s, self._next_heartbeat_s, self._unanswered_s + silence_s)
             self._sleep(wake_at_s - time.monotonic(), want_room=not room)
             self._read()
 
@@ -229,6 +232,7 @@ class Link(threading.Thread):
             version, stats = self._state.heartbeat_version, self._state.heartbeat_stats
         if self._try_send(encode(Heartbeat(version, stats, self._received_total))):
             self._heartbeats_sent += 1
+        self._unanswered_s = min(self._unanswered_s, now_s)  # a socket without room counts as silence, too
         self._next_heartbeat_s = now_s + heartbeat_s
 
     def _send_queued(self, at_most: int) -> bool:
@@ -277,7 +281,7 @@ class Link(threading.Thread):
                 if frames is None:
                     return
                 received = decode(frames)
-                self._last_heard_s = time.monotonic()
+                self._last_heard_s, self._unanswered_s = time.monotonic(), math.inf
                 if isinstance(received.message, UNNUMBERED):
                     self._take_unnumbered(received.message)
                 else:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -492,21 +493,37 @@ def test_a_client_works_in_a_forked_child_of_a_process_with_a_client(buffer: Buf
 
 
 _CONNECT_AND_STAY = """
-import sys, time
+import sys
 from protocol.client import Client
 from protocol.messages import Hello
 client = Client(sys.argv[1], Hello("actor", "actor-0", "first", "run-1", "ab" * 32))
 client.connect()
-time.sleep(600)
+for _ in sys.stdin:
+    client.flush(20.0)
+    print(client.connects_total, flush=True)
 """
 
 
 def test_a_killed_process_is_noticed(make_buffer: MakeBuffer) -> None:
     buffer = make_buffer(peer_timeout_s=0.5)
-    process = subprocess.Popen([sys.executable, "-c", _CONNECT_AND_STAY, buffer.address])
-    try:
+    with subprocess.Popen([sys.executable, "-c", _CONNECT_AND_STAY, buffer.address], stdin=subprocess.PIPE) as process:
         buffer.wait_for_messages(m.Heartbeat, 3)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
     buffer.wait_for(lambda events: any(isinstance(event, PeerDown) and "silent" in event.reason for event in events))
+
+
+def test_a_process_that_was_stopped_does_not_take_its_own_absence_for_silence(make_buffer: MakeBuffer) -> None:
+    buffer = make_buffer(peer_timeout_s=3.0)  # it looks for a new connection after half of that
+    command = [sys.executable, "-c", _CONNECT_AND_STAY, buffer.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            buffer.wait_for_messages(m.Heartbeat, 3)
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(2.0)
+            process.send_signal(signal.SIGCONT)
+            buffer.wait_for_messages(m.Heartbeat, len(buffer.got(m.Heartbeat)) + 3)
+            connects_total, _ = process.communicate("how many?\n", timeout=WAIT_S)
+        finally:
+            process.kill()
+    assert connects_total == "1\n"
+    assert not [event for event in buffer.events if isinstance(event, PeerDown)]
