@@ -7,11 +7,14 @@ import importlib
 import random
 import re
 import sys
+import tomllib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from actors.config import ActorConfig
 from actors.envs.base import EnvTask, TextTokenizer
 from actors.envs.episode import Continuation, Episode
 from actors.envs.registry import make_environment
@@ -63,3 +66,12 @@ def test_the_pages_environment_gives_no_reward_when_turns_run_out(guess_module: 
     seed = next(s for s in range(99) if random.Random(s).randint(0, 63) != 31)
     answers = asyncio.run(bisect(episode(guess_module, tokenizer, seed=seed, max_turns=1), tokenizer))
     assert [(a.finish_reason, a.reward) for a in answers] == [("stop", 0.0)]
+
+
+def test_the_pages_configuration_is_one() -> None:
+    text = next(
+        t for t in re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL) if "max_turns" in t
+    )
+    config = msgspec.convert(tomllib.loads(text)["actor"], ActorConfig)
+    guess = config.environment("guess")
+    assert (guess.name, guess.max_turns, guess.options) == ("my_package.guess:GuessTheNumber", 6, {"highest": 63})
