@@ -1,4 +1,5 @@
-# make demo | test | check | clean.  Needs Python 3.11 or later and make; the first target makes .venv and installs into it.
+# make demo | test | check | sglang-cpu | clean.  Needs Python 3.11 or later and make; the first target makes .venv and
+# installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help
 #   make venv PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"     a smaller torch, without CUDA
@@ -9,12 +10,14 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	done)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check clean
+.PHONY: help venv demo test check sglang-cpu clean
 
 help:  ## this text
-	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
 
 venv: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
 
@@ -35,6 +38,15 @@ test: $(INSTALLED)  ## the tests
 check: $(INSTALLED)  ## lint, format, types, import arrows, tests, leftovers: what a change must pass
 	scripts/check
 
-clean:  ## remove the environment and all caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+sglang-cpu: $(SGLANG_INSTALLED)  ## real SGLang servers without a GPU: their own environment, see sglang_cpu/README.md
+
+$(SGLANG_INSTALLED): sglang_cpu/requirements.txt sglang_cpu/requirements-no-deps.txt
+	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@echo "Installing into $(SGLANG_VENV), about 1.5 GB; a few minutes the first time."
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r sglang_cpu/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r sglang_cpu/requirements-no-deps.txt
+	@touch $@
+
+clean:  ## remove the environments and all caches; runs/ stays
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,214 @@
+"""Start real SGLang CPU servers from one warmed interpreter; for launchers, tests and the command line.
+
+    with Servers(log_dir) as servers:
+        student = servers.start("student", "builtin/data/student")
+        servers.wait_ready([student], timeout_s=60)
+        ... student.url ...
+
+Standard library only. `Servers` owns one zygote process (zygote.py, in SGLang's own environment) and talks to it in
+JSON lines; a thread reads what it says. Everything ends with `close`, or with this process: the zygote sees end of
+file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+HERE: Final = Path(__file__).resolve().parent
+DEFAULT_PYTHON: Final = HERE.parent / ".venv-sglang" / "bin" / "python"
+"""Made by `make sglang-cpu`."""
+SERVER_ARGS: Final = (
+    *("--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "32768", "--max-running-requests", "128"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    *("--skip-server-warmup", "--random-seed", "0", "--sleep-on-idle", "--incremental-streaming-output"),
+)
+"""What SGLang needs to serve on a CPU. Without --sleep-on-idle an idle server spins a core; the token budget bounds the
+KV cache, which is allocated at once."""
+_LEAVE_TIMEOUT_S: Final = 8.0
+_TAIL_LINES: Final = 15
+_PROBE_TIMEOUT_S: Final = 2.0
+
+
+class ServerError(RuntimeError):
+    """A server, or the zygote, did not come up; the text ends with the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One SGLang server process, the leader of its own process group."""
+
+    name: str
+    pid: int
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class Servers:
+    """One zygote and the servers forked from it. Thread-safe."""
+
+    def __init__(self, log_dir: Path, *, python: Path = DEFAULT_PYTHON, warm_timeout_s: float = 120.0) -> None:
+        """Returns when the zygote is warm, after about ten seconds. Raises FileNotFoundError where SGLang's environment
+        is missing, ServerError when the imports fail."""
+        if not python.exists():
+            raise FileNotFoundError(f"no interpreter with SGLang at {python}; make it with: make sglang-cpu")
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._log_dir = log_dir
+        self._changed = threading.Condition()
+        self._started: dict[str, Server] = {}
+        self._exit_codes: dict[int, int] = {}
+        self._refused: dict[str, str] = {}
+        self._warm_s: float | None = None
+        self._ended = False
+        with (log_dir / "zygote.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [python, HERE / "zygote.py", log_dir],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=server_environment(os.environ),
+                start_new_session=True,  # Ctrl-C in a terminal is for the owner to handle
+            )
+        self._reader = threading.Thread(target=self._read_events, name="sglang-zygote-events", daemon=True)
+        self._reader.start()
+        try:
+            self._await(lambda: self._warm_s is not None, warm_timeout_s, "the zygote to import SGLang")
+        except ServerError:
+            self.close()
+            raise
+
+    @property
+    def warm_s(self) -> float:
+        """How long the imports took, in seconds."""
+        return self._warm_s or 0.0
+
+    def start(self, name: str, model: str | Path, args: Sequence[str] = (), *, port: int = 0) -> Server:
+        """Fork a server; it loads the model from here on (see `wait_ready`). `args` come after SERVER_ARGS, so they
+        win. A name may be used again once its server is gone."""
+        with self._changed:
+            self._started.pop(name, None)
+            self._refused.pop(name, None)
+        self._tell(do="start", name=name, port=port, args=["--model-path", str(model), *SERVER_ARGS, *args])
+        self._await(lambda: name in self._started or name in self._refused, 10.0, f"server {name} to be forked")
+        if name in self._refused:
+            raise ServerError(self._refused[name])
+        return self._started[name]
+
+    def wait_ready(self, servers: Sequence[Server], timeout_s: float) -> None:
+        """Until every one answers /model_info, which it does once its model is loaded. Raises ServerError."""
+        deadline_s = time.monotonic() + timeout_s
+        for server in servers:
+            while not _answers(server.url):
+                code = self.exit_code(server)
+                if code is not None:
+                    raise ServerError(f"server {server.name} ended with code {code}\n{_tail(server.log)}")
+                if time.monotonic() > deadline_s:
+                    raise ServerError(f"server {server.name}: not ready after {timeout_s:g} s\n{_tail(server.log)}")
+                time.sleep(0.1)
+
+    def exit_code(self, server: Server) -> int | None:
+        """None while it runs; below 0: ended by that signal."""
+        with self._changed:
+            return self._exit_codes.get(server.pid)
+
+    def stop(self, server: Server, *, grace_s: float = 5.0) -> int:
+        """SIGTERM, after `grace_s` SIGKILL to its group; returns its exit code."""
+        self._tell(do="stop", name=server.name, grace_s=grace_s)
+        self._await(lambda: server.pid in self._exit_codes, grace_s + _LEAVE_TIMEOUT_S, f"{server.name} to end")
+        return self._exit_codes[server.pid]
+
+    def close(self) -> None:
+        """End all servers and the zygote. Idempotent."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_LEAVE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its servers die with it
+            self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tell(self, **command: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise ServerError(f"the zygote is gone\n{_tail(self._log_dir / 'zygote.log')}") from error
+
+    def _read_events(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = json.loads(line)
+            with self._changed:
+                self._note(event)
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _note(self, event: dict[str, Any]) -> None:
+        name = event.get("name", "")
+        match event["event"]:
+            case "warm":
+                self._warm_s = event["seconds"]
+            case "started":
+                self._started[name] = Server(name, event["pid"], event["port"], self._log_dir / f"{name}.log")
+            case "exited":
+                self._exit_codes[self._started[name].pid] = event["code"]
+            case "refused":
+                self._refused[name] = event["reason"]
+            case other:
+                raise AssertionError(f"zygote.py and servers.py disagree: event {other!r}")
+
+    def _await(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: reached() or self._ended, timeout_s)
+            if not reached():
+                why = "the zygote ended" if self._ended else f"waited {timeout_s:g} s"
+                raise ServerError(f"waiting for {what}: {why}\n{_tail(self._log_dir / 'zygote.log')}")
+
+
+def server_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the zygote: the shim first on the path, one thread per server, no network for model files."""
+    environment = {key: value for key, value in base.items() if key != "SGLANG_USE_CPU_ENGINE"}
+    path = os.pathsep.join(filter(None, (str(HERE / "shim"), base.get("PYTHONPATH", ""))))
+    return {**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/model_info", timeout=_PROBE_TIMEOUT_S) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else ["(no log)"]
+    return "\n".join(f"    {line}" for line in lines)

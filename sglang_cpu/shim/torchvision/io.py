@@ -1,0 +1,3 @@
+from . import _module_getattr
+
+__getattr__ = _module_getattr(__name__)

@@ -1,0 +1,195 @@
+"""Warm one interpreter with SGLang, fork a real server for every `start`:  python zygote.py LOG_DIR
+
+Importing SGLang takes about ten seconds and 200 MB; here that is paid once and shared copy-on-write. Runs in SGLang's
+own environment with shim/ on PYTHONPATH, so nothing of the project is imported.
+
+    stdin   one JSON object per line: {"do": "start", "name", "port" (0 = a free one), "args": [...]}
+            {"do": "stop", "name", "grace_s"}. End of file: stop everything and leave.
+    stdout  {"event": "warm", "seconds"}, {"event": "started", "name", "pid", "port"},
+            {"event": "exited", "name", "code"} (code < 0: by that signal), {"event": "refused", "name", "reason"}
+    LOG_DIR/NAME.log has what the server printed, our stderr what was printed while warming up.
+
+One thread, and no CUDA context: forking is safe. A server is a process group of its own; it dies with this process.
+"""
+
+# pyright: reportMissingImports=false
+# SGLang is in an environment of its own, not in the one that is type-checked.
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.1
+LAST_GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL when everything ends; SGLang lets running requests finish after SIGTERM."""
+
+
+class Zygote:
+    """Forks, watches and ends servers. `kill_at_s` of a server: None, or when its group is killed."""
+
+    def __init__(self, log_dir: Path, events_fd: int) -> None:
+        self._log_dir = log_dir
+        self._events_fd = events_fd
+        self._pids: dict[str, int] = {}
+        self._kill_at_s: dict[str, float] = {}
+
+    def serve(self, commands_fd: int) -> None:
+        """Obey until end of file on `commands_fd`, then end all servers."""
+        pending = b""
+        while True:
+            readable, _, _ = select.select([commands_fd], [], [], POLL_S)
+            self._reap()
+            if not readable:
+                continue
+            chunk = os.read(commands_fd, 65536)
+            if not chunk:
+                break
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                self._obey(json.loads(line))
+        for name in list(self._pids):
+            self._stop(name, LAST_GRACE_S)
+        while self._pids:
+            self._reap()
+            time.sleep(POLL_S / 4)
+
+    def say(self, event: str, **details: Any) -> None:
+        """One line on the event pipe; nobody reading any more is no error, for end of file on stdin follows."""
+        try:
+            os.write(self._events_fd, json.dumps({"event": event, **details}).encode() + b"\n")
+        except BrokenPipeError:
+            print(f"nobody heard: {event} {details}", file=sys.stderr, flush=True)
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        name = command["name"]
+        if command["do"] == "stop":
+            self._stop(name, command["grace_s"])
+        elif name in self._pids:
+            self.say("refused", name=name, reason=f"server {name!r} runs already, pid {self._pids[name]}")
+        else:
+            self._start(name, command["port"] or _free_port(), command["args"])
+
+    def _start(self, name: str, port: int, args: list[str]) -> None:
+        own_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(self._events_fd)
+            _become_server(self._log_dir / f"{name}.log", own_pid, ["--port", str(port), *args])
+        self._pids[name] = pid
+        self.say("started", name=name, pid=pid, port=port)
+
+    def _stop(self, name: str, grace_s: float) -> None:
+        pid = self._pids.get(name)
+        if pid is None:
+            return
+        os.kill(pid, signal.SIGTERM)
+        self._kill_at_s[name] = min(self._kill_at_s.get(name, float("inf")), time.monotonic() + grace_s)
+
+    def _reap(self) -> None:
+        for name, pid in list(self._pids.items()):
+            if time.monotonic() >= self._kill_at_s.get(name, float("inf")):
+                _kill_group(pid)
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            _kill_group(pid)  # its scheduler and detokenizer; before the pid is given back to the system
+            _, status = os.waitpid(pid, 0)
+            del self._pids[name]
+            self._kill_at_s.pop(name, None)
+            self.say("exited", name=name, code=os.waitstatus_to_exitcode(status))
+
+
+def warm_up() -> None:
+    """Import what a server imports, registry of all models included."""
+    import torch
+
+    torch.set_num_threads(1)
+    set_start_method = multiprocessing.set_start_method
+    set_start_method("fork", force=True)
+
+    def always_fork(method: str | None = None, force: bool = False) -> None:
+        """SGLang asks for "spawn" because of CUDA; there is none here, and spawning would import everything again."""
+        set_start_method("fork", force=True)
+
+    multiprocessing.set_start_method = always_fork
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.get_supported_archs()
+    gc.collect()
+    gc.freeze()
+
+
+def _become_server(log: Path, parent_pid: int, args: list[str]) -> None:
+    """In the child: never returns."""
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            raise SystemExit("the zygote died while forking")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        null_fd = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
+            os.dup2(source, target)
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import prepare_server_args
+
+        run_server(prepare_server_args(args))
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)  # the child had not yet made its group; a zombie takes it silently
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> None:
+    events_fd = os.dup(1)
+    os.dup2(2, 1)  # what SGLang prints while it is imported is no event
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: whoever owns us decides, by closing stdin
+    began_s = time.monotonic()
+    log_dir = Path(sys.argv[1])
+    zygote = Zygote(log_dir, events_fd)
+    warm_up()
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    zygote.say("warm", seconds=round(time.monotonic() - began_s, 1), threads=threads)
+    zygote.serve(0)
+
+
+if __name__ == "__main__":
+    main()
