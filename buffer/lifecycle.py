@@ -330,9 +330,4 @@ class Lifecycle:
         self._ended[rollout.rollout_id] = len(rollout.segments)
         if len(self._ended) > MAX_ENDED_REMEMBERED:
             self._ended.popitem(last=False)
-        slot = rollout.slot
-        slot.rollout = None
-        if slot.ready and rollout.drop_reason is not None:
-            slot.ready = False
-            if rollout.kind == "train":
-                self.unready += 1
+        rollout.slot.rollout = None

@@ -72,6 +72,7 @@ class BatchDesk:
         """While wanted: weight of what could leave, by slot order (release `rollout`: by that of its group's first)."""
         self._candidates: dict[int, Slot] = {}
         self._total = 0.0
+        self._weighed_with_mean: float | None = None
         self._next_batch_id = 1
 
     def __repr__(self) -> str:
@@ -98,12 +99,14 @@ class BatchDesk:
         return next((batch for batch in self.leased.values() if batch.version == version), None)
 
     def tick(self, now_s: float) -> None:
-        """After `idle_release_s` of waiting, scored prefixes count as well."""
-        may = self._config.release == "deadline" and self._config.max_staleness > 0
-        if may and self.wanted is not None and not self._idle:
-            self._idle = now_s - self._wanted_since_s >= self._config.idle_release_s
-            if self._idle:
-                self._weigh_all()
+        """After `idle_release_s` of waiting, scored prefixes count as well. Weigh anew when the mean has changed."""
+        if self.wanted is None:
+            return
+        may_idle = self._config.release == "deadline" and self._config.max_staleness > 0
+        idle = may_idle and now_s - self._wanted_since_s >= self._config.idle_release_s
+        if idle != self._idle or self._life.mean_sampled_tokens != self._weighed_with_mean:
+            self._idle = idle
+            self._weigh_all()
 
     def touch(self, slot: Slot) -> None:
         """What the slot could let go may have changed."""
@@ -145,7 +148,6 @@ class BatchDesk:
         self.trained[batch.batch_id] = version
         for piece in batch.pieces:
             self._life.train(piece.rollout, piece.segments)
-            self.touch(piece.rollout.slot)
         self._tasks.reported(batch.tasks_done)
 
     def give_back_all(self) -> None:
@@ -162,6 +164,7 @@ class BatchDesk:
         self._weights.clear()
         self._candidates.clear()
         self._total = 0.0
+        self._weighed_with_mean = self._life.mean_sampled_tokens
         groups_seen: set[int] = set()
         for rollout in self._life.rollouts.values():
             slot = rollout.slot

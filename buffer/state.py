@@ -109,6 +109,11 @@ class BufferState:
         """Newest snapshot to catch up from (for Welcome)."""
         return self._learner.weights
 
+    @property
+    def phase(self) -> Literal["running", "finished", "failed"]:
+        """No longer running after RunFinished: everybody has been sent Shutdown."""
+        return self._phase
+
     # -------------------------------------------------------------------------------------------------- events
 
     def peer_joined(self, now_s: float, role: Role, name: str, incarnation: str, pool: str = "") -> list[Outgoing]:

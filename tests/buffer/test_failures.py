@@ -77,6 +77,9 @@ def test_an_actor_back_from_silence_is_told_to_stop_what_was_taken_from_it(make:
     assert late is not None and late.reason == "rollout_ended"
     driver.send("actor", "a", m.TicketCredit(1, 2, 1))
     assert "train-0-0-1" in driver.tickets
+    driver.lose("actor", "a")
+    driver.join("actor", "a")
+    assert driver.take(m.CancelRollout) == [m.CancelRollout("train-0-0-1", "actor_lost")], "the first is told already"
 
 
 def test_an_actor_back_from_silence_is_not_held_to_tickets_it_never_got(make: Make) -> None:
@@ -164,6 +167,24 @@ def test_a_restarted_learner_gets_what_the_former_one_had_not_trained(make: Make
     batch = driver.want(0, epoch=1)
     assert rollout_ids(batch) == rollout_ids(held)
     assert held is not None and batch is not None and batch.batch_id != held.batch_id
+
+
+def test_a_new_learner_process_frees_the_batch_before_it_says_anything(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0)
+    driver.roll(0)
+    assert driver.want(0) is not None
+    driver.join("learner", "learner", "2")
+    assert driver.ledger.tokens.waiting == 2
+
+
+def test_a_new_epoch_frees_the_batch_of_the_old_one(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0)
+    driver.roll(0)
+    assert driver.want(0) is not None
+    driver.send("learner", "learner", m.VersionPublished(v(0, epoch=1), None))
+    assert driver.ledger.tokens.waiting == 2
 
 
 def test_a_learner_that_was_only_cut_off_keeps_its_batch(make: Make) -> None:

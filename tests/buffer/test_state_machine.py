@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bench import buffer_actions as act
+from bench import buffer_learner as learner
+from bench import buffer_workers as workers
 from bench.buffer_world import World
 from buffer.config import BufferConfig, Release
 
 SEEDS = st.integers(0, 10_000)
+ACTOR_WORKS = [workers.actor_reads, workers.actor_writes, workers.actor_resends, workers.actor_updates]
+ACTOR_TROUBLE = [workers.actor_lies, workers.actor_fails, workers.actor_leaves, workers.actor_returns]
+TEACHER_TROUBLE = [workers.teacher_fails, workers.teacher_leaves, workers.teacher_returns]
 RELEASES: list[Release] = ["rollout", "segment", "deadline"]
 
 
@@ -74,35 +79,47 @@ class BufferMachine(RuleBasedStateMachine):
         assert self.world is not None
         action(self.world, Random(seed))
 
-    @rule(seed=SEEDS, action=st.sampled_from([act.actor_reads, act.actor_writes, act.actor_resends, act.actor_updates]))
+    @rule(
+        seed=SEEDS,
+        action=st.sampled_from(ACTOR_WORKS),
+    )
     def an_actor_works(self, seed: int, action: act.Action) -> None:
         self._do(action, seed)
 
     @rule(seed=SEEDS)
     def an_actor_writes(self, seed: int) -> None:
-        self._do(act.actor_writes, seed)
+        self._do(workers.actor_writes, seed)
 
-    @rule(seed=SEEDS, action=st.sampled_from([act.actor_lies, act.actor_fails, act.actor_leaves, act.actor_returns]))
+    @rule(
+        seed=SEEDS,
+        action=st.sampled_from(ACTOR_TROUBLE),
+    )
     def an_actor_is_trouble(self, seed: int, action: act.Action) -> None:
         self._do(action, seed)
 
-    @rule(seed=SEEDS, action=st.sampled_from([act.teacher_reads, act.teacher_scores]))
+    @rule(seed=SEEDS, action=st.sampled_from([workers.teacher_reads, workers.teacher_scores]))
     def a_teacher_works(self, seed: int, action: act.Action) -> None:
         self._do(action, seed)
 
-    @rule(seed=SEEDS, action=st.sampled_from([act.teacher_fails, act.teacher_leaves, act.teacher_returns]))
+    @rule(seed=SEEDS, action=st.sampled_from(TEACHER_TROUBLE))
     def a_teacher_is_trouble(self, seed: int, action: act.Action) -> None:
         self._do(action, seed)
 
-    @rule(seed=SEEDS, action=st.sampled_from([act.learner_offers, act.learner_asks, act.learner_trains]))
+    @rule(seed=SEEDS, action=st.sampled_from([learner.offers, learner.asks, learner.trains]))
     def the_learner_works(self, seed: int, action: act.Action) -> None:
         self._do(action, seed)
 
-    @rule(seed=SEEDS, action=st.sampled_from([act.learner_repeats, act.learner_publishes, act.learner_evaluates]))
+    @rule(
+        seed=SEEDS,
+        action=st.sampled_from([learner.repeats, learner.publishes, learner.evaluates]),
+    )
     def the_learner_tells_more(self, seed: int, action: act.Action) -> None:
         self._do(action, seed)
 
-    @rule(seed=SEEDS, action=st.sampled_from([act.learner_is_cut_off, act.learner_returns, act.learner_restarts]))
+    @rule(
+        seed=SEEDS,
+        action=st.sampled_from([learner.is_cut_off, learner.returns, learner.restarts]),
+    )
     def the_learner_is_trouble(self, seed: int, action: act.Action) -> None:
         self._do(action, seed)
 

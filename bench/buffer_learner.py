@@ -1,0 +1,160 @@
+"""What the simulated learner does, one small thing at a time."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from bench.buffer_peers import VOCAB_SIZE, Array, SimEvaluation, SimLearner
+from bench.buffer_workers import actor_updates
+from bench.buffer_world import World
+from protocol import messages as m
+from protocol.messages import WeightVersion
+
+
+def offers(world: World, rng: Random) -> None:
+    """Tasks for the queue, those of before a restart first; sometimes the same again."""
+    learner = _learner(world)
+    if learner is None or learner.tasks_wanted <= 0:
+        return
+    tasks = [_next_task(world, learner, rng) for _ in range(rng.randint(1, min(4, learner.tasks_wanted)))]
+    prompts = tuple(_prompt(task) for task in tasks)
+    for _ in range(2 if rng.random() < 0.1 else 1):
+        world.send("learner", "learner", m.TasksOffered(tuple(tasks)), prompts)
+
+
+def asks(world: World, rng: Random) -> None:
+    """For the batch of its step; also while it has it."""
+    learner = _learner(world)
+    if learner is not None:
+        world.send("learner", "learner", m.BatchWanted(learner.version))
+        if rng.random() < 0.05 and learner.version.step > 0:  # an old request, late
+            late = WeightVersion(learner.version.epoch, learner.version.step - 1)
+            if late.step >= learner.first_step:
+                world.send("learner", "learner", m.BatchWanted(late))
+
+
+def trains(world: World, rng: Random) -> None:
+    """Make the next version; tell actors and buffer, in any order."""
+    learner = _learner(world)
+    if learner is None or learner.batch is None:
+        return
+    batch, learner.batch = learner.batch, None
+    learner.version = WeightVersion(learner.version.epoch, learner.version.step + 1)
+    message = m.BatchTrained(batch.batch_id, learner.version)
+    learner.unacked[batch.batch_id] = message
+    learner.settled(batch.tasks_done)
+    world.broadcast = learner.version
+    if rng.random() < 0.5:
+        actor_updates(world, rng)
+    if rng.random() < 0.3:
+        world.send("learner", "learner", m.VersionPublished(learner.version, None))
+    if rng.random() < 0.7:
+        repeats(world, rng)
+    if learner.version.step % 3 == 0 and not learner.unacked:
+        world.checkpoints[learner.version.step] = learner.stream.copy()
+
+
+def repeats(world: World, rng: Random) -> None:
+    """BatchTrained until it is acknowledged, and sometimes once more."""
+    learner = _learner(world)
+    if learner is None:
+        return
+    for message in list(learner.unacked.values()):
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            world.send("learner", "learner", message)
+
+
+def publishes(world: World, rng: Random) -> None:
+    learner = _learner(world)
+    if learner is not None:
+        ref = m.WeightsRef(learner.version, "weights", "0") if rng.random() < 0.5 else None
+        world.send("learner", "learner", m.VersionPublished(learner.version, ref))
+
+
+def is_cut_off(world: World, rng: Random) -> None:
+    """Silent for a while; the same process comes back and knows what it trained."""
+    learner = _learner(world)
+    if learner is not None and rng.random() < 0.5:
+        learner.connected = False
+        world.lose("learner", "learner")
+
+
+def returns(world: World, rng: Random) -> None:
+    if not world.learner.connected and not world.over:
+        world.learner.connected = True
+        world.join("learner", "learner", world.learner.incarnation)
+
+
+def restarts(world: World, rng: Random) -> None:
+    """It dies with whatever it had, and goes on from a checkpoint under a higher epoch."""
+    if world.over or rng.random() < 0.5:
+        return
+    world.tally.restarts += 1
+    if world.learner.connected and rng.random() < 0.5:
+        world.learner.connected = False
+        world.lose("learner", "learner")
+    steps = [step for step in world.checkpoints if step <= world.learner.version.step]
+    step = rng.choice(steps[-3:])
+    version = WeightVersion(world.learner.version.epoch + rng.choice((1, 1, 1, 2)), step)
+    for later in [s for s in world.checkpoints if s > step]:
+        del world.checkpoints[later]
+    world.learner = SimLearner(world.incarnation(), version, world.checkpoints[step].copy())
+    world.model.learner_restarted()
+    world.join("learner", "learner", world.learner.incarnation)
+    world.broadcast = version
+    world.model.tree.fork(version)
+    if rng.random() < 0.7:
+        world.send("learner", "learner", m.VersionPublished(version, None))
+    else:
+        world.send("learner", "learner", m.BatchWanted(version))
+
+
+def evaluates(world: World, rng: Random) -> None:
+    """Offer a few evaluation tasks, or ask for results."""
+    learner = _learner(world)
+    if learner is None:
+        return
+    if len(learner.evaluations) < 2 and rng.random() < 0.3:
+        world.n_evals += 1
+        eval_id = f"eval-{world.n_evals}"
+        teachers = rng.choice((*world.task_teachers, ()))
+        group_size = rng.choice((1, 2))
+        tasks = tuple(
+            m.Task(1000 * world.n_evals + i, "eval", group_size, m.Sampling(), teachers=teachers, eval_id=eval_id)
+            for i in range(rng.randint(1, 3))
+        )
+        world.model.tasks.update({("eval", task.task_id): task for task in tasks})
+        learner.evaluations[eval_id] = SimEvaluation(group_size * len(tasks))
+        world.send("learner", "learner", m.TasksOffered(tasks), tuple(_prompt(task) for task in tasks))
+    for eval_id, evaluation in list(learner.evaluations.items()):
+        known = tuple(rollout_id for rollout_id in evaluation.received if rng.random() < 0.9)
+        world.send("learner", "learner", m.EvalWanted(eval_id, known))
+        if evaluation.complete:
+            del learner.evaluations[eval_id]
+
+
+def _learner(world: World) -> SimLearner | None:
+    return world.learner if world.learner.connected else None
+
+
+def _next_task(world: World, learner: SimLearner, rng: Random) -> m.Task:
+    stream = learner.stream
+    while stream.offer_again:
+        task_id = stream.offer_again.pop(0)
+        if task_id in stream.outstanding:
+            return stream.outstanding[task_id]
+    task_id = stream.next_task_id
+    stream.next_task_id += 1
+    task = world.model.tasks.get(("train", task_id))
+    if task is None:
+        group_size, teachers = rng.choice(world.group_sizes), rng.choice(world.task_teachers)
+        task = m.Task(task_id, "train", group_size, m.Sampling(seed=task_id), teachers=teachers)
+        world.model.tasks["train", task_id] = task
+    stream.outstanding[task_id] = task
+    return task
+
+
+def _prompt(task: m.Task) -> Array:
+    return np.array([task.task_id % VOCAB_SIZE, 1, 2][: 1 + task.task_id % 3], np.int32)

@@ -1,0 +1,134 @@
+"""The learner's lease on a batch: what is in it, repeats, prefetch, BatchTrained, tasks done, the last ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from protocol import messages as m
+from protocol.messages import VersionSpan
+from tests.buffer.driver import Driver, rollout_ids, v
+
+Make = type[Driver]
+
+
+def test_an_item_carries_everything_up_to_its_last_token(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.write("train-0-0-0", 2, context=1)
+    driver.write("train-0-0-0", 1, final=True)
+    driver.score()
+    driver.send("learner", "learner", m.BatchWanted(v(0)))
+    ids, logprobs, train_mask, teacher = driver.frames(driver.sent)
+    batch = driver.batch()
+    assert batch is not None
+    assert list(ids) == [1, 2, 10, 11, 3, 10]
+    assert list(train_mask) == [0, 0, 1, 1, 0, 1]
+    np.testing.assert_array_equal(logprobs, np.where(train_mask, np.float32(-0.5), 0))
+    np.testing.assert_array_equal(teacher, np.where(train_mask, np.float32(-1), 0)[None, :])
+    (item,) = batch.items
+    assert item.spans == (VersionSpan(v(0), 2, 4), VersionSpan(v(0), 5, 6))
+    assert (item.end, item.final, item.finish_reason, item.reward) == (6, True, "stop", 1.0)
+    assert batch.staleness == {0: 3}
+    assert all(not array.flags.writeable for array in (ids, logprobs)), "views on what the buffer keeps"
+
+
+def test_a_repeated_request_gets_the_same_batch_and_a_late_one_nothing(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0, 1)
+    driver.roll(0)
+    first = driver.want(0)
+    driver.roll(1)
+    again = driver.want(0)
+    assert first is not None and again is not None
+    assert (first.batch_id, first.items, first.staleness) == (again.batch_id, again.items, again.staleness)
+    driver.trained(first)
+    assert driver.want(0) is None
+    second = driver.want(1)
+    assert second is not None and second.batch_id != first.batch_id
+
+
+def test_the_next_batch_may_be_asked_for_while_one_is_held(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0, 1, 2)
+    driver.roll(0)
+    driver.roll(1)
+    first, second = driver.want(0), driver.want(1)
+    assert rollout_ids(first) == ["train-0-0-0"] and rollout_ids(second) == ["train-1-0-0"]
+    assert first is not None and second is not None
+    assert (first.tasks_done, second.tasks_done) == ((0,), (1,)), "each task is told once"
+    assert second is not None and second.staleness == {1: 2}, "against its own version"
+    assert set(driver.tickets) == {"train-0-0-0", "train-1-0-0"}, "both count until they are trained"
+    assert first is not None
+    driver.trained(first)
+    assert "train-2-0-0" in driver.tickets
+
+
+def test_batch_trained_is_acknowledged_again_and_counted_once(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    for _ in range(3):
+        driver.trained(batch)
+    assert driver.take(m.BatchTrainedAck) == [m.BatchTrainedAck(batch.batch_id, v(1))] * 3
+    assert driver.ledger.tokens.trained == 2
+    assert driver.snapshot.staleness_hist == {0: 2}
+
+
+def test_a_batch_trained_into_another_step_is_refused(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(3)))
+    (refused,) = driver.take(m.Refused)
+    assert (refused.got, refused.expected) == ("0.3", "0.1")
+    assert driver.ledger.tokens.in_flight == 2
+
+
+def test_tasks_are_done_when_all_their_samples_are_settled_and_told_once(make: Make) -> None:
+    driver = make(batch=1, staleness=3, max_attempts=1)
+    driver.offer(0, group=2)
+    driver.offer(1, 2)
+    driver.roll(0, 0)
+    batch = driver.want(0)
+    assert batch is not None and batch.tasks_done == ()
+    driver.trained(batch)
+    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine"))
+    driver.roll(1, step=1)
+    batch = driver.want(1)
+    assert batch is not None and batch.tasks_done == (0, 1), "0 was settled by a drop since"
+    repeat = driver.want(1)
+    assert repeat is not None and repeat.tasks_done == (0, 1)
+    driver.trained(batch)
+    driver.roll(2, step=2)
+    batch = driver.want(2)
+    assert batch is not None and batch.tasks_done == (2,)
+
+
+def test_the_last_batch_may_be_smaller_and_then_there_is_an_empty_one(make: Make) -> None:
+    driver = make(batch=4, staleness=0, max_attempts=1)
+    driver.offer(0, 1, 2, last=True)
+    assert driver.take(m.TasksAck)[-1].tasks_wanted == 0
+    driver.want(0)
+    driver.roll(0)
+    assert driver.batch() is None, "1 and 2 may still come"
+    driver.roll(1)
+    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine"))
+    batch = driver.batch()
+    assert rollout_ids(batch) == ["train-0-0-0", "train-1-0-0"]
+    assert batch is not None and set(batch.tasks_done) == {0, 1, 2}
+    driver.trained(batch)
+    nothing = driver.want(1)
+    assert nothing is not None and (nothing.batch_id, nothing.items, nothing.tasks_done) == (0, (), ())
+
+
+def test_a_small_batch_does_not_leave_while_the_stream_goes_on(make: Make) -> None:
+    driver = make(batch=2, staleness=1)
+    driver.offer(0)
+    driver.roll(0)
+    assert driver.want(0) is None
+    driver.wait(1000.0)
+    assert driver.batch() is None
