@@ -106,7 +106,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 PLANNED: Final = {"actor.engine": "sglang", "teacher.engine": "sglang"}
 """Values that a later release will take; refused with better words than a typing error."""
-BUILTIN_RECIPE: Final[dict[str, object]] = {"learner": {"lr": 3e-4}, "buffer": {"max_staleness": 2}}
+BUILTIN_RECIPE: Final[dict[str, object]] = {"learner": {"lr": 5e-4}, "buffer": {"max_staleness": 1}}
 """Laid under what the user says where the student is the built-in one: what suits a model of under a million parameters
 does not suit others."""
 
