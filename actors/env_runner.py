@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, NamedTuple
 
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -26,11 +26,15 @@ class Outcome(NamedTuple):
 class EnvRunner:
     """Owns the event loop thread. Not for use before a fork: the thread starts with the first submit."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_outcome: Callable[[], None] = lambda: None) -> None:
+        """`on_outcome` is called from the runner's thread whenever there is something to take."""
+        self._on_outcome = on_outcome
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._pending = 0
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Those under way; the loop thread's own."""
 
     @property
     def pending(self) -> int:
@@ -61,12 +65,24 @@ class EnvRunner:
         return taken
 
     async def _run(self, key: str, call: Coroutine[Any, Any, Any], timeout_s: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
         try:
-            result = await asyncio.wait_for(call, timeout_s)
+            result = await asyncio.wait_for(_contained(call), timeout_s)
+        except asyncio.CancelledError as error:
+            if task.cancelling():
+                raise  # by close
+            gave_up = RuntimeError("the environment let a CancelledError of its own out")
+            gave_up.__cause__ = error
+            self._outcomes.put(Outcome(key, None, gave_up))
         except Exception as error:  # a user's environment may raise anything; the rollout fails by that name
             self._outcomes.put(Outcome(key, None, error))
         else:
             self._outcomes.put(Outcome(key, result, None))
+        finally:
+            self._calls.discard(task)
+            call.close()  # cancelled before it began
 
     def close(self) -> None:
         """Cancel what runs and join the thread; idempotent."""
@@ -83,9 +99,21 @@ class EnvRunner:
             if not thread.is_alive():
                 loop.close()
 
-    @staticmethod
-    async def _cancel_all() -> None:
-        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        for task in tasks:
+    async def _cancel_all(self) -> None:
+        """Calls first, each once: a second cancellation would cut short what they do to clean up."""
+        calls = list(self._calls)
+        for task in calls:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
+        left_over = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in left_over:
+            task.cancel()
+        await asyncio.gather(*left_over, return_exceptions=True)
+
+
+async def _contained(call: Coroutine[Any, Any, Any]) -> Any:
+    """`call`, with what would end the event loop turned into an error: a program of the student's may say exit()."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the environment raised {type(error).__name__}: {error}") from error
