@@ -42,6 +42,9 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     earlier; larger: fewer messages."""
     max_concurrent_rollouts: int = 64
     """Rollouts that run at once in this actor, those waiting for their environment included."""
+    max_failures_in_a_row: int = 64
+    """Rollouts that may fail one after the other (environment or engine errors) with none that ends well in between;
+    then the actor ends with an error. Before that, new rollouts are started more and more slowly."""
     environments: dict[str, EnvConfig] = msgspec.field(default_factory=dict[str, EnvConfig])
     """Environments by the name that tasks use. A name that is not listed here is taken as a registered environment
     with its default options."""
@@ -49,6 +52,8 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.segment_tokens < 1:
             raise ValueError(f"segment_tokens must be at least 1, got {self.segment_tokens}")
+        if self.max_failures_in_a_row < 1:
+            raise ValueError(f"max_failures_in_a_row must be at least 1, got {self.max_failures_in_a_row}")
         if self.max_concurrent_rollouts < 1:
             raise ValueError(f"max_concurrent_rollouts must be at least 1, got {self.max_concurrent_rollouts}")
 

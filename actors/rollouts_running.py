@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.brake import Brake
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner, Outcome
 from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
@@ -74,6 +76,7 @@ class RunningRollouts:
         self._waiting: deque[tuple[Ticket, Int32s]] = deque()
         self._runs: dict[str, Run] = {}
         self._by_request: dict[str, str] = {}
+        self._brake = Brake(config.max_failures_in_a_row)
         self.counts: defaultdict[str, float] = defaultdict(float)
         """Running totals for the heartbeat: rollouts by how they ended, environment numbers, segments."""
 
@@ -92,14 +95,20 @@ class RunningRollouts:
         self._waiting.append((ticket, prompt_ids))
 
     def start_ready(self) -> None:
-        """Start, in order, the tickets whose weights are here."""
+        """Start, in order, the tickets whose weights are here; after failures none for a while."""
         version = self._engine.version
-        while self._waiting and self._waiting[0][0].min_version <= version:
+        while self._waiting and self._waiting[0][0].min_version <= version and not self._brake.holds_s():
             ticket, prompt_ids = self._waiting.popleft()
             try:
                 self._start(ticket, prompt_ids)
-            except ValueError as error:
-                self._fail(ticket.rollout_id, f"cannot_start: {error}")
+            except Exception as error:  # a user's environment may raise anything when it is made
+                self._runs.pop(ticket.rollout_id, None)
+                self._fail(ticket.rollout_id, f"cannot_start: {type(error).__name__}: {error}"[:500])
+
+    def ready_in_s(self) -> float:
+        """When waiting tickets may be tried again; infinite when nothing is put off."""
+        holds_s = self._brake.holds_s()
+        return holds_s if self._waiting and holds_s else math.inf
 
     def _start(self, ticket: Ticket, prompt_ids: Int32s) -> None:
         env = self._config.environment(ticket.env)
@@ -163,6 +172,7 @@ class RunningRollouts:
         run.rollout.finish(continuation.finish_reason, continuation.reward)
         self._send_segments(run)
         self.counts["rollouts_finished_total"] += 1
+        self._brake.success()
         self._forget(rollout_id)
 
     def _append_and_generate(self, rollout_id: str, run: Run, token_ids: Int32s) -> None:
@@ -205,6 +215,7 @@ class RunningRollouts:
 
     def _fail(self, rollout_id: str, reason: str) -> None:
         log.warning("rollout %s failed: %s", rollout_id, reason)
+        self._brake.failure(reason)
         self.counts["rollouts_failed_total"] += 1
         self._send(RolloutFailed(rollout_id=rollout_id, reason=reason), ())
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -61,9 +62,18 @@ class _Figures:
 class WeightReceiver:
     """Follows WeightPlans for one engine."""
 
-    def __init__(self, engine: GenerationEngine, *, name: str, device: torch.device | str = "cpu") -> None:
-        """`name`: this actor's, as plans list it. `device`: where NCCL delivers; gloo always delivers to the CPU."""
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        *,
+        name: str,
+        device: torch.device | str = "cpu",
+        on_staged: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`name`: this actor's, as plans list it. `device`: where NCCL delivers; gloo always delivers to the CPU.
+        `on_staged` is called from the receiver's thread whenever the engine has got weights to swap in."""
         self._engine = engine
+        self._on_staged = on_staged
         self._name = name
         self._device = torch.device(device)
         self._staged: WeightVersion | None = None
@@ -287,6 +297,7 @@ class WeightReceiver:
         self._engine.stage_weights(version, named)
         self._staged = version
         self._figures.weight_stage_s = time.monotonic() - began_s
+        self._on_staged()
 
     def _catch_up_if_told(self) -> None:
         with self._changed:

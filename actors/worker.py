@@ -41,9 +41,7 @@ from protocol.messages import (
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.2
-"""Longest wait for the buffer while nothing runs; also the bound on noticing staged weights then."""
-BUSY_WAIT_S: Final = 0.002
-"""Wait for the buffer while environments or weights are awaited: they cannot wake the main thread."""
+"""Longest wait for the buffer while nothing runs."""
 CREDIT_REPEAT_S: Final = 2.0
 """A credit is repeated this often although nothing changed: it is not acknowledged one by one."""
 REPORT_EVERY_S: Final = 0.25
@@ -95,16 +93,17 @@ class ActorWorker:
             self._send_credit()
             self._receive(self._wait_s())
             self._rollouts.take_environment_outcomes(self._environments.take())
-            self._rollouts.start_ready()
             self._rollouts.take_deltas(self._engine.poll(0.0))
+            self._rollouts.start_ready()
             self._report()
         return self._shutdown.ok
 
     def _wait_s(self) -> float:
-        """How long the buffer may be waited for: not at all while the engine has something to do."""
+        """How long the buffer may be waited for: not at all while the engine has something to do. Weights and
+        environments wake the client; what was put off after a failure has its own time."""
         if self._rollouts.generating:
             return 0.0
-        return BUSY_WAIT_S if len(self._rollouts) or self._environments.pending else IDLE_WAIT_S
+        return min(IDLE_WAIT_S, self._rollouts.ready_in_s())
 
     def _receive(self, timeout_s: float) -> None:
         received = self._client.recv(timeout_s)
@@ -204,12 +203,12 @@ def main(ctx: RoleContext[ActorRunConfig]) -> int:
         stack.callback(engine.close)
         client = stack.enter_context(Client(ctx.buffer_address, hello))
         welcome = client.connect()
-        receiver = WeightReceiver(engine, name=ctx.name)
+        receiver = WeightReceiver(engine, name=ctx.name, on_staged=client.wake)
         receiver.start()
         stack.callback(receiver.close)
         if welcome.weights is not None:
             receiver.catch_up(welcome.weights)
-        environments = EnvRunner()
+        environments = EnvRunner(client.wake)
         stack.callback(environments.close)
         rollouts = RunningRollouts(
             engine,

@@ -81,9 +81,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     checkpoint_every: int = 50
     """Steps between two checkpoints; the last step always leaves one. 0 = at the last step only."""
     keep_checkpoints: int = 3
-    """The newest so many are kept; older ones are deleted unless pinned."""
+    """The newest so many are kept; older ones are deleted."""
     stall_timeout_s: float = 900.0
-    """The run ends with an error when the learner waited this long for a batch, an evaluation or an acknowledgement."""
+    """The run ends with an error when the learner waited this long for a batch or an acknowledgement. An evaluation is
+    given up after it: the figures are of what is there, and say how many rollouts are missing."""
 
     def __post_init__(self) -> None:
         _positive(lr=self.lr, eps=self.eps, coef=self.coef, ratio_cap=self.ratio_cap, ratio_low=self.ratio_low)

@@ -48,6 +48,8 @@ PUMP_S: Final = 0.1
 """One wait for the buffer; bounds how late the cause of a longer wait is noticed."""
 ASK_AGAIN_S: Final = 2.0
 """A wanted batch is asked for again this often (the answer is the same batch)."""
+LOOK_EVERY_S: Final = 0.5
+"""A waiting learner asks what the buffer holds this often, to know what it waits for."""
 TASKS_PER_MESSAGE: Final = 256
 GOODBYE_S: Final = 30.0
 """How long the buffer may take to end the run once the learner is done."""
@@ -149,7 +151,7 @@ class LearnerLoop:
 
     def _next_batch(self) -> Delivered:
         """Wait for the batch of this version, putting the wait down to what it is for."""
-        began_s = asked_s = time.monotonic()
+        began_s = asked_s = looked_s = time.monotonic()
         wanted = BatchWanted(version=self._version)
         self._client.send(wanted)
         with self._clock.waiting("data"):
@@ -160,14 +162,18 @@ class LearnerLoop:
                 batch = self._inbox.batch
                 if batch is not None and batch.batch.version == self._version:
                     self._inbox.batch = None
+                    if not batch.batch.items:
+                        raise LearnerStalled(f"nothing is left to train at step {self._version.step}")
                     return batch
                 now_s = time.monotonic()
                 if now_s - asked_s > ASK_AGAIN_S:
                     asked_s = now_s
                     self._client.send(wanted)
                 if now_s - began_s > PUMP_S:
-                    self._client.send(SnapshotWanted())
                     self._clock.blame(self._cause_of_wait())
+                if now_s - looked_s > LOOK_EVERY_S:
+                    looked_s = now_s
+                    self._client.send(SnapshotWanted())
                 if now_s - began_s > self._config.stall_timeout_s:
                     raise LearnerStalled(
                         f"no batch for step {self._version.step} in {self._config.stall_timeout_s:.0f} s: "
@@ -175,7 +181,7 @@ class LearnerLoop:
                     )
 
     def _cause_of_wait(self) -> WaitCause:
-        """Weights that are not out yet; else ungraded tokens, if they are as many as a batch lacks; else data."""
+        """Weights that are not out yet; else grades, when all that is generated waits for them; else data."""
         snapshot = self._inbox.snapshot
         if self._publisher.busy:
             return "weights"
@@ -277,6 +283,7 @@ class LearnerLoop:
             snapshot=batch.snapshot,
             weights=weight_figures(self._publisher.stats),
             tasks_dropped=self._stream.dropped,
+            tasks_done=batch.tasks_done,
         )
         self._heartbeat()
 

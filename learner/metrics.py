@@ -17,7 +17,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -81,12 +81,14 @@ class MetricsWriter:
         snapshot: Snapshot,
         weights: Mapping[str, float],
         tasks_dropped: Mapping[str, int],
+        tasks_done: Sequence[int] = (),
     ) -> Row:
         """Record optimizer step `step`; returns the line written.
 
         `train`: figures of the step (reverse_kl, loss, ratio_mean, ratio_max, truncated_fraction, ess, ...), as
         `train/<name>`. `staleness`: the batch's distance -> tokens. `waits`: wall time of this step. `weights`: figures
-        of the last publication (broadcast_s, ...), as `weights/<name>`. `tasks_dropped`: prompts dropped by reason."""
+        of the last publication (broadcast_s, ...), as `weights/<name>`. `tasks_dropped`: prompts dropped by reason.
+        `tasks_done`: ids of the tasks that this step settled; in the line only, the account of what was consumed."""
         scalars = {
             **{f"train/{name}": value for name, value in train.items()},
             **_staleness_scalars(staleness),
@@ -98,7 +100,10 @@ class MetricsWriter:
             **{f"weights/{name}": value for name, value in weights.items()},
         }
         self._add_histogram("staleness/tokens", staleness, step)
-        extra = {"staleness": {str(distance): n for distance, n in sorted(staleness.items())}}
+        extra = {
+            "staleness": {str(distance): n for distance, n in sorted(staleness.items())},
+            "tasks_done": list(tasks_done),
+        }
         return self._record("step", step, scalars, extra)
 
     def evaluation(self, result: EvaluationResult) -> Row:

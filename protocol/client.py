@@ -55,6 +55,7 @@ class Client:
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
         self._state = LinkState(Outbox(resend_s=resend_s))
         self._link: Link | None = None
+        self._woken = False
 
     def __repr__(self) -> str:
         with self._state.changed:
@@ -130,9 +131,17 @@ class Client:
             outbox.put(frames, ack_keys(message))
             self._wake()
 
+    def wake(self) -> None:
+        """End the `recv` that waits now, or the next one that would wait: there is something else to do. For threads
+        that bring the worker work past the buffer (weights, an environment's answer)."""
+        with self._state.changed:
+            self._woken = True
+            self._state.changed.notify_all()
+
     def recv(self, timeout_s: float) -> Received | None:
-        """The next message for the worker, or None after `timeout_s`. Handshake, heartbeat replies and
-        acknowledgements that say no more than "arrived" are not among them (`protocol.flow.tells_the_caller`).
+        """The next message for the worker; None after `timeout_s`, and at once after `wake`. Handshake, heartbeat
+        replies and acknowledgements that say no more than "arrived" are not among them
+        (`protocol.flow.tells_the_caller`).
 
         Once the messages received before are read, raises what ended the link: PeerLost, HandshakeRefused (after a
         reconnect), MessageRefused, a RemoteProtocolError, or NotConnected after `close`.
@@ -141,6 +150,9 @@ class Client:
         with self._state.changed:
             while not self._state.inbox:
                 self._raise_if_ended()
+                if self._woken:
+                    self._woken = False
+                    return None
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return None
