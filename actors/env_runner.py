@@ -75,14 +75,18 @@ class EnvRunner:
                 raise  # by close
             gave_up = RuntimeError("the environment let a CancelledError of its own out")
             gave_up.__cause__ = error
-            self._outcomes.put(Outcome(key, None, gave_up))
+            self._put(Outcome(key, None, gave_up))
         except Exception as error:  # a user's environment may raise anything; the rollout fails by that name
-            self._outcomes.put(Outcome(key, None, error))
+            self._put(Outcome(key, None, error))
         else:
-            self._outcomes.put(Outcome(key, result, None))
+            self._put(Outcome(key, result, None))
         finally:
             self._calls.discard(task)
             call.close()  # cancelled before it began
+
+    def _put(self, outcome: Outcome) -> None:
+        self._outcomes.put(outcome)
+        self._on_outcome()
 
     def close(self) -> None:
         """Cancel what runs and join the thread; idempotent."""

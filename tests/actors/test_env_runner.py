@@ -112,6 +112,17 @@ def test_a_slow_call_does_not_hold_up_the_others(runner: EnvRunner) -> None:
     assert runner.pending == 1 and not hanging.cancelled.is_set()
 
 
+def test_the_owner_is_woken_once_there_is_something_to_take() -> None:
+    woken = threading.Semaphore(0)
+    runner = EnvRunner(lambda: woken.release())
+    for key, call in (("good", answer(1)), ("bad", fail(ValueError("no")))):
+        runner.submit(key, call, WAIT_S)
+        assert woken.acquire(timeout=WAIT_S)
+        assert [outcome.key for outcome in runner.take()] == [key]
+    runner.close()
+    assert not woken.acquire(blocking=False)
+
+
 def test_close_cancels_what_runs_and_ends_the_thread(runner: EnvRunner) -> None:
     calls = [Hanging() for _ in range(3)]
     for i, hanging in enumerate(calls):
