@@ -28,5 +28,5 @@ def test_too_many_in_a_row_stop_the_actor_with_the_last_reason_and_a_success_sta
     brake.success()
     for _ in range(2):
         brake.failure("b")
-    with pytest.raises(TooManyFailures, match="3 rollouts in a row failed.*the tool is down"):
+    with pytest.raises(TooManyFailures, match=r"3 rollouts in a row failed.*the tool is down"):
         brake.failure("the tool is down")
