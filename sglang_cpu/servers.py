@@ -62,13 +62,21 @@ class Server:
 class Servers:
     """One zygote and the servers forked from it. Thread-safe."""
 
-    def __init__(self, log_dir: Path, *, python: Path = DEFAULT_PYTHON, warm_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        python: Path = DEFAULT_PYTHON,
+        environment: Mapping[str, str] | None = None,
+        warm_timeout_s: float = 120.0,
+    ) -> None:
         """Returns when the zygote is warm, after about ten seconds. Raises FileNotFoundError where SGLang's environment
-        is missing, ServerError when the imports fail."""
+        is missing, ServerError when the imports fail. `environment` is added to this process's, for
+        all servers: much of it SGLang reads while it is imported."""
         if not python.exists():
             raise FileNotFoundError(f"no interpreter with SGLang at {python}; make it with: make sglang-cpu")
         log_dir.mkdir(parents=True, exist_ok=True)
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._changed = threading.Condition()
         self._started: dict[str, Server] = {}
         self._exit_codes: dict[int, int] = {}
@@ -81,7 +89,7 @@ class Servers:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=server_environment(os.environ),
+                env=server_environment({**os.environ, **(environment or {})}),
                 start_new_session=True,  # Ctrl-C in a terminal is for the owner to handle
             )
         self._reader = threading.Thread(target=self._read_events, name="sglang-zygote-events", daemon=True)
@@ -97,13 +105,22 @@ class Servers:
         """How long the imports took, in seconds."""
         return self._warm_s or 0.0
 
-    def start(self, name: str, model: str | Path, args: Sequence[str] = (), *, port: int = 0) -> Server:
-        """Fork a server; it loads the model from here on (see `wait_ready`). `args` come after SERVER_ARGS, so they
+    def start(
+        self,
+        name: str,
+        model: str | Path,
+        args: Sequence[str] = (),
+        *,
+        port: int = 0,
+        base_args: Sequence[str] = SERVER_ARGS,
+    ) -> Server:
+        """Fork a server; it loads the model from here on (see `wait_ready`). `args` come after `base_args`, so they
         win. A name may be used again once its server is gone."""
         with self._changed:
             self._started.pop(name, None)
             self._refused.pop(name, None)
-        self._tell(do="start", name=name, port=port, args=["--model-path", str(model), *SERVER_ARGS, *args])
+        arguments = ["--model-path", str(model), *base_args, *args]
+        self._tell(do="start", name=name, port=port, args=arguments)
         self._await(lambda: name in self._started or name in self._refused, 10.0, f"server {name} to be forked")
         if name in self._refused:
             raise ServerError(self._refused[name])
@@ -159,7 +176,7 @@ class Servers:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError) as error:
-            raise ServerError(f"the zygote is gone\n{_tail(self._log_dir / 'zygote.log')}") from error
+            raise ServerError(f"the zygote is gone\n{_tail(self.log_dir / 'zygote.log')}") from error
 
     def _read_events(self) -> None:
         assert self._process.stdout is not None
@@ -178,7 +195,7 @@ class Servers:
             case "warm":
                 self._warm_s = event["seconds"]
             case "started":
-                self._started[name] = Server(name, event["pid"], event["port"], self._log_dir / f"{name}.log")
+                self._started[name] = Server(name, event["pid"], event["port"], self.log_dir / f"{name}.log")
             case "exited":
                 self._exit_codes[self._started[name].pid] = event["code"]
             case "refused":
@@ -191,7 +208,7 @@ class Servers:
             self._changed.wait_for(lambda: reached() or self._ended, timeout_s)
             if not reached():
                 why = "the zygote ended" if self._ended else f"waited {timeout_s:g} s"
-                raise ServerError(f"waiting for {what}: {why}\n{_tail(self._log_dir / 'zygote.log')}")
+                raise ServerError(f"waiting for {what}: {why}\n{_tail(self.log_dir / 'zygote.log')}")
 
 
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,404 @@
+"""A student on an SGLang server: requests go out over HTTP, tokens come back as a stream.
+
+    submit --> a task per request: gate --> slot (max_concurrent) --> POST /generate, chunk by chunk --> outbox --> poll
+                                    ^
+    pause, resume (weights) --------+
+
+`submit`, `abort` and `poll` come from the owner's thread; the tasks run on the event loop of `ServerLink`. The weights
+are not handed to this engine: they arrive on the server itself, between `pause` and `resume`, which whoever updates
+the server calls from a thread of its own. While the gate is closed nothing new is sent; what happens to running
+requests is `update_mode`. No token carries a version that the server did not vouch for (engines.sglang_stream).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from engines.base import EngineStats, GenerationDelta, GenerationRequest
+from engines.sglang_config import SGLangConfig
+from engines.sglang_features import Features, detect_features
+from engines.sglang_http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
+from engines.sglang_requests import check_request, generate_body, tokens_left
+from engines.sglang_stream import (
+    Chunk,
+    FinishReason,
+    NewTokens,
+    Outgoing,
+    StreamError,
+    TokenStream,
+    parse_label,
+    version_label,
+)
+from protocol.messages import WeightVersion
+
+log = logging.getLogger(__name__)
+
+_WATCH_EVERY_S: Final = 0.25
+_ABORT_GRACE_S: Final = 2.0
+"""An aborted request that the server does not end is left after this: it was aborted before it got there."""
+_ABORT_REPEAT_S: Final = 0.2
+_DECODER: Final = msgspec.json.Decoder(Chunk)
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """One request, from submit to its last delta. Belongs to the event loop."""
+
+    request: GenerationRequest
+    ids: list[int] = field(default_factory=list[int])
+    """Tokens of the answer that were handed on: a restart goes on from here."""
+    task: asyncio.Task[None] | None = None
+    rid: str = ""
+    """Name at the server while a stream is open; empty else."""
+    heard_s: float = 0.0
+    aborting_since_s: float | None = None
+    restarting: bool = False
+    """Ended for new weights; goes on as a new request after them."""
+    given_up: str = ""
+    """Why it was cancelled from here."""
+
+
+class SGLangEngine:
+    """A GenerationEngine (engines.base), but for `stage_weights`: see `pause` and `resume`."""
+
+    def __init__(self, config: SGLangConfig, *, vocab_size: int, version: WeightVersion | None = None) -> None:
+        """Connects. `version` is that of the weights the server was started with, (0, 0) if not given. Raises
+        ServerUnavailable when it does not answer within connect_timeout_s, StreamError for answers without sense."""
+        self._config = config
+        self._vocab_size = vocab_size
+        self._start_version = version or WeightVersion(0, 0)
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._names: set[str] = set()
+        """Requests whose last delta has not been polled."""
+        self._outbox: dict[str, Outgoing] = {}
+        self._totals = _Totals()
+        self._live: dict[str, _Live] = {}
+        self._session_id = secrets.token_hex(4)
+        self._n_sent = 0
+        self._closed = False
+        self._link = ServerLink(config)
+        try:
+            self.features: Final[Features] = self._link.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
+        except BaseException:
+            self._link.close()
+            raise
+        log.info("SGLang server at %s\n%s", config.url, self.features.table())
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the server takes."""
+        return self.features.max_context
+
+    @property
+    def stats(self) -> EngineStats:
+        """`decode_steps_total` counts stream chunks: a server's steps are not visible from here."""
+        totals = self._totals
+        now_s = time.monotonic()
+        with self._lock:
+            n_known = len(self._names)
+        running = sum(1 for live in list(self._live.values()) if live.rid)
+        return EngineStats(
+            running=running,
+            queued=max(0, n_known - running),
+            free_slots=max(0, self._config.max_concurrent - n_known),
+            sampled_tokens_total=totals.sampled_tokens,
+            decode_steps_total=totals.chunks,
+            busy_s_total=totals.busy_s + (now_s - totals.busy_since_s if totals.busy_since_s else 0.0),
+            weight_swaps_total=totals.swaps,
+            version=self._version,
+            extra={
+                "http_requests_total": float(self._link.requests_total),
+                "http_received_bytes_total": float(self._link.received_bytes_total),
+                "restarted_requests_total": float(totals.restarts),
+                "breaker_opened_total": float(self._link.breaker.opened_total),
+                "breaker_open": float(self._link.breaker.is_open),
+                "prompt_tokens_cached_total": float(totals.cached_tokens),
+            },
+        )
+
+    def submit(self, request: GenerationRequest) -> None:
+        """See the interface. Also raises ValueError for sampling whose log-probs the server cannot give (top-p, top-k),
+        RuntimeError after close(). The seed is not used: a server's random stream is its own."""
+        self._refuse_closed()
+        check_request(request, self.features, self._vocab_size)
+        with self._lock:
+            if request.request_id in self._names:
+                raise ValueError(f"request id {request.request_id!r} is in use; expected a new one")
+            self._names.add(request.request_id)
+        self._link.call_soon(self._begin, _Live(request))
+
+    def abort(self, request_id: str) -> None:
+        self._refuse_closed()
+        self._link.call_soon(self._abort, request_id)
+
+    def poll(self, timeout_s: float) -> list[GenerationDelta]:
+        """What arrived since the last poll, at most one delta per request; waits up to `timeout_s` for the first."""
+        self._refuse_closed()
+        with self._arrived:
+            if not self._outbox and timeout_s > 0:
+                self._arrived.wait(timeout_s)
+            outbox, self._outbox = self._outbox, {}
+            for request_id, outgoing in outbox.items():
+                if outgoing.finish_reason is not None:
+                    self._names.discard(request_id)
+        return [outgoing.delta(request_id) for request_id, outgoing in outbox.items()]
+
+    def pause(self, timeout_s: float) -> None:
+        """Before new weights: send nothing more, and bring running requests to where the server can take them. Call it
+        before the update is posted; blocks until done. Raises ServerUnavailable; the gate stays closed then."""
+        self._link.run(self._pause(), timeout_s=timeout_s)
+
+    def resume(self, version: WeightVersion, timeout_s: float) -> None:
+        """After the update was acknowledged: go on, under `version`. Raises StreamError when the server does not say
+        that it has these weights, ServerUnavailable; the gate stays closed then."""
+        self._link.run(self._resume(version), timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Drop every request without a last delta; the server aborts what it sees disconnected. Idempotent."""
+        self._closed = True
+        self._link.close()
+
+    # -------------------------------------------------------------------------------------- on the event loop
+
+    async def _connect(self) -> Features:
+        features = await detect_features(self._link)
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._paused_s = self._version_set_s = 0.0
+        self._slots = asyncio.Semaphore(self._config.max_concurrent)
+        self._version = parse_label(features.weights_label, self._start_version)
+        self._link.on_info = self._note_info
+        self._link.start_monitor()
+        self._link.spawn(self._watch())
+        return features
+
+    def _note_info(self, info: ModelInfo, asked_s: float) -> None:
+        """Between pause and resume the label is the updater's business; outside it a change is somebody else's, and
+        counts from here on for requests that are sent from here on."""
+        if self._gate.is_set() and asked_s > self._version_set_s:
+            self._set_version(parse_label(info.weight_version, self._start_version))
+
+    def _set_version(self, version: WeightVersion) -> None:
+        self._totals.swaps += version != self._version
+        self._version = version
+        self._version_set_s = time.monotonic()
+
+    def _begin(self, live: _Live) -> None:
+        if not self._live:
+            self._totals.busy_since_s = time.monotonic()
+        self._live[live.request.request_id] = live
+        live.task = self._link.start_task(self._serve(live))
+        live.task.add_done_callback(lambda _: self._cancelled(live))
+
+    def _cancelled(self, live: _Live) -> None:
+        """A task that is cancelled before its first step never gets to say anything: hence not in `_serve`."""
+        if self._closed or live.request.request_id not in self._live:
+            return
+        if live.given_up:
+            self._end(live, "error", live.given_up)
+        else:
+            self._end(live, "aborted")
+
+    async def _serve(self, live: _Live) -> None:
+        """From the gate to the last delta, which `_cancelled` gives where this was cancelled."""
+        try:
+            async with self._slots:
+                while True:
+                    await self._gate.wait()
+                    if await self._attempt(live):
+                        return
+                    self._totals.restarts += 1
+        except (ServerUnavailable, RequestRefused, StreamError) as error:
+            self._end(live, "error", f"{type(error).__name__}: {error}")
+        except Exception as error:
+            log.exception("request %s", live.request.request_id)
+            self._end(live, "error", f"{type(error).__name__}: {error}")
+
+    async def _attempt(self, live: _Live) -> bool:
+        """Send it, once more if the server was away, until a stream has begun; then read it to its end. False: cut for
+        new weights, to be continued."""
+        deadline_s = time.monotonic() + self._config.start_timeout_s
+        for backoff_s in backoffs():
+            await self._link.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
+            await self._gate.wait()
+            stream = TokenStream(
+                incremental=self.features.incremental_stream, floor=self._version, start_version=self._start_version
+            )
+            try:
+                return await self._read(live, stream)
+            except ServerUnavailable:
+                if stream.n_seen or time.monotonic() + backoff_s >= deadline_s:
+                    raise
+            finally:
+                live.rid = ""
+            await asyncio.sleep(backoff_s)
+        raise AssertionError("backoffs() ended")
+
+    async def _read(self, live: _Live, stream: TokenStream) -> bool:
+        self._n_sent += 1
+        live.rid = f"{self._session_id}-{self._n_sent}"
+        live.heard_s = time.monotonic()
+        live.restarting = False
+        body = generate_body(live.request, live.ids, live.rid, self.features)
+        if self._config.update_mode == "in_place":
+            # The prefix cache cannot be flushed while requests run: what old weights left there is not for these.
+            body["extra_key"] = version_label(self._version)
+        async with aclosing(self._link.stream("/generate", body)) as texts:
+            async for text in texts:
+                live.heard_s = time.monotonic()
+                chunk = _decode(text)
+                self._totals.chunks += 1
+                self._give(live, stream.take(chunk))
+                if stream.finish is not None:
+                    self._totals.cached_tokens += chunk.meta_info.cached_tokens
+        return self._finish(live, stream)
+
+    def _finish(self, live: _Live, stream: TokenStream) -> bool:
+        finish = stream.finish
+        if finish is None:
+            raise StreamError("the stream ended without a finish reason")
+        if finish.type in ("stop", "length"):
+            self._end(live, "stop" if finish.type == "stop" else "length")
+        elif finish.type != "abort":
+            raise StreamError(f"finish reason {finish.type!r}; expected stop, length or abort")
+        elif live.aborting_since_s is not None:
+            self._end(live, "aborted")
+        elif live.restarting:
+            return self._ended_anyway(live)
+        else:
+            refused = finish.status_code is not None and 400 <= finish.status_code < 500
+            kind = RequestRefused if refused else ServerUnavailable
+            raise kind(f"the server aborted the request: {finish.message or 'no reason given'}")
+        return True
+
+    def _ended_anyway(self, live: _Live) -> bool:
+        """Cut for new weights: was its last token the last in any case?"""
+        if live.ids and live.ids[-1] in live.request.stop_token_ids:
+            self._end(live, "stop")
+        elif not tokens_left(live.request, len(live.ids), self.features):
+            self._end(live, "length")
+        else:
+            return False
+        return True
+
+    def _give(self, live: _Live, new: NewTokens) -> None:
+        if not new.ids:
+            return
+        live.ids += new.ids
+        self._totals.sampled_tokens += len(new.ids)
+        with self._arrived:
+            self._outbox.setdefault(live.request.request_id, Outgoing()).tokens.extend(new)
+            self._arrived.notify()
+
+    def _end(self, live: _Live, reason: FinishReason, error: str | None = None) -> None:
+        name = live.request.request_id
+        del self._live[name]
+        if not self._live:
+            self._totals.busy_s += time.monotonic() - self._totals.busy_since_s
+            self._totals.busy_since_s = 0.0
+        with self._arrived:
+            outgoing = self._outbox.setdefault(name, Outgoing())
+            outgoing.finish_reason, outgoing.error = reason, error
+            self._arrived.notify()
+
+    def _abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is None or live.aborting_since_s is not None:
+            return
+        live.aborting_since_s = time.monotonic()
+        if live.rid:
+            self._link.spawn(self._tell_abort(live.rid))
+        elif live.task is not None:
+            live.task.cancel()
+
+    async def _tell_abort(self, rid: str) -> None:
+        try:
+            await self._link.post("/abort_request", {"rid": rid})
+        except (ServerUnavailable, RequestRefused) as error:
+            log.warning("abort of %s: %s", rid, error)  # _watch ends it by disconnecting
+
+    async def _watch(self) -> None:
+        """End requests that are silent for too long, and aborted ones that go on."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            now_s = time.monotonic()
+            for live in self._live.values():
+                live.given_up = live.given_up or self._why_give_up(live, now_s)
+                overdue = live.aborting_since_s is not None and now_s - live.aborting_since_s > _ABORT_GRACE_S
+                if live.task is not None and (live.given_up or overdue):
+                    live.task.cancel()
+
+    def _why_give_up(self, live: _Live, now_s: float) -> str:
+        limits = self._config
+        if self._gate.is_set():
+            silent = live.rid and now_s - live.heard_s > limits.stall_timeout_s
+            return f"no token for {limits.stall_timeout_s:g} s (stall_timeout_s)" if silent else ""
+        if now_s - self._paused_s > limits.pause_timeout_s:
+            return f"paused for new weights for more than {limits.pause_timeout_s:g} s (pause_timeout_s)"
+        return ""
+
+    async def _pause(self) -> None:
+        if self._gate.is_set():
+            self._paused_s = time.monotonic()
+        self._gate.clear()
+        if self._cuts:
+            cut = [live for live in self._live.values() if live.rid]
+            for live in cut:
+                live.restarting = live.aborting_since_s is None
+            while rids := [live.rid for live in cut if live.rid]:
+                await asyncio.gather(*(self._tell_abort(rid) for rid in rids))
+                await asyncio.sleep(_ABORT_REPEAT_S if any(live.rid for live in cut) else 0.0)
+        else:
+            await self._link.post("/pause_generation", {"mode": self._config.update_mode})
+
+    async def _resume(self, version: WeightVersion) -> None:
+        label = (await self._link.model_info()).weight_version
+        if parse_label(label, self._start_version) != version:
+            raise StreamError(f"the server has weights {label}, after an update to {version_label(version)}")
+        if not self._cuts:
+            await self._link.post("/continue_generation", {})
+        self._set_version(version)
+        for live in self._live.values():
+            live.heard_s = time.monotonic()
+        self._gate.set()
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether requests are cut at a swap."""
+        return self._config.update_mode == "abort" or not (self.features.version_spans and self.features.pausing)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+
+def _decode(text: bytes) -> Chunk:
+    try:
+        return _DECODER.decode(text)
+    except msgspec.DecodeError as error:
+        raise StreamError(f"{error}; the server said {text[:300]!r}") from error
+
+
+@dataclass(slots=True)
+class _Totals:
+    sampled_tokens: int = 0
+    chunks: int = 0
+    swaps: int = 0
+    restarts: int = 0
+    cached_tokens: int = 0
+    busy_s: float = 0.0
+    busy_since_s: float = 0.0

@@ -1,0 +1,177 @@
+"""What a server can do, found out by asking it once at connect, never from its version number."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from engines.sglang_http import RequestRefused, ServerLink, ServerUnavailable
+from engines.sglang_stream import Chunk, StreamError
+
+LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
+
+_PROMPT: Final = [1, 2, 3]
+"""Ids that every vocabulary has."""
+_EXISTS: Final = 405
+"""Status of GET on an endpoint that takes POST only."""
+_STREAM_TOKENS: Final = 6
+_RETRY_S: Final = 0.3
+_PROBE_TEMPERATURE: Final = 2.0
+_SAME_NATS: Final = 1e-2
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What /get_server_info is read for; a field that a version lacks is None."""
+
+    version: str = "unknown"
+    max_req_input_len: int | None = None
+    max_running_requests: int | None = None
+    max_total_num_tokens: int | None = None
+    incremental_streaming_output: bool | None = None
+
+
+class _Model(msgspec.Struct, frozen=True):
+    max_model_len: int
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+class _TopMeta(msgspec.Struct, frozen=True):
+    output_top_logprobs: list[list[tuple[float, int, Any]]]
+    weight_versions: list[Any] | None = None
+
+
+class _TopReply(msgspec.Struct, frozen=True):
+    meta_info: _TopMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One server, as measured."""
+
+    version: str
+    """For people; nothing is decided by it."""
+    weights_label: str
+    """What it calls its weights now."""
+    max_context: int
+    """Tokens of prompt and answer together."""
+    max_prompt: int
+    """Tokens of a prompt."""
+    max_running: int | None
+    update_sessions: bool
+    """Weight updates go between /begin_weight_update and /end_weight_update."""
+    pausing: bool
+    """Has /pause_generation and /continue_generation."""
+    version_spans: bool
+    """The last chunk says which weights sampled which token."""
+    incremental_stream: bool
+    """A chunk has the new tokens only, not all so far."""
+    logprob_temperature: LogprobTemperature
+    """Log-probs of sampled tokens are of softmax(logits / temperature) (`as_sampled`), or at temperature 1 (`one`)."""
+    greedy_logprobs_at_one: bool
+    """At temperature 0 log-probs are those of temperature 1."""
+
+    def table(self) -> str:
+        """For the log and for people: a line per feature."""
+        rows = {
+            "SGLang": self.version,
+            "weights": self.weights_label,
+            "context": f"{self.max_context} tokens, prompts up to {self.max_prompt}",
+            "running requests": "not said" if self.max_running is None else f"up to {self.max_running}",
+            "weight updates": "in sessions" if self.update_sessions else "without sessions",
+            "pause and continue": "yes" if self.pausing else "no",
+            "versions of tokens": "spans" if self.version_spans else "none: requests are cut at every swap",
+            "stream": "incremental" if self.incremental_stream else "cumulative",
+            "log-probs": "of the temperature sampled at" if self.logprob_temperature == "as_sampled" else "at T = 1",
+            "greedy log-probs": "at T = 1" if self.greedy_logprobs_at_one else "not at T = 1: greedy is refused",
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+async def detect_features(link: ServerLink) -> Features:
+    """Wait until the server answers, then ask. Raises ServerUnavailable past connect_timeout_s, StreamError for answers
+    that make no sense."""
+    deadline_s = time.monotonic() + link.config.connect_timeout_s
+    while True:
+        try:
+            model = await link.model_info()
+            break
+        except ServerUnavailable:
+            if time.monotonic() + _RETRY_S > deadline_s:
+                raise
+            await asyncio.sleep(_RETRY_S)
+    info = msgspec.json.decode(await link.get("/get_server_info"), type=ServerInfo)
+    max_context = msgspec.json.decode(await link.get("/v1/models"), type=_Models).data[0].max_model_len
+    at_one, spans = await _top_two(link, 1.0)
+    at_probe, _ = await _top_two(link, _PROBE_TEMPERATURE)
+    incremental, greedy = await _probe_stream(link, info)
+    return Features(
+        version=info.version,
+        weights_label=model.weight_version,
+        max_context=max_context,
+        # A prompt of max_req_input_len tokens is refused already (0.5.23).
+        max_prompt=min(info.max_req_input_len or max_context, max_context) - 1,
+        max_running=info.max_running_requests,
+        update_sessions=await link.status_of_get("/begin_weight_update") == _EXISTS,
+        pausing=await link.status_of_get("/pause_generation") == _EXISTS,
+        version_spans=spans,
+        incremental_stream=incremental,
+        logprob_temperature=_logprob_temperature(at_one, at_probe),
+        greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
+    )
+
+
+def _body(temperature: float, n_tokens: int, **more: Any) -> dict[str, Any]:
+    sampling = {"temperature": temperature, "max_new_tokens": n_tokens, "ignore_eos": True}
+    return {"input_ids": _PROMPT, "sampling_params": sampling, "return_logprob": True, **more}
+
+
+async def _top_two(link: ServerLink, temperature: float) -> tuple[tuple[float, float], bool]:
+    """Log-probs of the two likeliest next tokens, and whether version spans come with the reply."""
+    try:
+        text = await link.post(
+            "/generate", _body(temperature, 1, top_logprobs_num=2), timeout_s=link.config.stall_timeout_s
+        )
+    except RequestRefused as error:
+        raise StreamError(f"the server refuses log-probs of generated tokens: {error}") from error
+    meta = msgspec.json.decode(text, type=_TopReply).meta_info
+    (first, *_), (second, *_) = meta.output_top_logprobs[0]
+    return (first, second), meta.weight_versions is not None
+
+
+def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, float]) -> LogprobTemperature:
+    """softmax(logits / T) divides every difference of log-probs by T. Differences too small to tell are settled by the
+    likeliest log-prob, which T > 1 lowers."""
+    gap_one, gap_probe = at_one[0] - at_one[1], at_probe[0] - at_probe[1]
+    if abs(gap_one) > 10 * _SAME_NATS:
+        return "as_sampled" if abs(gap_probe - gap_one / _PROBE_TEMPERATURE) < abs(gap_probe - gap_one) else "one"
+    return "one" if abs(at_probe[0] - at_one[0]) < _SAME_NATS else "as_sampled"
+
+
+async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, float]:
+    """Whether chunks are increments, and the log-prob of the first greedy token."""
+    incremental: bool | None = None
+    first: float | None = None
+    async with asyncio.timeout(link.config.stall_timeout_s):
+        async with aclosing(link.stream("/generate", _body(0.0, _STREAM_TOKENS, stream=True))) as chunks:
+            async for text in chunks:
+                chunk = msgspec.json.decode(text, type=Chunk)
+                entries = chunk.meta_info.output_token_logprobs
+                if first is None and entries:
+                    first = entries[0][0]
+                if chunk.meta_info.completion_tokens > 1 and chunk.output_ids and incremental is None:
+                    alone = len(chunk.output_ids) < chunk.meta_info.completion_tokens
+                    incremental = alone or None if chunk.meta_info.finish_reason else alone
+    if first is None:
+        raise StreamError("the server's stream has no log-probs")
+    if incremental is None:  # everything came in one chunk
+        incremental = bool(info.incremental_streaming_output)
+    return incremental, first

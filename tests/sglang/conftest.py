@@ -1,0 +1,136 @@
+"""Real SGLang servers for the tests of this folder: one warmed interpreter, a student and a teacher per session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+import torch
+
+from engines.base import GenerationRequest
+from engines.models import load_causal_lm
+from engines.sglang_config import SGLangConfig, vocabulary_size
+from engines.sglang_engine import SGLangEngine
+from protocol.messages import Sampling, VersionSpan
+from sglang_cpu.servers import DEFAULT_PYTHON, Server, Servers
+
+DATA: Final = Path(__file__).resolve().parents[2] / "builtin" / "data"
+STUDENT: Final = DATA / "student"
+TEACHER: Final = DATA / "teacher"
+VOCAB: Final = vocabulary_size(STUDENT)
+READY_S: Final = 60.0
+TOLERANCE: Final = 1e-4
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    if not DEFAULT_PYTHON.exists():
+        pytest.skip("no .venv-sglang: make sglang-cpu")
+    with Servers(tmp_path_factory.mktemp("sglang")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def student(servers: Servers) -> Server:
+    server = servers.start("student", STUDENT)
+    servers.wait_ready([server], READY_S)
+    return server
+
+
+@pytest.fixture(scope="session")
+def teacher(servers: Servers) -> Server:
+    server = servers.start("teacher", TEACHER)
+    servers.wait_ready([server], READY_S)
+    return server
+
+
+@pytest.fixture
+def engine(student: Server) -> Iterator[SGLangEngine]:
+    engine = SGLangEngine(SGLangConfig(url=student.url), vocab_size=VOCAB)
+    yield engine
+    engine.close()
+
+
+@dataclass
+class Answer:
+    """Everything that came back for one request."""
+
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+def request(
+    name: str, prompt: Sequence[int], n: int = 16, *, temperature: float = 1.0, stops: tuple[int, ...] = ()
+) -> GenerationRequest:
+    sampling = Sampling(temperature=temperature, max_new_tokens=n)
+    return GenerationRequest(name, np.array(prompt, np.int32), sampling, n, stops)
+
+
+def collect(engine: SGLangEngine, answers: dict[str, Answer], *, timeout_s: float = 60.0) -> None:
+    """Poll until every request of `answers` has ended."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(answer.finish_reason is None for answer in answers.values()):
+        assert time.monotonic() < deadline_s, f"no end after {timeout_s} s: {answers}"
+        take(engine, answers, 0.1)
+
+
+def take(engine: SGLangEngine, answers: dict[str, Answer], timeout_s: float) -> None:
+    """One poll into `answers`."""
+    for delta in engine.poll(timeout_s):
+        answer = answers[delta.request_id]
+        assert answer.finish_reason is None, f"a delta of {delta.request_id} after its last one"
+        offset = len(answer.ids)
+        answer.ids += delta.token_ids.tolist()
+        answer.logprobs += delta.logprobs.tolist()
+        answer.spans += [VersionSpan(s.version, s.start + offset, s.end + offset) for s in delta.spans]
+        answer.finish_reason, answer.error = delta.finish_reason, delta.error
+
+
+def generate(engine: SGLangEngine, requests: Sequence[GenerationRequest]) -> dict[str, Answer]:
+    answers = {item.request_id: Answer() for item in requests}
+    for item in requests:
+        engine.submit(item)
+    collect(engine, answers)
+    return answers
+
+
+class Reference:
+    """The slow way to the same numbers: transformers, one sequence at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = load_causal_lm(path, device="cpu", dtype="float32", attention="sdpa")
+
+    @torch.inference_mode()
+    def logprobs(self, ids: Sequence[int], start: int, temperature: float = 1.0) -> torch.Tensor:
+        """[n, V] at positions start .. len(ids) - 1, each given what stands before it."""
+        logits = self._model(torch.tensor([list(ids)])).logits[0, start - 1 : len(ids) - 1]
+        return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+
+    def of_tokens(self, ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
+        rows = self.logprobs(ids, start, temperature)
+        return rows.gather(1, torch.tensor(list(ids[start:]))[:, None])[:, 0].tolist()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(n):
+            ids.append(int(self._model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def student_reference() -> Reference:
+    return Reference(STUDENT)
+
+
+@pytest.fixture(scope="session")
+def teacher_reference() -> Reference:
+    return Reference(TEACHER)

@@ -1,0 +1,100 @@
+"""Grading on a real SGLang server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engines.base import ScoreRequest
+from engines.sglang_config import SGLangConfig
+from engines.sglang_http import ServerUnavailable
+from engines.sglang_scorer import SGLangScorer
+from sglang_cpu.servers import Server, Servers
+from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference
+
+
+@pytest.fixture
+def scorer(teacher: Server) -> Iterator[SGLangScorer]:
+    scorer = SGLangScorer(SGLangConfig(url=teacher.url), vocab_size=VOCAB)
+    yield scorer
+    scorer.close()
+
+
+def random_ids(n: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.random.default_rng(seed).integers(0, 256, n).astype(np.int32)
+
+
+def test_grades_are_those_of_transformers_in_the_order_asked(
+    scorer: SGLangScorer, teacher_reference: Reference
+) -> None:
+    requests = [ScoreRequest(random_ids(2 + 5 * i, i), 1 + 2 * i) for i in range(30)]
+    results = scorer.score(requests)
+
+    for asked, result in zip(requests, results, strict=True):
+        expected = teacher_reference.of_tokens(asked.token_ids.tolist(), asked.start)
+        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+        assert result.top_ids is None
+
+
+def test_the_likeliest_tokens_are_those_of_transformers(scorer: SGLangScorer, teacher_reference: Reference) -> None:
+    ids = random_ids(40)
+    (result,) = scorer.score([ScoreRequest(ids, 9)], top_k=5)
+    expected = teacher_reference.logprobs(ids.tolist(), 9).topk(5)
+
+    assert result.top_ids is not None and result.top_logprobs is not None
+    assert result.top_logprobs == pytest.approx(expected.values.numpy(), abs=TOLERANCE)
+    assert (result.top_ids == expected.indices.numpy()).mean() > 0.98  # equals may change places
+
+
+def test_a_growing_rollout_is_graded_from_where_it_grew(scorer: SGLangScorer, teacher_reference: Reference) -> None:
+    ids = random_ids(400, seed=11)
+    before = scorer.stats
+    for end in range(100, 401, 50):
+        (result,) = scorer.score([ScoreRequest(ids[:end], end - 50)])
+        expected = teacher_reference.of_tokens(ids[:end].tolist(), end - 50)
+        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    after = scorer.stats
+
+    cached = after["prompt_tokens_cached_total"] - before["prompt_tokens_cached_total"]
+    assert cached >= sum(end - 52 for end in range(150, 401, 50))  # all but the first piece found its prefix
+
+
+def test_nothing_asked_is_nothing_answered(scorer: SGLangScorer) -> None:
+    empty, one = scorer.score([ScoreRequest(random_ids(5), 5), ScoreRequest(random_ids(5), 4)], top_k=3)
+
+    assert empty.logprobs.shape == (0,) and empty.top_ids is not None and empty.top_ids.shape == (0, 3)
+    assert one.logprobs.shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("ids", "start", "said"),
+    [
+        ([1, VOCAB, 2], 1, "outside the vocabulary"),
+        ([1, 2], 0, "1 <= start"),
+        ([1] * 1020, 1, "takes up to"),
+    ],
+)
+def test_what_would_hurt_the_server_is_refused_before_it_is_sent(
+    scorer: SGLangScorer, ids: list[int], start: int, said: str
+) -> None:
+    good = ScoreRequest(random_ids(8), 4)
+    with pytest.raises(ValueError, match=said):
+        scorer.score([good, ScoreRequest(np.array(ids, np.int32), start)])
+    assert len(scorer.score([good])[0].logprobs) == 4
+
+
+def test_a_killed_server_is_an_error_in_time(servers: Servers) -> None:
+    server = servers.start("doomed-teacher", TEACHER)
+    servers.wait_ready([server], READY_S)
+    scorer = SGLangScorer(SGLangConfig(url=server.url, start_timeout_s=1.0, health_every_s=0.1), vocab_size=VOCAB)
+    request = ScoreRequest(random_ids(30), 10)
+    assert len(scorer.score([request] * 4)) == 4
+    os.killpg(server.pid, signal.SIGKILL)
+
+    with pytest.raises(ServerUnavailable):
+        scorer.score([request] * 4)
+    scorer.close()

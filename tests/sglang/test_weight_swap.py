@@ -1,0 +1,170 @@
+"""New weights in the middle of running requests: which weights sampled which token, by recomputing under both."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from engines.models import load_causal_lm
+from engines.sglang_config import SGLangConfig, SwapMode
+from engines.sglang_engine import SGLangEngine
+from engines.sglang_stream import StreamError, version_label
+from protocol.messages import WeightVersion
+from sglang_cpu.servers import Server, Servers
+from tests.sglang.conftest import READY_S, STUDENT, TOLERANCE, VOCAB, Answer, Reference, collect, request, take
+
+OLD, NEW = WeightVersion(0, 0), WeightVersion(0, 1)
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that differs from the student's in every tensor."""
+    path = tmp_path_factory.mktemp("weights") / "other"
+    model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="sdpa")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(STUDENT).save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]
+    return path
+
+
+@pytest.fixture
+def own_student(servers: Servers) -> Iterator[Server]:
+    server = servers.start("swapped", STUDENT)
+    servers.wait_ready([server], READY_S)
+    yield server
+    servers.stop(server, grace_s=0.0)
+
+
+def update_from_disk(server: Server, path: Path, version: WeightVersion, *, flush_cache: bool = True) -> None:
+    body = {
+        "model_path": str(path),
+        "weight_version": version_label(version),
+        "flush_cache": flush_cache,
+        "abort_all_requests": False,
+    }
+    reply = post(server, "/update_weights_from_disk", body)
+    assert reply["success"], reply
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    asked = urllib.request.Request(
+        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=30.0) as reply:
+        return json.loads(reply.read())
+
+
+def swap_in_the_middle(server: Server, path: Path, mode: SwapMode) -> tuple[SGLangEngine, dict[str, Answer], float]:
+    """Twelve requests, more than run at once; new weights after each running one has a few tokens. Also: seconds from
+    pause to resume."""
+    engine = SGLangEngine(SGLangConfig(url=server.url, max_concurrent=8, update_mode=mode), vocab_size=VOCAB)
+    answers = {f"r{i}": Answer() for i in range(12)}
+    for i in range(12):
+        engine.submit(request(f"r{i}", [65 + i, 66, 67], 120))
+    while sum(len(answer.ids) >= 8 for answer in answers.values()) < 8:
+        take(engine, answers, 0.1)
+    began_s = time.monotonic()
+    engine.pause(20.0)
+    update_from_disk(server, path, NEW, flush_cache=mode != "in_place")  # refused while requests hold their cache
+    engine.resume(NEW, 20.0)
+    took_s = time.monotonic() - began_s
+    collect(engine, answers)
+    return engine, answers, took_s
+
+
+def differences(answer: Answer, prompt: list[int], old: Reference, new: Reference) -> list[tuple[WeightVersion, float]]:
+    """Per token: its version, and how far its log-prob is from that of a full recompute under this version."""
+    ids = [*prompt, *answer.ids]
+    under = {OLD: old.of_tokens(ids, len(prompt)), NEW: new.of_tokens(ids, len(prompt))}
+    return [
+        (span.version, abs(under[span.version][i] - answer.logprobs[i]))
+        for span in answer.spans
+        for i in range(span.start, span.end)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_every_token_was_sampled_under_the_weights_it_says(
+    own_student: Server, other_weights: Path, student_reference: Reference, mode: SwapMode
+) -> None:
+    engine, answers, _ = swap_in_the_middle(own_student, other_weights, mode)
+    new_reference = Reference(other_weights)
+    found = [
+        differences(answer, [65 + i, 66, 67], student_reference, new_reference)
+        for i, answer in enumerate(answers.values())
+    ]
+    stats = engine.stats
+    engine.close()
+
+    assert all(answer.error is None for answer in answers.values())
+    assert engine.version == NEW and stats.weight_swaps_total == 1
+    assert [len(rows) for rows in found] == [len(answer.ids) for answer in answers.values()]
+    assert max(difference for rows in found for _, difference in rows) < TOLERANCE
+    assert sum({version for version, _ in rows} == {OLD, NEW} for rows in found) >= 6
+    if mode == "abort":
+        assert stats.extra["restarted_requests_total"] >= 6
+
+
+def test_in_place_each_answer_goes_from_the_old_weights_to_the_new_ones(
+    own_student: Server, other_weights: Path, student_reference: Reference
+) -> None:
+    """Behind the swap the KV cache is still the old one's, so log-probs are those of no full recompute."""
+    engine, answers, _ = swap_in_the_middle(own_student, other_weights, "in_place")
+    engine.close()
+    new_reference = Reference(other_weights)
+
+    n_crossed = 0
+    for i, answer in enumerate(answers.values()):
+        assert answer.error is None
+        versions = [span.version for span in answer.spans]
+        assert versions == sorted(versions)
+        rows = differences(answer, [65 + i, 66, 67], student_reference, new_reference)
+        assert max((difference for version, difference in rows if version == OLD), default=0.0) < TOLERANCE
+        n_crossed += len(set(versions)) == 2
+        if set(versions) == {NEW}:
+            assert max(difference for _, difference in rows) < TOLERANCE
+    assert n_crossed >= 6
+
+
+def test_requests_submitted_during_a_pause_are_sampled_under_the_new_weights(
+    own_student: Server, other_weights: Path
+) -> None:
+    engine = SGLangEngine(SGLangConfig(url=own_student.url), vocab_size=VOCAB)
+    answers = {"a": Answer()}
+    engine.pause(10.0)
+    engine.submit(request("a", [65, 66], 10))
+    assert engine.poll(0.3) == []
+    update_from_disk(own_student, other_weights, NEW)
+    engine.resume(NEW, 10.0)
+    collect(engine, answers)
+    engine.close()
+
+    assert {span.version for span in answers["a"].spans} == {NEW}
+    assert np.isfinite(answers["a"].logprobs).all()
+
+
+def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_in_time(own_student: Server) -> None:
+    config = SGLangConfig(url=own_student.url, pause_timeout_s=1.0)
+    engine = SGLangEngine(config, vocab_size=VOCAB)
+    answers = {"a": Answer()}
+    engine.pause(10.0)
+    engine.submit(request("a", [65, 66], 10))
+    with pytest.raises(StreamError, match="default"):
+        engine.resume(NEW, 10.0)
+    collect(engine, answers, timeout_s=10.0)
+    engine.resume(OLD, 10.0)
+    engine.close()
+
+    assert answers["a"].finish_reason == "error" and "pause_timeout_s" in (answers["a"].error or "")
