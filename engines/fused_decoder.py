@@ -6,7 +6,7 @@ parameters become views into the joined weights, so that a weight swap (an in-pl
 nothing is held twice.
 
 Legend: T tokens of a step, R rows that decode, H hidden size, N query heads, G key/value heads, D head size,
-I MLP size, C capacity, V vocabulary.
+I MLP size, C positions, S tokens of a bucket of prompts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from engines.kv_cache import AttentionForm, SlotCache
-from engines.packed import packed_attention
+from engines.packed_layout import Bucket
 from engines.step import Step
 
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -29,7 +29,6 @@ _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 @dataclass(slots=True)
 class _Layer:
-    attention: torch.nn.Module
     input_norm: Tensor
     qkv: Tensor
     """[(N + 2G) * D, H]"""
@@ -118,16 +117,22 @@ class FusedDecoder:
         rows = cache.attend(index, query_TND[: step.n_rows], self._form).view(step.n_rows, n_heads * size)
         if rows_only or step.prefill is None:
             return rows
-        prompts = packed_attention(
-            layer.attention,
-            _of_prompts(query_TND, step.n_rows),
-            _of_prompts(key_TGD, step.n_rows),
-            _of_prompts(value_TGD, step.n_rows),
-            None,
-            scaling=self._form.scaling,
-            packed_layout=step.prefill,
-        )[0][0]
-        return torch.cat((rows, prompts.reshape(-1, n_heads * size)))
+        prompts = [
+            self._attend_prompts(query_TND, key_TGD, value_TGD, step.n_rows, bucket) for bucket in step.prefill.buckets
+        ]
+        return torch.cat((rows, *prompts))
+
+    def _attend_prompts(
+        self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, n_rows: int, bucket: Bucket
+    ) -> Tensor:
+        """Causal self-attention of the prompts of one bucket (all padded to one length), [S, N * D]."""
+        tokens = slice(n_rows + bucket.start, n_rows + bucket.end)
+        shape = (bucket.n_sequences, bucket.longest, -1, self._head_size)
+        query, key, value = (x[tokens].view(shape).transpose(1, 2) for x in (query_TND, key_TGD, value_TGD))
+        mixed = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self._form.scaling, enable_gqa=self._n_groups != self._n_heads
+        )
+        return mixed.transpose(1, 2).reshape(bucket.end - bucket.start, -1)
 
     def _join(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -136,7 +141,6 @@ class FusedDecoder:
         if hasattr(attention, "q_norm"):
             qk_norm = attention.q_norm.weight.new_empty(self._n_heads + self._n_groups, self._head_size)
         return _Layer(
-            attention=attention,
             input_norm=layer.input_layernorm.weight,
             qkv=_joined([p.weight for p in projections]),
             qkv_bias=_joined([p.bias for p in projections]) if projections[0].bias is not None else None,
@@ -171,11 +175,6 @@ def _add_linear(residual: Tensor, x: Tensor, projection: torch.nn.Linear) -> Ten
     out = torch.addmm(residual, x, projection.weight.t())
     bias = cast(Tensor | None, projection.bias)
     return out if bias is None else out.add_(bias)
-
-
-def _of_prompts(x_TND: Tensor, n_rows: int) -> Tensor:
-    """The prefilled tokens alone, in the layout of transformers' attention functions, [1, N, T - R, D]."""
-    return x_TND[n_rows:].transpose(0, 1)[None]
 
 
 def _joined(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

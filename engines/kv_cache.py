@@ -7,7 +7,7 @@
 Nothing is gathered, nothing grows by concatenation, and the only mask is one bias per step. See `engines.step`.
 
 Legend: T tokens of a step, R rows that decode, N query heads, G key/value heads, D head size, C cells (tokens) of a
-slot, L window (the cells in use), W cache cells written, S slots.
+slot, L window of a block of rows (the cells they look at), W cache cells written, S slots.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.packed import packed_attention
+from engines.row_windows import RowWindow
 from engines.step import Step
 
 IMPLEMENTATION = "stillhouse_decode"
@@ -58,10 +59,11 @@ class SlotCache:
         """C: tokens a slot has room for at present."""
         self._layers: dict[int, Tensor] = {}
         """[2 (key, value), S, G, C, D] each, made when the layer first writes: only then is its shape known."""
-        self._views: dict[int, tuple[tuple[int, int], Tensor, Tensor]] = {}
+        self._views: dict[tuple[int, int], tuple[RowWindow, Tensor, Tensor]] = {}
+        self._offsets: dict[int, Tensor] = {}
         self._step: Step | None = None
         self._cells: dict[int, Tensor] = {}
-        self._bias: dict[tuple[int, int | None], Tensor] = {}
+        self._bias: dict[tuple[int, int | None, int], Tensor] = {}
 
     @property
     def step(self) -> Step:
@@ -78,8 +80,8 @@ class SlotCache:
         self._step = step
         self._cells.clear()
         self._bias.clear()
-        if step.window > self.cells:
-            self._grow(step.window)
+        if step.n_cells > self.cells:
+            self._grow(step.n_cells)
 
     def write(self, layer: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
         """Put the step's keys and values in their cells. A value narrower than its key (MLA) is padded."""
@@ -98,11 +100,18 @@ class SlotCache:
 
     def attend(self, layer: int, query_RND: Tensor, form: AttentionForm) -> Tensor:
         """Attention of the rows over their slots, [R, N, D]."""
+        blocks = [
+            self._attend_block(layer, query_RND[block.start : block.stop], block, form)
+            for block in self.step.row_windows
+        ]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    def _attend_block(self, layer: int, query_RND: Tensor, block: RowWindow, form: AttentionForm) -> Tensor:
         n_rows, n_heads, size = query_RND.shape
-        n_groups, window = self._layers[layer].shape[2], self.step.window
+        n_groups = self._layers[layer].shape[2]
         query = query_RND.reshape(n_rows * n_groups, n_heads // n_groups, size)
-        keys_DL, values_LD = self._views_of(layer, n_rows, window)
-        bias = self._bias_of(n_groups, form.sliding_window, query)
+        keys_DL, values_LD = self._views_of(layer, block)
+        bias = self._bias_of(n_groups, form.sliding_window, block, query)
         if form.softcap is None:
             scores = torch.baddbmm(bias, query, keys_DL, alpha=form.scaling)
         else:
@@ -112,7 +121,7 @@ class SlotCache:
             sinks = form.sinks_N.to(scores.dtype).view(1, n_groups, -1, 1).expand(n_rows, -1, -1, -1)
             scores = torch.cat((scores, sinks.reshape(*query.shape[:2], 1)), dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        return torch.bmm(weights[..., :window], values_LD).view(n_rows, n_heads, size)
+        return torch.bmm(weights[..., : block.window], values_LD).view(n_rows, n_heads, size)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], n_tokens: int) -> None:
         """Copy the first `n_tokens` cells of slots onto others (a shared prompt; a row moved down)."""
@@ -132,42 +141,47 @@ class SlotCache:
             wider[:, :, :, : self.cells] = store
             self._layers[layer] = wider
         self._views.clear()
+        self._offsets.clear()
         self.cells = cells
 
-    def _views_of(self, layer: int, n_rows: int, window: int) -> tuple[Tensor, Tensor]:
-        """Keys [R * G, D, L] and values [R * G, L, D] of the rows; they rarely differ from those of the step before."""
-        known = self._views.get(layer)
-        if known is not None and known[0] == (n_rows, window):
-            return known[1], known[2]
+    def _views_of(self, layer: int, block: RowWindow) -> tuple[Tensor, Tensor]:
+        """Keys [R * G, D, L] and values [R * G, L, D] of a block, often the same as the step before."""
+        known = self._views.get((layer, block.start))
+        if known is not None and known[0] == block:
+            return known[1:]
         store = self._layers[layer]
         n_groups, size = store.shape[2], store.shape[4]
-        keys, values = (half.view(-1, self.cells, size)[: n_rows * n_groups, :window] for half in store)
-        self._views[layer] = ((n_rows, window), keys.transpose(1, 2), values)
-        return self._views[layer][1:]
+        rows = slice(block.start * n_groups, block.stop * n_groups)
+        keys, values = (half.view(-1, self.cells, size)[rows, : block.window] for half in store)
+        self._views[layer, block.start] = (block, keys.transpose(1, 2), values)
+        return keys.transpose(1, 2), values
 
     def _cell_index(self, n_groups: int) -> Tensor:
         """Rows of the flat [2 * S * G * C, D] store that `write` fills, in the order of cat((key, value), dim=1)."""
         if n_groups not in self._cells:
-            step, slot_cells = self.step, n_groups * self.cells
-            heads = torch.arange(2 * n_groups, device=step.cell_slots_W.device)
-            halves = torch.div(heads, n_groups, rounding_mode="floor")
-            offsets = heads % n_groups * self.cells + halves * (self.n_slots * slot_cells)
-            cells_W = torch.add(step.cell_positions_W, step.cell_slots_W, alpha=slot_cells)
-            self._cells[n_groups] = (cells_W[:, None] + offsets).view(-1)
+            step = self.step
+            cells_W = torch.add(step.cell_positions_W, step.cell_slots_W, alpha=n_groups * self.cells)
+            self._cells[n_groups] = (cells_W[:, None] + self._head_offsets(n_groups)).view(-1)
         return self._cells[n_groups]
 
-    def _bias_of(self, n_groups: int, sliding_window: int | None, like: Tensor) -> Tensor:
-        """[R * G, 1, L]: 0 where a row may look, -inf where not (yet, or no longer)."""
-        key = (n_groups, sliding_window)
+    def _head_offsets(self, n_groups: int) -> Tensor:
+        """Where the heads of slot 0 begin in the flat store: keys, then values. [2 * G]"""
+        if n_groups not in self._offsets:
+            heads_G = torch.arange(n_groups, device=self.step.ids_T.device) * self.cells
+            self._offsets[n_groups] = torch.cat((heads_G, heads_G + self.n_slots * n_groups * self.cells))
+        return self._offsets[n_groups]
+
+    def _bias_of(self, n_groups: int, sliding_window: int | None, block: RowWindow, like: Tensor) -> Tensor:
+        """[R * G, 1, L]: 0 where a row of the block may look, -inf where not (yet, or no longer)."""
+        key = (n_groups, sliding_window, block.start)
         if key not in self._bias:
-            step = self.step
-            last_R1 = step.positions_T[: step.n_rows, None]
-            cells_L = torch.arange(step.window, device=last_R1.device)
+            last_R1 = self.step.positions_T[block.start : block.stop, None]
+            cells_L = torch.arange(block.window, device=last_R1.device)
             hidden_RL = cells_L > last_R1
             if sliding_window is not None:
                 hidden_RL |= cells_L <= last_R1 - sliding_window
             bias_RL = like.new_zeros(hidden_RL.shape).masked_fill_(hidden_RL, float("-inf"))
-            self._bias[key] = bias_RL[:, None].expand(-1, n_groups, -1).reshape(-1, 1, step.window)
+            self._bias[key] = bias_RL[:, None].expand(-1, n_groups, -1).reshape(-1, 1, block.window)
         return self._bias[key]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.base import GenerationDelta, GenerationRequest
+from engines.row_windows import length_classes
 from protocol.messages import VersionSpan, WeightVersion
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
@@ -28,10 +29,8 @@ class Running:
     row: int
     emitted: int
     """Tokens of the sequence (prompt included) that were handed out or never will be."""
-
-    @property
-    def prompt_key(self) -> bytes:
-        return self.request.prompt_ids.tobytes()
+    prompt_key: bytes
+    """Equal for requests with the same prompt."""
 
 
 class SlotTable:
@@ -48,6 +47,7 @@ class SlotTable:
         """[S, C] of sampled tokens, at their place in the sequence."""
         self.uniforms = np.zeros((n_slots, capacity), np.float64)
         """[S, C] the random number that chooses the token at each place."""
+        self.in_use = np.zeros(n_slots, np.bool_)
         self.length = np.zeros(n_slots, np.int64)
         self.limit = np.zeros(n_slots, np.int64)
         """Length at which the request ends."""
@@ -65,11 +65,6 @@ class SlotTable:
     def free(self) -> int:
         return self.n_slots - self.n_running
 
-    @property
-    def has_holes(self) -> bool:
-        """Is a row below `n_running` free?"""
-        return None in self.running[: self.n_running]
-
     def at(self, row: int) -> Running:
         running = self.running[row]
         if running is None:
@@ -84,8 +79,9 @@ class SlotTable:
         """Give a request the lowest free row. `uniforms` [n] are for the tokens it may sample; n bounds them."""
         row = self.running.index(None)
         n_prompt, sampling, stops = len(request.prompt_ids), request.sampling, request.stop_token_ids
-        running = self.running[row] = Running(request, row, n_prompt)
+        running = self.running[row] = Running(request, row, n_prompt, request.prompt_ids.tobytes())
         self.n_running += 1
+        self.in_use[row] = True
         self.ids[row, :n_prompt] = request.prompt_ids
         self.length[row] = n_prompt
         self.limit[row] = n_prompt + len(uniforms)
@@ -106,23 +102,32 @@ class SlotTable:
 
     def release(self, running: Running) -> None:
         self.running[running.row] = None
+        self.in_use[running.row] = False
         self.n_running -= 1
 
-    def compact(self) -> tuple[list[int], list[int]]:
-        """Move the last rows into the holes; returns (from, to) for the KV cache to follow."""
+    def arrange(self) -> tuple[list[int], list[int]]:
+        """Close the holes and gather rows of one length class, longest first; returns (from, to), a permutation of
+        rows for the KV cache to follow. Only rows that stand in another class's block, or behind the last, move."""
+        classes_S = np.where(self.in_use, length_classes(self.length), -1)
+        n_rows = self.n_running
+        if n_rows == 0 or (classes_S[n_rows - 1] >= 0 and (classes_S[1:n_rows] <= classes_S[: n_rows - 1]).all()):
+            return [], []
+        wanted_R = np.sort(classes_S)[::-1][:n_rows]
         sources: list[int] = []
         targets: list[int] = []
-        last = self.n_slots - 1
-        for hole in range(self.n_running):
-            if self.running[hole] is not None:
-                continue
-            while self.running[last] is None:
-                last -= 1
-            moved = self.running[hole] = self.at(last)
-            self.running[last], moved.row = None, hole
-            sources.append(last)
-            targets.append(hole)
+        for kind in np.unique(wanted_R):
+            here = np.flatnonzero(classes_S == kind)
+            block = np.flatnonzero(wanted_R == kind)
+            sources += np.setdiff1d(here, block).tolist()
+            targets += np.setdiff1d(block, here).tolist()
+        moved = [self.at(row) for row in sources]
+        for row in sources:
+            self.running[row] = None
+        for running, row in zip(moved, targets, strict=True):
+            self.running[row], running.row = running, row
         if targets:
+            self.in_use[sources] = False
+            self.in_use[targets] = True
             for array in (
                 *(self.ids, self.logprobs, self.uniforms, self.length, self.limit, self.next_input, self.stop_ids),
                 *(self.inverse_temperature, self.top_k, self.top_p, self.greedy),

@@ -8,7 +8,7 @@ layer all keys are written before the rows attend, so the row sees its whole pro
 Prompts of similar length form a bucket, in which each is padded to the longest: their attention is then a view and one
 kernel call. Padding is computed and forgotten: no cell of the cache takes it.
 
-Legend: T tokens of a step, R rows that decode, L window, W cache cells written, n tokens of one prompt.
+Legend: T tokens of a step, R rows that decode, W cache cells written, n tokens of one prompt.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from engines.packed_layout import Bucket, Layout
+from engines.row_windows import RowWindow, row_windows
 
-_WINDOW_BUCKET_TOKENS = 16
-"""The attended window grows in steps of this: few distinct shapes, little attention to empty cells."""
 _BUCKET_SLACK = 0.8
 """A bucket takes prompts down to this share of its longest one: at most a fifth of it is padding..."""
 _BUCKET_SLACK_TOKENS = 8
@@ -51,8 +50,10 @@ class Step:
     """R; row r lives in slot r."""
     ids_T: Tensor
     positions_T: Tensor
-    window: int
-    """L: no cell from here on is read or written."""
+    row_windows: Sequence[RowWindow]
+    """The rows in blocks, and how far each looks."""
+    n_cells: int
+    """No cell from here on is read or written in any slot."""
     cell_slots_W: Tensor
     cell_positions_W: Tensor
     cell_sources_W: Tensor | None
@@ -80,7 +81,8 @@ def plan_step(
         slots = np.concatenate((slots, fill_slots))
         cells = np.concatenate((positions_R, fill_cells))
         sources = np.concatenate((np.arange(n_rows), fill_sources))
-    window = -(-(int(cells.max()) + 1) // _WINDOW_BUCKET_TOKENS) * _WINDOW_BUCKET_TOKENS
+    windows = row_windows(positions_R + 1, max_context)
+    n_cells = max(int(cells.max()) + 1, *(window.window for window in windows))
 
     def to_device(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -89,7 +91,8 @@ def plan_step(
         n_rows=n_rows,
         ids_T=to_device(ids),
         positions_T=to_device(positions),
-        window=min(window, max_context),
+        row_windows=windows,
+        n_cells=n_cells,
         cell_slots_W=to_device(slots),
         cell_positions_W=to_device(cells),
         cell_sources_W=None if sources is None else to_device(sources),

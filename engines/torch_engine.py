@@ -67,8 +67,8 @@ class TorchEngine:
         self._queue: deque[GenerationRequest] = deque()
         self._live: dict[str, Running | None] = {}
         """Every request in the queue (None) or in a slot."""
-        self._prompt_owner: dict[bytes, Running] = {}
-        """Running requests whose slot begins with the prompt's keys and values under the present weights."""
+        self._holders: dict[bytes, list[Running]] = {}
+        """By prompt: requests whose slot begins with its keys and values under the present weights."""
         self._outbox: list[GenerationDelta] = []
         self._closed = False
         self._totals = _Totals()
@@ -142,7 +142,7 @@ class TorchEngine:
         self._closed = True
         self._queue.clear()
         self._live.clear()
-        self._prompt_owner.clear()
+        self._holders.clear()
         self._outbox.clear()
         self._stage.wake()
 
@@ -156,7 +156,7 @@ class TorchEngine:
             return
         self._decoder.refresh()
         self._totals.swaps += 1
-        self._prompt_owner.clear()
+        self._holders.clear()
         if self._config.update_mode == "retract" and self._table.n_running:
             self._recompute_cache()
 
@@ -170,7 +170,8 @@ class TorchEngine:
             batch = [pending.popleft() for _ in range(min(n_fit, len(pending)))]
             self._forward(0, batch)
             self._totals.retracted_tokens += sum(len(fill.ids) for fill in batch)
-        self._prompt_owner.update((running.prompt_key, running) for running in everyone)
+        for running in everyone:
+            self._holders.setdefault(running.prompt_key, []).append(running)
 
     # ----------------------------------------------------------------------------------------------- a step
 
@@ -181,15 +182,15 @@ class TorchEngine:
         while self._queue and self._table.free:
             request = self._queue[0]
             key, n_past = request.prompt_ids.tobytes(), len(request.prompt_ids) - 1
-            owner = self._prompt_owner.get(key)
-            if owner is None and n_past:
+            holders = self._holders.get(key)
+            if holders is None and n_past:
                 longest = max(longest, n_past)
                 if joining and (len(joining) + 1) * longest > self._config.prefill_tokens_per_step:
                     break
             running = self._place(self._queue.popleft())
             if not n_past:
                 continue
-            if owner is None:
+            if holders is None:
                 joining[key] = _Joining(request.prompt_ids[:-1], [running])
                 self._totals.prefill_tokens += n_past
             else:
@@ -197,10 +198,9 @@ class TorchEngine:
                 if key in joining:
                     joining[key].members.append(running)
                 else:
-                    self._cache.copy_slots([owner.row], [running.row], n_past)
-            self._prompt_owner[key] = running
-        if self._table.has_holes:
-            self._close_holes()
+                    self._cache.copy_slots([holders[0].row], [running.row], n_past)
+            self._holders.setdefault(key, []).append(running)
+        self._arrange()
         return list(joining.values())
 
     def _place(self, request: GenerationRequest) -> Running:
@@ -210,10 +210,10 @@ class TorchEngine:
         self._live[request.request_id] = running
         return running
 
-    def _close_holes(self) -> None:
-        sources, targets = self._table.compact()
-        longest = max(int(self._table.length[row]) for row in targets)
-        self._cache.copy_slots(sources, targets, longest)
+    def _arrange(self) -> None:
+        sources, targets = self._table.arrange()
+        if targets:
+            self._cache.copy_slots(sources, targets, int(self._table.length[targets].max()))
 
     def _run_step(self, joining: Sequence[_Joining]) -> None:
         n_rows = self._table.n_running
@@ -274,8 +274,11 @@ class TorchEngine:
         self._outbox.append(delta)
         self._table.release(running)
         del self._live[running.request.request_id]
-        if self._prompt_owner.get(running.prompt_key) is running:
-            del self._prompt_owner[running.prompt_key]
+        holders = self._holders.get(running.prompt_key, [])
+        if running in holders:
+            holders.remove(running)
+            if not holders:
+                del self._holders[running.prompt_key]
 
     def _fail_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """End requests whose log-prob is not a number, without that token; returns the rows."""
