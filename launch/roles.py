@@ -50,6 +50,8 @@ PRELOADED: Final = (
     "learner.worker",
 )
 """What the fork server imports for its children: everything that their mains import, some of it inside functions."""
+LEAVE_AGAIN_S: Final = 0.25
+"""How soon after SIGTERM it is looked whether the exception was lost."""
 
 log = logging.getLogger("launch.roles")  # also when run by -m
 
@@ -105,22 +107,25 @@ def run_role(start: StartRole, config: RunConfig) -> NoReturn:
     they opened."""
     code = int(ExitCode.FAILED)
     try:
-        _prepare(start)
-        log.info("%s (%s) starts, pid %d", start.name, start.incarnation, os.getpid())
-        code = int(_load_entry(start.entry)(start.context(config)))
-        log.info("%s ends with exit code %d", start.name, code)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else ExitCode.FAILED
-        log.info("%s was asked to leave, exit code %d", start.name, code)
-    except HandshakeRefused:
-        log.exception("the buffer refused %s; starting it again would not help", start.name)
-        code = ExitCode.USELESS
-    except BaseException:
-        log.exception("%s failed", start.name)
+        try:
+            _prepare(start)
+            log.info("%s (%s) starts, pid %d", start.name, start.incarnation, os.getpid())
+            code = int(_load_entry(start.entry)(start.context(config)))
+            log.info("%s ends with exit code %d", start.name, code)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else ExitCode.FAILED
+            log.info("%s was asked to leave, exit code %d", start.name, code)
+        except HandshakeRefused:
+            code = ExitCode.USELESS
+            log.exception("the buffer refused %s; starting it again would not help", start.name)
+        except BaseException:
+            log.exception("%s failed", start.name)
+        finally:
+            _leave_undisturbed()
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
     finally:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
         os._exit(int(code))
 
 
@@ -142,10 +147,36 @@ def _prepare(start: StartRole) -> None:
     logging.captureWarnings(True)
 
 
+class _Leave(SystemExit):
+    """SIGTERM came."""
+
+
 def _leave(_signum: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM: unwind the main thread; a second SIGTERM must not interrupt the unwinding."""
+    """SIGTERM: unwind the main thread; a second SIGTERM must not interrupt the unwinding.
+
+    The exception appears in whatever Python code happens to run, and some of that loses it (a weakref callback, a
+    `__del__`, C code that clears errors). So a timer looks whether it is still on its way, and raises it again if not.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(int(ExitCode.TERMINATED))
+    signal.signal(signal.SIGALRM, _leave_again)
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_AGAIN_S, LEAVE_AGAIN_S)
+    raise _Leave(int(ExitCode.TERMINATED))
+
+
+def _leave_again(_signum: int, _frame: FrameType | None) -> None:
+    """SIGALRM: nothing while the main thread cleans up, which is while _Leave is being handled on its stack."""
+    handled = sys.exception()
+    while handled is not None:
+        if isinstance(handled, _Leave):
+            return
+        handled = handled.__context__
+    raise _Leave(int(ExitCode.TERMINATED))
+
+
+def _leave_undisturbed() -> None:
+    """From here on neither SIGTERM nor the timer raises anything."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _load_entry(entry: str) -> Callable[[RoleContext[RunConfig]], int]:

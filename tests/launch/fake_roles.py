@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import msgspec
 
 from buffer.server import BufferAddress
 from launch.config import RunConfig
+from launch.roles import LEAVE_AGAIN_S
 from protocol.client import Client
 from protocol.context import RoleContext
 from protocol.errors import LinkError
@@ -193,9 +195,42 @@ def worker(ctx: Context) -> int:
         if word == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(300)
+        if word in ("loses_sigterm", "swallows_sigterm"):
+            lose_the_first_exit(ctx, in_callback=word == "loses_sigterm")
         with contextlib.suppress(LinkError):
             return until_shutdown(client)
     return 1
+
+
+class Held:
+    """Something a weak reference can point at."""
+
+
+def lose_the_first_exit(ctx: Context, *, in_callback: bool) -> None:
+    """The SystemExit of SIGTERM comes where it is lost; the next one is followed by a slow cleanup."""
+
+    def hold(_: object = None) -> None:
+        (ctx.run_dir / "holds").touch()
+        time.sleep(300)
+
+    try:
+        if in_callback:
+            held = Held()
+            reference = weakref.ref(held, hold)
+            del held
+            assert reference() is None
+        else:
+            try:
+                hold()
+            except BaseException:
+                print("swallowed")
+        while True:
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(OSError):
+            time.sleep(4 * LEAVE_AGAIN_S)
+            raise OSError("cleaning up goes through exceptions of its own")
+        (ctx.run_dir / "cleaned_up").touch()
 
 
 def learner(ctx: Context) -> int:

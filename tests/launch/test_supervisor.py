@@ -123,6 +123,21 @@ def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher, signum: int
     assert launcher.leftovers() == []
 
 
+@pytest.mark.parametrize("word", ["loses_sigterm", "swallows_sigterm"])
+def test_an_exit_that_was_lost_on_its_way_is_raised_again_and_cleaning_up_is_left_in_peace(
+    start_launcher: StartLauncher, word: str
+) -> None:
+    launcher = start_launcher({"actor-0": word}, settings={"launch": {"shutdown_grace_s": 500.0}})
+    launcher.until_ready()
+    eventually(lambda: (launcher.run_dir / "holds").exists(), "the worker is where an exit gets lost")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait() == 143, launcher.said
+    assert launcher.summary()["workers"]["actor-0"]["exit_codes"] == [143]
+    assert (launcher.run_dir / "cleaned_up").exists(), launcher.log("actor-0")
+    assert "actor-0 was asked to leave" in launcher.log("actor-0")
+    assert ("Exception ignored in" if word == "loses_sigterm" else "swallowed") in launcher.log("actor-0")
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(start_launcher: StartLauncher) -> None:
     launcher = start_launcher({"actor-0": "deaf"}, settings={"launch": {"shutdown_grace_s": 1.0}})
     launcher.until_ready()
