@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ ASK_AGAIN_S: Final = 2.0
 LOOK_EVERY_S: Final = 0.5
 """A waiting learner asks what the buffer holds this often, to know what it waits for."""
 TASKS_PER_MESSAGE: Final = 256
+DOUBTFUL_SHARE: Final = 0.75
+"""Of the log-prob of a uniform guess: a teacher this far down on the first batch is worth an error in the log."""
 GOODBYE_S: Final = 30.0
 """How long the buffer may take to end the run once the learner is done."""
 
@@ -274,6 +277,7 @@ class LearnerLoop:
         progress.last = figures
         if progress.reverse_kl_first is None:
             progress.reverse_kl_first = figures.reverse_kl
+            self._doubt_the_teacher(figures)
         progress.reverse_kl_last = figures.reverse_kl
         self._metrics.step(
             self._version.step,
@@ -286,6 +290,18 @@ class LearnerLoop:
             tasks_done=batch.tasks_done,
         )
         self._heartbeat()
+
+    def _doubt_the_teacher(self, figures: StepMetrics) -> None:
+        """A teacher on random weights finds every token about as likely as any other. It must be noticed."""
+        teacher_logprob = figures.logprob - figures.reverse_kl
+        uniform_logprob = -math.log(self._trainer.model.get_input_embeddings().weight.shape[0])
+        if figures.tokens_ungraded < figures.tokens and teacher_logprob < DOUBTFUL_SHARE * uniform_logprob:
+            log.error(
+                "the teacher gives the student's tokens %.2f nats each, random weights would give %.2f: is it the right "
+                "checkpoint, fully loaded?",
+                teacher_logprob,
+                uniform_logprob,
+            )
 
     def _heartbeat(self) -> None:
         progress, total = self.progress, self._clock.total()
