@@ -9,19 +9,17 @@
                  memory that is allocated and touched beforehand; no checks, no answers
 
 All on this machine over loopback, so that N actors share its cores. 0.8 MB are the built-in student's own tensors,
-any other size is made of 310 tensors (a 28-layer Qwen3 has as many). The ways alternate; the first turn of each is
-thrown away, medians are shown. The engine only records, so that nothing but the transport is measured.
+any other size is made of 310 tensors (a 28-layer Qwen3 has as many). The first turn of each way is thrown away, medians
+are shown. The engine only records, so that nothing but the transport is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -40,7 +38,7 @@ from engines.collective import connect_store, host_store
 from engines.snapshot import write_snapshot
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import WeightsRef, WeightVersion
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
@@ -101,56 +99,56 @@ def print_row(actors: int, named: Named, timings: Timings) -> None:
 
 
 def measure(actors: int, named: Named, repeats: int) -> Timings:
-    names = [f"actor-{index}" for index in range(actors)]
+    """One way after the other: together they would need three times the memory."""
     timings = Timings()
+    with tempfile.TemporaryDirectory() as folder:
+        measure_publisher(actors, named, repeats, Path(folder) / "publisher", timings)
+        timings.snapshot = measure_snapshot(actors, named, repeats, Path(folder) / "snapshot")
+    with PerTensorFleet(actors, named) as plain:
+        timings.per_tensor = [plain.broadcast() for _ in range(repeats + 1)]
+    return timings
+
+
+def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, timings: Timings) -> None:
     announced = threading.Event()
 
     def published(version: WeightVersion, ref: WeightsRef | None, broadcast_s: float) -> None:
         announced.set()
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ActorFleet(digests=False) as fleet,
-        ActorFleet(digests=False) as readers,
-        PerTensorFleet(actors, named) as plain,
-    ):
-        fleet.start(names)
-        readers.start(names)
-        with make_publisher(fleet, Path(folder) / "a", published, actors) as publisher:
-            publisher.membership(fleet.membership())
-            publisher.wait_idle(TIMEOUT_S)
-            for repeat in range(1, repeats + 2):
-                version = WeightVersion(0, repeat)
-                announced.clear()
-                began_s = time.monotonic()
-                publisher.publish(version, named)
-                announced.wait(TIMEOUT_S)
-                timings.confirmed.append(time.monotonic() - began_s)
-                staged = fleet.wait_for(version, TIMEOUT_S)
-                timings.publisher.append(max(s.at_s for s in staged.values()) - began_s)
-                timings.snapshot.append(by_snapshot(readers, Path(folder) / "b", version, named))
-                timings.per_tensor.append(plain.broadcast())
-    gc.collect()
-    return timings
-
-
-def make_publisher(
-    fleet: ActorFleet, folder: Path, published: Callable[[WeightVersion, WeightsRef | None, float], None], actors: int
-) -> Publisher:
     config = PublishConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S)
+    with (
+        ActorFleet(digests=False) as fleet,
+        Publisher(
+            config, snapshot_dir=folder, post_plan=fleet.post_plan, published=published, expected_actors=actors
+        ) as publisher,
+    ):
+        fleet.start(f"actor-{index}" for index in range(actors))
+        publisher.membership(fleet.membership())
+        publisher.wait_idle(TIMEOUT_S)
+        for step in range(1, repeats + 2):
+            announced.clear()
+            began_s = time.monotonic()
+            publisher.publish(WeightVersion(0, step), named)
+            announced.wait(TIMEOUT_S)
+            timings.confirmed.append(time.monotonic() - began_s)
+            staged = fleet.wait_for(WeightVersion(0, step), TIMEOUT_S)
+            timings.publisher.append(max(s.at_s for s in staged.values()) - began_s)
 
-    def post_plan(plan: WeightPlan) -> None:
-        fleet.post_plan(plan)
 
-    return Publisher(config, snapshot_dir=folder, post_plan=post_plan, published=published, expected_actors=actors)
-
-
-def by_snapshot(readers: ActorFleet, folder: Path, version: WeightVersion, named: Named) -> float:
-    began_s = time.monotonic()
-    ref = write_snapshot(folder, version, named, keep=1)
-    for name in readers.actors:
-        readers.order(name, ref)
-    return max(staged.at_s for staged in readers.wait_for(version, TIMEOUT_S).values()) - began_s
+def measure_snapshot(actors: int, named: Named, repeats: int, folder: Path) -> list[float]:
+    seconds: list[float] = []
+    with ActorFleet(digests=False) as fleet:
+        fleet.start(f"actor-{index}" for index in range(actors))
+        for name in fleet.actors:
+            fleet.report(name)
+        for step in range(1, repeats + 2):
+            began_s = time.monotonic()
+            ref = write_snapshot(folder, WeightVersion(0, step), named, keep=1)
+            for name in fleet.actors:
+                fleet.order(name, ref)
+            staged = fleet.wait_for(ref.version, TIMEOUT_S)
+            seconds.append(max(s.at_s for s in staged.values()) - began_s)
+    return seconds
 
 
 class PerTensorFleet:

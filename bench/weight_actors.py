@@ -122,7 +122,7 @@ def actor_main(name: str, connection: Connection, version: WeightVersion, digest
     while True:
         try:
             order = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             break
         match order:
             case WeightPlan():
@@ -246,9 +246,10 @@ class ActorFleet:
             return
 
     def signal(self, name: str, signum: int) -> None:
-        pid = self.actors[name].process.pid
-        assert pid is not None
-        os.kill(pid, signum)
+        """A dead actor does not feel it."""
+        process = self.actors[name].process
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signum)
 
     def wait_for(
         self, version: WeightVersion, timeout_s: float, names: Iterable[str] | None = None
@@ -283,8 +284,7 @@ class ActorFleet:
         """End all processes: those that can by themselves, the others by SIGKILL."""
         for actor in self.actors.values():
             actor.connection.close()
-            if actor.process.is_alive():
-                self.signal(actor.name, signal.SIGCONT)  # it may have been stopped
+            self.signal(actor.name, signal.SIGCONT)  # it may have been stopped
         deadline_s = time.monotonic() + 10.0
         for actor in self.actors.values():
             actor.process.join(max(0.0, deadline_s - time.monotonic()))

@@ -64,6 +64,17 @@ class WeightsRefused(Exception):
     """What arrived is not what was announced (checksum or round differ)."""
 
 
+def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device) -> BackendName:
+    """Raises ValueError when NCCL is wanted and cannot be had."""
+    can_nccl = device.type == "cuda" and dist.is_nccl_available()
+    if wanted == "nccl" and not can_nccl:
+        raise ValueError(
+            f"backend = nccl with weights on {device} and NCCL {'' if dist.is_nccl_available() else 'not '}built into "
+            "this torch; expected both a GPU and NCCL: set backend to gloo"
+        )
+    return "nccl" if can_nccl and wanted != "gloo" else "gloo"
+
+
 def host_store(host: str, port: int = 0) -> Store:
     """The store of rank 0, listening on `host` only. Port 0: the system chooses, read it from `.port`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -87,7 +87,7 @@ class GroupHost:
         return self._epoch
 
     @property
-    def control_messages_unreadable_total(self) -> int:
+    def control_unreadable_total(self) -> int:
         return self._control.unreadable_total
 
     def form(

@@ -22,19 +22,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from engines.collective import BackendName
+from engines.collective import choose_backend
 from engines.snapshot import write_snapshot
 from learner.group_host import DropReason, GroupHost, Result
 from learner.publish_config import PublishConfig
+from learner.publish_stats import PublisherStats, PublishFigures
 from learner.roster import Roster, Seat
 from learner.staged_weights import StagedWeights
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
@@ -53,45 +52,6 @@ class PublisherFailed(RuntimeError):
 
 class PublishTimeout(RuntimeError):
     """With `every_version`: the former versions could not be delivered in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublisherStats:
-    """A frozen look. Totals since the start; seconds and bytes of the newest broadcast where not a total."""
-
-    published: WeightVersion | None
-    members: int
-    group_epoch: int
-    broadcasts_total: int
-    broadcast_s: float
-    broadcast_s_total: float
-    broadcast_bytes: int
-    copy_s: float
-    """What the newest `publish` cost the training thread, waiting excluded."""
-    snapshots_total: int
-    snapshot_s: float
-    snapshot_failures_total: int
-    rebuilds_total: int
-    failed_groups_total: int
-    skipped_versions_total: int
-    dropped_total: dict[DropReason, int]
-    """Members left out, by `learner.group_host.DropReason`."""
-
-
-@dataclass(slots=True)
-class _Figures:
-    """What the publisher thread counts."""
-
-    published: WeightVersion | None = None
-    broadcasts: int = 0
-    broadcast_s: float = 0.0
-    broadcast_s_total: float = 0.0
-    broadcast_bytes: int = 0
-    snapshots: int = 0
-    snapshot_s: float = 0.0
-    snapshot_failures: int = 0
-    rebuilds: int = 0
-    failed_groups: int = 0
 
 
 class Publisher:
@@ -143,7 +103,7 @@ class Publisher:
         self._not_before_s = 0.0
         self._ref: WeightsRef | None = None
         self._dropped: Counter[DropReason] = Counter()
-        self._figures = _Figures()
+        self._figures = PublishFigures()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -229,6 +189,7 @@ class Publisher:
                 failed_groups_total=figures.failed_groups,
                 skipped_versions_total=self._skipped,
                 dropped_total=dict(self._dropped),
+                control_unreadable_total=self._host.control_unreadable_total,
             )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -411,14 +372,3 @@ class Publisher:
         with self._changed:
             connected = self._connected
         return frozenset(seats) - connected if connected is not None else frozenset()
-
-
-def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device) -> BackendName:
-    """Raises ValueError when NCCL is wanted and cannot be had."""
-    can_nccl = device.type == "cuda" and dist.is_nccl_available()
-    if wanted == "nccl" and not can_nccl:
-        raise ValueError(
-            f"backend = nccl with weights on {device} and NCCL {'' if dist.is_nccl_available() else 'not '}built into "
-            "this torch; expected both a GPU and NCCL: set backend to gloo"
-        )
-    return "nccl" if can_nccl and wanted != "gloo" else "gloo"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engines.collective import choose_backend
 from learner.publish_config import PublishConfig
-from learner.publisher import choose_backend
 
 
 @pytest.mark.parametrize(
