@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engines.logprobs import lm_head
 from learner.config import LearnerConfig
 from learner.eval_desk import EvalDesk
 from learner.evaluation import EvaluationResult
@@ -294,11 +295,11 @@ class LearnerLoop:
     def _doubt_the_teacher(self, figures: StepMetrics) -> None:
         """A teacher on random weights finds every token about as likely as any other. It must be noticed."""
         teacher_logprob = figures.logprob - figures.reverse_kl
-        uniform_logprob = -math.log(self._trainer.model.get_input_embeddings().weight.shape[0])
+        uniform_logprob = -math.log(lm_head(self._trainer.model).weight_VH.shape[0])
         if figures.tokens_ungraded < figures.tokens and teacher_logprob < DOUBTFUL_SHARE * uniform_logprob:
             log.error(
-                "the teacher gives the student's tokens %.2f nats each, random weights would give %.2f: is it the right "
-                "checkpoint, fully loaded?",
+                "the teacher gives the student's tokens %.2f nats each, random weights would give %.2f: is it the "
+                "right checkpoint, fully loaded?",
                 teacher_logprob,
                 uniform_logprob,
             )
