@@ -23,8 +23,9 @@ from launch.command_line import help_text, parse_arguments, resolve_config
 from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import LaunchError
+from launch.resume import check_resumed
 from launch.roles import ENTRIES, PRELOADED
-from launch.runfolder import RunFolder, RunState
+from launch.runfolder import RunFolder, RunState, choose_path
 from launch.status import make_status
 from launch.summary import Summary, print_summary, write_summary
 from launch.supervisor import Supervisor
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(help_text(), flush=True)
             return 0
         checked = preflight.check(resolve_config(line))
+        if line.resume:
+            check_resumed(checked.config, choose_path(line.run_dir, resume=True, name=line.name))
         if line.check:
             print("configuration, models and prompts are fine; nothing was started")
             return 0

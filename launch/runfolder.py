@@ -26,6 +26,8 @@ from launch.errors import LaunchError
 
 RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted"]
 RUNS: Final = Path("runs")
+CHECKPOINTS: Final = "checkpoints"
+"""Folder of the learner's checkpoints in a run folder (`learner.worker.CHECKPOINTS`, which would import torch)."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):

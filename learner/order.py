@@ -6,7 +6,6 @@ that a run resumed under a newer numpy goes on in the same order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from learner.data import CACHED_BLOCKS, PromptSource
+from learner.task_config import n_held_out
 
 Rows = npt.NDArray[np.int64]
 
@@ -42,10 +42,9 @@ def shuffled_rows(n_rows: int, blocks: Sequence[int], key: Sequence[int]) -> Row
 
 
 def held_out_rows(source: PromptSource, share: float, at_most: int) -> Rows:
-    """Rows kept for evaluation [n], in random order: `share` of the source rounded up, but not above `at_most`, and
-    never the last row that is left for training. Depends on the source's number of rows only, not on the run's seed;
-    a smaller number is a prefix of a larger one."""
-    n = min(math.ceil(share * len(source)), at_most, len(source) - 1)
+    """Rows kept for evaluation [n = n_held_out(...)], in random order. Depends on the source's number of rows only, not
+    on the run's seed; a smaller number is a prefix of a larger one."""
+    n = n_held_out(len(source), share, at_most)
     return shuffled_rows(len(source), source.blocks, (len(source),))[:n]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -81,6 +82,12 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def teachers_for(self, tag: str) -> tuple[str, ...]:
         """Pools that grade a task with this tag, in the order of `routes`; none = pure reward training."""
         return tuple(pool for pool, tags in self.routes.items() if not tags or tag in tags)
+
+
+def n_held_out(n_rows: int, share: float, at_most: int) -> int:
+    """Rows kept for evaluation: `share` of `n_rows` rounded up, but not above `at_most`, and never the last row that is
+    left for training."""
+    return min(math.ceil(share * n_rows), at_most, n_rows - 1)
 
 
 def _at_least(least: int, **fields: int) -> None:

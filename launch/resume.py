@@ -1,0 +1,100 @@
+"""May a run go on under this configuration? Looked at before anything in its folder is touched.
+
+A checkpoint remembers which stream of tasks it is a position in: the prompts, the rows held out of them, the order and
+the seed. The learner refuses to go on in another one; told here, the run's former configuration stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from launch.config import RunConfig
+from launch.config_file import read_config
+from launch.errors import ConfigError
+from launch.runfolder import CHECKPOINTS
+from learner.data import PromptSource, open_prompts
+from learner.records import DataError
+from learner.task_config import n_held_out
+
+TRAINER_FILE: Final = "trainer.json"
+"""Of a checkpoint (`learner.checkpoint.TRAINER`, which would import torch)."""
+
+
+class StreamIdentity(msgspec.Struct, frozen=True):
+    """As `learner.tasks.TaskStream` writes it into its state."""
+
+    prompts: str
+    """Fingerprint."""
+    rows: int
+    held_out: int
+    shuffle: bool
+    seed: int
+
+
+class _Stream(msgspec.Struct, frozen=True):
+    identity: StreamIdentity
+
+
+class _Checkpoint(msgspec.Struct, frozen=True):
+    tasks: _Stream
+
+
+def check_resumed(config: RunConfig, folder: Path) -> None:
+    """`config`: with paths resolved. Raises ConfigError, naming the keys, when the checkpoints in the run's folder
+    belong to another stream of tasks. Without a checkpoint the run begins anew, and nothing has to fit."""
+    identity = stream_identity(folder)
+    if identity is None:
+        return
+    former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    mistakes = list(_differences(config, former, identity))
+    if mistakes:
+        end = "resume with what the run was started with, or start a new run; nothing was changed"
+        raise ConfigError(*mistakes, f"--resume: {folder} goes on with the same tasks in the same order; {end}")
+
+
+def stream_identity(folder: Path) -> StreamIdentity | None:
+    """Of the newest checkpoint that can be read; all of a run have the same."""
+    for file in sorted(folder.glob(f"{CHECKPOINTS}/step_*/{TRAINER_FILE}"), reverse=True):
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=_Checkpoint).tasks.identity
+        except msgspec.DecodeError:
+            continue  # the learner passes it over as well, and says so
+    return None
+
+
+def _differences(config: RunConfig, former: RunConfig | None, identity: StreamIdentity) -> Iterator[str]:
+    tasks = config.learner.tasks
+    if config.seed != identity.seed:
+        yield f"seed: got {config.seed}, expected {identity.seed}, as in the checkpoint"
+    if tasks.shuffle != identity.shuffle:
+        told = (str(value).lower() for value in (tasks.shuffle, identity.shuffle))
+        yield "learner.tasks.shuffle: got {}, expected {}, as in the checkpoint".format(*told)
+    former_tasks = former.learner.tasks if former is not None else None
+    if former_tasks is None or tasks.prompts != former_tasks.prompts:  # else the learner sees whether the file changed
+        source = _open(tasks.prompts)
+        if source.fingerprint != identity.prompts:
+            was = former_tasks.prompts if former_tasks is not None else "those of the checkpoint"
+            yield (
+                f"learner.tasks.prompts: got {tasks.prompts} ({len(source)} rows), expected {was} "
+                f"({identity.rows} rows) or a copy of it"
+            )
+            return  # of other prompts, other rows are held out
+    held_out = 0 if tasks.eval_prompts else n_held_out(identity.rows, tasks.eval_share, tasks.eval_prompts_needed)
+    if held_out != identity.held_out:
+        names = ("eval_prompts", "eval_share", "eval_greedy", "eval_sampled")
+        changed = [n for n in names if former_tasks is None or getattr(tasks, n) != getattr(former_tasks, n)]
+        yield (
+            f"{', '.join(f'learner.tasks.{name}' for name in changed or names)}: got values that hold {held_out} "
+            f"prompts out of training, expected {identity.held_out}, as in the checkpoint"
+        )
+
+
+def _open(prompts: str) -> PromptSource:
+    try:
+        return open_prompts(prompts)
+    except (DataError, OSError) as error:
+        raise ConfigError(f"learner.tasks.prompts: {error}") from error

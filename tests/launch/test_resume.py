@@ -1,0 +1,108 @@
+"""`--resume` under a configuration that the checkpoints do not fit is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import builtin
+from engines.tokenizer import load_tokenizer
+from launch.config import RunConfig
+from launch.config_file import write_config
+from launch.config_tree import build
+from launch.preflight import check
+from launch.resume import TRAINER_FILE
+from launch.run import main
+from launch.runfolder import CHECKPOINTS, RunFolder
+from learner import checkpoint, worker
+from learner.tasks import TaskStream, load_prompts
+
+Resume = Callable[..., int]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(100)))
+    return file
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, prompts: Path) -> Path:
+    """A run that left a checkpoint; the task stream's part of that is real."""
+    config = check(build(RunConfig, {"seed": 3, "learner": {"tasks": {"prompts": str(prompts)}}})).config
+    folder = RunFolder.open(tmp_path / "run", resume=False)
+    write_config(config, folder.config_path)
+    tasks = config.learner.tasks
+    stream = TaskStream(tasks, load_tokenizer(builtin.STUDENT_DIR), load_prompts(tasks), seed=config.seed)
+    saved = folder.path / CHECKPOINTS / "step_000004"
+    saved.mkdir(parents=True)
+    (saved / TRAINER_FILE).write_text(json.dumps({"tasks": stream.state()}))
+    folder.finish("interrupted", 130)
+    folder.close()
+    return folder.path
+
+
+@pytest.fixture
+def check_resume(run_dir: Path) -> Resume:
+    return lambda *arguments: main(["--resume", "--run-dir", str(run_dir), "--check", *arguments])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_other_prompts_are_refused_and_the_run_can_still_go_on(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(run_dir)
+    assert main(["--resume", "--run-dir", str(run_dir), "--prompts", str(builtin.TRAIN_JSONL)]) == 2
+    told = capsys.readouterr().err
+    assert f"learner.tasks.prompts: got {builtin.TRAIN_JSONL} (8192 rows), expected " in told
+    assert "mine.jsonl (100 rows)" in told
+    assert "resume with what the run was started with, or start a new run; nothing was changed" in told
+    assert contents(run_dir) == before
+    assert check_resume() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "4"], "seed: got 4, expected 3, as in the checkpoint"),
+        (["--learner.tasks.shuffle", "false"], "learner.tasks.shuffle: got false, expected true"),
+        (["--learner.tasks.eval_share", "0.1"], "learner.tasks.eval_share: got values that hold 10 prompts out"),
+        (["--eval-prompts", "builtin"], "learner.tasks.eval_prompts: got values that hold 0 prompts out"),
+        (["--prompts", "builtin", "--seed", "4"], "seed: got 4"),
+    ],
+)
+def test_every_key_that_changes_the_stream_is_named(
+    check_resume: Resume, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert check_resume(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_leaves_the_stream_as_it_was_may_change(check_resume: Resume, prompts: Path) -> None:
+    copy = shutil.copy(prompts, prompts.with_name("moved.jsonl"))
+    changes = ("--steps=9", "--actors=5", "--learner.tasks.eval_share=0.011", "--learner.tasks.eval_greedy=7")
+    assert check_resume("--prompts", str(copy), *changes) == 0
+
+
+def test_without_a_checkpoint_nothing_has_to_fit(run_dir: Path, check_resume: Resume) -> None:
+    shutil.rmtree(run_dir / CHECKPOINTS)
+    assert check_resume("--prompts", "builtin", "--seed", "4") == 0
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(run_dir: Path, check_resume: Resume) -> None:
+    broken = run_dir / CHECKPOINTS / "step_000008"
+    broken.mkdir()
+    (broken / TRAINER_FILE).write_text("{")
+    assert check_resume("--seed", "4") == 2
+
+
+def test_the_names_are_those_that_the_learner_writes() -> None:
+    assert (CHECKPOINTS, TRAINER_FILE) == (worker.CHECKPOINTS, checkpoint.TRAINER)
