@@ -27,6 +27,18 @@ from engines.step import Step
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
+class _Projection:
+    """A linear layer whose result is added to the residual stream in the same product."""
+
+    def __init__(self, module: torch.nn.Linear) -> None:
+        self._weight_t = module.weight.detach().t()
+        self._bias = cast(Tensor | None, module.bias)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        out = torch.addmm(residual, x, self._weight_t)
+        return out if self._bias is None else out.add_(self._bias)
+
+
 @dataclass(slots=True)
 class _Layer:
     input_norm: Tensor
@@ -35,12 +47,12 @@ class _Layer:
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     """[N + G, D]; query and key norms side by side (Qwen3)."""
-    output: torch.nn.Linear
+    output: _Projection
     mlp_norm: Tensor
     gate_up: Tensor
     """[2I, H]"""
     gate_up_bias: Tensor | None
-    down: torch.nn.Linear
+    down: _Projection
     activation: Callable[[Tensor], Tensor]
 
 
@@ -87,10 +99,10 @@ class FusedDecoder:
             mixed = self._attention(index, layer, hidden_TH, cos_T1D, sin_T1D, cache, rows_only=index == last)
             if index == last:  # prefilled tokens leave keys and values only: nothing reads their last hidden state
                 hidden_TH = hidden_TH[: step.n_rows]
-            hidden_TH = _add_linear(hidden_TH, mixed, layer.output)
+            hidden_TH = layer.output.added_to(hidden_TH, mixed)
             gate_up = linear(self._norm(hidden_TH, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
             gate, up = gate_up.chunk(2, dim=-1)
-            hidden_TH = _add_linear(hidden_TH, layer.activation(gate).mul_(up), layer.down)
+            hidden_TH = layer.down.added_to(hidden_TH, layer.activation(gate).mul_(up))
         return linear(self._norm(hidden_TH, self._final_norm), self._head.weight)
 
     def _attention(
@@ -145,11 +157,11 @@ class FusedDecoder:
             qkv=_joined([p.weight for p in projections]),
             qkv_bias=_joined([p.bias for p in projections]) if projections[0].bias is not None else None,
             qk_norm=qk_norm,
-            output=attention.o_proj,
+            output=_Projection(attention.o_proj),
             mlp_norm=layer.post_attention_layernorm.weight,
             gate_up=_joined([mlp.gate_proj.weight, mlp.up_proj.weight]),
             gate_up_bias=_joined([mlp.gate_proj.bias, mlp.up_proj.bias]) if mlp.gate_proj.bias is not None else None,
-            down=mlp.down_proj,
+            down=_Projection(mlp.down_proj),
             activation=mlp.act_fn,
         )
 
@@ -169,12 +181,6 @@ class _RmsNorm:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_1, length, length, value=1.0 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(weight)
-
-
-def _add_linear(residual: Tensor, x: Tensor, projection: torch.nn.Linear) -> Tensor:
-    out = torch.addmm(residual, x, projection.weight.t())
-    bias = cast(Tensor | None, projection.bias)
-    return out if bias is None else out.add_(bias)
 
 
 def _joined(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

@@ -121,7 +121,9 @@ class SlotCache:
             sinks = form.sinks_N.to(scores.dtype).view(1, n_groups, -1, 1).expand(n_rows, -1, -1, -1)
             scores = torch.cat((scores, sinks.reshape(*query.shape[:2], 1)), dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        return torch.bmm(weights[..., : block.window], values_LD).view(n_rows, n_heads, size)
+        if form.sinks_N is not None:
+            weights = weights[..., :-1]
+        return torch.bmm(weights, values_LD).view(n_rows, n_heads, size)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], n_tokens: int) -> None:
         """Copy the first `n_tokens` cells of slots onto others (a shared prompt; a row moved down)."""

@@ -109,30 +109,25 @@ class SlotTable:
         """Close the holes and gather rows of one length class, longest first; returns (from, to), a permutation of
         rows for the KV cache to follow. Only rows that stand in another class's block, or behind the last, move."""
         classes_S = np.where(self.in_use, length_classes(self.length), -1)
-        n_rows = self.n_running
-        if n_rows == 0 or (classes_S[n_rows - 1] >= 0 and (classes_S[1:n_rows] <= classes_S[: n_rows - 1]).all()):
+        wanted_S = np.sort(classes_S)[::-1]
+        wrong_S = classes_S != wanted_S
+        if not wrong_S.any():
             return [], []
-        wanted_R = np.sort(classes_S)[::-1][:n_rows]
-        sources: list[int] = []
-        targets: list[int] = []
-        for kind in np.unique(wanted_R):
-            here = np.flatnonzero(classes_S == kind)
-            block = np.flatnonzero(wanted_R == kind)
-            sources += np.setdiff1d(here, block).tolist()
-            targets += np.setdiff1d(block, here).tolist()
+        out_of_place = np.flatnonzero(wrong_S & self.in_use)
+        sources: list[int] = out_of_place[np.argsort(-classes_S[out_of_place], kind="stable")].tolist()
+        targets: list[int] = np.flatnonzero(wrong_S & (wanted_S >= 0)).tolist()
         moved = [self.at(row) for row in sources]
         for row in sources:
             self.running[row] = None
         for running, row in zip(moved, targets, strict=True):
             self.running[row], running.row = running, row
-        if targets:
-            self.in_use[sources] = False
-            self.in_use[targets] = True
-            for array in (
-                *(self.ids, self.logprobs, self.uniforms, self.length, self.limit, self.next_input, self.stop_ids),
-                *(self.inverse_temperature, self.top_k, self.top_p, self.greedy),
-            ):
-                array[targets] = array[sources]
+        self.in_use[sources] = False
+        self.in_use[targets] = True
+        for array in (
+            *(self.ids, self.logprobs, self.uniforms, self.length, self.limit, self.next_input, self.stop_ids),
+            *(self.inverse_temperature, self.top_k, self.top_p, self.greedy),
+        ):
+            array[targets] = array[sources]
         return sources, targets
 
     def append(self, ids_R: npt.NDArray[np.int64], logprobs_R: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
