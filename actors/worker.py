@@ -35,7 +35,6 @@ from protocol.messages import (
     TicketCredit,
     Tickets,
     WeightPlan,
-    Welcome,
 )
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class ActorWorker:
         self._config = config
         self._tickets_received_total = 0
         self._credit_seq = 0
-        self._credit_sent = (-1, -1)
+        self._credit_sent = (-1, -1, -1)
         self._credit_sent_s = 0.0
         self._started_s = time.monotonic()
         self._reported_s = 0.0
@@ -124,8 +123,6 @@ class ActorWorker:
                 self._rollouts.cancel(message.rollout_id, f"segment {message.index} rejected: {message.reason}")
             case WeightPlan():
                 self._weights.handle_plan(message)
-            case Welcome():
-                self._credit_sent = (-1, -1)  # reconnected: say again what may be sent
             case Shutdown():
                 log.info("shutdown: %s", message.reason)
                 self._shutdown = message
@@ -134,7 +131,7 @@ class ActorWorker:
 
     def _send_credit(self) -> None:
         free = max(0, self._config.max_concurrent_rollouts - len(self._rollouts))
-        credit = (free, self._tickets_received_total)
+        credit = (free, self._tickets_received_total, self._client.connects_total)  # a new connection: say it again
         now_s = time.monotonic()
         if credit == self._credit_sent and now_s - self._credit_sent_s < CREDIT_REPEAT_S:
             return

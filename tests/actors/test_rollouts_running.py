@@ -1,0 +1,351 @@
+"""Rollouts between ticket and last segment: phases in order, and whatever goes wrong ends one rollout, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from actors.config import ActorConfig, EnvConfig
+from actors.envs.base import TextTokenizer
+from builtin import STUDENT_DIR
+from engines.base import Int32s, ScoreRequest
+from engines.config import EngineConfig
+from engines.models import load_causal_lm
+from engines.scorer_config import ScorerConfig
+from engines.torch_engine import TorchEngine
+from engines.torch_scorer import TorchScorer
+from protocol.messages import Sampling, Segment, VersionSpan
+from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, V2, Breakable, InHand, ScriptedEngine, ids_of, ticket
+
+PROMPT = ids_of(1, 2, 3)
+Prompt = Callable[[str], Int32s]
+
+
+def config(**options: Any) -> ActorConfig:
+    """Segments of 4 tokens; `env` is Breakable with these options; no pause after failures to speak of."""
+    timeout_s = 0.05 if options.get("hang") else 20.0
+    env = EnvConfig(name=BREAKABLE, options=options, step_timeout_s=timeout_s, max_turns=4)
+    fine = EnvConfig(name=BREAKABLE, max_turns=4)
+    return ActorConfig(segment_tokens=4, environments={"env": env, "fine": fine})
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def in_hand(engine: ScriptedEngine, tokenizer: TextTokenizer) -> Iterator[Callable[..., InHand]]:
+    """Build the rollouts of one actor around the scripted engine."""
+    made: list[InHand] = []
+    Breakable.closed.clear()
+
+    def make(**options: Any) -> InHand:
+        made.append(InHand(engine, tokenizer, config(**options)))
+        return made[-1]
+
+    yield make
+    for hand in made:
+        hand.environments.close()
+
+
+def generating(hand: InHand, n: int = 1) -> None:
+    hand.until(lambda: hand.rollouts.generating == n)
+
+
+# --------------------------------------------------------------------------------------------------------- phases
+
+
+def test_a_rollout_goes_from_its_environment_to_the_engine_and_back_until_it_is_done(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    assert (len(hand.rollouts), hand.rollouts.waiting_for_weights, engine.requests) == (1, 1, {})
+    generating(hand)
+    assert hand.rollouts.waiting_for_weights == 0
+    (first,) = engine.requests.values()
+    assert (first.prompt_ids.tolist(), first.max_new_tokens, first.stop_token_ids) == ([1, 2, 3], 40, (STOP,))
+    engine.say(first.request_id, 4, 5)
+    engine.say(first.request_id, 6, STOP, end="stop")
+    hand.until(lambda: bool(engine.requests.keys() - {first.request_id}))
+    (second,) = engine.requests.values()
+    assert second.prompt_ids.tolist() == [1, 2, 3, 4, 5, 6, STOP, 8]
+    assert (second.max_new_tokens, second.sample_offset) == (36, 4)
+    engine.version = V1
+    engine.say(second.request_id, 9, STOP, end="stop")
+    hand.until_gone()
+    segments, ids, logprobs, mask = hand.whole("train-0-0-0")
+    assert ids.tolist() == [1, 2, 3, 4, 5, 6, STOP, 8, 9, STOP]
+    assert mask.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 1, 1]
+    assert logprobs.tolist() == [-0.5 * m for m in mask.tolist()]
+    assert [span for s in segments for span in s.spans] == [VersionSpan(V0, 3, 7), VersionSpan(V1, 8, 10)]
+    last = segments[-1]
+    assert (last.finish_reason, last.reward, last.n_turns) == ("stop", 1.0, 2)
+    assert (hand.failures, list(Breakable.closed)) == ({}, ["train-0-0-0"])
+    assert (hand.rollouts.counts["rollouts_finished_total"], hand.rollouts.counts["env_turns_total"]) == (1, 1)
+
+
+def test_segments_leave_while_the_rollout_is_under_way(in_hand: Callable[..., InHand], engine: ScriptedEngine) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    generating(hand)
+    (request_id,) = engine.requests
+    engine.say(request_id, *range(20, 29))
+    hand.until(lambda: len(hand.sent) == 2)
+    assert [(s.start, s.end, s.final) for s in hand.messages(Segment)] == [(0, 7, False), (7, 11, False)]
+    assert hand.rollouts.generating == 1
+
+
+def test_tickets_start_in_order_once_their_weights_are_here(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    """The third could start at once, but would take the turn of the second, which is nearer to its deadline."""
+    hand = in_hand()
+    for number, version in enumerate((V0, V1, V0, V2)):
+        hand.rollouts.add(ticket(number, env="env", min_version=version), PROMPT)
+    started: list[list[str]] = []
+    for engine.version, n in ((V0, 1), (V1, 3), (V2, 4)):
+        generating(hand, n)
+        hand.turn()
+        assert hand.rollouts.waiting_for_weights == 4 - n
+        started.append(sorted(request_id.split("-")[1] for request_id in engine.requests))
+    assert started == [["0"], ["0", "1", "2"], ["0", "1", "2", "3"]]
+
+
+def test_the_last_turn_is_the_one_that_used_the_tokens_up(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="env", sampling=Sampling(max_new_tokens=2)), PROMPT)
+    generating(hand)
+    (request_id,) = engine.requests
+    engine.say(request_id, 4, 5, end="length")
+    hand.until_gone()
+    segments, ids, _, _ = hand.whole("train-0-0-0")
+    assert (segments[-1].finish_reason, segments[-1].reward, ids.tolist()) == ("length", 1.0, [1, 2, 3, 4, 5])
+
+
+# --------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("error", sorted(Breakable.ERRORS))
+@pytest.mark.parametrize("at", ["new", "reset", "step"])
+def test_an_environment_that_raises_fails_its_own_rollout_by_name(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine, at: str, error: str
+) -> None:
+    hand = in_hand(at=at, error=error)
+    hand.rollouts.add(ticket(0, env="env"), PROMPT)
+    hand.rollouts.add(ticket(1, env="fine"), PROMPT)
+    generating(hand, 2 if at == "step" else 1)
+    for request_id in list(engine.requests):
+        engine.say(request_id, 9, STOP, end="stop")
+    hand.until_gone()
+    assert hand.failures.keys() == {"train-0-0-0"}
+    assert error in hand.failures["train-0-0-0"] and str(Breakable.ERRORS[error]) in hand.failures["train-0-0-0"]
+    assert hand.whole("train-1-0-0")[0][-1].finish_reason == "stop"
+    assert sorted(Breakable.closed) == (["train-1-0-0"] if at == "new" else ["train-0-0-0", "train-1-0-0"])
+
+
+def test_an_environment_that_breaks_when_it_is_closed_spoils_nothing(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand(at="close", error="OSError")
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    generating(hand)
+    (request_id,) = engine.requests
+    engine.say(request_id, 9, STOP, end="stop")
+    hand.until_gone()
+    assert hand.failures == {} and hand.whole("train-0-0-0")[0][-1].final
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+def test_an_environment_that_does_not_answer_in_time_fails_its_rollout(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine, at: str
+) -> None:
+    hand = in_hand(at=at, hang=True)
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    if at == "step":
+        generating(hand)
+        (request_id,) = engine.requests
+        engine.say(request_id, 4, STOP, end="stop")
+    hand.until_gone()
+    assert "TimeoutError" in hand.failures["train-0-0-0"]
+    assert list(Breakable.closed) == ["train-0-0-0"]
+
+
+def test_a_ticket_for_an_environment_that_is_not_there_fails_by_name(in_hand: Callable[..., InHand]) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="singel_turn"), PROMPT)
+    hand.until_gone()
+    assert "did you mean 'single_turn'" in hand.failures["train-0-0-0"]
+
+
+@pytest.mark.parametrize("end", ["error", "aborted"])
+def test_an_engine_that_gives_up_a_request_fails_its_rollout(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine, end: str
+) -> None:
+    hand = in_hand()
+    for number in range(2):
+        hand.rollouts.add(ticket(number, env="env"), PROMPT)
+    generating(hand, 2)
+    engine.say("train-0-0-0/0", 4, end=end, error="out of memory")
+    engine.say("train-1-0-0/0", 9, STOP, end="stop")
+    hand.until_gone()
+    assert hand.failures == {"train-0-0-0": f"engine_{end}: out of memory"}
+    assert hand.whole("train-1-0-0")[0][-1].final and len(Breakable.closed) == 2
+
+
+def test_a_request_that_the_engine_refuses_fails_its_rollout(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand()
+    engine.refuse = ValueError("token id 999 outside the vocabulary")
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    hand.until_gone()
+    assert "token id 999" in hand.failures["train-0-0-0"]
+
+
+def test_a_prompt_that_fills_the_context_fails_its_rollout(in_hand: Callable[..., InHand]) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="env"), np.zeros(200, np.int32))
+    hand.until_gone()
+    assert "0 of context" in hand.failures["train-0-0-0"]
+
+
+# ----------------------------------------------------------------------------------------------------- cancellation
+
+
+def test_a_rollout_cancelled_while_it_waits_is_never_started(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand()
+    for number in range(2):
+        hand.rollouts.add(ticket(number, env="env", min_version=V1), PROMPT)
+    hand.rollouts.cancel("train-0-0-0", "not wanted")
+    assert hand.rollouts.waiting_for_weights == len(hand.rollouts) == 1
+    engine.version = V1
+    generating(hand)
+    assert list(engine.requests) == ["train-1-0-0/0"]
+
+
+def test_a_rollout_cancelled_while_it_is_sampled_says_nothing_more(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    generating(hand)
+    engine.say("train-0-0-0/0", *range(20, 28))
+    hand.rollouts.cancel("train-0-0-0", "not wanted")
+    assert (engine.aborted, len(hand.rollouts), hand.rollouts.generating) == (["train-0-0-0/0"], 0, 0)
+    hand.until_gone()
+    assert hand.sent == [] and list(Breakable.closed) == ["train-0-0-0"]
+
+
+def test_a_rollout_cancelled_while_its_environment_is_at_work_says_nothing_more(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand(at="step", hang=True)
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    generating(hand)
+    engine.say("train-0-0-0/0", 4, STOP, end="stop")
+    hand.until(lambda: hand.rollouts.generating == 0)
+    hand.rollouts.cancel("train-0-0-0", "not wanted")
+    assert len(hand.rollouts) == 0 and engine.aborted == []
+    hand.until_gone()
+    assert (hand.failures, hand.messages(Segment), list(Breakable.closed)) == ({}, [], ["train-0-0-0"])
+
+
+def test_cancelling_what_is_not_there_changes_nothing(in_hand: Callable[..., InHand]) -> None:
+    """It may have ended while the message was on its way."""
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    generating(hand)
+    hand.rollouts.cancel("train-9-0-0", "not wanted")
+    assert hand.rollouts.generating == 1 and hand.sent == []
+
+
+# ------------------------------------------------------------------------------------------- with the real student
+
+
+@pytest.fixture(scope="module")
+def student() -> Iterator[TorchEngine]:
+    model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
+    engine = TorchEngine(model, EngineConfig(max_concurrent=8, max_context=200, device="cpu"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def scorer() -> TorchScorer:
+    return TorchScorer.load(STUDENT_DIR, ScorerConfig(device="cpu"))
+
+
+@pytest.fixture
+def rendered(hf_tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    def render(text: str) -> Int32s:
+        turns = [{"role": "user", "content": text}]
+        text = cast(str, cast(Any, hf_tokenizer).apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        return np.asarray(hf_tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    return render
+
+
+def assert_graded_alike(hand: InHand, scorer: TorchScorer, rollout_id: str) -> tuple[list[Segment], Int32s]:
+    """The behaviour log-prob of every sampled token is that of a full recompute; other tokens have none."""
+    segments, ids, logprobs, mask = hand.whole(rollout_id)
+    expected = np.concatenate([[0.0], scorer.score([ScoreRequest(ids, 1)])[0].logprobs])
+    np.testing.assert_allclose(logprobs, np.where(mask, expected, 0.0), atol=1e-4)
+    covered = np.zeros(len(ids), bool)
+    for segment in segments:
+        for span in segment.spans:
+            assert segment.start <= span.start < span.end <= segment.end
+            covered[span.start : span.end] = True
+    assert covered[mask.astype(bool)].all()
+    return segments, ids
+
+
+def test_single_turn_rollouts_of_the_student(
+    student: TorchEngine, scorer: TorchScorer, tokenizer: TextTokenizer, rendered: Prompt
+) -> None:
+    hand = InHand(student, tokenizer, ActorConfig(segment_tokens=8))
+    sums = [(3, 4), (12, 30), (45, 54), (8, 1)]
+    for number, (a, b) in enumerate(sums):
+        hand.rollouts.add(ticket(number, ground_truth=str(a + b)), rendered(f"{a}+{b}="))
+    hand.until_gone()
+    hand.environments.close()
+    assert hand.failures == {}
+    for number, (a, b) in enumerate(sums):
+        segments, ids = assert_graded_alike(hand, scorer, f"train-{number}-0-0")
+        answer = tokenizer.decode(ids[len(rendered(f"{a}+{b}=")) :])
+        assert segments[-1].finish_reason == ("stop" if ids[-1] == STOP else "length")
+        assert segments[-1].reward in (0.0, 1.0) and segments[-1].n_turns == 1
+        if segments[-1].reward:
+            assert str(a + b) in answer
+
+
+def test_calculator_rollouts_of_the_student_take_turns(
+    student: TorchEngine, scorer: TorchScorer, tokenizer: TextTokenizer, rendered: Prompt
+) -> None:
+    hand = InHand(student, tokenizer, ActorConfig(segment_tokens=8))
+    prompt = rendered("calc: 289+923+75=")
+    for number in range(4):
+        hand.rollouts.add(ticket(number, env="calculator", sampling=Sampling(seed=number)), prompt)
+    hand.until_gone()
+    hand.environments.close()
+    assert hand.failures == {}
+    calls = 0
+    for number in range(4):
+        rollout_id = f"train-{number}-0-0"
+        segments, ids = assert_graded_alike(hand, scorer, rollout_id)
+        _, _, _, mask = hand.whole(rollout_id)
+        written = ids[len(prompt) :][~mask[len(prompt) :].astype(bool)]
+        results = tokenizer.decode(written).count("<result>")
+        assert segments[-1].n_turns == results + 1
+        calls += results
+    assert calls >= 2, "the built-in student uses its calculator"
+    assert hand.rollouts.counts["env_calculator_calls_total"] == calls
