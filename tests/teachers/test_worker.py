@@ -1,0 +1,299 @@
+"""The teacher's loop over the wire: what it grades, what it cannot grade, and how much it asks for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import teachers.worker
+from buffer.config import BufferConfig
+from builtin import STUDENT_DIR
+from engines.base import Int32s, ScoreRequest, ScoreResult, ScoringEngine
+from engines.torch_scorer import TorchScorer
+from protocol import messages as m
+from protocol.client import Client
+from teachers.config import TeacherConfig
+from teachers.worker import TeacherWorker
+from tests.wire import ScriptedBuffer, connected, real_buffer, receive, running
+
+TEACHER: tuple[m.Role, str] = ("teacher", "teacher-0")
+VOCAB, CONTEXT = 50, 100
+CONFIG = TeacherConfig(max_batch_tokens=60, credit_batches=2.0, device="cpu")
+
+
+class Fake:
+    """Grades token t as -t. Breaks at the tokens it is told to; `gate` holds it while it grades."""
+
+    def __init__(self, *, breaks_at: int = -1, nan_at: int = -1, error: type[Exception] = RuntimeError) -> None:
+        self.calls: list[list[int]] = []
+        """Context tokens of each item, call by call."""
+        self.gate = threading.Event()
+        self.gate.set()
+        self.grading = threading.Event()
+        self._breaks_at, self._nan_at, self._error = breaks_at, nan_at, error
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB
+
+    @property
+    def max_context(self) -> int:
+        return CONTEXT
+
+    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+        self.grading.set()
+        assert self.gate.wait(20.0)
+        self.calls.append([len(request.token_ids) for request in requests])
+        if any(self._breaks_at in request.token_ids for request in requests):
+            raise self._error("out of memory")
+        grades = [-request.token_ids[request.start :].astype(np.float32) for request in requests]
+        return [ScoreResult(np.where(grade == -self._nan_at, np.nan, grade).astype(np.float32)) for grade in grades]
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def teacher(
+    address: str, engine: ScoringEngine, config: TeacherConfig = CONFIG
+) -> Generator[tuple[Future[bool], Client]]:
+    """A teacher at work in a thread."""
+    with ExitStack() as stack:
+        client = stack.enter_context(connected(address, "teacher", "default"))
+        yield stack.enter_context(running(TeacherWorker(client, engine, config).run)), client
+
+
+def work(*items: tuple[int, Sequence[int]]) -> tuple[m.ScoreWork, list[Int32s]]:
+    """Items with leases 0.. : (start, token ids)."""
+    leases = tuple(m.ScoreItem(i, f"train-{i}-0-0", start, len(ids)) for i, (start, ids) in enumerate(items))
+    return m.ScoreWork(leases), [np.array(ids, np.int32) for _, ids in items]
+
+
+def lease(lease_id: int, n: int) -> tuple[m.ScoreWork, list[Int32s]]:
+    """One item of `n` tokens."""
+    return m.ScoreWork((m.ScoreItem(lease_id, f"train-{lease_id}-0-0", 1, n),)), [np.ones(n, np.int32)]
+
+
+def settled(peer: ScriptedBuffer, n: int) -> tuple[dict[int, list[float]], dict[int, str]]:
+    """Grades and reasons by lease, once `n` leases are answered; each is answered once."""
+    seen = 0
+    while True:
+        grades = [pair for got in peer.got(m.Scores) for pair in zip(got.message.leases, got.arrays, strict=True)]
+        failed = [(i, got.message.reason) for got in peer.got(m.ScoreFailed) for i in got.message.leases]
+        leases = [i for i, _ in (*grades, *failed)]
+        assert len(set(leases)) == len(leases)
+        if len(leases) >= n:
+            return {i: grade.tolist() for i, grade in grades}, dict(failed)
+        seen = len(peer.expect(m.Heartbeat, seen + 1))
+
+
+def credit(peer: ScriptedBuffer, such: Callable[[m.ScoreCredit], bool]) -> m.ScoreCredit:
+    """The first credit like this."""
+    n = 1
+    while True:
+        got = peer.expect(m.ScoreCredit, n)
+        for message, _ in got:
+            if such(message):
+                return message
+        n = len(got) + 1
+
+
+def end(peer: ScriptedBuffer, ended: Future[bool], *, ok: bool = True) -> None:
+    peer.send(m.Shutdown(ok, "done"), to=TEACHER)
+    assert ended.result(20.0) is ok
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == threads
+
+
+@pytest.fixture(scope="module")
+def scorer() -> TorchScorer:
+    return TorchScorer.load(STUDENT_DIR, TeacherConfig(device="cpu"))
+
+
+# ---------------------------------------------------------------------------------------------------------- grades
+
+
+def test_grades_are_those_of_the_scorer_alone(scorer: TorchScorer) -> None:
+    """Whatever is packed together; the first token of a rollout has no context to be graded in and counts 0."""
+    random = np.random.default_rng(0)
+    items = [(start, random.integers(0, 300, n).tolist()) for start, n in ((1, 9), (0, 12), (20, 40), (5, 6), (0, 1))]
+    config = TeacherConfig(max_batch_tokens=50, device="cpu")
+    with ScriptedBuffer() as peer, teacher(peer.address, scorer, config) as (ended, _):
+        peer.send(*work(*items), to=TEACHER)
+        grades, failed = settled(peer, len(items))
+        end(peer, ended)
+    assert failed == {}
+    for i, (start, ids) in enumerate(items):
+        alone = scorer.score([ScoreRequest(np.array(ids, np.int32), max(1, start))])[0].logprobs
+        np.testing.assert_allclose(grades[i], [0.0] * (start == 0) + alone.tolist(), atol=1e-4)
+
+
+def test_items_are_graded_in_order_in_batches_of_so_many_tokens() -> None:
+    engine = Fake()
+    engine.gate.clear()
+    with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
+        peer.send(*lease(0, 10), to=TEACHER)
+        assert engine.grading.wait(20.0)
+        for i, n in enumerate((20, 30, 10, 5, 90, 20), start=1):
+            peer.send(*lease(i, n), to=TEACHER)
+        while peer.expect(m.Heartbeat, len(peer.got(m.Heartbeat)) + 1)[-1].message.received_total < 7:
+            pass
+        engine.gate.set()
+        settled(peer, 7)
+        end(peer, ended)
+    assert engine.calls == [[10], [20, 30, 10], [5], [90], [20]]
+
+
+def test_one_message_of_work_is_packed_as_full_as_it_gets() -> None:
+    engine = Fake()
+    with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
+        peer.send(*work(*((1, [1] * n) for n in (20, 30, 10, 5, 90, 20, 40))), to=TEACHER)
+        settled(peer, 7)
+        end(peer, ended)
+    assert engine.calls == [[20, 30, 10], [5], [90], [20, 40]]
+
+
+# -------------------------------------------------------------------------------------------------------- failures
+
+
+def test_an_item_that_cannot_be_graded_fails_alone_with_a_reason() -> None:
+    engine = Fake()
+    good = (1, [3, 4, 5])
+    with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
+        peer.send(*work(good, (1, [3, VOCAB]), good, (1, [3, -1, 4]), (90, [1] * (CONTEXT + 1)), good), to=TEACHER)
+        grades, failed = settled(peer, 6)
+        end(peer, ended)
+    assert grades == {0: [-4.0, -5.0], 2: [-4.0, -5.0], 5: [-4.0, -5.0]}
+    assert {i: reason.split(":")[0] for i, reason in failed.items()} == {
+        1: "token_out_of_vocab",
+        3: "token_out_of_vocab",
+        4: "context_too_long",
+    }
+    assert f"{CONTEXT + 1} tokens" in failed[4] and f"{VOCAB} rows" in failed[1]
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_batch_that_breaks_the_engine_is_graded_one_by_one(error: type[Exception]) -> None:
+    engine = Fake(breaks_at=7, error=error)
+    with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
+        peer.send(*work((1, [1, 2]), (1, [1, 7]), (1, [1, 3])), to=TEACHER)
+        grades, failed = settled(peer, 3)
+        peer.send(*lease(3, 2), to=TEACHER)
+        settled(peer, 4)
+        end(peer, ended)
+    assert grades == {0: [-2.0], 2: [-3.0]}
+    assert failed == {1: "engine_error: out of memory"}
+    assert engine.calls == [[2, 2, 2], [2], [2], [2], [2]]
+
+
+def test_grades_that_are_not_finite_are_failures_of_their_item() -> None:
+    """Sent, they would be rejected by the buffer, and the item leased here again."""
+    with ScriptedBuffer() as peer, teacher(peer.address, Fake(nan_at=7)) as (ended, _):
+        peer.send(*work((1, [1, 2]), (1, [1, 3, 7]), (1, [1, 4])), to=TEACHER)
+        grades, failed = settled(peer, 3)
+        end(peer, ended)
+    assert (grades, failed) == ({0: [-2.0], 2: [-4.0]}, {1: "non_finite_logprob"})
+
+
+# ---------------------------------------------------------------------------------------------------------- credit
+
+
+def test_credit_is_what_is_not_held_and_comes_back_with_the_grades() -> None:
+    engine = Fake()
+    engine.gate.clear()
+    with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
+        first = credit(peer, lambda c: True)
+        assert (first.tokens, first.items_received_total) == (120, 0)
+        peer.send(*work((1, [1] * 40), (1, [1] * 50)), to=TEACHER)
+        held = credit(peer, lambda c: c.items_received_total == 2)
+        assert held.tokens == 120 - 90
+        engine.gate.set()
+        settled(peer, 2)
+        back = credit(peer, lambda c: c.items_received_total == 2 and c.tokens == 120)
+        assert first.seq < held.seq < back.seq
+        peer.send(*lease(2, 500), to=TEACHER)
+        assert credit(peer, lambda c: c.items_received_total == 3).tokens == 0, "more than all is held: not negative"
+        settled(peer, 3)
+        end(peer, ended)
+
+
+def test_an_idle_teacher_says_its_credit_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers.worker, "CREDIT_REPEAT_S", 0.01)
+    monkeypatch.setattr(teachers.worker, "IDLE_WAIT_S", 0.02)
+    with ScriptedBuffer() as peer, teacher(peer.address, Fake()) as (ended, _):
+        said = [message for message, _ in peer.expect(m.ScoreCredit, 3)]
+        assert {(c.tokens, c.items_received_total) for c in said} == {(120, 0)}
+        assert [c.seq for c in said] == sorted({c.seq for c in said})
+        end(peer, ended, ok=False)
+
+
+def test_figures_tell_graded_from_failed_rejected_and_late() -> None:
+    def answer(message: m.Message) -> m.Message | None:
+        match message:
+            case m.Scores(leases=leases):
+                return m.ScoresAck(leases, ("accepted", "rejected", "expired"), (None, "why", "late"))
+            case m.ScoreFailed(leases=leases):
+                return m.ScoresAck(leases, ("accepted",), (None,))
+            case m.Heartbeat():
+                return m.HeartbeatReply(m.WeightVersion(0, 0))
+            case _:
+                return None
+
+    expected = {
+        "scored_items_total": 3.0,
+        "batches_total": 1.0,
+        "scored_tokens_total": 3.0,
+        "context_tokens_total": 6.0,
+        "failed_items_total": 2.0,
+        "expired_items_total": 1.0,
+        "held_tokens": 0.0,
+    }
+    with ScriptedBuffer(answer) as peer, teacher(peer.address, Fake()) as (ended, _):
+        peer.send(*work((1, [1, 2]), (1, [1, 3]), (1, [1, 4]), (1, [1, VOCAB])), to=TEACHER)
+        stats: dict[str, float] = {}
+        while {name: stats.get(name) for name in expected} != expected:
+            stats = peer.expect(m.Heartbeat, len(peer.got(m.Heartbeat)) + 1)[-1].message.stats
+        end(peer, ended)
+
+
+# ------------------------------------------------------------------------------------------------- the real buffer
+
+
+def test_a_rollout_is_graded_for_the_real_buffer_as_it_grows(scorer: TorchScorer, tmp_path: Path) -> None:
+    """The segments of one rollout, the second graded behind the first; grades arrive at the learner in place."""
+    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=60.0, tick_s=0.01, max_staleness=1, batch_rollouts=1)
+    prompt, v0 = np.array([5, 6, 7], np.int32), m.WeightVersion(0, 0)
+    with real_buffer(settings, tmp_path) as (address, buffer_ended):
+        with (
+            connected(address, "learner") as learner,
+            connected(address, "actor") as actor,
+            teacher(address, scorer, TeacherConfig(device="cpu")) as (ended, _),
+        ):
+            learner.send(m.TasksOffered((m.Task(0, "train", 1, m.Sampling(max_new_tokens=8)),)), (prompt,))
+            learner.send(m.BatchWanted(v0))
+            actor.send(m.TicketCredit(1, 0, 0))
+            (ticket,) = receive(actor, m.Tickets).message.tickets
+            ids = np.array([5, 6, 7, 20, 21, 22, 23, 24], np.int32)
+            for index, (start, stop) in enumerate(((0, 5), (5, 8))):
+                spans = (m.VersionSpan(v0, max(start, 3), stop),)
+                mask = (np.arange(start, stop) >= 3).astype(np.uint8)
+                segment = m.Segment(ticket.rollout_id, index, start, stop, spans, index == 1, "stop" if index else None)
+                actor.send(segment, (ids[start:stop], np.where(mask, -0.5, 0.0).astype(np.float32), mask))
+            batch, (got_ids, _, got_mask, got_grades) = receive(learner, m.Batch)
+            np.testing.assert_array_equal(got_ids, ids)
+            alone = scorer.score([ScoreRequest(ids, 3)])[0].logprobs
+            np.testing.assert_allclose(got_grades[0][got_mask.astype(bool)], alone, atol=1e-4)
+            learner.send(m.BatchTrained(batch.batch_id, m.WeightVersion(0, 1)))
+            learner.send(m.RunFinished(True, "enough"))
+            assert ended.result(20.0) is True
+        assert buffer_ended.result(20.0) == 0
