@@ -37,9 +37,9 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Generation engine. `torch` is the embedded one."""
     torch: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """Settings of the embedded engine."""
-    segment_tokens: int = 32
+    segment_tokens: int = 256
     """Tokens per segment sent to the buffer (the first one holds the whole prompt besides). Smaller: teachers start
-    earlier; larger: fewer messages."""
+    earlier; larger: fewer messages, and fewer prefixes read again by a teacher that keeps no prefix cache."""
     max_concurrent_rollouts: int = 64
     """Rollouts that run at once in this actor, those waiting for their environment included."""
     max_failures_in_a_row: int = 64

@@ -102,11 +102,30 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.seed < 0:
             raise ValueError(f"seed must be 0 or more, got {self.seed}")
+        self._refuse_publishing_too_rarely()
+
+    def _refuse_publishing_too_rarely(self) -> None:
+        """Tickets wait for weights; those that are never published must not be waited for."""
+        every, staleness = self.learner.publish_every, self.buffer.max_staleness
+        if every > staleness + 1:
+            raise ValueError(
+                f"learner.publish_every is {every}, expected at most buffer.max_staleness + 1 = {staleness + 1}: all "
+                "that the actors could sample would be too stale, and the run would stand still"
+            )
+        if self.learner.eval_every % every:
+            raise ValueError(
+                f"learner.eval_every is {self.learner.eval_every}, expected a multiple of learner.publish_every = "
+                f"{every}: an evaluation waits at the actors for the weights of its step"
+            )
 
 
 PLANNED: Final = {"actor.engine": "sglang", "teacher.engine": "sglang"}
 """Values that a later release will take; refused with better words than a typing error."""
-BUILTIN_RECIPE: Final[dict[str, object]] = {"learner": {"lr": 5e-4}, "buffer": {"max_staleness": 1}}
+BUILTIN_RECIPE: Final[dict[str, object]] = {
+    "learner": {"lr": 5e-4},
+    "buffer": {"max_staleness": 1},
+    "actor": {"segment_tokens": 64},
+}
 """Laid under what the user says where the student is the built-in one: what suits a model of under a million parameters
 does not suit others."""
 

@@ -9,6 +9,7 @@ A package adds its own in its pyproject.toml:
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 from collections.abc import Mapping
@@ -34,8 +35,12 @@ def known_environments() -> dict[str, str]:
     return installed | BUILT_IN
 
 
+@functools.cache
 def find_environment(name: str) -> EnvironmentFactory:
-    """The class behind a name or a `module:Class` path. Raises UnknownEnvironment, naming the nearest known name."""
+    """The class behind a name or a `module:Class` path. Raises UnknownEnvironment, naming the nearest known name.
+
+    Remembered: an environment is made for every rollout, and reading the entry points of all installed packages takes
+    longer than a short rollout."""
     known = known_environments()
     path = name if ":" in name else known.get(name)
     if path is None:
@@ -55,13 +60,17 @@ def find_environment(name: str) -> EnvironmentFactory:
     return cast(EnvironmentFactory, factory)
 
 
-def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, Any]) -> Environment:
-    """A new environment for one rollout.
+def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    """The class behind `name`, once it is sure that it can be called with a tokenizer and these options.
 
     Raises UnknownEnvironment, and ValueError for an option that the environment does not take, naming the nearest, or
-    refuses. Try it once at start-up: a wrong configuration should fail before the first rollout."""
+    one that it needs and did not get."""
     factory = find_environment(name)
-    parameters = inspect.signature(factory).parameters.values()
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # written in C, without a signature
+        return factory
+    parameters = signature.parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         allowed = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         allowed = [n for n in allowed if n != "tokenizer"]
@@ -72,4 +81,16 @@ def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, 
                 raise ValueError(
                     f"environment {name!r} has no option {option!r}{nearest} It has: {', '.join(allowed) or 'none'}"
                 )
-    return factory(tokenizer, **options)
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise ValueError(f"environment {name!r} cannot be made with the options {dict(options)}: {error}") from error
+    return factory
+
+
+def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, Any]) -> Environment:
+    """A new environment for one rollout.
+
+    Raises UnknownEnvironment, and ValueError for options that the environment does not take (see `check_options`) or
+    refuses."""
+    return check_options(name, options)(tokenizer, **options)

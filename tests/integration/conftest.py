@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = (
     "--learner.lr=2e-4",
     "--buffer.batch_rollouts=16",
+    "--actor.segment_tokens=16",
     "--learner.tasks.group_size=4",
     "--learner.tasks.eval_greedy=8",
     "--learner.tasks.eval_sampled=8",
