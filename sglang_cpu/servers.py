@@ -78,9 +78,9 @@ class Servers:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.log_dir = log_dir
         self._changed = threading.Condition()
-        self._started: dict[str, Server] = {}
+        self._replies: dict[str, Server | ServerError] = {}
+        """By server name: what became of the last `start`."""
         self._exit_codes: dict[int, int] = {}
-        self._refused: dict[str, str] = {}
         self._warm_s: float | None = None
         self._ended = False
         with (log_dir / "zygote.log").open("ab") as log:
@@ -117,14 +117,14 @@ class Servers:
         """Fork a server; it loads the model from here on (see `wait_ready`). `args` come after `base_args`, so they
         win. A name may be used again once its server is gone."""
         with self._changed:
-            self._started.pop(name, None)
-            self._refused.pop(name, None)
+            self._replies.pop(name, None)
         arguments = ["--model-path", str(model), *base_args, *args]
         self._tell(do="start", name=name, port=port, args=arguments)
-        self._await(lambda: name in self._started or name in self._refused, 10.0, f"server {name} to be forked")
-        if name in self._refused:
-            raise ServerError(self._refused[name])
-        return self._started[name]
+        self._await(lambda: name in self._replies, 10.0, f"server {name} to be forked")
+        reply = self._replies[name]
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
 
     def wait_ready(self, servers: Sequence[Server], timeout_s: float) -> None:
         """Until every one answers /model_info, which it does once its model is loaded. Raises ServerError."""
@@ -195,11 +195,11 @@ class Servers:
             case "warm":
                 self._warm_s = event["seconds"]
             case "started":
-                self._started[name] = Server(name, event["pid"], event["port"], self.log_dir / f"{name}.log")
+                self._replies[name] = Server(name, event["pid"], event["port"], self.log_dir / f"{name}.log")
             case "exited":
-                self._exit_codes[self._started[name].pid] = event["code"]
+                self._exit_codes[event["pid"]] = event["code"]
             case "refused":
-                self._refused[name] = event["reason"]
+                self._replies[name] = ServerError(event["reason"])
             case other:
                 raise AssertionError(f"zygote.py and servers.py disagree: event {other!r}")
 

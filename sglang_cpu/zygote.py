@@ -6,7 +6,7 @@ own environment with shim/ on PYTHONPATH, so nothing of the project is imported.
     stdin   one JSON object per line: {"do": "start", "name", "port" (0 = a free one), "args": [...]}
             {"do": "stop", "name", "grace_s"}. End of file: stop everything and leave.
     stdout  {"event": "warm", "seconds"}, {"event": "started", "name", "pid", "port"},
-            {"event": "exited", "name", "code"} (code < 0: by that signal), {"event": "refused", "name", "reason"}
+            {"event": "exited", "pid", "code"} (code < 0: by that signal), {"event": "refused", "name", "reason"}
     LOG_DIR/NAME.log has what the server printed, our stderr what was printed while warming up.
 
 One thread, and no CUDA context: forking is safe. A server is a process group of its own; it dies with this process.
@@ -107,7 +107,7 @@ class Zygote:
             _, status = os.waitpid(pid, 0)
             del self._pids[name]
             self._kill_at_s.pop(name, None)
-            self.say("exited", name=name, code=os.waitstatus_to_exitcode(status))
+            self.say("exited", pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
 def warm_up() -> None:
