@@ -1,4 +1,5 @@
-"""Checks of what a configuration names, before torch is loaded anywhere: models, prompts, and one vocabulary for both.
+"""Checks of what a configuration names, before torch is loaded anywhere: models, prompts, and one vocabulary for both;
+and whether its parts fit one another (launch.consistency).
 
 They take well under a second for local folders, so that a wrong path costs no waiting. What they cannot see (weights
 that do not fit the config, a chat template that fails) its owner reports when it loads it.
@@ -15,8 +16,8 @@ from typing import Final, NamedTuple, cast
 import msgspec
 
 import builtin
-from actors.envs.registry import UnknownEnvironment, find_environment
 from launch.config import BUILTIN, RunConfig
+from launch.consistency import check_consistency
 from launch.errors import ConfigError
 from protocol.fingerprint import vocab_fingerprint
 
@@ -31,6 +32,8 @@ class Checked(NamedTuple):
     """`builtin` and hub names replaced by folders and files, so that 40 workers need not ask the hub again."""
     model_types: tuple[str, ...]
     """Of student and teacher, as in their config.json."""
+    warnings: tuple[str, ...] = ()
+    """What the run will do otherwise than one may think."""
 
 
 def check(config: RunConfig) -> Checked:
@@ -53,7 +56,8 @@ def check(config: RunConfig) -> Checked:
     for key, path in (("learner.tasks.prompts", prompts), ("learner.tasks.eval_prompts", eval_prompts)):
         if path:
             mistakes += check_prompts(key, Path(path))
-    mistakes += check_environment(config)
+    findings = check_consistency(config, folders.get("student"))
+    mistakes += findings.mistakes
     if mistakes:
         raise ConfigError(*mistakes)
     replace = msgspec.structs.replace
@@ -62,6 +66,7 @@ def check(config: RunConfig) -> Checked:
     return Checked(
         config=replace(config, models=models, learner=replace(config.learner, tasks=tasks)),
         model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
+        warnings=tuple(findings.warnings),
     )
 
 
@@ -143,16 +148,6 @@ def read_vocabulary(file: Path) -> dict[str, int] | None:
     for added in cast(list[dict[str, object]], content.get("added_tokens") or []):
         vocab[str(added["content"])] = int(str(added["id"]))
     return vocab
-
-
-def check_environment(config: RunConfig) -> list[str]:
-    """The environment that tasks name: known, loadable, and its options fit."""
-    name = config.learner.tasks.env
-    try:
-        find_environment(config.actor.environment(name).name)
-    except UnknownEnvironment as error:
-        return [f"learner.tasks.env: {error}"]
-    return []
 
 
 def check_prompts(key: str, path: Path) -> list[str]:

@@ -44,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(help_text(), flush=True)
             return 0
         checked = preflight.check(resolve_config(line))
+        for warning in checked.warnings:
+            print(f"stillhouse: warning: {warning}", file=sys.stderr)
         if line.resume:
             check_resumed(checked.config, choose_path(line.run_dir, resume=True, name=line.name))
         if line.check:

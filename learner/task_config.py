@@ -27,8 +27,8 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A system turn put in front of every prompt, except where messages begin with one."""
     chat_template: Literal["auto", "off"] = "auto"
     """auto: `prompt` becomes one user turn if the tokenizer has a chat template. off: it is tokenised as it stands."""
-    max_prompt_tokens: int = 1024
-    """Longer prompts are dropped, and counted."""
+    max_prompt_tokens: int = 896
+    """Longer prompts are dropped, and counted. With `max_new_tokens` it should fit into the actors' max_context."""
     shuffle: bool = True
     """A new order for every pass over the prompts, from the run's seed. False: the order of the file."""
     group_size: int = 8

@@ -1,0 +1,133 @@
+"""Do the parts of a configuration fit one another, the student and the environments? A run whose parts do not would
+start, and then stand still or throw everything away. No torch, unless a user's own environment imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from actors.envs.registry import UnknownEnvironment, check_options
+from launch.config import RunConfig
+
+
+class Findings(NamedTuple):
+    """One line each, beginning with the key."""
+
+    mistakes: list[str]
+    """The run would be impossible."""
+    warnings: list[str]
+    """It would not do all that it was asked for."""
+
+
+def check_consistency(config: RunConfig, student: Path | None) -> Findings:
+    """`student`: the model's folder, None where it was not found."""
+    return Findings(
+        mistakes=[
+            *_pools(config),
+            *_environments(config),
+            *_groups_that_never_fit(config),
+            *(_context_window(config, student) if student is not None else ()),
+        ],
+        warnings=[*_uneven_groups(config), *_little_room(config)],
+    )
+
+
+def _pools(config: RunConfig) -> Iterator[str]:
+    """Every teacher of a run serves the one pool `teacher.pool`."""
+    pool, routes = config.teacher.pool, config.learner.tasks.routes
+    for other in routes:
+        if other != pool:
+            yield (
+                f"learner.tasks.routes: got pool {other!r}, which no teacher serves; expected {pool!r}, the "
+                "teacher.pool of all teachers of a run"
+            )
+    if pool not in routes:
+        yield (
+            f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of its pools: "
+            f"{', '.join(routes) or '(none)'}"
+        )
+
+
+def _environments(config: RunConfig) -> Iterator[str]:
+    """The one that tasks name, and all that are configured: known, loadable, and their options fit."""
+    task_env = config.learner.tasks.env
+    with _working_directory_importable():
+        for name in dict.fromkeys((task_env, *config.actor.environments)):
+            environment = config.actor.environment(name)
+            key = f"actor.environments.{name}" if name in config.actor.environments else "learner.tasks.env"
+            try:
+                check_options(environment.name, environment.options)
+            except UnknownEnvironment as error:
+                yield f"{key}: {error}"
+            except ValueError as error:
+                yield f"{key}.options: {error}"
+            except Exception as error:  # a user's module may raise anything while it is imported
+                yield f"{key}: {environment.name!r} cannot be imported: {type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _working_directory_importable() -> Generator[None]:
+    """As in the workers, which Python starts by -m."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:
+    """Release `rollout` begins a group only when all its rollouts may be out at once (see buffer.tickets)."""
+    group, buffer = config.learner.tasks.group_size, config.buffer
+    limit = (buffer.max_staleness + 1) * buffer.batch_rollouts
+    if buffer.release == "rollout" and group > limit:
+        yield (
+            f"learner.tasks.group_size: got {group} with buffer.release = rollout, expected at most {limit}, the "
+            "rollouts that may be out at once: (buffer.max_staleness + 1) * buffer.batch_rollouts; no group could begin"
+        )
+
+
+def _uneven_groups(config: RunConfig) -> Iterator[str]:
+    group, buffer = config.learner.tasks.group_size, config.buffer
+    if buffer.release == "rollout" and buffer.batch_rollouts % group:
+        yield (
+            f"buffer.batch_rollouts: {buffer.batch_rollouts} is no multiple of learner.tasks.group_size = {group}; "
+            "with buffer.release = rollout groups leave whole, so that batches will hold another number of rollouts"
+        )
+
+
+def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
+    wanted, window = config.actor.torch.max_context, context_window(student)
+    if window is not None and wanted > window:
+        yield (
+            f"actor.torch.max_context: got {wanted}, expected at most {window}, the max_position_embeddings of "
+            f"{student / 'config.json'}"
+        )
+
+
+def context_window(folder: Path) -> int | None:
+    """Longest sequence in tokens that config.json of a model allows; None where it does not say."""
+    told: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    nested = told.get("text_config")
+    for section in (told, nested if isinstance(nested, dict) else {}):
+        for name in ("max_position_embeddings", "n_positions"):
+            window: object = section.get(name)
+            if isinstance(window, int):
+                return window
+    return None
+
+
+def _little_room(config: RunConfig) -> Iterator[str]:
+    tasks, window = config.learner.tasks, config.actor.torch.max_context
+    if tasks.max_prompt_tokens + tasks.max_new_tokens > window:
+        full = max(0, window - tasks.max_new_tokens)
+        yield (
+            f"actor.torch.max_context: {window} is less than learner.tasks.max_prompt_tokens + max_new_tokens = "
+            f"{tasks.max_prompt_tokens} + {tasks.max_new_tokens}; answers to prompts of more than {full} tokens will "
+            f"be cut short (finish reason length), and prompts of {window} or more get none"
+        )

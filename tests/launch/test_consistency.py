@@ -1,0 +1,162 @@
+"""Configurations whose parts do not fit one another are refused before anything starts, or warned of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import builtin
+from launch.config import RunConfig
+from launch.config_tree import build
+from launch.consistency import check_consistency, context_window
+from launch.errors import ConfigError
+from launch.preflight import check
+from launch.run import main
+
+OWN_ENVIRONMENT = """
+class Own:
+    def __init__(self, tokenizer, *, size, colour="red"): ...
+"""
+
+
+def mistakes(**plain: Any) -> list[str]:
+    return check_consistency(build(RunConfig, plain), builtin.STUDENT_DIR).mistakes
+
+
+def warnings(**plain: Any) -> list[str]:
+    return check_consistency(build(RunConfig, plain), builtin.STUDENT_DIR).warnings
+
+
+def test_the_defaults_fit() -> None:
+    assert check_consistency(RunConfig(), builtin.STUDENT_DIR) == ([], [])
+
+
+def test_a_pool_that_nothing_is_sent_to_and_a_route_to_nobody_are_both_told() -> None:
+    assert mistakes(teacher={"pool": "math"}) == [
+        "learner.tasks.routes: got pool 'default', which no teacher serves; expected 'math', the teacher.pool of all "
+        "teachers of a run",
+        "teacher.pool: got 'math', to which learner.tasks.routes sends nothing; expected one of its pools: default",
+    ]
+    assert mistakes(teacher={"pool": "math"}, learner={"tasks": {"routes": {"math": ["sums"]}}}) == []
+    (told,) = mistakes(learner={"tasks": {"routes": {"default": [], "judge": []}}})
+    assert "got pool 'judge', which no teacher serves" in told
+    (told,) = mistakes(learner={"tasks": {"routes": {}}})
+    assert "expected one of its pools: (none)" in told
+
+
+def environments(**environment: Any) -> dict[str, Any]:
+    return {"actor": {"environments": {"mine": environment}}, "learner": {"tasks": {"env": "mine"}}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"name": "calculater"},
+            "actor.environments.mine: unknown environment 'calculater'; did you mean 'calculator'",
+        ),
+        (
+            {"name": "calculator", "options": {"answer_patern": "(x)"}},
+            "actor.environments.mine.options: environment 'calculator' has no option 'answer_patern'; did you mean "
+            "'answer_pattern'? It has: answer_pattern, result_role",
+        ),
+        ({"name": "nowhere.to_be:Found"}, "cannot load 'nowhere.to_be:Found': No module named 'nowhere'"),
+        ({"name": "own_env:Own", "options": {"colour": "blue"}}, "missing a required argument: 'size'"),
+        ({"name": "broken_env:Own"}, "'broken_env:Own' cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_environment_that_could_not_be_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "own_env.py").write_text(OWN_ENVIRONMENT)
+    (tmp_path / "broken_env.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)  # where workers find a user's modules
+    (told,) = mistakes(**environments(**environment))
+    assert message in told
+
+
+def test_environments_of_the_working_directory_and_unused_ones_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fine_env.py").write_text(OWN_ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    assert mistakes(**environments(name="fine_env:Own", options={"size": 3})) == []
+    (told,) = mistakes(actor={"environments": {"unused": {"name": "calculater"}}})
+    assert told.startswith("actor.environments.unused: unknown environment")
+    (told,) = mistakes(learner={"tasks": {"env": "calculater"}})
+    assert told.startswith("learner.tasks.env: unknown environment")
+
+
+def test_a_group_that_could_never_begin_is_refused_for_whole_groups_only() -> None:
+    buffer = {"batch_rollouts": 4, "max_staleness": 1}
+    tasks = {"group_size": 9}
+    (told,) = mistakes(buffer={**buffer, "release": "rollout"}, learner={"tasks": tasks})
+    assert told.startswith("learner.tasks.group_size: got 9 with buffer.release = rollout, expected at most 8")
+    assert mistakes(buffer={**buffer, "release": "rollout"}, learner={"tasks": {"group_size": 8}}) == []
+    assert mistakes(buffer=buffer, learner={"tasks": tasks}) == []
+
+
+def test_batches_that_whole_groups_do_not_fill_evenly_are_warned_of() -> None:
+    (told,) = warnings(buffer={"batch_rollouts": 12, "release": "rollout"})
+    assert told.startswith("buffer.batch_rollouts: 12 is no multiple of learner.tasks.group_size = 8")
+    assert warnings(buffer={"batch_rollouts": 12}) == []
+
+
+def test_a_context_beyond_the_students_is_refused() -> None:
+    assert mistakes(actor={"torch": {"max_context": 1025}}) == [
+        f"actor.torch.max_context: got 1025, expected at most 1024, the max_position_embeddings of "
+        f"{builtin.STUDENT_DIR / 'config.json'}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "window"),
+    [
+        ({"max_position_embeddings": 7}, 7),
+        ({"text_config": {"max_position_embeddings": 8}}, 8),
+        ({"n_positions": 9}, 9),
+        ({"text_config": None}, None),
+    ],
+)
+def test_the_context_window_is_read_where_models_say_it(
+    tmp_path: Path, told: dict[str, Any], window: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    assert context_window(tmp_path) == window
+
+
+def test_prompts_that_leave_too_little_room_are_warned_of() -> None:
+    (told,) = warnings(learner={"tasks": {"max_new_tokens": 512}})
+    assert "answers to prompts of more than 512 tokens will be cut short" in told
+    assert "prompts of 1024 or more get none" in told
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        (
+            {"learner": {"publish_every": 4, "eval_every": 0}, "buffer": {"max_staleness": 2}},
+            r"learner.publish_every is 4, expected at most buffer.max_staleness \+ 1 = 3",
+        ),
+        ({"learner": {"publish_every": 3}}, "learner.eval_every is 20, expected a multiple of learner.publish_every"),
+    ],
+)
+def test_weights_that_are_waited_for_but_never_published_are_refused(plain: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(RunConfig, plain)
+
+
+def test_publishing_as_rarely_as_the_staleness_allows_is_fine() -> None:
+    build(RunConfig, {"learner": {"publish_every": 3, "eval_every": 21}, "buffer": {"max_staleness": 2}})
+
+
+def test_check_refuses_them_and_prints_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.pool: got 'math'"):
+        check(build(RunConfig, {"teacher": {"pool": "math"}}))
+    assert main(["--check", "--env", "calculater"]) == 2
+    assert "learner.tasks.env: unknown environment 'calculater'" in capsys.readouterr().err
+    assert main(["--check", "--learner.tasks.max_new_tokens", "512"]) == 0
+    assert capsys.readouterr().err.startswith("stillhouse: warning: actor.torch.max_context: 1024 is less than ")
