@@ -126,9 +126,12 @@ class SlotCache:
         return torch.bmm(weights, values_LD).view(n_rows, n_heads, size)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], n_tokens: int) -> None:
-        """Copy the first `n_tokens` cells of slots onto others (a shared prompt; a row moved down)."""
+        """Copy the first `n_tokens` cells of slots onto others, all at once: slots may be source and target."""
         for store in self._layers.values():
-            store[:, targets, :, :n_tokens] = store[:, sources, :, :n_tokens]
+            used = store[:, :, :, :n_tokens]
+            parts = [used.select(1, source).clone() for source in sources]
+            for part, target in zip(parts, targets, strict=True):
+                used.select(1, target).copy_(part)
 
     def clear_slot(self, slot: int) -> None:
         """Zero a slot whose values may be NaN: masked cells have weight 0, and 0 * NaN would spoil a later request."""

@@ -176,8 +176,10 @@ class TorchEngine:
     # ----------------------------------------------------------------------------------------------- a step
 
     def _admit(self) -> list[_Joining]:
-        """Give free slots to queued requests as far as the prefill budget goes; then close the holes that are left."""
+        """Give free slots to queued requests as far as the prefill budget goes, then put all rows in order."""
         joining: dict[bytes, _Joining] = {}
+        placed: list[Running] = []
+        copies: list[tuple[Running, Running]] = []
         longest = 0
         while self._queue and self._table.free:
             request = self._queue[0]
@@ -188,6 +190,7 @@ class TorchEngine:
                 if joining and (len(joining) + 1) * longest > self._config.prefill_tokens_per_step:
                     break
             running = self._place(self._queue.popleft())
+            placed.append(running)
             if not n_past:
                 continue
             if holders is None:
@@ -198,9 +201,11 @@ class TorchEngine:
                 if key in joining:
                     joining[key].members.append(running)
                 else:
-                    self._cache.copy_slots([holders[0].row], [running.row], n_past)
+                    copies.append((holders[0], running))
             self._holders.setdefault(key, []).append(running)
-        self._arrange()
+        self._arrange(placed)
+        for holder, running in copies:
+            self._cache.copy_slots([holder.row], [running.row], len(running.request.prompt_ids) - 1)
         return list(joining.values())
 
     def _place(self, request: GenerationRequest) -> Running:
@@ -210,10 +215,14 @@ class TorchEngine:
         self._live[request.request_id] = running
         return running
 
-    def _arrange(self) -> None:
+    def _arrange(self, placed: Sequence[Running]) -> None:
+        """Put rows where they belong, and the cache after them; those just placed have nothing there yet."""
         sources, targets = self._table.arrange()
-        if targets:
-            self._cache.copy_slots(sources, targets, int(self._table.length[targets].max()))
+        empty = {running.row for running in placed}
+        moves = [(source, target) for source, target in zip(sources, targets, strict=True) if target not in empty]
+        if moves:
+            sources, targets = zip(*moves, strict=True)
+            self._cache.copy_slots(sources, targets, int(self._table.length[list(targets)].max()))
 
     def _run_step(self, joining: Sequence[_Joining]) -> None:
         n_rows = self._table.n_running
