@@ -14,6 +14,7 @@ runs/latest    -> the run started last
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
 import time
@@ -23,11 +24,13 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from launch.errors import LaunchError
+from protocol.messages import WeightVersion
 
 RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted"]
 RUNS: Final = Path("runs")
 CHECKPOINTS: Final = "checkpoints"
 """Folder of the learner's checkpoints in a run folder (`learner.worker.CHECKPOINTS`, which would import torch)."""
+log = logging.getLogger(__name__)
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +157,23 @@ def _free_path(path: Path, *, exact: bool) -> Path:
         n += 1
         candidate = path.with_name(f"{path.name}-{n}")
     return candidate
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """The part of a checkpoint's manifest.json that tells its age."""
+
+    version: WeightVersion
+
+
+def newest_checkpoint(path: Path) -> Path | None:
+    """Folder of the newest checkpoint in the run folder `path`, None without any. Its files are not verified."""
+    found: list[tuple[WeightVersion, Path]] = []
+    for file in path.glob(f"{CHECKPOINTS}/step_*/manifest.json"):
+        try:
+            found.append((msgspec.json.decode(file.read_bytes(), type=_Manifest).version, file.parent))
+        except msgspec.DecodeError as error:
+            log.warning("%s cannot be read, its checkpoint is passed over: %s", file, error)
+    return max(found)[1] if found else None
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from launch.config import RunConfig
 from launch.figures import clock, learner_stats, staleness
-from launch.runfolder import RunFolder, write_atomic
+from launch.runfolder import RunFolder, newest_checkpoint, write_atomic
 from launch.slots import Ending, Outcome
 from protocol.messages import LedgerCounts, Snapshot
 
@@ -36,6 +36,13 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_greedy: float | None = None
     accuracy_sampled: float | None = None
     reverse_kl: float | None = None
+    n_greedy: int | None = None
+    """Rollouts received, of each kind; None in accounts of older versions, as the next two."""
+    n_sampled: int | None = None
+    missing: int | None = None
+    """Rollouts of both kinds that were asked for and not received when the learner stopped waiting."""
+    failed: int | None = None
+    """Rollouts of both kinds that the buffer gave up."""
 
 
 class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +66,7 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     teacher_accuracy: float | None = None
     """Of the teacher on the evaluation prompts, where somebody measured it."""
     checkpoint: str | None = None
-    """Hugging Face folder of the last student."""
+    """Hugging Face folder of the last student; None where this launch of the run wrote none."""
     tensorboard: str | None = None
     """Folder of the event files."""
 
@@ -132,6 +139,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reverse_kl_last: float | None
     teacher_accuracy: float | None
     checkpoint: str | None
+    """The newest one in the run folder, whichever launch of the run wrote it."""
     tensorboard: str | None
     ledger: LedgerAccount
     workers: dict[str, WorkerAccount]
@@ -168,7 +176,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         reverse_kl_first=account.reverse_kl_first,
         reverse_kl_last=account.reverse_kl_last,
         teacher_accuracy=account.teacher_accuracy,
-        checkpoint=account.checkpoint,
+        checkpoint=account.checkpoint or _newest_checkpoint(folder),
         tensorboard=account.tensorboard,
         ledger=LedgerAccount(
             source="final" if final is not None else "last_seen" if snapshot is not None else "none",
@@ -228,6 +236,11 @@ def _former_evaluations(folder: RunFolder, account: LearnerAccount) -> tuple[Eva
     return tuple(points[step] for step in sorted(points) if step < first)
 
 
+def _newest_checkpoint(folder: RunFolder) -> str | None:
+    found = newest_checkpoint(folder.path)
+    return str(found) if found is not None else None
+
+
 def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:
     peers = {peer.name: peer for peer in snapshot.peers} if snapshot is not None else {}
     accounts: dict[str, WorkerAccount] = {}
@@ -268,6 +281,9 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
                     f"student accuracy, {kind}",
                     f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}",
                 )
+    for point in dict.fromkeys(point for point in (first, last) if point is not None):
+        if lacking := lacking_text(point):
+            yield "evaluation incomplete", lacking
     if summary.teacher_accuracy is not None:
         yield "teacher accuracy, sampled", f"{summary.teacher_accuracy:.3f}"
     kl_first = summary.reverse_kl_first if first is None or first.reverse_kl is None else first.reverse_kl
@@ -293,6 +309,19 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "checkpoint", summary.checkpoint or "none"
     yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
     yield "all of it", str(folder.path)
+
+
+def lacking_text(point: EvalPoint) -> str:
+    """What the accuracies of this evaluation leave out; empty when they are of all rollouts that were asked for."""
+    lacking = {"missing": point.missing or 0, "failed": point.failed or 0}
+    if not any(lacking.values()):
+        return ""
+    why = ", ".join(f"{n} {name}" for name, n in lacking.items() if n)
+    asked = (point.n_greedy or 0) + (point.n_sampled or 0) + sum(lacking.values())
+    return (
+        f"step {point.step}: the figures are of {point.n_greedy or 0} greedy and {point.n_sampled or 0} sampled "
+        f"rollouts, {asked} were asked for ({why})"
+    )
 
 
 def counts_text(counts: TokenCounts | LedgerCounts) -> str:

@@ -43,6 +43,17 @@ log = logging.getLogger(__name__)
 CHECKPOINTS: Final = "checkpoints"
 SNAPSHOTS: Final = "weights"
 ACCOUNT_FILE: Final = "learner.json"
+ACCOUNT_EVAL_FIELDS: Final = (
+    "step",
+    "accuracy_greedy",
+    "accuracy_sampled",
+    "reverse_kl",
+    "n_greedy",
+    "n_sampled",
+    "missing",
+    "failed",
+)
+"""Of each EvaluationResult, what the account carries (`launch.summary.EvalPoint`)."""
 FLUSH_TIMEOUT_S: Final = 5.0
 
 
@@ -222,10 +233,7 @@ def _write_account(ctx: RoleContext[LearnerRunConfig], start: Start, loop: Learn
     teacher = teacher_accuracy(ctx.config.models.teacher)
     account: dict[str, Any] = {
         "steps": loop.version.step,
-        "eval": [
-            {name: getattr(result, name) for name in ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl")}
-            for result in progress.evaluations
-        ],
+        "eval": [{name: getattr(result, name) for name in ACCOUNT_EVAL_FIELDS} for result in progress.evaluations],
         "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
         "versions_published": loop.versions_published,
         "reverse_kl_first": progress.reverse_kl_first,

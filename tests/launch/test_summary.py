@@ -13,9 +13,11 @@ from rich.console import Console
 
 from launch.config import RunConfig
 from launch.config_tree import build
-from launch.runfolder import RunFolder
+from launch.runfolder import CHECKPOINTS, RunFolder
 from launch.slots import Ending, Outcome
-from launch.summary import print_summary, write_summary
+from launch.summary import EvalPoint, Summary, print_summary, write_summary
+from learner.evaluation import EvaluationResult
+from learner.worker import ACCOUNT_EVAL_FIELDS
 from protocol.messages import Ledger, LedgerCounts, PeerView, Snapshot, WeightVersion
 
 TOKENS = LedgerCounts(accepted=100, trained=60, masked={"stale": 7}, dropped={"run_ended": 33}, waiting=0, in_flight=0)
@@ -57,11 +59,12 @@ def outcome(ending: Ending, last_seen: Snapshot | None = None) -> Outcome:
 
 
 WELL = Ending(True, "all steps are made", 0)
-ACCOUNT = {
+COMPLETE = {"n_greedy": 8, "n_sampled": 16, "missing": 0, "failed": 0}
+ACCOUNT: dict[str, Any] = {
     "steps": 12,
     "eval": [
-        {"step": 0, "accuracy_greedy": 0.46, "accuracy_sampled": 0.25, "reverse_kl": 0.5},
-        {"step": 12, "accuracy_greedy": 0.99, "accuracy_sampled": 0.8, "reverse_kl": 0.06},
+        {"step": 0, "accuracy_greedy": 0.46, "accuracy_sampled": 0.25, "reverse_kl": 0.5, **COMPLETE},
+        {"step": 12, "accuracy_greedy": 0.99, "accuracy_sampled": 0.8, "reverse_kl": 0.06, **COMPLETE},
     ],
     "learner": {"busy_fraction": 0.7, "wait_fraction": {"data": 0.2, "scoring": 0.1}},
     "versions_published": 13,
@@ -82,6 +85,13 @@ def leave(folder: RunFolder, final: Snapshot | None, account: dict[str, Any] | N
 
 def written(folder: RunFolder) -> dict[str, Any]:
     return json.loads((folder.path / "summary.json").read_text())
+
+
+def table(summary: Summary, folder: RunFolder) -> str:
+    console = Console(width=300)
+    with console.capture() as capture:
+        print_summary(summary, folder, console)
+    return " ".join(capture.get().split())
 
 
 def test_the_promised_fields_are_there(folder: RunFolder) -> None:
@@ -174,10 +184,7 @@ def test_a_good_end_without_a_final_ledger_is_not_believed(folder: RunFolder) ->
 
 def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
     leave(folder, snapshot(), ACCOUNT)
-    console = Console(width=160)
-    with console.capture() as capture:
-        print_summary(write_summary(CONFIG, folder, outcome(WELL)), folder, console)
-    text = " ".join(capture.get().split())
+    text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
     for said in (
         "student accuracy, sampled 0.250 at step 0 -> 0.800 at step 12",
         "student accuracy, greedy 0.460 at step 0 -> 0.990 at step 12",
@@ -189,3 +196,41 @@ def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
         "checkpoints/step-12",
     ):
         assert said in text, said
+
+
+def test_the_learner_tells_of_an_evaluation_what_the_summary_knows_of_it() -> None:
+    assert EvalPoint.__struct_fields__ == ACCOUNT_EVAL_FIELDS
+    assert set(ACCOUNT_EVAL_FIELDS) <= set(EvaluationResult.__struct_fields__)
+
+
+def test_the_table_says_when_an_accuracy_is_of_fewer_rollouts_than_asked_for(folder: RunFolder) -> None:
+    first, last = ACCOUNT["eval"]
+    leave(folder, snapshot(), ACCOUNT | {"eval": [first, {**last, "n_sampled": 11, "missing": 3, "failed": 2}]})
+    text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert (
+        "evaluation incomplete step 12: the figures are of 8 greedy and 11 sampled rollouts, 24 were asked for "
+        "(3 missing, 2 failed)" in text
+    )
+    assert written(folder)["eval"][1]["n_sampled"] == 11
+
+
+def test_the_table_says_nothing_of_complete_evaluations(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    assert "evaluation incomplete" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+
+
+def test_a_launch_that_wrote_no_checkpoint_shows_the_newest_of_the_run(folder: RunFolder) -> None:
+    leave(folder, snapshot(), {**ACCOUNT, "checkpoint": None})
+    assert "checkpoint none" in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    for name, version in (
+        ("step_000012", WeightVersion(0, 12)),
+        ("step_000008_epoch_1", WeightVersion(1, 8)),
+        ("step_000099", None),
+    ):
+        saved = folder.path / CHECKPOINTS / name
+        saved.mkdir(parents=True)
+        manifest = msgspec.json.encode({"format": 1, "version": version}) if version is not None else b"{"
+        (saved / "manifest.json").write_bytes(manifest)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    assert summary.checkpoint == str(folder.path / CHECKPOINTS / "step_000008_epoch_1")
+    assert f"checkpoint {summary.checkpoint}" in table(summary, folder)
