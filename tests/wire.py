@@ -124,9 +124,11 @@ class ScriptedBuffer:
 
 
 @contextmanager
-def connected(address: str, role: m.Role, pool: str = "", *, vocab: str = VOCAB, **settings: Any) -> Generator[Client]:
+def connected(
+    address: str, role: m.Role, pool: str = "", *, vocab: str = VOCAB, incarnation: str = "first", **settings: Any
+) -> Generator[Client]:
     """A client of this role, named `<role>-0`."""
-    hello = m.Hello(role, f"{role}-0", "first", RUN, "" if role == "launcher" else vocab, pool)
+    hello = m.Hello(role, f"{role}-0", incarnation, RUN, "" if role == "launcher" else vocab, pool)
     with Client(address, hello, connect_timeout_s=WAIT_S, **settings) as client:
         client.connect()
         yield client
@@ -135,10 +137,16 @@ def connected(address: str, role: m.Role, pool: str = "", *, vocab: str = VOCAB,
 @contextmanager
 def real_buffer(config: BufferConfig, run_dir: Path) -> Generator[tuple[str, Future[int]]]:
     """The buffer's whole process in a thread: its address, and its exit code to come. It ends when the run does, and
-    everybody has left."""
+    everybody has left; or when the test fails."""
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(buffer.server.main, config=config, run_id=RUN, run_dir=run_dir, vocab_fingerprint=VOCAB)
-        yield _address(run_dir, ended), ended
+        address = _address(run_dir, ended)
+        try:
+            yield address, ended
+        except BaseException:
+            with connected(address, "learner", incarnation="undertaker") as learner:
+                learner.send(m.RunFinished(False, "the test failed"))
+            raise
 
 
 def _address(run_dir: Path, ended: Future[int]) -> str:

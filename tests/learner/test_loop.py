@@ -1,0 +1,372 @@
+"""The learner's loop over the wire: steps, checkpoints and evaluations of the same moment, stalls, the end of the run.
+
+The trainer, the task stream and the publisher are real; the buffer is real, or does as the test says; rollouts and
+grades are made up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import learner.loop
+from buffer.config import BufferConfig
+from learner.config import LearnerConfig
+from learner.eval_desk import EvalDesk
+from learner.evaluation import Evaluation, render_eval_set
+from learner.inbox import RunStopped
+from learner.loop import LearnerLoop, LearnerStalled
+from learner.metrics import MetricsWriter, read_metrics
+from learner.publish_config import PublishConfig
+from learner.publisher import Publisher
+from learner.task_config import TaskConfig
+from learner.tasks import TaskStream, load_prompts
+from learner.train_step import Trainer
+from protocol import messages as m
+from protocol.client import Client
+from tests.wire import WAIT_S, Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
+
+LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
+V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
+PUBLISH = PublishConfig(join_timeout_s=0.3, answer_grace_s=0.1, join_window_s=0.0, rejoin_delay_s=60.0)
+"""The made-up actor never joins the weight group: the learner goes on without it after 0.3 s."""
+BUFFER = BufferConfig(
+    heartbeat_s=0.1, peer_timeout_s=60.0, tick_s=0.01, max_staleness=1, batch_rollouts=2, release="rollout"
+)
+TASKS = TaskConfig(group_size=1, max_new_tokens=4, eval_share=0.2, eval_greedy=2, eval_sampled=2)
+NONE = m.LedgerCounts(0, 0, {}, {}, 0, 0)
+LEDGER = m.Ledger(NONE, NONE, NONE, {}, NONE)
+
+
+@dataclass
+class Saved:
+    """What a checkpoint would hold."""
+
+    version: m.WeightVersion
+    snapshot: m.Snapshot
+    stream: dict[str, Any]
+    steps_done: int
+
+
+@dataclass
+class Learner:
+    """A loop and its parts."""
+
+    loop: LearnerLoop
+    trainer: Trainer
+    client: Client
+    folder: Path
+    saved: list[Saved] = field(default_factory=list[Saved])
+
+
+Learning = Callable[..., Any]
+
+
+@pytest.fixture
+def learning(
+    tiny_student: Callable[..., PreTrainedModel],
+    small_tokenizer: PreTrainedTokenizerFast,
+    write_rows: Callable[[Sequence[dict[str, Any]]], Path],
+    tmp_path: Path,
+) -> Learning:
+    """`with learning(address, steps=n, **settings of the learner)`: a learner connected to that buffer."""
+    rows = write_rows([{"prompt": f"{i}+1=", "ground_truth": str(i + 1), "tag": "sum"} for i in range(20)])
+
+    @contextmanager
+    def make(address: str, *, steps: int, **settings: Any) -> Generator[Learner]:
+        tasks = msgspec.structs.replace(TASKS, prompts=str(rows))
+        defaults: dict[str, Any] = {"eval_every": 0, "checkpoint_every": 0, "warmup_steps": 0, "device": "cpu"}
+        config = LearnerConfig(tasks=tasks, publish=PUBLISH, **(defaults | settings))
+        prompts = load_prompts(tasks)
+        stream = TaskStream(tasks, small_tokenizer, prompts, seed=1)
+        evaluated = render_eval_set(prompts.evaluation, small_tokenizer, tasks).prompts
+        trainer = Trainer(tiny_student(vocab=len(small_tokenizer)), config, total_steps=steps)
+        with ExitStack() as stack:
+            client = stack.enter_context(connected(address, "learner"))
+            metrics = stack.enter_context(MetricsWriter(tmp_path))
+            publisher = stack.enter_context(
+                Publisher(
+                    config.publish,
+                    snapshot_dir=tmp_path / "weights",
+                    post_plan=lambda plan: client.send(m.PostWeightPlan(plan=plan)),
+                    published=lambda version, ref, _: client.send(m.VersionPublished(version=version, weights=ref)),
+                )
+            )
+
+            def evaluation(version: m.WeightVersion) -> Evaluation:
+                return Evaluation(tasks, evaluated, small_tokenizer, version=version, seed=1)
+
+            def save(version: m.WeightVersion, snapshot: m.Snapshot) -> None:
+                made.saved.append(Saved(version, snapshot, stream.state(), trainer.steps_done))
+
+            loop = LearnerLoop(
+                client=client,
+                trainer=trainer,
+                stream=stream,
+                publisher=publisher,
+                metrics=metrics,
+                make_eval_desk=lambda on_result: EvalDesk(evaluation, client.send, on_result),
+                save_checkpoint=save,
+                config=config,
+                version=V0,
+                steps=steps,
+            )
+            made = Learner(loop, trainer, client, tmp_path)
+            yield made
+
+    return make
+
+
+def everything(_: m.Ticket) -> bool:
+    return True
+
+
+def play_crowd(address: str, stop: threading.Event, takes: Callable[[m.Ticket], bool]) -> None:
+    """An actor and a teacher in one: four made-up tokens for each ticket that `takes` likes, and a grade for each."""
+    random, seq, tickets, items = np.random.default_rng(0), 0, 0, 0
+    with connected(address, "actor") as actor, connected(address, "teacher", "default") as teacher:
+        while not stop.is_set():
+            seq += 1
+            actor.send(m.TicketCredit(50, seq, tickets))
+            teacher.send(m.ScoreCredit(100_000, seq, items))
+            received = actor.recv(0.01)
+            if received is not None and isinstance(received.message, m.Shutdown):
+                return
+            if received is not None and isinstance(received.message, m.Tickets):
+                tickets += len(received.message.tickets)
+                for ticket, prompt in zip(received.message.tickets, received.arrays, strict=True):
+                    if takes(ticket):
+                        actor.send(*made_up(ticket, prompt, random))
+            received = teacher.recv(0.01)
+            if received is not None and isinstance(received.message, m.ScoreWork):
+                items += len(received.message.items)
+                for item in received.message.items:
+                    teacher.send(m.Scores((item.lease_id,)), [np.full(item.end - item.start, -1.0, np.float32)])
+
+
+def made_up(
+    ticket: m.Ticket, prompt: np.ndarray[Any, Any], random: np.random.Generator
+) -> tuple[m.Segment, list[np.ndarray[Any, Any]]]:
+    n, end = len(prompt), len(prompt) + 4
+    mask = (np.arange(end) >= n).astype(np.uint8)
+    ids = np.concatenate([prompt, random.integers(0, 200, 4)]).astype(np.int32)
+    spans = (m.VersionSpan(ticket.min_version, n, end),)
+    segment = m.Segment(ticket.rollout_id, 0, 0, end, spans, True, "stop", 1.0)
+    return segment, [ids, np.where(mask, -0.5, 0.0).astype(np.float32), mask]
+
+
+@contextmanager
+def crowd(address: str, takes: Callable[[m.Ticket], bool] = everything) -> Generator[None]:
+    """It plays until Shutdown, or until the test is through with it."""
+    stop = threading.Event()
+    with running(lambda: play_crowd(address, stop, takes)) as played:
+        try:
+            yield
+        finally:
+            stop.set()
+        played.result(WAIT_S)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    yield
+    left = {thread for thread in threading.enumerate() if thread not in threads}
+    assert not left, f"threads left running: {left}"
+
+
+# ------------------------------------------------------------------------------------------------- the real buffer
+
+
+def test_steps_run_and_all_that_was_trained_is_in_the_books(learning: Learning, tmp_path: Path) -> None:
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=4, checkpoint_every=2) as made, crowd(address):
+            before = [p.detach().clone() for p in made.trainer.model.parameters()]
+            made.loop.run()
+        assert ended.result(WAIT_S) == 0
+    assert (made.loop.version, made.trainer.steps_done) == (m.WeightVersion(0, 4), 4)
+    assert any(not torch.equal(a, b) for a, b in zip(before, made.trainer.model.parameters(), strict=True))
+    progress = made.loop.progress
+    assert progress.tokens_trained == 4 * 2 * 4 and progress.evaluations == []
+    rows = [row for row in read_metrics(tmp_path) if row["kind"] == "step"]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    # Model, task stream and ledger of a checkpoint speak of one and the same step.
+    assert [saved.version.step for saved in made.saved] == [2, 4]
+    for saved in made.saved:
+        step = saved.version.step
+        assert saved.steps_done == step and saved.snapshot.version == saved.version
+        ledger = saved.snapshot.ledger
+        assert ledger.balanced and ledger.rejected == {}
+        assert (ledger.rollouts.trained, ledger.tokens.trained) == (2 * step, 2 * 4 * step)
+        outstanding = {offer["task"]["task_id"] for offer in saved.stream["outstanding"]}
+        assert len(outstanding) == saved.stream["next_task_id"] - 2 * step
+
+
+def test_evaluations_at_both_ends_and_in_between(learning: Learning, tmp_path: Path) -> None:
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=2, eval_every=1) as made, crowd(address):
+            made.loop.run()
+        assert ended.result(WAIT_S) == 0
+    evaluations = made.loop.progress.evaluations
+    assert sorted(result.step for result in evaluations) == [0, 1, 2]
+    for result in evaluations:
+        assert (result.n_greedy, result.n_sampled, result.missing, result.failed) == (2, 2, 0, 0)
+        assert result.accuracy_greedy == 1.0 and result.reverse_kl == pytest.approx(0.5)
+
+
+def test_an_evaluation_that_does_not_come_is_given_up_and_the_run_goes_on(learning: Learning, tmp_path: Path) -> None:
+    def takes(ticket: m.Ticket) -> bool:
+        return ticket.kind == "train" or ticket.sampling.temperature == 0.0
+
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=1, eval_every=1, stall_timeout_s=1.5) as made, crowd(address, takes):
+            made.loop.run()
+        assert ended.result(WAIT_S) == 0
+    evaluations = made.loop.progress.evaluations
+    assert [(r.step, r.n_greedy, r.n_sampled, r.missing) for r in evaluations] == [(0, 2, 0, 2), (1, 2, 0, 2)]
+    assert made.trainer.steps_done == 1
+
+
+def test_a_stall_says_what_the_buffer_holds(
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.loop, "LOOK_EVERY_S", 0.05)
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=1, stall_timeout_s=1.0) as made:
+            with pytest.raises(LearnerStalled, match=r"no batch for step 0 .* holds .*tasks_queued \d+.*learner-0"):
+                made.loop.run()
+            made.client.send(m.RunFinished(False, "stalled"))
+            assert not receive(made.client, m.Shutdown).message.ok
+        assert ended.result(WAIT_S) != 0
+
+
+# ------------------------------------------------------------------------------------------------ a scripted buffer
+
+
+def snapshot(time_s: float) -> m.Snapshot:
+    return m.Snapshot(time_s, "running", "", V0, V0, LEDGER, {}, {}, 4, ())
+
+
+def batch(batch_id: int, version: m.WeightVersion) -> tuple[m.Batch, list[np.ndarray[Any, Any]]]:
+    """One rollout of six tokens, four of them to train."""
+    item = m.BatchItem(f"train-{batch_id}-0-0", batch_id, 0, 1, "sum", ("default",), 6, (), True, "stop", 1.0, 1)
+    frames: list[np.ndarray[Any, Any]] = [
+        np.arange(10, 16, dtype=np.int32),
+        np.full(6, -0.5, np.float32),
+        np.array([0, 0, 1, 1, 1, 1], np.uint8),
+        np.full((1, 6), -1.0, np.float32),
+    ]
+    return m.Batch(batch_id, version, (item,), {0: 4}, (), snapshot(0.0)), frames
+
+
+def acknowledge_tasks(message: m.Message) -> m.Message | None:
+    if isinstance(message, m.TasksOffered):
+        return m.TasksAck(tuple(task.task_id for task in message.tasks), "train", 0)
+    return acknowledgement(message)
+
+
+def test_a_batch_is_asked_for_until_it_comes_and_trained_once_if_it_comes_twice(
+    learning: Learning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.loop, "ASK_AGAIN_S", 0.02)
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=2) as made,
+        running(made.loop.run) as ran,
+    ):
+        wanted: list[Got[m.BatchWanted]] = peer.expect(m.BatchWanted, 3)
+        assert {got.message.version for got in wanted} == {V0}
+        for _ in range(3):
+            peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchTrained)
+        peer.send(*batch(1, V0), to=LEARNER)
+        peer.send(*batch(2, V1), to=LEARNER)
+        trained = peer.expect(m.BatchTrained, 2)
+        assert [(got.message.batch_id, got.message.version) for got in trained] == [(1, V1), (2, V2)]
+        peer.send(m.BatchTrainedAck(2, V2), to=LEARNER)
+        peer.expect(m.SnapshotWanted)
+        peer.send(snapshot(1.0), to=LEARNER)
+        assert peer.expect(m.RunFinished)[0].message.ok
+        peer.send(m.Shutdown(True, "done"), to=LEARNER)
+        ran.result(WAIT_S)
+    assert made.trainer.steps_done == 2 and made.loop.progress.tokens_trained == 8
+
+
+def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_after_it(
+    learning: Learning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.loop, "LOOK_EVERY_S", 3600.0)
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=1) as made,
+        running(made.loop.run) as ran,
+    ):
+        peer.expect(m.BatchWanted)
+        peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchTrained)
+        peer.send(snapshot(1.0), to=LEARNER)  # of before the batch counted as trained
+        assert not peer.got(m.SnapshotWanted) and made.saved == []
+        peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
+        peer.expect(m.SnapshotWanted)
+        assert made.saved == []
+        peer.send(snapshot(2.0), to=LEARNER)
+        peer.expect(m.RunFinished)
+        peer.send(m.Shutdown(True, "done"), to=LEARNER)
+        ran.result(WAIT_S)
+    (saved,) = made.saved
+    assert (saved.version, saved.steps_done, saved.snapshot.time_s) == (V1, 1, 2.0)
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+def test_without_an_answer_there_is_no_checkpoint_but_an_error(learning: Learning, acknowledged: bool) -> None:
+    expected = "did not answer with its snapshot" if acknowledged else "did not acknowledge batch 1"
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=1, stall_timeout_s=1.0) as made,
+        running(made.loop.run) as ran,
+    ):
+        peer.expect(m.BatchWanted)
+        peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchTrained)
+        if acknowledged:
+            peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
+        with pytest.raises(LearnerStalled, match=expected):
+            ran.result(WAIT_S)
+        assert made.saved == []
+
+
+def test_shutdown_stops_the_loop_wherever_it_waits(learning: Learning) -> None:
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=2) as made,
+        running(made.loop.run) as ran,
+    ):
+        peer.expect(m.BatchWanted)
+        peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchTrained)
+        peer.send(m.Shutdown(False, "an actor keeps dying"), to=LEARNER)
+        with pytest.raises(RunStopped, match="an actor keeps dying"):
+            ran.result(WAIT_S)
+    assert made.loop.version == V1 and made.saved == []
+
+
+def test_a_stream_that_ended_is_an_error_and_not_a_step(learning: Learning) -> None:
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=1) as made,
+        running(made.loop.run) as ran,
+    ):
+        peer.expect(m.BatchWanted)
+        peer.send(m.Batch(0, V0, (), {}, (), snapshot(0.0)), to=LEARNER)
+        with pytest.raises(LearnerStalled, match="nothing is left to train"):
+            ran.result(WAIT_S)
+    assert made.trainer.steps_done == 0 and not peer.got(m.BatchTrained)
