@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import threading
 import time
@@ -21,20 +22,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
 from engines.base import EngineStats, GenerationDelta, GenerationRequest
 from engines.sglang_config import SGLangConfig
 from engines.sglang_features import Features, detect_features
 from engines.sglang_http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
-from engines.sglang_requests import check_request, generate_body, tokens_left
+from engines.sglang_requests import EngineTotals, check_request, generate_body, tokens_left
 from engines.sglang_stream import (
-    Chunk,
     FinishReason,
     NewTokens,
     Outgoing,
     StreamError,
     TokenStream,
+    decode_chunk,
     parse_label,
     version_label,
 )
@@ -46,7 +45,8 @@ _WATCH_EVERY_S: Final = 0.25
 _ABORT_GRACE_S: Final = 2.0
 """An aborted request that the server does not end is left after this: it was aborted before it got there."""
 _ABORT_REPEAT_S: Final = 0.2
-_DECODER: Final = msgspec.json.Decoder(Chunk)
+"""An abort that overtakes its request is ignored by the server: it is said again."""
+_CUT_POLL_S: Final = 0.005
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class SGLangEngine:
         self._names: set[str] = set()
         """Requests whose last delta has not been polled."""
         self._outbox: dict[str, Outgoing] = {}
-        self._totals = _Totals()
+        self._totals = EngineTotals()
         self._live: dict[str, _Live] = {}
         self._session_id = secrets.token_hex(4)
         self._n_sent = 0
@@ -146,7 +146,7 @@ class SGLangEngine:
         self._link.call_soon(self._abort, request_id)
 
     def poll(self, timeout_s: float) -> list[GenerationDelta]:
-        """What arrived since the last poll, at most one delta per request; waits up to `timeout_s` for the first."""
+        """What arrived since the last poll, one delta per request at most; waits up to `timeout_s` for the first."""
         self._refuse_closed()
         with self._arrived:
             if not self._outbox and timeout_s > 0:
@@ -159,7 +159,7 @@ class SGLangEngine:
 
     def pause(self, timeout_s: float) -> None:
         """Before new weights: send nothing more, and bring running requests to where the server can take them. Call it
-        before the update is posted; blocks until done. Raises ServerUnavailable; the gate stays closed then."""
+        before the update is posted. Raises ServerUnavailable; the gate stays closed then."""
         self._link.run(self._pause(), timeout_s=timeout_s)
 
     def resume(self, version: WeightVersion, timeout_s: float) -> None:
@@ -260,7 +260,7 @@ class SGLangEngine:
         async with aclosing(self._link.stream("/generate", body)) as texts:
             async for text in texts:
                 live.heard_s = time.monotonic()
-                chunk = _decode(text)
+                chunk = decode_chunk(text)
                 self._totals.chunks += 1
                 self._give(live, stream.take(chunk))
                 if stream.finish is not None:
@@ -359,11 +359,24 @@ class SGLangEngine:
             cut = [live for live in self._live.values() if live.rid]
             for live in cut:
                 live.restarting = live.aborting_since_s is None
+            told_s = -math.inf
             while rids := [live.rid for live in cut if live.rid]:
-                await asyncio.gather(*(self._tell_abort(rid) for rid in rids))
-                await asyncio.sleep(_ABORT_REPEAT_S if any(live.rid for live in cut) else 0.0)
+                if time.monotonic() - told_s > _ABORT_REPEAT_S:
+                    await asyncio.gather(*(self._tell_abort(rid) for rid in rids))
+                    told_s = time.monotonic()
+                await asyncio.sleep(_CUT_POLL_S)
+            await self._flush()
         else:
             await self._link.post("/pause_generation", {"mode": self._config.update_mode})
+
+    async def _flush(self) -> None:
+        """Forget cached prefixes, once the server agrees that nothing runs: that takes it one more step."""
+        while True:
+            try:
+                await self._link.post("/flush_cache", {})
+                return
+            except RequestRefused:
+                await asyncio.sleep(_CUT_POLL_S)
 
     async def _resume(self, version: WeightVersion) -> None:
         label = (await self._link.model_info()).weight_version
@@ -384,21 +397,3 @@ class SGLangEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-
-
-def _decode(text: bytes) -> Chunk:
-    try:
-        return _DECODER.decode(text)
-    except msgspec.DecodeError as error:
-        raise StreamError(f"{error}; the server said {text[:300]!r}") from error
-
-
-@dataclass(slots=True)
-class _Totals:
-    sampled_tokens: int = 0
-    chunks: int = 0
-    swaps: int = 0
-    restarts: int = 0
-    cached_tokens: int = 0
-    busy_s: float = 0.0
-    busy_since_s: float = 0.0

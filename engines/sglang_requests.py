@@ -1,8 +1,9 @@
-"""What goes to an SGLang server and what must not: one generation request, checked. Pure: no I/O."""
+"""What goes to an SGLang server and what must not: one generation request, checked; and the counts of them. No I/O."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,16 @@ def generate_body(request: GenerationRequest, answered: list[int], rid: str, fea
         "return_logprob": True,
         "stream": True,
     }
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Running totals of one engine."""
+
+    sampled_tokens: int = 0
+    chunks: int = 0
+    swaps: int = 0
+    restarts: int = 0
+    cached_tokens: int = 0
+    busy_s: float = 0.0
+    busy_since_s: float = 0.0

@@ -67,6 +67,17 @@ class Chunk(msgspec.Struct, frozen=True):
     meta_info: MetaInfo
 
 
+_DECODER: Final = msgspec.json.Decoder(Chunk)
+
+
+def decode_chunk(text: bytes) -> Chunk:
+    """Raises StreamError for anything else, an error message of the server among them."""
+    try:
+        return _DECODER.decode(text)
+    except msgspec.DecodeError as error:
+        raise StreamError(f"{error}; the server said {text[:300]!r}") from error
+
+
 @dataclass(slots=True)
 class NewTokens:
     """Tokens whose version is known; spans cover [0, len(ids))."""
