@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -11,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from engines.sglang_http import RequestRefused, ServerLink, ServerUnavailable
-from engines.sglang_stream import Chunk, StreamError
+from engines.sglang_stream import Chunk, StreamError, decode_chunk
 
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
 
@@ -19,7 +20,7 @@ _PROMPT: Final = [1, 2, 3]
 """Ids that every vocabulary has."""
 _EXISTS: Final = 405
 """Status of GET on an endpoint that takes POST only."""
-_STREAM_TOKENS: Final = 6
+_STREAM_TOKENS: Final = 16
 _RETRY_S: Final = 0.3
 _PROBE_TEMPERATURE: Final = 2.0
 _SAME_NATS: Final = 1e-2
@@ -158,20 +159,22 @@ def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, flo
 
 async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, float]:
     """Whether chunks are increments, and the log-prob of the first greedy token."""
-    incremental: bool | None = None
-    first: float | None = None
     async with asyncio.timeout(link.config.stall_timeout_s):
-        async with aclosing(link.stream("/generate", _body(0.0, _STREAM_TOKENS, stream=True))) as chunks:
-            async for text in chunks:
-                chunk = msgspec.json.decode(text, type=Chunk)
-                entries = chunk.meta_info.output_token_logprobs
-                if first is None and entries:
-                    first = entries[0][0]
-                if chunk.meta_info.completion_tokens > 1 and chunk.output_ids and incremental is None:
-                    alone = len(chunk.output_ids) < chunk.meta_info.completion_tokens
-                    incremental = alone or None if chunk.meta_info.finish_reason else alone
-    if first is None:
+        async with aclosing(link.stream("/generate", _body(0.0, _STREAM_TOKENS, stream=True))) as texts:
+            chunks = [decode_chunk(text) async for text in texts]
+    entries = [entry for chunk in chunks for entry in chunk.meta_info.output_token_logprobs]
+    if not entries or entries[0][0] is None:
         raise StreamError("the server's stream has no log-probs")
-    if incremental is None:  # everything came in one chunk
+    incremental = chunks_are_increments(chunks)
+    if incremental is None:
         incremental = bool(info.incremental_streaming_output)
-    return incremental, first
+    return incremental, entries[0][0]
+
+
+def chunks_are_increments(chunks: Sequence[Chunk]) -> bool | None:
+    """None when they do not tell. The first chunk with tokens never does, however many it has: a busy server puts
+    several steps into one chunk."""
+    telling = [chunk for chunk in chunks if chunk.output_ids][1:]
+    if not telling:
+        return None
+    return any(len(chunk.output_ids) < chunk.meta_info.completion_tokens for chunk in telling)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engines.sglang_features import chunks_are_increments
 from engines.sglang_stream import Chunk, NewTokens, StreamError, TokenStream, parse_label
 from protocol.messages import VersionSpan, WeightVersion
 
@@ -133,3 +134,20 @@ def test_neighbouring_spans_of_one_version_become_one() -> None:
     tokens.extend(NewTokens([3, 4], [0.0, 0.0], [VersionSpan(START, 0, 1), VersionSpan(NEXT, 1, 2)]))
 
     assert tokens.spans == [VersionSpan(START, 0, 3), VersionSpan(NEXT, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "incremental"),
+    [
+        ([([1], 1), ([2], 2), ([3], 3)], True),
+        ([([1], 1), ([1, 2], 2)], False),
+        ([([1, 2], 2), ([3], 3)], True),  # a busy server: two steps in the first chunk
+        ([([1, 2], 2), ([1, 2, 3], 3)], False),
+        ([([1, 2, 3], 3)], None),
+        ([([1], 1), ([], 1)], None),
+    ],
+)
+def test_the_form_of_a_stream_is_told_by_its_later_chunks(
+    chunks: list[tuple[list[int], int]], incremental: bool | None
+) -> None:
+    assert chunks_are_increments([chunk(ids, completion_tokens=n) for ids, n in chunks]) is incremental
