@@ -289,6 +289,7 @@ def test_a_batch_is_asked_for_until_it_comes_and_trained_once_if_it_comes_twice(
             peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
         peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchWanted, len(peer.got(m.BatchWanted)) + 5)  # it waits on, for the batch of the next step
         peer.send(*batch(2, V1), to=LEARNER)
         trained = peer.expect(m.BatchTrained, 2)
         assert [(got.message.batch_id, got.message.version) for got in trained] == [(1, V1), (2, V2)]
