@@ -1,4 +1,4 @@
-"""Rollouts per second, side by side: this project's engine against `model.generate` of transformers.
+"""Sampled tokens per second, side by side: this project's engine against `model.generate` of transformers.
 
     OMP_NUM_THREADS=1 python bench/generate.py
 
