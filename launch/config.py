@@ -122,7 +122,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 PLANNED: Final = {"actor.engine": "sglang", "teacher.engine": "sglang"}
 """Values that a later release will take; refused with better words than a typing error."""
 BUILTIN_RECIPE: Final[dict[str, object]] = {
-    "learner": {"lr": 5e-4},
+    "learner": {"lr": 3e-4},
     "buffer": {"max_staleness": 1},
     "actor": {"segment_tokens": 64},
 }
