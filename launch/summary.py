@@ -61,7 +61,7 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerTimes = msgspec.field(default_factory=LearnerTimes)
     versions_published: int = 0
     reverse_kl_first: float | None = None
-    """Mean over the first optimizer steps."""
+    """Of this launch's first optimizer step."""
     reverse_kl_last: float | None = None
     teacher_accuracy: float | None = None
     """Of the teacher on the evaluation prompts, where somebody measured it."""

@@ -46,6 +46,7 @@ PUMP_S: Final = 0.25
 SNAPSHOT_EVERY_S: Final = 1.0
 BUFFER_ALONE_S: Final = 2.0
 """How long the buffer may take to leave by itself when all others have left; it may wait for a peer that is dead."""
+FAILED_WORD_S: Final = 1.0
 WORD_S: Final = 3.0
 """How long after the learner's or the buffer's exit the Shutdown message may still come."""
 MEMORY_SAMPLING_SHARE: Final = 0.02
@@ -94,7 +95,7 @@ class Supervisor:
         self._link: BufferLink | None = None
         self._signals = StopRequests()
         self._ending: Ending | None = None
-        self._left: tuple[str, float] | None = None
+        self._left: tuple[str, float, int] | None = None
         """Learner or buffer, when it left well before the launcher heard that the run is over."""
         self._ready_s: float | None = None
         self._peak_memory_bytes = 0
@@ -233,8 +234,9 @@ class Supervisor:
             return
         if worker.role in self._restartable and event.code != ExitCode.USELESS:
             self._restart(worker, event.code)
-        elif event.code == ExitCode.OK and self._link is not None:
-            self._left = self._left or (worker.name, time.monotonic())  # the buffer's word may be on its way
+        elif event.code in (ExitCode.OK, ExitCode.FAILED) and self._link is not None:
+            # The buffer's word may be on its way: it tells everybody at once.
+            self._left = self._left or (worker.name, time.monotonic(), event.code)
         else:
             self._end(False, f"{worker.name} {said(event.code)}", ExitCode.FAILED, tail_of=(worker.name,))
 
@@ -281,10 +283,15 @@ class Supervisor:
                 self._processes.signal(worker.name, signal.SIGKILL)
 
     def _end_without_word(self, now_s: float) -> None:
-        """Learner or buffer left well, but nobody ever said that the run is over."""
-        if self._left is not None and now_s - self._left[1] > WORD_S:
-            reason = f"{self._left[0]} left {WORD_S:.0f} s ago, and the run was not said to be over"
-            self._end(False, reason, ExitCode.FAILED, tail_of=(self._left[0],))
+        """Learner or buffer left, and nobody has said why the run is over."""
+        if self._left is None:
+            return
+        name, left_s, code = self._left
+        if code != ExitCode.OK and now_s - left_s > FAILED_WORD_S:
+            self._end(False, f"{name} {said(code)}", ExitCode.FAILED, tail_of=(name,))
+        elif now_s - left_s > WORD_S:
+            reason = f"{name} left {WORD_S:.0f} s ago, and the run was not said to be over"
+            self._end(False, reason, ExitCode.FAILED, tail_of=(name,))
 
     def _end(self, ok: bool, reason: str, exit_code: int, *, tail_of: Iterable[str] = ()) -> None:
         """The run ends, for this reason; the first one counts."""

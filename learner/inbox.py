@@ -21,7 +21,6 @@ from protocol.messages import (
     Shutdown,
     Snapshot,
     TasksAck,
-    Welcome,
 )
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,6 @@ class Inbox:
         self.batch: Delivered | None = None
         self.trained_acks: set[int] = set()
         self.snapshot: Snapshot | None = None
-        self.reconnects = 0
         self.unexpected: Counter[str] = Counter()
         self.shutdown: Shutdown | None = None
 
@@ -90,8 +88,6 @@ class Inbox:
                 self._on_membership(message)
             case Snapshot():
                 self.snapshot = message
-            case Welcome():
-                self.reconnects += 1
             case Shutdown():
                 self.shutdown = message
             case _:
