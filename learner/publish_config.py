@@ -14,8 +14,8 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The collective path (all actors at once), the snapshot path (those who were not there), and who is waited for."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl when the learner trains on a GPU and this torch has NCCL, else gloo. Set gloo when any actor runs
-    without a GPU of its own: NCCL needs one GPU per process."""
+    """auto: nccl when the learner trains and the actors run on GPUs and this torch has NCCL, else gloo. Set gloo when
+    actors share a GPU with one another or with the learner: NCCL needs one GPU per process."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner; the store, the control channel and gloo listen on
     it and on nothing else. They ask nobody for a password: use a private network."""

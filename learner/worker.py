@@ -11,9 +11,8 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from engines.models import load_causal_lm
+from engines.models import load_causal_lm, resolve_device
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
-from engines.torch_scorer import resolve_device
 from learner.checkpoint import LearnerState, latest, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig
 from learner.eval_desk import EvalDesk
@@ -69,6 +68,16 @@ class BufferSettings(Protocol):
     def max_staleness(self) -> int: ...
 
 
+class EngineSettings(Protocol):
+    @property
+    def device(self) -> str: ...
+
+
+class ActorSettings(Protocol):
+    @property
+    def torch(self) -> EngineSettings: ...
+
+
 class LearnerRunConfig(Protocol):
     """The parts of the run's configuration that the learner reads."""
 
@@ -84,6 +93,8 @@ class LearnerRunConfig(Protocol):
     def learner(self) -> LearnerConfig: ...
     @property
     def buffer(self) -> BufferSettings: ...
+    @property
+    def actor(self) -> ActorSettings: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +213,9 @@ def _make_loop(
     publish = learner.publish
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
+    if publish.backend == "auto" and not resolve_device(config.actor.torch.device).startswith("cuda"):
+        # NCCL delivers to GPUs only, and the engines are not on one.
+        publish = msgspec.structs.replace(publish, backend="gloo")
     publisher = stack.enter_context(
         Publisher(
             publish,
