@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from engines.config import EngineConfig
+from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
 
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,10 +34,16 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One actor: its engine, its rollouts and how they are streamed."""
 
-    engine: Literal["torch"] = "torch"
-    """Generation engine. `torch` is the embedded one."""
+    engine: Literal["torch", "sglang"] = "torch"
+    """Generation engine. `torch` is the embedded one; `sglang`: each actor has an SGLang server."""
     torch: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """Settings of the embedded engine."""
+    sglang: SGLangConfig = msgspec.field(default_factory=SGLangConfig)
+    """How an actor talks to its SGLang server."""
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    """How the launcher starts those servers."""
+    urls: tuple[str, ...] = ()
+    """Running SGLang servers to use instead of starting some, one per actor, e.g. http://10.0.0.7:30000."""
     segment_tokens: int = 256
     """Tokens per segment sent to the buffer (the first one holds the whole prompt besides). Smaller: teachers start
     earlier; larger: fewer messages, and fewer prefixes read again by a teacher that keeps no prefix cache."""
@@ -56,6 +63,10 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"max_failures_in_a_row must be at least 1, got {self.max_failures_in_a_row}")
         if self.max_concurrent_rollouts < 1:
             raise ValueError(f"max_concurrent_rollouts must be at least 1, got {self.max_concurrent_rollouts}")
+
+        check_urls(self.urls)
+        if self.urls and self.engine != "sglang":
+            raise ValueError(f"urls are for engine sglang, got engine {self.engine}")
 
     def environment(self, name: str) -> EnvConfig:
         """Configuration of the environment that a ticket names."""

@@ -1,8 +1,9 @@
 """The one interface behind which every inference engine stands. No torch here: a worker on SGLang never imports it.
 
 An engine is driven by polling, from one thread: `submit` requests, then call `poll`, which does some work (the
-embedded engine: one decode step) or waits (a remote one), and returns what came out. Weights arrive in another thread,
-which calls `stage_weights`; the swap itself happens inside `poll`, between two decode steps.
+embedded engine: one decode step) or hands over what came meanwhile (a remote one). Weights arrive in another thread. An
+engine that holds them itself is a `TakesWeights`: they are handed to it, and swapped in inside `poll`, between two decode
+steps. One whose weights are on a server is a `SwapsRemotely`: it stands back while the server takes them.
 
 Shapes: n = tokens of the item at hand. Log-probs are natural, float32.
 """
@@ -103,6 +104,12 @@ class GenerationEngine(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
+    @property
+    def works_in_poll(self) -> bool:
+        """True: nothing happens between two calls of `poll`, so call it again at once while requests run. False: the
+        work is done elsewhere; wait until there is output (the engine wakes whoever it was told to)."""
+        ...
+
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises ValueError for an empty prompt, an id outside the vocabulary, a request id in use,
         or a prompt that leaves no room for a token in the context window."""
@@ -116,6 +123,15 @@ class GenerationEngine(Protocol):
         """Do one decode step, or wait up to `timeout_s` if there is nothing to decode."""
         ...
 
+    def close(self) -> None: ...
+
+
+class TakesWeights(Protocol):
+    """An engine that holds its weights itself. Thread-safe."""
+
+    @property
+    def version(self) -> WeightVersion: ...
+
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Thread-safe. Take a full set of named parameters (HF names); they are swapped in between two decode steps.
         The tensors may be views of memory that is used again after this call: copy what is kept. A newer staging
@@ -123,7 +139,21 @@ class GenerationEngine(Protocol):
         nothing is swapped then."""
         ...
 
-    def close(self) -> None: ...
+
+class SwapsRemotely(Protocol):
+    """An engine whose weights arrive on its server, not here. Called by whoever updates the server, from one thread."""
+
+    @property
+    def version(self) -> WeightVersion: ...
+
+    def pause(self, timeout_s: float) -> None:
+        """Before an update is posted: send nothing more, and bring running requests to where the server can take new
+        weights. When it raises, nothing is sent until `resume` succeeds."""
+        ...
+
+    def resume(self, version: WeightVersion, timeout_s: float) -> None:
+        """After the server has acknowledged `version`: go on under it. Raises when the server does not have it."""
+        ...
 
 
 class ScoringEngine(Protocol):

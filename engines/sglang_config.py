@@ -1,4 +1,4 @@
-"""Settings of SGLang servers as engines. No torch here, nor in anything that reads this."""
+"""Settings of SGLang servers as engines, and of how they are started. No torch here, nor in anything that reads this."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ SwapMode: TypeAlias = Literal["in_place", "retract", "abort"]
 
 
 class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One SGLang server that a worker generates or scores on (`engines.sglang_engine`, `engines.sglang_scorer`)."""
+    """How a worker talks to its SGLang server (`engines.sglang_engine`, `engines.sglang_scorer`)."""
 
-    url: str = "http://127.0.0.1:30000"
-    """Of the running server."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the server's bearer key; empty = it asks for none."""
+    """Name of the environment variable that holds the bearer key of running servers (`urls`); empty = they ask for none.
+    Servers that the launcher starts get a new key for each run by themselves."""
     max_concurrent: int = 64
     """Requests at the server at one time; the rest wait here."""
     update_mode: SwapMode = "retract"
@@ -41,8 +40,6 @@ class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Failures in a row after which nothing is sent until the server answers a health check again."""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url = {self.url!r}; expected http://host:port of an SGLang server")
         for name in ("max_concurrent", "breaker_failures"):
             value: int = getattr(self, name)
             if value < 1:
@@ -54,6 +51,49 @@ class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             seconds: float = getattr(self, name)
             if not seconds > 0:
                 raise ValueError(f"{name} = {seconds}; expected more than 0 seconds")
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The SGLang servers that the launcher starts, one per worker. Not used with `urls`."""
+
+    python: str = ""
+    """Interpreter that has SGLang; empty: .venv-sglang of this project where there is one, else the one that runs this."""
+    args: tuple[str, ...] = ()
+    """Further arguments of sglang.launch_server, e.g. --mem-fraction-static,0.8; they win over ours."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where they run; auto: cuda when there is a GPU. With `urls` it is what the running servers say."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of these servers, `tp` for each in turn; one GPU may be named several times. Empty: those that are left over,
+    in order. Not used on a CPU."""
+    tp: int = 1
+    """GPUs per server (--tp-size)."""
+    host: str = "127.0.0.1"
+    """Address that they listen on."""
+    port: int = 0
+    """Of the first one, the next gets the next; 0: the system chooses."""
+    start_timeout_s: float = 600.0
+    """Until a started server answers; loading the model included."""
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise ValueError(f"tp = {self.tp}; expected at least 1")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port = {self.port}; expected 0 to 65535 (0: the system chooses)")
+        if any(gpu < 0 for gpu in self.gpus):
+            raise ValueError(f"gpus = {list(self.gpus)}; expected numbers from 0 on, as in CUDA_VISIBLE_DEVICES")
+        if not self.host:
+            raise ValueError("host is empty; expected an address of this machine")
+        if not self.start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s = {self.start_timeout_s}; expected more than 0 seconds")
+
+
+def check_urls(urls: tuple[str, ...]) -> None:
+    """Raises ValueError unless each is the base url of a server, and none comes twice."""
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"urls: got {url!r}; expected http://host:port of an SGLang server")
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"urls: {', '.join(urls)}: one comes twice; each worker needs a server of its own")
 
 
 def vocabulary_size(model_path: str | Path) -> int:

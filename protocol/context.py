@@ -27,6 +27,8 @@ class ExitCode(IntEnum):
     """Something broke. Actors and teachers are started again within the restart budget."""
     USELESS = 4
     """Starting again would end the same way (handshake refused, wrong model): the run stops at once."""
+    SERVER_LOST = 5
+    """The inference server of this worker is dead or stuck: the supervisor ends that server, and starts both again."""
     TERMINATED = 143
     """SIGTERM was obeyed."""
 
@@ -49,3 +51,6 @@ class RoleContext(Generic[ConfigT_co]):
     resume: bool
     """Go on from the newest checkpoint and ledger in the run folder, if there are any."""
     config: ConfigT_co
+    server_url: str = ""
+    """Of this worker's own inference server; empty for an embedded engine. If it asks for a bearer key, that is in the
+    environment variable `engines.sglang_http.API_KEY_VARIABLE` names, or in the one the configuration names."""

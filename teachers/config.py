@@ -6,12 +6,20 @@ from typing import Literal
 
 import msgspec
 
+from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
+
 
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One teacher process: an engine that grades, and how much work it holds."""
 
-    engine: Literal["torch"] = "torch"
-    """Scoring engine. `torch` is the embedded one."""
+    engine: Literal["torch", "sglang"] = "torch"
+    """Scoring engine. `torch` is the embedded one; `sglang`: each teacher has an SGLang server."""
+    sglang: SGLangConfig = msgspec.field(default_factory=SGLangConfig)
+    """How a teacher talks to its SGLang server."""
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    """How the launcher starts those servers."""
+    urls: tuple[str, ...] = ()
+    """Running SGLang servers to use instead of starting some, one per teacher."""
     pool: str = "default"
     """Name of the pool this teacher serves; tasks name the pools that must grade them."""
     device: str = "auto"
@@ -34,6 +42,9 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"teacher.gather_s is {self.gather_s}; expected 0 or more seconds")
         if not self.pool:
             raise ValueError("teacher.pool is empty; expected a name, e.g. default")
+        check_urls(self.urls)
+        if self.urls and self.engine != "sglang":
+            raise ValueError(f"urls are for engine sglang, got engine {self.engine}")
 
     @property
     def credit_tokens(self) -> int:
