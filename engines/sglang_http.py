@@ -30,9 +30,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
+"""Environment variable with the bearer key of the servers that the launcher started; not used with `urls`."""
 _FIRST_BACKOFF_S: Final = 0.05
 _LONGEST_BACKOFF_S: Final = 2.0
 _RETRY_STATUS: Final = frozenset({429, 500, 502, 503, 504})
+_WRONG_METHOD: Final = 405
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
 
@@ -43,6 +46,11 @@ class ServerUnavailable(RuntimeError):
 
 class RequestRefused(RuntimeError):
     """The server answered that it does not want this request; another attempt is pointless."""
+
+
+class ServerLost(RuntimeError):
+    """The server is away or stuck for longer than anybody waits, or another one answers in its place. Its worker ends
+    with ExitCode.SERVER_LOST, so that whoever runs the server starts it again."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -59,6 +67,7 @@ class CircuitBreaker:
         self._failures_to_open = failures_to_open
         self._failures = 0
         self.opened_total = 0
+        self._opened_s = 0.0
         self._closed = asyncio.Event()
         self._closed.set()
 
@@ -66,10 +75,16 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         return not self._closed.is_set()
 
+    @property
+    def open_for_s(self) -> float:
+        """0 when it is closed."""
+        return time.monotonic() - self._opened_s if self.is_open else 0.0
+
     def failed(self) -> None:
         self._failures += 1
         if self._failures >= self._failures_to_open and self._closed.is_set():
             self._closed.clear()
+            self._opened_s = time.monotonic()
             self.opened_total += 1
 
     def succeeded(self) -> None:
@@ -90,8 +105,12 @@ class CircuitBreaker:
 class ServerLink:
     """See the module. `run` may be called from any thread but the loop's; the coroutines run on the loop."""
 
-    def __init__(self, config: SGLangConfig) -> None:
+    def __init__(self, url: str, config: SGLangConfig, *, api_key: str = "") -> None:
+        """`api_key`: bearer key of the server; without one, that in the environment variable `config.api_key_env`. Raises
+        ValueError when that is not set, or the key cannot stand in a header; connects to nothing yet."""
+        self.url: Final = url.rstrip("/")
         self.config = config
+        self._headers = _headers(api_key, config)
         self._thread = threading.Thread(target=self._main, name="sglang-http", daemon=True)
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -102,6 +121,7 @@ class ServerLink:
         self.received_bytes_total = 0
         self.on_info: Callable[[ModelInfo, float], None] | None = None
         """Called on the loop with every answer of the monitor, and when it was asked for (time.monotonic)."""
+        self._lost: str | None = None
         try:
             self.breaker, self._session = self.run(self._open(), timeout_s=config.control_timeout_s)
         except BaseException:
@@ -115,7 +135,7 @@ class ServerLink:
             return future.result(timeout_s)
         except TimeoutError:
             future.cancel()
-            raise ServerUnavailable(f"{self.config.url}: no result within {timeout_s:g} s") from None
+            raise ServerUnavailable(f"{self.url}: no result within {timeout_s:g} s") from None
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start on the loop without waiting. The coroutine handles its own errors."""
@@ -126,6 +146,17 @@ class ServerLink:
 
     def start_monitor(self) -> None:
         self.spawn(self._monitor())
+
+    def declare_lost(self, reason: str) -> None:
+        """From any thread: this server will not do any more. The first reason stands."""
+        if self._lost is None:
+            self._lost = f"{self.url}: {reason}"
+            log.error("server lost: %s", self._lost)
+
+    def raise_if_lost(self) -> None:
+        """Raises ServerLost."""
+        if self._lost is not None:
+            raise ServerLost(self._lost)
 
     def close(self) -> None:
         """Cancel everything, close the connections, join the thread. Idempotent."""
@@ -144,11 +175,11 @@ class ServerLink:
     async def get(self, path: str) -> bytes:
         return await self._once("GET", path, None, self.config.control_timeout_s)
 
-    async def status_of_get(self, path: str) -> int:
-        """HTTP status of GET: 405 tells that a POST endpoint exists, 404 that it does not, and nothing is done."""
+    async def has_endpoint(self, path: str) -> bool:
+        """Whether GET or POST is answered there. HEAD is refused with another status then, and does nothing."""
         try:
-            async with self._session.get(path, timeout=_total(self.config.control_timeout_s)) as reply:
-                return reply.status
+            async with self._session.head(path, timeout=_total(self.config.control_timeout_s)) as reply:
+                return reply.status == _WRONG_METHOD
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unavailable(path, error) from error
 
@@ -211,7 +242,7 @@ class ServerLink:
     async def _check(self, path: str, reply: aiohttp.ClientResponse) -> None:
         if reply.status < 400:
             return
-        said = f"{self.config.url}{path}: HTTP {reply.status}: {(await reply.text())[:500]}"
+        said = f"{self.url}{path}: HTTP {reply.status}: {(await reply.text())[:500]}"
         if reply.status in _RETRY_STATUS:
             self.breaker.failed()
             raise ServerUnavailable(said)
@@ -219,7 +250,7 @@ class ServerLink:
 
     def _unavailable(self, path: str, error: BaseException) -> ServerUnavailable:
         self.breaker.failed()
-        return ServerUnavailable(f"{self.config.url}{path}: {type(error).__name__}: {error}")
+        return ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}")
 
     def _count(self, payload: bytes) -> None:
         self.requests_total += 1
@@ -234,7 +265,15 @@ class ServerLink:
                     self.on_info(info, asked_s)
             except (ServerUnavailable, RequestRefused, ValueError) as error:
                 log.warning("health: %s", error)
+                self._lose_if_away_for_long(error)
             await asyncio.sleep(self.config.health_every_s)
+
+    def _lose_if_away_for_long(self, error: Exception) -> None:
+        away_s = self.breaker.open_for_s
+        if away_s > self.config.start_timeout_s:
+            self.declare_lost(
+                f"no answer for {away_s:.0f} s more after it was found to be away (start_timeout_s): {error}"
+            )
 
     # ------------------------------------------------------------------------------------------- the thread
 
@@ -255,16 +294,10 @@ class ServerLink:
         return task
 
     async def _open(self) -> tuple[CircuitBreaker, aiohttp.ClientSession]:
-        headers = {"Content-Type": "application/json"}
-        if self.config.api_key_env:
-            key = os.environ.get(self.config.api_key_env)
-            if not key:
-                raise ValueError(f"the environment has no {self.config.api_key_env}, which api_key_env names")
-            headers["Authorization"] = f"Bearer {key}"
         # Limited by max_concurrent, not by the pool: an abort must never wait for a free connection.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         session = aiohttp.ClientSession(
-            self.config.url, connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
+            self.url, connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
         )
         return CircuitBreaker(self.config.breaker_failures), session
 
@@ -274,6 +307,21 @@ class ServerLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._session.close()
+
+
+def _headers(api_key: str, config: SGLangConfig) -> dict[str, str]:
+    """Errors never show the key."""
+    where = "the server's key"
+    if not api_key and config.api_key_env:
+        where = f"environment variable {config.api_key_env} (api_key_env)"
+        api_key = os.environ.get(config.api_key_env, "")
+        if not api_key:
+            raise ValueError(f"{where} is not set; expected the bearer key of the server")
+    if not api_key:
+        return {"Content-Type": "application/json"}
+    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+        raise ValueError(f"{where}: expected printable ASCII without blanks; it has other characters")
+    return {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
 
 
 def backoffs() -> Iterator[float]:
