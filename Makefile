@@ -1,4 +1,4 @@
-# make demo | test | check | sglang-cpu | clean.  Needs Python 3.11 or later and make; the first target makes .venv and
+# make demo | test | check | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make; the first target makes .venv and
 # installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help
@@ -46,6 +46,11 @@ $(SGLANG_INSTALLED): sglang_cpu/requirements.txt sglang_cpu/requirements-no-deps
 	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r sglang_cpu/requirements.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r sglang_cpu/requirements-no-deps.txt
 	@touch $@
+
+# Another version of SGLang: packages laid over the environment above, found first by way of PYTHONPATH.
+sglang-cpu-%: $(SGLANG_INSTALLED) sglang_cpu/requirements-%.txt
+	@rm -rf $(SGLANG_VENV)/versions/$*
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_cpu/requirements-$*.txt
 
 clean:  ## remove the environments and all caches; runs/ stays
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -28,6 +28,8 @@ from typing import Any, Final, Self
 HERE: Final = Path(__file__).resolve().parent
 DEFAULT_PYTHON: Final = HERE.parent / ".venv-sglang" / "bin" / "python"
 """Made by `make sglang-cpu`."""
+VERSION_VARIABLE: Final = "SGLANG_CPU_VERSION"
+"""Environment variable that names another version of SGLang than that of DEFAULT_PYTHON: make sglang-cpu-0.5.17."""
 SERVER_ARGS: Final = (
     *("--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--mem-fraction-static", "0.1", "--max-total-tokens", "32768", "--max-running-requests", "128"),
@@ -212,10 +214,19 @@ class Servers:
 
 
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the zygote: the shim first on the path, one thread per server, no network for model files."""
+    """Environment of the zygote: the shim first on the path, then another version of SGLang if `base` names one, one
+    thread per server, no network for model files. Raises FileNotFoundError for a version that is not installed."""
     environment = {key: value for key, value in base.items() if key != "SGLANG_USE_CPU_ENGINE"}
-    path = os.pathsep.join(filter(None, (str(HERE / "shim"), base.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (str(HERE / "shim"), _other_version(base), base.get("PYTHONPATH", ""))))
     return {**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _other_version(base: Mapping[str, str]) -> str:
+    version = base.get(VERSION_VARIABLE, "")
+    folder = DEFAULT_PYTHON.parents[1] / "versions" / version
+    if version and not folder.is_dir():
+        raise FileNotFoundError(f"{VERSION_VARIABLE} = {version}: no {folder}; make it with: make sglang-cpu-{version}")
+    return str(folder) if version else ""
 
 
 def _answers(url: str) -> bool:

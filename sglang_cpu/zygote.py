@@ -1,4 +1,4 @@
-"""Warm one interpreter with SGLang, fork a real server for every `start`:  python zygote.py LOG_DIR
+"""Warm one interpreter with SGLang, fork a real server for every `start`:  python zygote.py LOG_DIR OWNER_PID
 
 Importing SGLang takes about ten seconds and 200 MB; here that is paid once and shared copy-on-write. Runs in SGLang's
 own environment with shim/ on PYTHONPATH, so nothing of the project is imported.
@@ -6,10 +6,11 @@ own environment with shim/ on PYTHONPATH, so nothing of the project is imported.
     stdin   one JSON object per line: {"do": "start", "name", "port" (0 = a free one), "args": [...]}
             {"do": "stop", "name", "grace_s"}. End of file: stop everything and leave.
     stdout  {"event": "warm", "seconds"}, {"event": "started", "name", "pid", "port"},
-            {"event": "exited", "pid", "code"} (code < 0: by that signal), {"event": "refused", "name", "reason"}
+            {"event": "exited", "name", "pid", "code"} (code < 0: by that signal), {"event": "refused", "name", "reason"}
     LOG_DIR/NAME.log has what the server printed, our stderr what was printed while warming up.
 
-One thread, and no CUDA context: forking is safe. A server is a process group of its own; it dies with this process.
+One thread, and no CUDA context: forking is safe. A server (serve.py) dies with this process, and this one is killed
+when the thread that started it dies, if OWNER_PID is not 0.
 """
 
 # pyright: reportMissingImports=false
@@ -17,7 +18,6 @@ One thread, and no CUDA context: forking is safe. A server is a process group of
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -30,7 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from serve import become_server, die_with_parent
+
 POLL_S = 0.1
 LAST_GRACE_S = 5.0
 """Between SIGTERM and SIGKILL when everything ends; SGLang lets running requests finish after SIGTERM."""
@@ -86,7 +87,7 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             os.close(self._events_fd)
-            _become_server(self._log_dir / f"{name}.log", own_pid, ["--port", str(port), *args])
+            become_server(self._log_dir / f"{name}.log", own_pid, ["--port", str(port), *args])
         self._pids[name] = pid
         self.say("started", name=name, pid=pid, port=port)
 
@@ -107,7 +108,7 @@ class Zygote:
             _, status = os.waitpid(pid, 0)
             del self._pids[name]
             self._kill_at_s.pop(name, None)
-            self.say("exited", pid=pid, code=os.waitstatus_to_exitcode(status))
+            self.say("exited", name=name, pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
 def warm_up() -> None:
@@ -136,35 +137,6 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def _become_server(log: Path, parent_pid: int, args: list[str]) -> None:
-    """In the child: never returns."""
-    code = 1
-    try:
-        os.setsid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:
-            raise SystemExit("the zygote died while forking")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        null_fd = os.open(os.devnull, os.O_RDONLY)
-        for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
-            os.dup2(source, target)
-        from sglang.launch_server import run_server
-        from sglang.srt.server_args import prepare_server_args
-
-        run_server(prepare_server_args(args))
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -183,7 +155,9 @@ def main() -> None:
     os.dup2(2, 1)  # what SGLang prints while it is imported is no event
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: whoever owns us decides, by closing stdin
     began_s = time.monotonic()
-    log_dir = Path(sys.argv[1])
+    log_dir, owner_pid = Path(sys.argv[1]), int(sys.argv[2])
+    if owner_pid:
+        die_with_parent(owner_pid)
     zygote = Zygote(log_dir, events_fd)
     warm_up()
     threads = sum(1 for _ in Path("/proc/self/task").iterdir())

@@ -1,0 +1,100 @@
+"""Become an SGLang server:  python serve.py     with {"args", "log", "parent_pid"} as a JSON line on stdin
+
+The last step to a server, shared by zygote.py (after a fork) and by whoever starts one process per server, on GPUs say.
+Standard library and SGLang only, for it runs in SGLang's own interpreter, which may be older than ours. Arguments come
+on stdin, because everybody on the machine can read a command line, and a bearer key is among them.
+
+A server is the leader of a process group of its own and dies with its parent. Its log is readable by its owner only,
+and SGLang, which logs all of its arguments, does not get the key into it.
+"""
+
+# pyright: reportMissingImports=false
+# SGLang is in an environment of its own, not in the one that is type-checked.
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+KEY_ARGUMENT = "--api-key"
+HIDDEN_VARIABLE = "STILLHOUSE_HIDDEN_IN_LOGS"
+"""Tells the processes that SGLang spawns (they import this file again) what must not be in their log lines."""
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """SIGKILL at the death of the thread that started us (Linux); at once if that has happened already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(f"the parent, pid {parent_pid}, is gone")
+
+
+def become_server(log: Path, parent_pid: int, args: list[str]) -> None:
+    """Serve until SIGTERM; never returns. `args` are those of sglang.launch_server."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent(parent_pid)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        write_to(log)
+        if KEY_ARGUMENT in args:
+            hide(args[args.index(KEY_ARGUMENT) + 1])
+        random.seed()  # forked ones would choose the same ports
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import prepare_server_args
+
+        run_server(prepare_server_args(args))
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def write_to(log: Path) -> None:
+    """stdout and stderr go to the end of the log, stdin reads nothing."""
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
+        os.dup2(source, target)
+    os.close(log_fd)
+    os.close(null_fd)
+
+
+def hide(secret: str) -> None:
+    """Replace `secret` in whatever is logged by this process and those it starts."""
+    os.environ[HIDDEN_VARIABLE] = secret
+    make_record = logging.getLogRecordFactory()
+
+    def make_clean_record(*args: Any, **more: Any) -> logging.LogRecord:
+        record = make_record(*args, **more)
+        if secret in str(record.msg) or (record.args and secret in record.getMessage()):
+            record.msg, record.args = record.getMessage().replace(secret, "(hidden)"), None
+        return record
+
+    logging.setLogRecordFactory(make_clean_record)
+
+
+def main() -> None:
+    here = str(Path(__file__).resolve().parent)
+    sys.path[:] = [entry for entry in sys.path if entry != here]  # our file names must not hide anybody's modules
+    request = json.loads(sys.stdin.readline())
+    become_server(Path(request["log"]), request["parent_pid"], request["args"])
+
+
+if __name__ == "__mp_main__" and HIDDEN_VARIABLE in os.environ:
+    hide(os.environ[HIDDEN_VARIABLE])
+if __name__ == "__main__":
+    main()
