@@ -8,6 +8,9 @@
 are not handed to this engine: they arrive on the server itself, between `pause` and `resume`, which whoever updates
 the server calls from a thread of its own. While the gate is closed nothing new is sent; what happens to running
 requests is `update_mode`. No token carries a version that the server did not vouch for (engines.sglang_stream).
+
+While a server is paused its label says so (`Labels.updating`), until `resume`: should this process die in between, its
+successor does not know how far the update got, and keeps the gate closed until whole weights have come.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import math
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
@@ -26,6 +30,7 @@ from engines.base import EngineStats, GenerationDelta, GenerationRequest
 from engines.sglang_config import SGLangConfig
 from engines.sglang_features import Features, detect_features
 from engines.sglang_http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
+from engines.sglang_labels import START_LABEL, Labels
 from engines.sglang_requests import EngineTotals, check_request, generate_body, tokens_left
 from engines.sglang_stream import (
     FinishReason,
@@ -34,8 +39,6 @@ from engines.sglang_stream import (
     StreamError,
     TokenStream,
     decode_chunk,
-    parse_label,
-    version_label,
 )
 from protocol.messages import WeightVersion
 
@@ -47,6 +50,8 @@ _ABORT_GRACE_S: Final = 2.0
 _ABORT_REPEAT_S: Final = 0.2
 """An abort that overtakes its request is ignored by the server: it is said again."""
 _CUT_POLL_S: Final = 0.005
+_SAY_EVERY_S: Final = 0.01
+"""Tokens of many requests arrive one by one; whoever waits for them is woken for several at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,14 +73,27 @@ class _Live:
 
 
 class SGLangEngine:
-    """A GenerationEngine (engines.base), but for `stage_weights`: see `pause` and `resume`."""
+    """A GenerationEngine and SwapsRemotely (engines.base)."""
 
-    def __init__(self, config: SGLangConfig, *, vocab_size: int, version: WeightVersion | None = None) -> None:
-        """Connects. `version` is that of the weights the server was started with, (0, 0) if not given. Raises
-        ServerUnavailable when it does not answer within connect_timeout_s, StreamError for answers without sense."""
+    def __init__(
+        self,
+        url: str,
+        config: SGLangConfig,
+        *,
+        vocab_size: int,
+        run_id: str = "",
+        api_key: str = "",
+        on_output: Callable[[], None] | None = None,
+    ) -> None:
+        """Connects. `run_id` is in the names of weights on the server (`labels`). `on_output` is called from another
+        thread when there is something to poll, at most every hundredth of a second. Raises ServerUnavailable when the
+        server does not answer within connect_timeout_s, StreamError for answers without sense."""
         self._config = config
         self._vocab_size = vocab_size
-        self._start_version = version or WeightVersion(0, 0)
+        self.labels: Final = Labels(run_id)
+        self._on_output = on_output
+        self._saying = False
+        self._said_s = 0.0
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._names: set[str] = set()
@@ -86,17 +104,26 @@ class SGLangEngine:
         self._session_id = secrets.token_hex(4)
         self._n_sent = 0
         self._closed = False
-        self._link = ServerLink(config)
+        self.server: Final = ServerLink(url, config, api_key=api_key)
         try:
-            self.features: Final[Features] = self._link.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
+            self.features: Final[Features] = self.server.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
         except BaseException:
-            self._link.close()
+            self.server.close()
             raise
-        log.info("SGLang server at %s\n%s", config.url, self.features.table())
+        log.info("SGLang server at %s\n%s", url, self.features.table())
+
+    @property
+    def works_in_poll(self) -> bool:
+        return False
 
     @property
     def version(self) -> WeightVersion:
         return self._version
+
+    @property
+    def weights_known(self) -> bool:
+        """Whether the server has weights of this run. If not, everything waits for the first `resume`."""
+        return self._label is not None
 
     @property
     def max_context(self) -> int:
@@ -121,11 +148,11 @@ class SGLangEngine:
             weight_swaps_total=totals.swaps,
             version=self._version,
             extra={
-                "http_requests_total": float(self._link.requests_total),
-                "http_received_bytes_total": float(self._link.received_bytes_total),
+                "http_requests_total": float(self.server.requests_total),
+                "http_received_bytes_total": float(self.server.received_bytes_total),
                 "restarted_requests_total": float(totals.restarts),
-                "breaker_opened_total": float(self._link.breaker.opened_total),
-                "breaker_open": float(self._link.breaker.is_open),
+                "breaker_opened_total": float(self.server.breaker.opened_total),
+                "breaker_open": float(self.server.breaker.is_open),
                 "prompt_tokens_cached_total": float(totals.cached_tokens),
             },
         )
@@ -139,15 +166,17 @@ class SGLangEngine:
             if request.request_id in self._names:
                 raise ValueError(f"request id {request.request_id!r} is in use; expected a new one")
             self._names.add(request.request_id)
-        self._link.call_soon(self._begin, _Live(request))
+        self.server.call_soon(self._begin, _Live(request))
 
     def abort(self, request_id: str) -> None:
         self._refuse_closed()
-        self._link.call_soon(self._abort, request_id)
+        self.server.call_soon(self._abort, request_id)
 
     def poll(self, timeout_s: float) -> list[GenerationDelta]:
-        """What arrived since the last poll, one delta per request at most; waits up to `timeout_s` for the first."""
+        """What arrived since the last poll, one delta per request at most; waits up to `timeout_s` for the first.
+        Raises ServerLost."""
         self._refuse_closed()
+        self.server.raise_if_lost()
         with self._arrived:
             if not self._outbox and timeout_s > 0:
                 self._arrived.wait(timeout_s)
@@ -160,48 +189,79 @@ class SGLangEngine:
     def pause(self, timeout_s: float) -> None:
         """Before new weights: send nothing more, and bring running requests to where the server can take them. Call it
         before the update is posted. Raises ServerUnavailable; the gate stays closed then."""
-        self._link.run(self._pause(), timeout_s=timeout_s)
+        self.server.run(self._pause(), timeout_s=timeout_s)
 
     def resume(self, version: WeightVersion, timeout_s: float) -> None:
         """After the update was acknowledged: go on, under `version`. Raises StreamError when the server does not say
         that it has these weights, ServerUnavailable; the gate stays closed then."""
-        self._link.run(self._resume(version), timeout_s=timeout_s)
+        self.server.run(self._resume(version), timeout_s=timeout_s)
+
+    def abort_leftovers(self, timeout_s: float) -> None:
+        """End whatever the server still works at, for somebody who is not there any more. Only for a server that nobody
+        else uses, and before the first request. Raises ServerUnavailable."""
+        self.server.run(self.server.post("/abort_request", {"abort_all": True}), timeout_s=timeout_s)
 
     def close(self) -> None:
         """Drop every request without a last delta; the server aborts what it sees disconnected. Idempotent."""
         self._closed = True
-        self._link.close()
+        self.server.close()
 
     # -------------------------------------------------------------------------------------- on the event loop
 
     async def _connect(self) -> Features:
-        features = await detect_features(self._link)
+        await self._unpause()
+        features = await detect_features(self.server)
         self._gate = asyncio.Event()
-        self._gate.set()
-        self._paused_s = self._version_set_s = 0.0
+        self._paused_s = self._version_set_s = time.monotonic()
         self._slots = asyncio.Semaphore(self._config.max_concurrent)
-        self._version = parse_label(features.weights_label, self._start_version)
-        self._link.on_info = self._note_info
-        self._link.start_monitor()
-        self._link.spawn(self._watch())
+        version = self.labels.parse(features.weights_label)
+        self._version = version or WeightVersion(0, 0)
+        self._label = features.weights_label if version is not None else None
+        if version is not None:
+            self._gate.set()
+        else:
+            log.warning(
+                "the server's weights %r are not of this run: nothing is sent before new ones have come",
+                features.weights_label,
+            )
+        self.server.on_info = self._note_info
+        self.server.start_monitor()
+        self.server.spawn(self._watch())
         return features
 
-    def _note_info(self, info: ModelInfo, asked_s: float) -> None:
-        """Between pause and resume the label is the updater's business; outside it a change is somebody else's, and
-        counts from here on for requests that are sent from here on."""
-        if self._gate.is_set() and asked_s > self._version_set_s:
-            self._set_version(parse_label(info.weight_version, self._start_version))
+    async def _unpause(self) -> None:
+        """Somebody who died between pause and resume may have left the server paused; then it would not even answer
+        what it is asked to find out its features."""
+        await self.server.wait_until_up()
+        if await self.server.has_endpoint("/continue_generation"):
+            await self.server.post("/continue_generation", {})
 
-    def _set_version(self, version: WeightVersion) -> None:
+    def _note_info(self, info: ModelInfo, asked_s: float) -> None:
+        """Between pause and resume the label is the updater's business. Outside it a change to another version of this
+        run is somebody else's, and counts for requests that are sent from here on; any other change tells that the
+        server was started again, or taken by another run."""
+        label = info.weight_version
+        if not self._gate.is_set() or asked_s < self._version_set_s or label == self._label:
+            return
+        version = self.labels.parse(label)
+        if version is None or label == START_LABEL:
+            self.server.declare_lost(
+                f"its weights were {self._label!r} and are {label!r} now: not the same server any more"
+            )
+            self._say()
+        else:
+            self._set_version(version, label)
+
+    def _set_version(self, version: WeightVersion, label: str) -> None:
         self._totals.swaps += version != self._version
-        self._version = version
+        self._version, self._label = version, label
         self._version_set_s = time.monotonic()
 
     def _begin(self, live: _Live) -> None:
         if not self._live:
             self._totals.busy_since_s = time.monotonic()
         self._live[live.request.request_id] = live
-        live.task = self._link.start_task(self._serve(live))
+        live.task = self.server.start_task(self._serve(live))
         live.task.add_done_callback(lambda _: self._cancelled(live))
 
     def _cancelled(self, live: _Live) -> None:
@@ -233,11 +293,9 @@ class SGLangEngine:
         new weights, to be continued."""
         deadline_s = time.monotonic() + self._config.start_timeout_s
         for backoff_s in backoffs():
-            await self._link.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
+            await self.server.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
             await self._gate.wait()
-            stream = TokenStream(
-                incremental=self.features.incremental_stream, floor=self._version, start_version=self._start_version
-            )
+            stream = TokenStream(incremental=self.features.incremental_stream, floor=self._version, labels=self.labels)
             try:
                 return await self._read(live, stream)
             except ServerUnavailable:
@@ -256,8 +314,8 @@ class SGLangEngine:
         body = generate_body(live.request, live.ids, live.rid, self.features)
         if self._config.update_mode == "in_place":
             # The prefix cache cannot be flushed while requests run: what old weights left there is not for these.
-            body["extra_key"] = version_label(self._version)
-        async with aclosing(self._link.stream("/generate", body)) as texts:
+            body["extra_key"] = self.labels.of(self._version)
+        async with aclosing(self.server.stream("/generate", body)) as texts:
             async for text in texts:
                 live.heard_s = time.monotonic()
                 chunk = decode_chunk(text)
@@ -303,6 +361,7 @@ class SGLangEngine:
         with self._arrived:
             self._outbox.setdefault(live.request.request_id, Outgoing()).tokens.extend(new)
             self._arrived.notify()
+        self._say_soon()
 
     def _end(self, live: _Live, reason: FinishReason, error: str | None = None) -> None:
         name = live.request.request_id
@@ -314,6 +373,23 @@ class SGLangEngine:
             outgoing = self._outbox.setdefault(name, Outgoing())
             outgoing.finish_reason, outgoing.error = reason, error
             self._arrived.notify()
+        self._say_soon()
+
+    def _say_soon(self) -> None:
+        """Tell whoever waits, at once or together with what comes in the next moments."""
+        if self._on_output is None or self._saying:
+            return
+        self._saying = True
+        wait_s = self._said_s + _SAY_EVERY_S - time.monotonic()
+        if wait_s > 0:
+            asyncio.get_running_loop().call_later(wait_s, self._say)
+        else:
+            self._say()
+
+    def _say(self) -> None:
+        self._saying, self._said_s = False, time.monotonic()
+        if self._on_output is not None:
+            self._on_output()
 
     def _abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -321,13 +397,13 @@ class SGLangEngine:
             return
         live.aborting_since_s = time.monotonic()
         if live.rid:
-            self._link.spawn(self._tell_abort(live.rid))
+            self.server.spawn(self._tell_abort(live.rid))
         elif live.task is not None:
             live.task.cancel()
 
     async def _tell_abort(self, rid: str) -> None:
         try:
-            await self._link.post("/abort_request", {"rid": rid})
+            await self.server.post("/abort_request", {"rid": rid})
         except (ServerUnavailable, RequestRefused) as error:
             log.warning("abort of %s: %s", rid, error)  # _watch ends it by disconnecting
 
@@ -367,24 +443,35 @@ class SGLangEngine:
                 await asyncio.sleep(_CUT_POLL_S)
             await self._flush()
         else:
-            await self._link.post("/pause_generation", {"mode": self._config.update_mode})
+            await self.server.post("/pause_generation", {"mode": self._config.update_mode})
+        await self._set_label(self.labels.updating(self._version))
+
+    async def _set_label(self, label: str) -> None:
+        """Older servers cannot be told."""
+        if self.features.labels_settable:
+            await self.server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def _flush(self) -> None:
         """Forget cached prefixes, once the server agrees that nothing runs: that takes it one more step."""
         while True:
             try:
-                await self._link.post("/flush_cache", {})
+                await self.server.post("/flush_cache", {})
                 return
             except RequestRefused:
                 await asyncio.sleep(_CUT_POLL_S)
 
     async def _resume(self, version: WeightVersion) -> None:
-        label = (await self._link.model_info()).weight_version
-        if parse_label(label, self._start_version) != version:
-            raise StreamError(f"the server has weights {label}, after an update to {version_label(version)}")
+        label = (await self.server.model_info()).weight_version
+        if label == self.labels.updating(version) and version == self._version and self._label is not None:
+            label = self._label  # paused for nothing: the caller vouches for the old weights
+            await self._set_label(label)
+        if self.labels.parse(label) != version:
+            raise StreamError(
+                f"the server has weights {label!r}; expected {self.labels.of(version)!r} after the update"
+            )
         if not self._cuts:
-            await self._link.post("/continue_generation", {})
-        self._set_version(version)
+            await self.server.post("/continue_generation", {})
+        self._set_version(version, label)
         for live in self._live.values():
             live.heard_s = time.monotonic()
         self._gate.set()

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from engines.sglang_http import RequestRefused, ServerLink, ServerUnavailable
+from engines.sglang_config import SGLangConfig
+from engines.sglang_http import RequestRefused, ServerLink
 from engines.sglang_stream import Chunk, StreamError, decode_chunk
 
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
 
 _PROMPT: Final = [1, 2, 3]
 """Ids that every vocabulary has."""
-_EXISTS: Final = 405
-"""Status of GET on an endpoint that takes POST only."""
 _STREAM_TOKENS: Final = 16
-_RETRY_S: Final = 0.3
 _PROBE_TEMPERATURE: Final = 2.0
 _SAME_NATS: Final = 1e-2
 
@@ -34,6 +30,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None
     incremental_streaming_output: bool | None = None
+    tp_size: int = 1
+    device: str | None = None
+    skip_tokenizer_init: bool = False
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -53,8 +52,7 @@ class _TopReply(msgspec.Struct, frozen=True):
     meta_info: _TopMeta
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(msgspec.Struct, frozen=True, kw_only=True):
     """One server, as measured."""
 
     version: str
@@ -66,12 +64,22 @@ class Features:
     max_prompt: int
     """Tokens of a prompt."""
     max_running: int | None
+    device: Literal["cpu", "cuda"]
+    """Where its model is."""
+    tp_size: int
+    """Processes that hold a part of the model each; as many ranks in a weight group."""
     update_sessions: bool
     """Weight updates go between /begin_weight_update and /end_weight_update."""
     pausing: bool
     """Has /pause_generation and /continue_generation."""
+    labels_settable: bool
+    """Has /update_weight_version."""
+    checksums: bool
+    """Has /weights_checker."""
     version_spans: bool
     """The last chunk says which weights sampled which token."""
+    exact_stamps: bool
+    """Tokens and updates reach the one who stamps on the same way: a stamp is never ahead of its token."""
     incremental_stream: bool
     """A chunk has the new tokens only, not all so far."""
     logprob_temperature: LogprobTemperature
@@ -86,9 +94,12 @@ class Features:
             "weights": self.weights_label,
             "context": f"{self.max_context} tokens, prompts up to {self.max_prompt}",
             "running requests": "not said" if self.max_running is None else f"up to {self.max_running}",
+            "device": f"{self.device}, {self.tp_size} process{'' if self.tp_size == 1 else 'es'}",
             "weight updates": "in sessions" if self.update_sessions else "without sessions",
             "pause and continue": "yes" if self.pausing else "no",
+            "checksums": "yes" if self.checksums else "no",
             "versions of tokens": "spans" if self.version_spans else "none: requests are cut at every swap",
+            "stamps": "exact" if self.exact_stamps else "may be ahead of tokens",
             "stream": "incremental" if self.incremental_stream else "cumulative",
             "log-probs": "of the temperature sampled at" if self.logprob_temperature == "as_sampled" else "at T = 1",
             "greedy log-probs": "at T = 1" if self.greedy_logprobs_at_one else "not at T = 1: greedy is refused",
@@ -97,18 +108,20 @@ class Features:
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
+def probe_server(url: str, config: SGLangConfig, *, api_key: str = "") -> Features:
+    """What the server there can do, for people who want to know before a run. Raises as `detect_features` does."""
+    link = ServerLink(url, config, api_key=api_key)
+    try:
+        return link.run(detect_features(link), timeout_s=2 * config.connect_timeout_s)
+    finally:
+        link.close()
+
+
 async def detect_features(link: ServerLink) -> Features:
     """Wait until the server answers, then ask. Raises ServerUnavailable past connect_timeout_s, StreamError for answers
     that make no sense."""
-    deadline_s = time.monotonic() + link.config.connect_timeout_s
-    while True:
-        try:
-            model = await link.model_info()
-            break
-        except ServerUnavailable:
-            if time.monotonic() + _RETRY_S > deadline_s:
-                raise
-            await asyncio.sleep(_RETRY_S)
+    await link.wait_until_up()
+    model = await link.model_info()
     info = msgspec.json.decode(await link.get("/get_server_info"), type=ServerInfo)
     max_context = msgspec.json.decode(await link.get("/v1/models"), type=_Models).data[0].max_model_len
     at_one, spans = await _top_two(link, 1.0)
@@ -121,9 +134,14 @@ async def detect_features(link: ServerLink) -> Features:
         # A prompt of max_req_input_len tokens is refused already (0.5.23).
         max_prompt=min(info.max_req_input_len or max_context, max_context) - 1,
         max_running=info.max_running_requests,
-        update_sessions=await link.status_of_get("/begin_weight_update") == _EXISTS,
-        pausing=await link.status_of_get("/pause_generation") == _EXISTS,
+        device="cuda" if (info.device or "").startswith("cuda") else "cpu",
+        tp_size=info.tp_size,
+        update_sessions=await link.has_endpoint("/begin_weight_update"),
+        pausing=await link.has_endpoint("/pause_generation"),
+        labels_settable=await link.has_endpoint("/update_weight_version"),
+        checksums=await link.has_endpoint("/weights_checker"),
         version_spans=spans,
+        exact_stamps=info.skip_tokenizer_init and spans,
         incremental_stream=incremental,
         logprob_temperature=_logprob_temperature(at_one, at_probe),
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,

@@ -34,6 +34,7 @@ API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
 """Environment variable with the bearer key of the servers that the launcher started; not used with `urls`."""
 _FIRST_BACKOFF_S: Final = 0.05
 _LONGEST_BACKOFF_S: Final = 2.0
+_CONNECT_RETRY_S: Final = 0.3
 _RETRY_STATUS: Final = frozenset({429, 500, 502, 503, 504})
 _WRONG_METHOD: Final = 405
 _DATA: Final = b"data: "
@@ -106,8 +107,8 @@ class ServerLink:
     """See the module. `run` may be called from any thread but the loop's; the coroutines run on the loop."""
 
     def __init__(self, url: str, config: SGLangConfig, *, api_key: str = "") -> None:
-        """`api_key`: bearer key of the server; without one, that in the environment variable `config.api_key_env`. Raises
-        ValueError when that is not set, or the key cannot stand in a header; connects to nothing yet."""
+        """`api_key`: bearer key of the server; without one, that in the environment variable `config.api_key_env`.
+        Connects to nothing yet. Raises ValueError when that is not set, or the key cannot stand in a header."""
         self.url: Final = url.rstrip("/")
         self.config = config
         self._headers = _headers(api_key, config)
@@ -171,6 +172,18 @@ class ServerLink:
 
     async def model_info(self) -> ModelInfo:
         return msgspec.json.decode(await self.get("/model_info"), type=ModelInfo)
+
+    async def wait_until_up(self) -> None:
+        """Raises ServerUnavailable past connect_timeout_s."""
+        deadline_s = time.monotonic() + self.config.connect_timeout_s
+        while True:
+            try:
+                await self.model_info()
+                return
+            except ServerUnavailable:
+                if time.monotonic() + _CONNECT_RETRY_S > deadline_s:
+                    raise
+                await asyncio.sleep(_CONNECT_RETRY_S)
 
     async def get(self, path: str) -> bytes:
         return await self._once("GET", path, None, self.config.control_timeout_s)

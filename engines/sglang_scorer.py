@@ -44,22 +44,22 @@ _DECODER: Final = msgspec.json.Decoder(_Reply)
 class SGLangScorer:
     """A ScoringEngine (engines.base). `score` is called from one thread."""
 
-    def __init__(self, config: SGLangConfig, *, vocab_size: int) -> None:
+    def __init__(self, url: str, config: SGLangConfig, *, vocab_size: int, api_key: str = "") -> None:
         """Connects. Raises ServerUnavailable when the server does not answer within connect_timeout_s."""
         self._config = config
         self._vocab_size = vocab_size
         self._cached_tokens = 0
         self._closed = False
-        self._link = ServerLink(config)
+        self.server: Final = ServerLink(url, config, api_key=api_key)
         try:
-            self.features: Final[Features] = self._link.run(
-                detect_features(self._link), timeout_s=2 * config.connect_timeout_s
+            self.features: Final[Features] = self.server.run(
+                detect_features(self.server), timeout_s=2 * config.connect_timeout_s
             )
         except BaseException:
-            self._link.close()
+            self.server.close()
             raise
-        self._link.start_monitor()
-        log.info("SGLang server at %s\n%s", config.url, self.features.table())
+        self.server.start_monitor()
+        log.info("SGLang server at %s\n%s", url, self.features.table())
 
     @property
     def vocab_size(self) -> int:
@@ -74,11 +74,11 @@ class SGLangScorer:
     def stats(self) -> dict[str, float]:
         """Running totals, for heartbeats and measurements."""
         return {
-            "http_requests_total": float(self._link.requests_total),
-            "http_sent_bytes_total": float(self._link.sent_bytes_total),
-            "http_received_bytes_total": float(self._link.received_bytes_total),
+            "http_requests_total": float(self.server.requests_total),
+            "http_sent_bytes_total": float(self.server.sent_bytes_total),
+            "http_received_bytes_total": float(self.server.received_bytes_total),
             "prompt_tokens_cached_total": float(self._cached_tokens),
-            "breaker_opened_total": float(self._link.breaker.opened_total),
+            "breaker_opened_total": float(self.server.breaker.opened_total),
         }
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
@@ -93,12 +93,12 @@ class SGLangScorer:
             self._check(index, request)
         one_s = self._config.start_timeout_s + self._config.stall_timeout_s
         rounds = 1 + math.ceil(len(requests) / self._config.max_concurrent)
-        return self._link.run(self._score_all(requests, top_k), timeout_s=rounds * one_s)
+        return self.server.run(self._score_all(requests, top_k), timeout_s=rounds * one_s)
 
     def close(self) -> None:
         """Idempotent."""
         self._closed = True
-        self._link.close()
+        self.server.close()
 
     async def _score_all(self, requests: Sequence[ScoreRequest], top_k: int) -> list[ScoreResult]:
         slots = asyncio.Semaphore(self._config.max_concurrent)
@@ -126,7 +126,7 @@ class SGLangScorer:
         if top_k:
             body["top_logprobs_num"] = top_k
         deadline_s = time.monotonic() + self._config.start_timeout_s
-        text = await self._link.post_again(
+        text = await self.server.post_again(
             "/generate", body, timeout_s=self._config.stall_timeout_s, deadline_s=deadline_s
         )
         meta = _DECODER.decode(text).meta_info

@@ -13,7 +13,6 @@ token lies between `floor`, the version known to be live when the request was se
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -21,11 +20,8 @@ import msgspec
 import numpy as np
 
 from engines.base import GenerationDelta
+from engines.sglang_labels import Labels
 from protocol.messages import VersionSpan, WeightVersion
-
-_LABEL: Final = re.compile(r"(\d+)\.(\d+)")
-START_LABEL: Final = "default"
-"""What a server calls the weights that it was started with, if it is not told otherwise."""
 
 
 class StreamError(ValueError):
@@ -120,28 +116,13 @@ class Outgoing:
         )
 
 
-def version_label(version: WeightVersion) -> str:
-    """What to call these weights in an update request."""
-    return str(version)
-
-
-def parse_label(label: str, start_version: WeightVersion) -> WeightVersion:
-    """The version a label names; `start_version` is that of the weights a server was started with."""
-    if label == START_LABEL:
-        return start_version
-    match = _LABEL.fullmatch(label)
-    if match is None:
-        raise StreamError(f"the server calls its weights {label!r}; expected epoch.step or {START_LABEL!r}")
-    return WeightVersion(int(match[1]), int(match[2]))
-
-
 class TokenStream:
     """Reads the chunks of one request, in order."""
 
-    def __init__(self, *, incremental: bool, floor: WeightVersion, start_version: WeightVersion) -> None:
+    def __init__(self, *, incremental: bool, floor: WeightVersion, labels: Labels) -> None:
         self._incremental = incremental
         self._floor = floor
-        self._start_version = start_version
+        self._labels = labels
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._n_given = 0
@@ -162,7 +143,7 @@ class TokenStream:
             return self._settle(meta.weight_versions)
         if len(self._ids) == self._n_given:
             return NewTokens()
-        self._holding |= parse_label(meta.weight_version, self._start_version) != self._floor
+        self._holding |= self._labels.parse(meta.weight_version) != self._floor
         if not self._holding:
             return self._give([VersionSpan(self._floor, self._n_given, len(self._ids))])
         if meta.finish_reason is not None:
@@ -190,9 +171,7 @@ class TokenStream:
 
     def _settle(self, said: list[SpanSaid]) -> NewTokens:
         """The last chunk: spans of all tokens. What was given before must agree with them."""
-        spans = [
-            VersionSpan(parse_label(s.version, self._start_version), s.start, s.end) for s in said if s.end > s.start
-        ]
+        spans = [VersionSpan(self._version(s.version), s.start, s.end) for s in said if s.end > s.start]
         end = 0
         for span in spans:
             if span.start != end:
@@ -208,6 +187,12 @@ class TokenStream:
                 )
         cut = [VersionSpan(s.version, max(s.start, self._n_given), s.end) for s in spans if s.end > self._n_given]
         return self._give(cut)
+
+    def _version(self, label: str) -> WeightVersion:
+        version = self._labels.parse(label)
+        if version is None:
+            raise StreamError(f"tokens were sampled under weights {label!r}, which are not of this run")
+        return version
 
     def _give(self, spans: list[VersionSpan]) -> NewTokens:
         first, self._n_given = self._n_given, len(self._ids)

@@ -78,6 +78,10 @@ class TorchEngine:
         return self._stage.version
 
     @property
+    def works_in_poll(self) -> bool:
+        return True
+
+    @property
     def stats(self) -> EngineStats:
         totals = self._totals
         return EngineStats(

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from engines.sglang_features import chunks_are_increments
-from engines.sglang_stream import Chunk, NewTokens, StreamError, TokenStream, parse_label
+from engines.sglang_labels import Labels
+from engines.sglang_stream import Chunk, NewTokens, StreamError, TokenStream
 from protocol.messages import VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)
@@ -24,7 +25,7 @@ def chunk(ids: list[int], stamp: str = "0.0", **meta: Any) -> Chunk:
 
 
 def token_stream(*, incremental: bool = True) -> TokenStream:
-    return TokenStream(incremental=incremental, floor=START, start_version=START)
+    return TokenStream(incremental=incremental, floor=START, labels=Labels(""))
 
 
 LENGTH: Any = {"finish_reason": {"type": "length", "length": 4}}
@@ -115,17 +116,6 @@ def test_the_placeholder_of_a_refused_request_is_no_token() -> None:
 
     assert stream.take(msgspec.convert(text, Chunk)).ids == []
     assert stream.finish is not None and stream.finish.message == "too long"
-
-
-@pytest.mark.parametrize(("label", "version"), [("default", START), ("0.1", NEXT), ("3.14", WeightVersion(3, 14))])
-def test_labels_name_versions(label: str, version: WeightVersion) -> None:
-    assert parse_label(label, START) == version
-
-
-@pytest.mark.parametrize("label", ["", "7", "v1.2", "1.2.3", "latest"])
-def test_a_label_of_somebody_else_is_not_taken_for_a_version(label: str) -> None:
-    with pytest.raises(StreamError, match=r"epoch\.step"):
-        parse_label(label, START)
 
 
 def test_neighbouring_spans_of_one_version_become_one() -> None:

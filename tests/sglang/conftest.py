@@ -51,7 +51,7 @@ def teacher(servers: Servers) -> Server:
 
 @pytest.fixture
 def engine(student: Server) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(SGLangConfig(url=student.url), vocab_size=VOCAB)
+    engine = SGLangEngine(student.url, SGLangConfig(), vocab_size=VOCAB)
     yield engine
     engine.close()
 

@@ -65,7 +65,7 @@ def test_a_server_with_cumulative_streams_gives_the_same(servers: Servers, stude
     base_args = [arg for arg in SERVER_ARGS if arg != "--incremental-streaming-output"]
     server = servers.start("cumulative", STUDENT, base_args=base_args)
     servers.wait_ready([server], READY_S)
-    engine = SGLangEngine(SGLangConfig(url=server.url), vocab_size=VOCAB)
+    engine = SGLangEngine(server.url, SGLangConfig(), vocab_size=VOCAB)
 
     answers = generate(engine, [request(f"r{i}", [*PROMPT, i], 20) for i in range(8)])
     engine.close()
@@ -95,7 +95,7 @@ def test_log_probs_at_temperature_one_are_recognised_and_other_temperatures_refu
     with Servers(tmp_path, environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}) as originals:
         server = originals.start("original", STUDENT)
         originals.wait_ready([server], READY_S)
-        engine = SGLangEngine(SGLangConfig(url=server.url), vocab_size=VOCAB)
+        engine = SGLangEngine(server.url, SGLangConfig(), vocab_size=VOCAB)
 
         assert engine.features.logprob_temperature == "one"
         with pytest.raises(ValueError, match="temperature"):
@@ -137,7 +137,7 @@ def test_an_aborted_request_ends_soon_and_the_others_go_on(engine: SGLangEngine)
 
 
 def test_a_request_that_waits_for_its_turn_can_be_aborted(student: Server) -> None:
-    engine = SGLangEngine(SGLangConfig(url=student.url, max_concurrent=1), vocab_size=VOCAB)
+    engine = SGLangEngine(student.url, SGLangConfig(max_concurrent=1), vocab_size=VOCAB)
     answers = {"first": Answer(), "second": Answer()}
     engine.submit(request("first", PROMPT, 60))
     engine.submit(request("second", PROMPT, 60))
@@ -178,10 +178,8 @@ def test_a_server_that_falls_silent_costs_its_requests_and_comes_back(servers: S
     """Stopped with SIGSTOP: connections stay open and nothing is ever said, like a machine that swaps."""
     server = servers.start("silent", STUDENT)
     servers.wait_ready([server], READY_S)
-    config = SGLangConfig(
-        url=server.url, stall_timeout_s=1.0, control_timeout_s=0.5, health_every_s=0.1, start_timeout_s=20.0
-    )
-    engine = SGLangEngine(config, vocab_size=VOCAB)
+    config = SGLangConfig(stall_timeout_s=1.0, control_timeout_s=0.5, health_every_s=0.1, start_timeout_s=20.0)
+    engine = SGLangEngine(server.url, config, vocab_size=VOCAB)
     answers = {f"r{i}": Answer() for i in range(4)}
     for name in answers:
         engine.submit(request(name, PROMPT, 900))
@@ -209,8 +207,8 @@ def test_a_server_that_falls_silent_costs_its_requests_and_comes_back(servers: S
 def test_a_killed_server_gives_errors_not_silence_and_its_successor_is_found(servers: Servers) -> None:
     server = servers.start("doomed", STUDENT)
     servers.wait_ready([server], READY_S)
-    config = SGLangConfig(url=server.url, health_every_s=0.1, start_timeout_s=60.0, breaker_failures=2)
-    engine = SGLangEngine(config, vocab_size=VOCAB)
+    config = SGLangConfig(health_every_s=0.1, start_timeout_s=60.0, breaker_failures=2)
+    engine = SGLangEngine(server.url, config, vocab_size=VOCAB)
     answers = {f"r{i}": Answer() for i in range(8)}
     for name in answers:
         engine.submit(request(name, PROMPT, 900))
@@ -236,9 +234,9 @@ def test_a_killed_server_gives_errors_not_silence_and_its_successor_is_found(ser
 
 
 def test_a_server_that_is_not_there_is_reported_in_time() -> None:
-    config = SGLangConfig(url="http://127.0.0.1:1", connect_timeout_s=0.5)
+    config = SGLangConfig(connect_timeout_s=0.5)
     with pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1"):
-        SGLangEngine(config, vocab_size=VOCAB)
+        SGLangEngine("http://127.0.0.1:1", config, vocab_size=VOCAB)
 
 
 def test_nothing_of_it_imports_torch() -> None:
@@ -252,7 +250,7 @@ def test_nothing_of_it_imports_torch() -> None:
 def test_the_health_check_does_not_lie_while_generation_is_paused(servers: Servers) -> None:
     server = servers.start("paused", STUDENT)
     servers.wait_ready([server], READY_S)
-    engine = SGLangEngine(SGLangConfig(url=server.url, health_every_s=0.05), vocab_size=VOCAB)
+    engine = SGLangEngine(server.url, SGLangConfig(health_every_s=0.05), vocab_size=VOCAB)
     answers = {"a": Answer()}
     engine.submit(request("a", PROMPT, 300))
     while not answers["a"].ids:

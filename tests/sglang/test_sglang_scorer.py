@@ -19,7 +19,7 @@ from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference
 
 @pytest.fixture
 def scorer(teacher: Server) -> Iterator[SGLangScorer]:
-    scorer = SGLangScorer(SGLangConfig(url=teacher.url), vocab_size=VOCAB)
+    scorer = SGLangScorer(teacher.url, SGLangConfig(), vocab_size=VOCAB)
     yield scorer
     scorer.close()
 
@@ -90,7 +90,7 @@ def test_what_would_hurt_the_server_is_refused_before_it_is_sent(
 def test_a_killed_server_is_an_error_in_time(servers: Servers) -> None:
     server = servers.start("doomed-teacher", TEACHER)
     servers.wait_ready([server], READY_S)
-    scorer = SGLangScorer(SGLangConfig(url=server.url, start_timeout_s=1.0, health_every_s=0.1), vocab_size=VOCAB)
+    scorer = SGLangScorer(server.url, SGLangConfig(start_timeout_s=1.0, health_every_s=0.1), vocab_size=VOCAB)
     request = ScoreRequest(random_ids(30), 10)
     assert len(scorer.score([request] * 4)) == 4
     os.killpg(server.pid, signal.SIGKILL)

@@ -17,11 +17,13 @@ from transformers import AutoTokenizer
 from engines.models import load_causal_lm
 from engines.sglang_config import SGLangConfig, SwapMode
 from engines.sglang_engine import SGLangEngine
-from engines.sglang_stream import StreamError, version_label
+from engines.sglang_labels import Labels
+from engines.sglang_stream import StreamError
 from protocol.messages import WeightVersion
 from sglang_cpu.servers import Server, Servers
 from tests.sglang.conftest import READY_S, STUDENT, TOLERANCE, VOCAB, Answer, Reference, collect, request, take
 
+LABELS = Labels("")
 OLD, NEW = WeightVersion(0, 0), WeightVersion(0, 1)
 
 
@@ -55,7 +57,7 @@ def prompt_of(i: int) -> list[int]:
 def update_from_disk(server: Server, path: Path, version: WeightVersion, *, flush_cache: bool = True) -> None:
     body = {
         "model_path": str(path),
-        "weight_version": version_label(version),
+        "weight_version": LABELS.of(version),
         "flush_cache": flush_cache,
         "abort_all_requests": False,
     }
@@ -74,7 +76,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def swap_in_the_middle(server: Server, path: Path, mode: SwapMode) -> tuple[SGLangEngine, dict[str, Answer], float]:
     """Eight requests that all have a few tokens when new weights come, and four that begin after them. Also: seconds
     from pause to resume."""
-    engine = SGLangEngine(SGLangConfig(url=server.url, max_concurrent=8, update_mode=mode), vocab_size=VOCAB)
+    engine = SGLangEngine(server.url, SGLangConfig(max_concurrent=8, update_mode=mode), vocab_size=VOCAB)
     answers = {f"r{i}": Answer() for i in range(12)}
     for i in range(8):
         engine.submit(request(f"r{i}", prompt_of(i), 400))
@@ -147,7 +149,7 @@ def test_in_place_each_answer_goes_from_the_old_weights_to_the_new_ones(
 def test_requests_submitted_during_a_pause_are_sampled_under_the_new_weights(
     own_student: Server, other_weights: Path
 ) -> None:
-    engine = SGLangEngine(SGLangConfig(url=own_student.url), vocab_size=VOCAB)
+    engine = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB)
     answers = {"a": Answer()}
     engine.pause(10.0)
     engine.submit(request("a", [65, 66], 10))
@@ -162,12 +164,12 @@ def test_requests_submitted_during_a_pause_are_sampled_under_the_new_weights(
 
 
 def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_in_time(own_student: Server) -> None:
-    config = SGLangConfig(url=own_student.url, pause_timeout_s=1.0)
-    engine = SGLangEngine(config, vocab_size=VOCAB)
+    config = SGLangConfig(pause_timeout_s=1.0)
+    engine = SGLangEngine(own_student.url, config, vocab_size=VOCAB)
     answers = {"a": Answer()}
     engine.pause(10.0)
     engine.submit(request("a", [65, 66], 10))
-    with pytest.raises(StreamError, match="default"):
+    with pytest.raises(StreamError, match="expected .0\.1."):
         engine.resume(NEW, 10.0)
     collect(engine, answers, timeout_s=10.0)
     engine.resume(OLD, 10.0)
