@@ -169,7 +169,7 @@ def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_i
     answers = {"a": Answer()}
     engine.pause(10.0)
     engine.submit(request("a", [65, 66], 10))
-    with pytest.raises(StreamError, match="expected .0\.1."):
+    with pytest.raises(StreamError, match=r"expected .0\.1."):
         engine.resume(NEW, 10.0)
     collect(engine, answers, timeout_s=10.0)
     engine.resume(OLD, 10.0)
