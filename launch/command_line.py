@@ -12,11 +12,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
-from launch.config import ALIASES, BUILTIN, BUILTIN_RECIPE, PLANNED, RunConfig
+from launch.config import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
 from launch.config_file import read_plain
 from launch.config_tree import Key, Plain, build, find_key, get, keys_of, merge, parse_text, put, type_name, unknown_key
 from launch.errors import ConfigError
@@ -118,14 +118,14 @@ def resolve_config(line: CommandLine) -> RunConfig:
     mistakes: list[str] = []
     for key, text in line.overrides:
         try:
-            put(plain, key.name, text if PLANNED.get(key.name) == text else parse_text(key, text))
+            put(plain, key.name, parse_text(key, text))
         except ConfigError as error:
             mistakes += error.mistakes
     if get(plain, "models.student") in (None, BUILTIN):
         plain = merge(BUILTIN_RECIPE, plain)
-    planned = [f"{key}: {value} is not in this release" for key, value in PLANNED.items() if get(plain, key) == value]
-    if planned:
-        raise ConfigError(*mistakes, *planned)
+    for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
+        if get(plain, number) is None and isinstance(urls, list) and urls:
+            put(plain, number, len(cast(list[object], urls)))
     try:
         config = build(RunConfig, plain)
     except ConfigError as error:

@@ -85,10 +85,13 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Optimizer steps; the run ends after them."""
     seed: int = 0
     """Of the task order and of all sampling."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of learner, actors, teachers and their servers, wherever their own `device` is auto. auto: GPUs where there are
+    any."""
     actors: int = 2
-    """Student processes that write rollouts."""
+    """Student processes that write rollouts. With actor.urls: as many as there are urls."""
     teachers: int = 1
-    """Teacher processes that grade them."""
+    """Teacher processes that grade them. With teacher.urls: as many as there are urls."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
@@ -119,8 +122,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
 
 
-PLANNED: Final = {"actor.engine": "sglang", "teacher.engine": "sglang"}
-"""Values that a later release will take; refused with better words than a typing error."""
 BUILTIN_RECIPE: Final[dict[str, object]] = {
     "learner": {"lr": 3e-4},
     "buffer": {"max_staleness": 1},

@@ -171,11 +171,13 @@ def parse_text(key: Key, text: str) -> object:
     (numbers, true/false, null, [a, b]); `a,b` makes a list. Raises ConfigError."""
     if text.lower() in ("none", "null") and _accepts(None, key.type):
         return None
+    parts = [part.strip() for part in text.split(",")]
     readings: list[Callable[[], object]] = [
         lambda: text,
         lambda: msgspec.convert(text, key.type, strict=False),
         lambda: yaml.safe_load(text),
-        lambda: [part.strip() for part in text.split(",")],
+        lambda: parts,
+        lambda: msgspec.convert(parts, key.type, strict=False),
     ]
     for reading in readings:
         try:

@@ -12,18 +12,18 @@ file.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 HERE: Final = Path(__file__).resolve().parent
 DEFAULT_PYTHON: Final = HERE.parent / ".venv-sglang" / "bin" / "python"
@@ -38,6 +38,7 @@ SERVER_ARGS: Final = (
 )
 """What SGLang needs to serve on a CPU. Without --sleep-on-idle an idle server spins a core; the token budget bounds the
 KV cache, which is allocated at once."""
+KEY_ARGUMENT: Final = "--api-key"
 _LEAVE_TIMEOUT_S: Final = 8.0
 _TAIL_LINES: Final = 15
 _PROBE_TIMEOUT_S: Final = 2.0
@@ -55,10 +56,25 @@ class Server:
     pid: int
     port: int
     log: Path
+    api_key: str = field(default="", repr=False)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+
+class ServerEvent(NamedTuple):
+    """What the zygote said, for owners that ask for things without waiting (`request`, `request_stop`)."""
+
+    kind: Literal["warm", "started", "exited", "refused", "ended"]
+    """`ended`: the zygote itself is gone, and its servers with it."""
+    name: str = ""
+    pid: int = 0
+    port: int = 0
+    code: int = 0
+    """Of `exited`; below 0: that signal."""
+    reason: str = ""
+    """Of `refused`."""
 
 
 class Servers:
@@ -70,11 +86,13 @@ class Servers:
         *,
         python: Path = DEFAULT_PYTHON,
         environment: Mapping[str, str] | None = None,
-        warm_timeout_s: float = 120.0,
+        warm_timeout_s: float | None = 120.0,
+        die_with_thread: bool = False,
     ) -> None:
-        """Returns when the zygote is warm, after about ten seconds. Raises FileNotFoundError where SGLang's environment
-        is missing, ServerError when the imports fail. `environment` is added to this process's, for
-        all servers: much of it SGLang reads while it is imported."""
+        """Returns when the zygote is warm, after about ten seconds; at once with `warm_timeout_s` None. Raises
+        FileNotFoundError where SGLang's environment is missing, ServerError when the imports fail. `environment` is
+        added to this process's, for all servers: much of it SGLang reads while it is imported. `die_with_thread`:
+        everything gets SIGKILL when the calling thread ends, without it has a few seconds to leave."""
         if not python.exists():
             raise FileNotFoundError(f"no interpreter with SGLang at {python}; make it with: make sglang-cpu")
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -82,12 +100,14 @@ class Servers:
         self._changed = threading.Condition()
         self._replies: dict[str, Server | ServerError] = {}
         """By server name: what became of the last `start`."""
+        self._keys: dict[str, str] = {}
         self._exit_codes: dict[int, int] = {}
+        self._events: deque[ServerEvent] = deque()
         self._warm_s: float | None = None
         self._ended = False
         with (log_dir / "zygote.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [python, HERE / "zygote.py", log_dir],
+                [python, HERE / "zygote.py", log_dir, str(os.getpid() if die_with_thread else 0)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -96,6 +116,8 @@ class Servers:
             )
         self._reader = threading.Thread(target=self._read_events, name="sglang-zygote-events", daemon=True)
         self._reader.start()
+        if warm_timeout_s is None:
+            return
         try:
             self._await(lambda: self._warm_s is not None, warm_timeout_s, "the zygote to import SGLang")
         except ServerError:
@@ -118,21 +140,45 @@ class Servers:
     ) -> Server:
         """Fork a server; it loads the model from here on (see `wait_ready`). `args` come after `base_args`, so they
         win. A name may be used again once its server is gone."""
-        with self._changed:
-            self._replies.pop(name, None)
-        arguments = ["--model-path", str(model), *base_args, *args]
-        self._tell(do="start", name=name, port=port, args=arguments)
+        self.request(name, model, args, port=port, base_args=base_args)
         self._await(lambda: name in self._replies, 10.0, f"server {name} to be forked")
         reply = self._replies[name]
         if isinstance(reply, ServerError):
             raise reply
         return reply
 
+    def request(
+        self,
+        name: str,
+        model: str | Path,
+        args: Sequence[str] = (),
+        *,
+        port: int = 0,
+        base_args: Sequence[str] = SERVER_ARGS,
+    ) -> None:
+        """`start` without waiting; see `take_events`. Raises ServerError when the zygote is gone."""
+        arguments = ["--model-path", str(model), *base_args, *args]
+        with self._changed:
+            self._replies.pop(name, None)
+            self._keys[name] = arguments[arguments.index(KEY_ARGUMENT) + 1] if KEY_ARGUMENT in arguments else ""
+        self._tell(do="start", name=name, port=port, args=arguments)
+
+    def request_stop(self, name: str, *, grace_s: float) -> None:
+        """`stop` without waiting. A name without a server is passed over."""
+        self._tell(do="stop", name=name, grace_s=grace_s)
+
+    def take_events(self) -> list[ServerEvent]:
+        """What happened since the last call, oldest first."""
+        with self._changed:
+            events = list(self._events)
+            self._events.clear()
+        return events
+
     def wait_ready(self, servers: Sequence[Server], timeout_s: float) -> None:
         """Until every one answers /model_info, which it does once its model is loaded. Raises ServerError."""
         deadline_s = time.monotonic() + timeout_s
         for server in servers:
-            while not _answers(server.url):
+            while not answers("127.0.0.1", server.port, server.api_key):
                 code = self.exit_code(server)
                 if code is not None:
                     raise ServerError(f"server {server.name} ended with code {code}\n{_tail(server.log)}")
@@ -189,6 +235,7 @@ class Servers:
                 self._changed.notify_all()
         with self._changed:
             self._ended = True
+            self._events.append(ServerEvent("ended"))
             self._changed.notify_all()
 
     def _note(self, event: dict[str, Any]) -> None:
@@ -196,12 +243,17 @@ class Servers:
         match event["event"]:
             case "warm":
                 self._warm_s = event["seconds"]
+                self._events.append(ServerEvent("warm"))
             case "started":
-                self._replies[name] = Server(name, event["pid"], event["port"], self.log_dir / f"{name}.log")
+                log, pid, port = self.log_dir / f"{name}.log", event["pid"], event["port"]
+                self._replies[name] = Server(name, pid, port, log, self._keys.get(name, ""))
+                self._events.append(ServerEvent("started", name, pid, port))
             case "exited":
                 self._exit_codes[event["pid"]] = event["code"]
+                self._events.append(ServerEvent("exited", name, event["pid"], code=event["code"]))
             case "refused":
                 self._replies[name] = ServerError(event["reason"])
+                self._events.append(ServerEvent("refused", name, reason=event["reason"]))
             case other:
                 raise AssertionError(f"zygote.py and servers.py disagree: event {other!r}")
 
@@ -229,12 +281,16 @@ def _other_version(base: Mapping[str, str]) -> str:
     return str(folder) if version else ""
 
 
-def _answers(url: str) -> bool:
+def answers(host: str, port: int, api_key: str = "", *, timeout_s: float = _PROBE_TIMEOUT_S) -> bool:
+    """Whether the server there answers GET /model_info, which it does once its model is loaded. No proxy is asked."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        with urllib.request.urlopen(f"{url}/model_info", timeout=_PROBE_TIMEOUT_S) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, OSError):
+        connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
         return False
+    finally:
+        connection.close()
 
 
 def _tail(log: Path) -> str:

@@ -6,7 +6,8 @@ own environment with shim/ on PYTHONPATH, so nothing of the project is imported.
     stdin   one JSON object per line: {"do": "start", "name", "port" (0 = a free one), "args": [...]}
             {"do": "stop", "name", "grace_s"}. End of file: stop everything and leave.
     stdout  {"event": "warm", "seconds"}, {"event": "started", "name", "pid", "port"},
-            {"event": "exited", "name", "pid", "code"} (code < 0: by that signal), {"event": "refused", "name", "reason"}
+            {"event": "exited", "name", "pid", "code"} (code < 0: by that signal),
+            {"event": "refused", "name", "reason"}
     LOG_DIR/NAME.log has what the server printed, our stderr what was printed while warming up.
 
 One thread, and no CUDA context: forking is safe. A server (serve.py) dies with this process, and this one is killed

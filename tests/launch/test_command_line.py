@@ -38,10 +38,17 @@ def test_the_flags_that_are_promised_by_name() -> None:
     assert (config.actor.engine, config.teacher.engine) == ("torch", "torch")
 
 
-@pytest.mark.parametrize("flag", ["--actor.engine", "--teacher.engine"])
-def test_an_engine_that_is_not_built_yet_is_refused_by_name(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag[2:]}: sglang is not in this release"):
-        resolve(flag, "sglang")
+def test_urls_say_how_many_workers_there_are_unless_the_user_does() -> None:
+    urls = ("--actor.engine", "sglang", "--actor.urls", "http://a:1,http://b:2,http://c:3")
+    assert (resolve(*urls).actors, resolve(*urls).teachers) == (3, 1)
+    assert resolve(*urls, "--actors", "2").actors == 2  # which preflight refuses
+    assert resolve("--teacher.engine=sglang", "--teacher.urls=http://a:1").actor.urls == ()
+
+
+def test_lists_of_numbers_are_written_with_commas() -> None:
+    config = resolve("--actor.server.gpus", "2", "--teacher.server.gpus=0,1", "--actor.server.args=--kv,0.5")
+    assert (config.actor.server.gpus, config.teacher.server.gpus) == ((2,), (0, 1))
+    assert config.actor.server.args == ("--kv", "0.5")
 
 
 def test_both_ways_of_writing_a_value_and_both_dashes() -> None:

@@ -1,0 +1,64 @@
+"""Devices without torch: which GPUs this process may use, and what `device` in the configuration means."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from launch.config import RunConfig
+
+NVIDIA_SMI_TIMEOUT_S: Final = 20.0
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+replace = msgspec.structs.replace
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Names for CUDA_VISIBLE_DEVICES (numbers, or what that variable has) of the GPUs that a process started here sees;
+    empty without a driver. As in CUDA, the first name that is no GPU ends the list."""
+    command = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if command is None:
+        return ()
+    try:
+        told = subprocess.run(
+            [command, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True, env=environment
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    lines = [line for line in told.stdout.splitlines() if line.startswith("GPU ")]
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return tuple(str(i) for i in range(len(lines)))
+    names: list[str] = []
+    for name in (part.strip() for part in chosen.split(",")):
+        known = int(name) < len(lines) if name.isdecimal() else bool(name) and f"UUID: {name}" in told.stdout
+        if not known:
+            break
+        names.append(name)
+    return tuple(names)
+
+
+def fill_devices(config: RunConfig) -> RunConfig:
+    """`device` of the run for every device below that is still `auto`."""
+    if config.device == "auto":
+        return config
+    device, actor, teacher = config.device, config.actor, config.teacher
+    actor = replace(actor, torch=_filled(actor.torch, device), server=_filled(actor.server, device))
+    teacher = _filled(replace(teacher, server=_filled(teacher.server, device)), device)
+    return replace(config, learner=_filled(config.learner, device), actor=actor, teacher=teacher)
+
+
+def _filled(struct: StructT, device: Literal["cpu", "cuda"]) -> StructT:
+    return replace(struct, device=device) if getattr(struct, "device", None) == "auto" else struct
+
+
+def torch_gpu(device: str, n_visible: int) -> int | None:
+    """Position of the GPU that a torch device means, None for none. `auto` means the first one where there is one."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu" or n_visible == 0:
+        return None
+    return int(index) if index.isdecimal() else 0

@@ -1,0 +1,168 @@
+"""What each SGLang server of a run is started with: model, interpreter, GPUs, arguments, environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import psutil
+
+from engines.sglang_config import ServerConfig
+from launch.config import RunConfig
+from launch.devices import torch_gpu
+from launch.gpus import Wanted, assign_gpus
+from launch.interpreter import choose_python, needs_shim
+from sglang_cpu.servers import SERVER_ARGS
+
+ServedRole = Literal["actor", "teacher"]
+SERVED_ROLES: Final[tuple[ServedRole, ...]] = ("actor", "teacher")
+COMMON_ARGS: Final = ("--log-level-http", "warning")
+"""Of every server: not a log line per request."""
+OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
+"""Of every server whose version has them."""
+ROLE_ARGS: Final[Mapping[ServedRole, tuple[str, ...]]] = {"actor": (), "teacher": ()}
+"""Recommended for what the role does with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """One server, before it has a port and a key."""
+
+    worker: str
+    """Whose it is, e.g. `actor-0`."""
+    model: str
+    python: Path
+    shim: bool
+    """Forked from sglang_cpu's zygote; else a process of its own."""
+    gpus: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES is to say it; empty on a CPU."""
+    args: tuple[str, ...]
+    """Of sglang.launch_server, all but model, address and key. The user's come last, so they win."""
+    host: str
+    port: int
+    """0: any."""
+    start_timeout_s: float
+
+    @property
+    def name(self) -> str:
+        return f"server-{self.worker}"
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
+
+
+def launched_roles(config: RunConfig) -> tuple[ServedRole, ...]:
+    """Roles whose servers the launcher starts."""
+    return tuple(role for role in SERVED_ROLES if uses_sglang(config, role) and not urls_of(config, role))
+
+
+def uses_sglang(config: RunConfig, role: ServedRole) -> bool:
+    return (config.actor.engine if role == "actor" else config.teacher.engine) == "sglang"
+
+
+def urls_of(config: RunConfig, role: ServedRole) -> tuple[str, ...]:
+    return config.actor.urls if role == "actor" else config.teacher.urls
+
+
+def server_config(config: RunConfig, role: ServedRole) -> ServerConfig:
+    return config.actor.server if role == "actor" else config.teacher.server
+
+
+def plan_servers(config: RunConfig, visible: Sequence[str]) -> tuple[ServerPlan, ...]:
+    """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda; `visible`: names
+    of the GPUs. Raises ValueError (launch.gpus) where there are too few."""
+    roles = launched_roles(config)
+    on_gpus = [role for role in roles if server_config(config, role).device == "cuda"]
+    wanted = [
+        Wanted(role, count(config, role), server_config(config, role).tp, server_config(config, role).gpus)
+        for role in on_gpus
+    ]
+    gpus = assign_gpus(len(visible), list(taken_gpus(config, len(visible))), wanted)
+    plans: list[ServerPlan] = []
+    for role in roles:
+        server, model = server_config(config, role), getattr(config.models, "student" if role == "actor" else "teacher")
+        python = choose_python(server)
+        shim = needs_shim(server, python)
+        for index in range(count(config, role)):
+            plan = ServerPlan(
+                worker=f"{role}-{index}",
+                model=model,
+                python=python,
+                shim=shim,
+                gpus=tuple(visible[gpu] for gpu in gpus[role][index]) if role in gpus else (),
+                args=(*_arguments(server, shim=shim), *ROLE_ARGS[role], *server.args),
+                host=server.host,
+                port=server.port + index if server.port else 0,
+                start_timeout_s=server.start_timeout_s,
+            )
+            plans.append(plan)
+    return tuple(plans)
+
+
+def count(config: RunConfig, role: ServedRole) -> int:
+    return config.actors if role == "actor" else config.teachers
+
+
+def taken_gpus(config: RunConfig, n_visible: int) -> Iterator[int]:
+    """GPUs of the learner and of embedded engines."""
+    devices = [config.learner.device]
+    devices += [config.actor.torch.device] if config.actor.engine == "torch" else []
+    devices += [config.teacher.device] if config.teacher.engine == "torch" else []
+    for device in devices:
+        gpu = torch_gpu(device, n_visible)
+        if gpu is not None:
+            yield gpu
+
+
+def _arguments(server: ServerConfig, *, shim: bool) -> tuple[str, ...]:
+    """On GPUs SGLang's own defaults are left alone."""
+    base = SERVER_ARGS if shim else ("--device", server.device)
+    return (*base, *COMMON_ARGS, "--tp-size", str(server.tp))
+
+
+def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What all servers get beside this process's environment: their sockets' files in a folder that is removed at the
+    end, and gloo on the interface at which the learner publishes (it would look the host name up otherwise)."""
+    told = {"TMPDIR": str(temporary)}
+    if "GLOO_SOCKET_IFNAME" not in base and (interface := interface_of(config.learner.publish.host)):
+        told["GLOO_SOCKET_IFNAME"] = interface
+    return told
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the network interface that has this address, None where none has."""
+    try:
+        address = socket.gethostbyname(host)
+        loopback = ipaddress.ip_address(address).is_loopback
+    except (OSError, ValueError):
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return "lo" if loopback and sys.platform == "linux" else None
+
+
+def reachable_host(host: str) -> str:
+    """Where this machine finds a server that listens on `host`: all addresses means loopback too."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def url_of(host: str, port: int) -> str:
+    host = reachable_host(host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def free_port(host: str) -> int:
+    """A port of this address that nobody uses now. Raises OSError where the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
