@@ -1,10 +1,11 @@
-"""The actor's side of weight transport: a thread that follows the learner's plans and stages what arrives.
+"""The actor's side of weight transport: a thread that follows the learner's plans. No torch: what is done with weights
+is the business of the sink (engines.weight_sink), which is the engine's own process or a server.
 
     worker thread     handle_plan, catch_up (both return at once), stats, raise_if_failed, close
-    receiver thread   snapshots, collectives, engine.stage_weights (thread-safe by its contract)
+    receiver thread   everything of the sink: snapshots, joining, rounds, leaving
 
     waiting --plan--> catching up --Joined, Go, Ready--> in the group --Round--> receiving --Answer--> in the group
-       ^   (a snapshot newer than the engine is loaded)      |                       |
+       ^   (a snapshot that is newer is loaded)             |                       |
        +---------- Leave, a newer plan, a broken group ------+-----------------------+
 
 In the group the thread waits for the learner's next message on a socket, so a newer plan or `close` is noticed at
@@ -19,22 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import torch
-from torch import Tensor
-
-from engines.base import GenerationEngine
-from engines.buckets import Layout
-from engines.collective import (
-    GroupBroken,
-    GroupInterrupted,
-    Store,
-    WeightGroup,
-    WeightsRefused,
-    connect_store,
-    local_address_towards,
-)
-from engines.snapshot import SnapshotRefused, read_snapshot
-from engines.weight_control import Answer, AnswerStatus, ControlMember, Go, Joined, Leave, Ready, Round, Waker
+from engines.weight_control import Agreed, Answer, AnswerStatus, ControlMember, Go, Joined, Leave, Ready, Round, Waker
+from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightSink, WeightsRefused
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -60,24 +47,20 @@ class _Figures:
 
 
 class WeightReceiver:
-    """Follows WeightPlans for one engine."""
+    """Follows WeightPlans for one sink."""
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        sink: WeightSink,
         *,
         name: str,
-        device: torch.device | str = "cpu",
         on_staged: Callable[[], None] = lambda: None,
     ) -> None:
-        """`name`: this actor's, as plans list it. `device`: where NCCL delivers; gloo always delivers to the CPU.
-        `on_staged` is called from the receiver's thread whenever the engine has got weights to swap in."""
-        self._engine = engine
+        """`name`: this actor's, as plans list it. `on_staged` is called from the receiver's thread whenever there are
+        new weights."""
+        self._sink = sink
         self._on_staged = on_staged
         self._name = name
-        self._device = torch.device(device)
-        self._staged: WeightVersion | None = None
-        self._stores: dict[tuple[str, int], Store] = {}
         self._figures = _Figures()
         # Shared between the threads, under this lock.
         self._changed = threading.Condition()
@@ -107,15 +90,14 @@ class WeightReceiver:
             raise WeightReceiverFailed(f"{self._name}: {self._failure}") from self._failure
 
     @property
-    def version(self) -> WeightVersion:
-        """Newest weights that the engine has, staged ones included."""
-        version = self._engine.version
-        return version if self._staged is None else max(version, self._staged)
+    def version(self) -> WeightVersion | None:
+        """Newest weights that the sink has; None: unknown."""
+        return self._sink.version
 
     @property
     def stats(self) -> dict[str, float]:
         """For the heartbeat; totals end in `_total`."""
-        return asdict(self._figures)
+        return asdict(self._figures) | self._sink.stats
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Leave the group and end the thread. Idempotent. An engine that takes longer to stage, or a file system that
@@ -146,6 +128,7 @@ class WeightReceiver:
 
     def _run(self) -> None:
         try:
+            self._sink.prepare()
             while True:
                 plan = self._next_plan()
                 if plan is None:
@@ -181,31 +164,16 @@ class WeightReceiver:
     def _follow(self, plan: WeightPlan) -> None:
         if self._name not in plan.members:
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.members}; this actor is {self._name}")
-        if plan.backend == "nccl" and self._device.type != "cuda":
-            raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set publish.backend to gloo")
-        rank = plan.members.index(self._name) + 1
+        self._sink.check(plan)
+        index = plan.members.index(self._name)
         self._catch_up_if_told()
         if plan.weights is not None:
             self._load(plan.weights)
-        store = self._store_of(plan)
-        try:
-            control = ControlMember(store)
-        except RuntimeError as error:  # the learner behind a kept connection is gone
-            self._stores.clear()
-            raise GroupBroken(f"the store at {plan.host}:{plan.port} is gone: {error}") from None
-        with control:
-            control.send(Joined(plan.group_epoch, rank, self.version))
+        with ControlMember(plan.control) as control:
+            control.send(Joined(plan.group_epoch, index + 1, self.version))
             go = self._await_go(control, plan)
             if go is not None:
-                self._take_part(control, plan, rank, store, go.timeout_s)
-
-    def _store_of(self, plan: WeightPlan) -> Store:
-        """One connection for all groups of a learner: torch looks names up for every new one."""
-        key = (plan.host, plan.port)
-        if key not in self._stores:
-            self._stores.clear()
-            self._stores[key] = connect_store(plan.host, plan.port, plan.join_timeout_s)
-        return self._stores[key]
+                self._take_part(control, plan, index, go.timeout_s)
 
     def _await_go(self, control: ControlMember, plan: WeightPlan) -> Go | None:
         """None when rank 0 gave the group up. Raises GroupInterrupted, and GroupBroken after the join timeout."""
@@ -219,39 +187,28 @@ class WeightReceiver:
             if time.monotonic() > deadline_s:
                 raise GroupBroken(f"rank 0 did not start the group within {plan.join_timeout_s:.1f} s")
 
-    def _take_part(self, control: ControlMember, plan: WeightPlan, rank: int, store: Store, timeout_s: float) -> None:
-        group = WeightGroup(
-            store,
-            group_epoch=plan.group_epoch,
-            rank=rank,
-            world_size=plan.world_size,
-            backend=plan.backend,
-            device=self._device if plan.backend == "nccl" else "cpu",
-            address=local_address_towards(plan.host, plan.port),
-            interrupted=lambda: self._interrupted() or ("told to leave" if control.told_to_leave() else None),
-        )
+    def _take_part(self, control: ControlMember, plan: WeightPlan, index: int, timeout_s: float) -> None:
+        def interrupted() -> str | None:
+            return self._interrupted() or ("told to leave" if control.told_to_leave() else None)
+
         try:
-            self._join(group, control, plan, rank, timeout_s)
-            layout: Layout | None = None
+            try:
+                self._sink.join(plan, index, timeout_s, interrupted)
+            except (GroupBroken, GroupInterrupted) as error:
+                control.send(Ready(plan.group_epoch, index + 1, str(error)))
+                raise
+            self._figures.weight_groups_joined_total += 1
+            control.send(Ready(plan.group_epoch, index + 1))
+            agreed: Agreed | None = None
             while True:
                 message = self._recv(control, None)
                 if isinstance(message, Leave):
                     return
                 if isinstance(message, Round):
-                    if message.agreed is not None:
-                        layout = Layout(message.agreed.manifest, message.agreed.bucket_bytes)
-                    self._take_round(group, control, rank, message, layout)
+                    agreed = message.agreed or agreed
+                    self._take_round(control, index, message, agreed, interrupted)
         finally:
-            group.close()
-
-    def _join(self, group: WeightGroup, control: ControlMember, plan: WeightPlan, rank: int, timeout_s: float) -> None:
-        try:
-            group.join(timeout_s)
-        except (GroupBroken, GroupInterrupted) as error:
-            control.send(Ready(plan.group_epoch, rank, str(error)))
-            raise
-        self._figures.weight_groups_joined_total += 1
-        control.send(Ready(plan.group_epoch, rank))
+            self._sink.leave()
 
     def _recv(self, control: ControlMember, deadline_s: float | None) -> Go | Round | Leave | None:
         """The next message; None at the deadline or when woken for a snapshot. Raises GroupInterrupted."""
@@ -264,20 +221,17 @@ class WeightReceiver:
         return control.recv(left_s, self._waker)
 
     def _take_round(
-        self, group: WeightGroup, control: ControlMember, rank: int, header: Round, layout: Layout | None
+        self, control: ControlMember, index: int, header: Round, agreed: Agreed | None, interrupted: Interrupted
     ) -> None:
-        """Receive a version, stage it, answer. Any failure is answered too, so that rank 0 knows that we live."""
+        """Take a version, answer. Any failure is answered too, so that rank 0 knows that we live."""
 
         def answer(status: AnswerStatus, reason: str = "") -> None:
-            control.send(Answer(header.group_epoch, rank, header.number, status, reason))
+            control.send(Answer(header.group_epoch, index + 1, header.number, status, reason))
 
         try:
-            if layout is None or layout.manifest.digest != header.manifest_digest:
+            if agreed is None or agreed.manifest.digest != header.manifest_digest:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
-            began_s = time.monotonic()
-            named = group.receive(header.number, layout, header.timeout_s)
-            self._figures.weight_receive_s = time.monotonic() - began_s
-            self._stage(header.version, named)
+            taken = self._sink.take(header, agreed, interrupted)
         except (GroupBroken, GroupInterrupted) as error:
             answer("broken", str(error))
             raise
@@ -285,19 +239,12 @@ class WeightReceiver:
             answer("refused", f"{type(error).__name__}: {error}")
             raise
         self._figures.weights_received_total += 1
-        self._figures.weight_bytes_total += layout.total_bytes
+        self._figures.weight_bytes_total += taken.n_bytes
+        self._figures.weight_receive_s = taken.receive_s
+        if taken.staged:
+            self._figures.weight_stage_s = taken.stage_s
+            self._on_staged()
         answer("staged")
-
-    # -------------------------------------------------------------------------------------------- the engine
-
-    def _stage(self, version: WeightVersion, named: list[tuple[str, Tensor]]) -> None:
-        if version <= self.version:
-            return
-        began_s = time.monotonic()
-        self._engine.stage_weights(version, named)
-        self._staged = version
-        self._figures.weight_stage_s = time.monotonic() - began_s
-        self._on_staged()
 
     def _catch_up_if_told(self) -> None:
         with self._changed:
@@ -308,15 +255,16 @@ class WeightReceiver:
     def _load(self, ref: WeightsRef) -> None:
         """If it is newer. A snapshot that cannot be used is counted; the learner then sees that we are behind, and
         sends the version again."""
-        if ref.version <= self.version:
+        version = self.version
+        if version is not None and ref.version <= version:
             return
         began_s = time.monotonic()
         try:
-            named = read_snapshot(ref)
+            self._sink.load(ref)
         except SnapshotRefused as error:
             self._figures.snapshots_refused_total += 1
             log.warning("%s: %s", self._name, error)
             return
-        self._stage(ref.version, named)
         self._figures.snapshots_loaded_total += 1
         self._figures.snapshot_load_s = time.monotonic() - began_s
+        self._on_staged()

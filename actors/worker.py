@@ -181,6 +181,7 @@ def main(ctx: RoleContext[ActorRunConfig]) -> int:
     """Entry of an actor process (see launch.roles). Torch is imported here, not by importing this module."""
     from actors.envs.base import TextTokenizer
     from actors.weight_receiver import WeightReceiver
+    from engines.embedded_weights import EmbeddedWeights
     from engines.models import load_causal_lm, resolve_device
     from engines.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
     from engines.torch_engine import TorchEngine
@@ -200,9 +201,8 @@ def main(ctx: RoleContext[ActorRunConfig]) -> int:
         stack.callback(engine.close)
         client = stack.enter_context(Client(ctx.buffer_address, hello))
         welcome = client.connect()
-        receiver = WeightReceiver(
-            engine, name=ctx.name, device=resolve_device(config.torch.device), on_staged=client.wake
-        )
+        weights = EmbeddedWeights(engine, device=resolve_device(config.torch.device))
+        receiver = WeightReceiver(weights, name=ctx.name, on_staged=client.wake)
         receiver.start()
         stack.callback(receiver.close)
         if welcome.weights is not None:

@@ -33,8 +33,9 @@ from torch.distributed import ProcessGroupGloo
 
 from bench.weight_actors import ActorFleet, fork_server
 from builtin import STUDENT_DIR
-from engines.buckets import Manifest, manifest_of
-from engines.collective import connect_store, host_store
+from engines.buckets import manifest_of, torch_dtype
+from engines.group_operations import connect_store, host_store
+from engines.manifest import Manifest
 from engines.snapshot import write_snapshot
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
@@ -197,7 +198,7 @@ def per_tensor_member(connection: Connection, port: int, rank: int, world_size: 
             connection.recv()
         except EOFError:
             return
-        tensors = [torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in manifest.tensors]
+        tensors = [torch.zeros(spec.shape, dtype=torch_dtype(spec)) for spec in manifest.tensors]
         for tensor in tensors:
             tensor.fill_(1)
         connection.send(None)

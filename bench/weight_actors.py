@@ -30,7 +30,9 @@ from torch import Tensor
 from actors.weight_receiver import WeightReceiver
 from engines.base import EngineStats, GenerationDelta, GenerationRequest
 from engines.buckets import Layout
-from engines.collective import WeightGroup, connect_store
+from engines.collective import WeightGroup
+from engines.embedded_weights import EmbeddedWeights
+from engines.group_operations import connect_store
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 
 
@@ -117,7 +119,7 @@ def actor_main(name: str, connection: Connection, version: WeightVersion, digest
     """The process: obeys the fleet's orders until its end of the pipe closes."""
     torch.set_num_threads(1)
     engine = RecordingEngine(connection, version, digests=digests)
-    receiver = WeightReceiver(engine, name=name)
+    receiver = WeightReceiver(EmbeddedWeights(engine), name=name)
     receiver.start()
     while True:
         try:

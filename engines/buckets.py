@@ -1,10 +1,12 @@
-"""A set of named tensors as one run of bytes, cut into buckets of equal size: what a weight broadcast moves.
+"""A set of named tensors as one run of bytes, cut into buckets: what a weight broadcast moves. No process group here.
 
-    layout    tensor 0 | pad | tensor 1 | pad | ... | tensor n-1 | pad      (each starts at a multiple of 64 bytes)
-    buckets   [0, bucket_bytes) [bucket_bytes, 2 * bucket_bytes) ... the last one is smaller
+    Layout          tensor 0 | pad | tensor 1 | pad | ... | tensor n-1 | pad    (each starts at a multiple of 64 bytes)
+    buckets         [0, bucket_bytes) [bucket_bytes, 2 * bucket_bytes) ... the last one is smaller
 
-A bucket border may run through a tensor: whoever receives has the whole run in one piece, so that each tensor is a
-view of it and nothing is copied. Whoever sends gathers one bucket at a time. No process group here.
+    PackedLayout    whole tensors without padding, as engines.manifest cuts them: what SGLang servers take
+
+A bucket border of `Layout` may run through a tensor: whoever receives has the whole run in one piece, so that each
+tensor is a view of it and nothing is copied. Whoever sends gathers one bucket at a time.
 
 Legend: B = bytes of the whole run, b = bytes of one bucket. All byte tensors are uint8, 1-D.
 """
@@ -12,47 +14,23 @@ Legend: B = bytes of the whole run, b = bytes of one bucket. All byte tensors ar
 from __future__ import annotations
 
 import bisect
-import hashlib
-import math
 from collections.abc import Iterable, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
+
+from engines.manifest import Bucket, Manifest, TensorSpec, whole_tensor_buckets
 
 ALIGN_BYTES = 64
 """Where tensors start; also the unit of bucket sizes. Enough for any dtype, and for vector loads."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of the set."""
-
-    name: str
-    dtype: str
-    """Torch's name of it, e.g. "bfloat16"."""
-    shape: tuple[int, ...]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{self.name}: {self.dtype!r} is no dtype of this torch ({torch.__version__})")
-        return dtype
-
-    @property
-    def n_bytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """Names, dtypes and shapes, in the order in which the bytes lie."""
-
-    tensors: tuple[TensorSpec, ...]
-
-    @property
-    def digest(self) -> str:
-        """sha256 of the encoded manifest, hexadecimal."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """Raises ValueError for one that this torch does not have."""
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{spec.name}: {spec.dtype!r} is no dtype of this torch ({torch.__version__})")
+    return dtype
 
 
 def manifest_of(named: Iterable[tuple[str, Tensor]]) -> Manifest:
@@ -108,23 +86,60 @@ class Layout:
 
     def run_of(self, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
         """The run that these tensors are views of, if they are: then its buckets need no gathering."""
-        first = named[0][1]
-        storage = first.untyped_storage()
-        for (_, tensor), spec, offset in zip(named, self.manifest.tensors, self.offsets, strict=True):
-            same = tensor.untyped_storage().data_ptr() == storage.data_ptr()
-            at = tensor.storage_offset() * tensor.dtype.itemsize
-            if not same or not tensor.is_contiguous() or (at != offset and spec.n_bytes > 0):
-                return None
-        if storage.nbytes() != self.total_bytes:
-            return None
-        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+        return _run_of(named, self.manifest, self.offsets, self.total_bytes)
 
     def views(self, run_B: Tensor) -> list[tuple[str, Tensor]]:
         """The named tensors, as views of the run."""
-        return [
-            (spec.name, run_B[offset : offset + spec.n_bytes].view(spec.torch_dtype).view(spec.shape))
-            for spec, offset in zip(self.manifest.tensors, self.offsets, strict=True)
-        ]
+        return _views(run_B, self.manifest, self.offsets)
+
+
+class PackedLayout:
+    """Where each tensor of a manifest lies when buckets hold whole tensors."""
+
+    def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
+        """Raises ValueError unless `bucket_bytes` is positive."""
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes = {bucket_bytes}; expected at least 1")
+        self.manifest = manifest
+        self.buckets: tuple[Bucket, ...] = whole_tensor_buckets(manifest, bucket_bytes)
+        self.total_bytes = self.buckets[-1].end if self.buckets else 0
+        starts: dict[str, int] = {}
+        for bucket in self.buckets:
+            at = bucket.start
+            for spec in bucket.tensors:
+                starts[spec.name] = at
+                at += spec.n_bytes
+        self.offsets = [starts.get(spec.name, 0) for spec in manifest.tensors]
+
+    def run_of(self, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
+        """The run that these tensors are views of, if they are."""
+        return _run_of(named, self.manifest, self.offsets, self.total_bytes)
+
+    def views(self, run_B: Tensor) -> list[tuple[str, Tensor]]:
+        """The named tensors, in manifest order, as views of the run."""
+        return _views(run_B, self.manifest, self.offsets)
+
+
+def _run_of(
+    named: Sequence[tuple[str, Tensor]], manifest: Manifest, offsets: Sequence[int], total_bytes: int
+) -> Tensor | None:
+    first = named[0][1]
+    storage = first.untyped_storage()
+    for (_, tensor), spec, offset in zip(named, manifest.tensors, offsets, strict=True):
+        same = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        at = tensor.storage_offset() * tensor.dtype.itemsize
+        if not same or not tensor.is_contiguous() or (at != offset and spec.n_bytes > 0):
+            return None
+    if storage.nbytes() != total_bytes:
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+
+
+def _views(run_B: Tensor, manifest: Manifest, offsets: Sequence[int]) -> list[tuple[str, Tensor]]:
+    return [
+        (spec.name, run_B[offset : offset + spec.n_bytes].view(torch_dtype(spec)).view(spec.shape))
+        for spec, offset in zip(manifest.tensors, offsets, strict=True)
+    ]
 
 
 def byte_views(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:

@@ -24,15 +24,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines.snapshot_check import check_snapshot
+from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef, WeightVersion
 
 FILE_NAME: Final = "model.safetensors"
 _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 _PARTIAL_PREFIX: Final = ".partial-"
-
-
-class SnapshotRefused(Exception):
-    """The snapshot is missing, is not what its reference says, or cannot be read. Nothing of it was used."""
 
 
 def write_snapshot(
@@ -59,16 +57,9 @@ def write_snapshot(
 
 def read_snapshot(ref: WeightsRef) -> list[tuple[str, Tensor]]:
     """The named tensors on the CPU, mapped from the file. Raises SnapshotRefused."""
-    path = Path(ref.path)
+    path = check_snapshot(ref)
     try:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if sha256 != ref.sha256:
-            raise SnapshotRefused(f"{path}: sha256 {sha256}, expected {ref.sha256}; the file was damaged or replaced")
         with safe_open(path, framework="pt", device="cpu") as opened:
-            found = (opened.metadata() or {}).get("version")
-            if found != str(ref.version):
-                raise SnapshotRefused(f"{path}: holds version {found}, expected {ref.version}")
             names: list[str] = list(opened.keys())
             return [(name, _tensor(opened.get_tensor(name))) for name in names]
     except (OSError, SafetensorError) as error:

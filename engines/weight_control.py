@@ -12,8 +12,9 @@ So an idle member waits on a socket, not inside a collective: it can leave at on
 rank 0 knows WHO is missing: a collective only tells that somebody is. Every message carries the group's epoch; one of
 another group is ignored by both.
 
-Why not keys in the TCP store: its clients cannot wait for two things, log every wait that times out, and cannot be
-woken. The store carries the address of this channel (key `control`) and the process group's own rendezvous.
+The address of this channel travels in the WeightPlan. Why not keys in the TCP store: its clients cannot wait for two
+things, log every wait that times out, and cannot be woken; and an actor whose engine is a server has no torch. The
+store is left to the process group's own rendezvous.
 """
 
 from __future__ import annotations
@@ -28,15 +29,13 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 import zmq
 
-from engines.buckets import Manifest
-from engines.collective import Store
-from protocol.messages import WeightVersion
+from engines.manifest import Manifest
+from protocol.messages import WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
 
 AnswerStatus: TypeAlias = Literal["staged", "broken", "refused"]
 
-_STORE_KEY: Final = "control"
 _LINGER_MS: Final = 500
 """How long a last message (Leave, Answer) may take to get out after `close`."""
 
@@ -46,8 +45,9 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
     group_epoch: int
     rank: int
-    version: WeightVersion
-    """Newest weights that this member's engine has, staged ones included."""
+    """Of the member: 1 for the plan's first, and so on."""
+    version: WeightVersion | None
+    """Newest weights that this member's engine has, staged ones included; None: unknown, only a whole version helps."""
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +72,15 @@ class Agreed(msgspec.Struct, frozen=True):
     bucket_bytes: int
 
 
+class Check(msgspec.Struct, frozen=True):
+    """How a server proves that it has what was sent; exactly one of the two is there."""
+
+    checksums: dict[str, str] | None = None
+    """What it must say, by the server's own names of its tensors."""
+    weights: WeightsRef | None = None
+    """The same version as a file: taken from there it must say the same as after the broadcast."""
+
+
 class Round(msgspec.Struct, frozen=True, tag=True):
     """rank 0 -> member: the header of a broadcast, which starts at once."""
 
@@ -81,6 +90,7 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     manifest_digest: str
     agreed: Agreed | None
     timeout_s: float
+    check: Check | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -110,8 +120,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class ControlHost:
     """Rank 0's end, for all groups of its life. One thread uses it."""
 
-    def __init__(self, host: str, port: int, store: Store) -> None:
-        """Listens on `host` (port 0: the system chooses) and tells the store where."""
+    def __init__(self, host: str, port: int) -> None:
+        """Listens on `host` (port 0: the system chooses)."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
@@ -119,7 +129,8 @@ class ControlHost:
         bracketed = f"[{host}]" if ":" in host else socket.gethostbyname(host)
         self._socket.bind(f"tcp://{bracketed}:{port or '*'}")
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        store.set(_STORE_KEY, f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rpartition(':')[2]}")
+        self.endpoint: Final = f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rpartition(':')[2]}"
+        """For WeightPlan.control."""
         self._decoder = msgspec.msgpack.Decoder(FromMember)
         self._routes: dict[int, bytes] = {}
         self._group_epoch = 0
@@ -167,9 +178,8 @@ class ControlHost:
 class ControlMember:
     """A member's end, for one group. `wake` may be called from any thread, everything else from one."""
 
-    def __init__(self, store: Store) -> None:
-        """`store`: connected to rank 0's, which names this channel."""
-        endpoint = store.get(_STORE_KEY).decode()
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: WeightPlan.control. Connecting goes on in the background."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IPV6, "[" in endpoint)

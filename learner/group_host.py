@@ -12,6 +12,7 @@ Used by one thread, the publisher's. Every wait asks `gone` (has the buffer lost
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,14 @@ from typing import Final, Literal, TypeAlias, TypeVar
 
 import torch
 
-from engines.buckets import Layout, manifest_of
-from engines.collective import BackendName, GroupBroken, GroupInterrupted, WeightGroup, host_store
-from engines.weight_control import Agreed, Answer, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
+from engines.buckets import Layout, PackedLayout, manifest_of
+from engines.collective import WeightGroup
+from engines.group_operations import BackendName, Store, host_store
+from engines.manifest import Manifest
+from engines.sglang_group import ServerGroup
+from engines.weight_control import Agreed, Answer, Check, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
+from engines.weight_sink import GroupBroken, GroupInterrupted
+from learner.members import EMBEDDED, AnyLayout, Members
 from learner.publish_config import PublishConfig
 from learner.roster import Seat
 from learner.staged_weights import StagedWeights
@@ -59,19 +65,24 @@ class GroupHost:
         device: torch.device | str,
         gone: Callable[[Iterable[Seat]], frozenset[Seat]],
         closing: Callable[[], bool],
+        members: Members = EMBEDDED,
     ) -> None:
         self._config = config
+        self._members = members
         self._backend: BackendName = backend
         self._device = device
         self._gone = gone
         self._closing = closing
-        self._store = host_store(config.host, config.store_port)
-        self._control = ControlHost(config.host, config.control_port, self._store)
+        self._store: Store | None = None
+        self._control = ControlHost(config.host, config.control_port)
+        self._heard: list[FromMember] = []
+        """Read inside a collective, for `_collect`."""
+        self._token = secrets.token_hex(4)
         self._epoch = 0
         self._round = 0
-        self._group: WeightGroup | None = None
+        self._group: WeightGroup | ServerGroup | None = None
         self._seats: tuple[Seat, ...] = ()
-        self._layout: Layout | None = None
+        self._layout: AnyLayout | None = None
 
     def __repr__(self) -> str:
         return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
@@ -101,29 +112,32 @@ class GroupHost:
         self.disband("another group follows")
         self._epoch += 1
         self._control.begin(self._epoch)
-        post_plan(self._plan(seats, weights))
+        self._heard.clear()
+        store = self._store_of_group()
+        post_plan(self._plan(seats, weights, store))
         deadline_s = time.monotonic() + self._config.join_timeout_s
         joined = self._collect(seats, Joined, deadline_s)
-        result = self._unless_all(seats, joined, "no_join") or self._connect(seats)
+        result = self._unless_all(seats, joined, "no_join") or self._connect(seats, store)
         if result.error is not None:
             return result
         self._seats = seats
         self._layout = None
         self._round = 0
-        return Result(behind=newest is not None and any(message.version < newest for message in joined.values()))
+        return Result(behind=newest is not None and any(_lacks(message, newest) for message in joined.values()))
 
-    def send(self, weights: StagedWeights) -> Result:
+    def send(self, weights: StagedWeights, check: Check | None = None) -> Result:
         """Broadcast a version to the group and wait until every member has staged it: at most the broadcast timeout
-        and a grace. With an error the group is gone. Raises ValueError when the tensors are not the same as before."""
+        and a grace. With an error the group is gone. `check`: what the members do to prove that they have it. Raises
+        ValueError when the tensors are not the same as before."""
         if self._group is None:
             raise RuntimeError("there is no weight group to send through; form one first")
         timeout_s = self._config.broadcast_timeout_s
-        layout, header = self._header(weights)
+        layout, header = self._header(weights, check)
         deadline_s = time.monotonic() + timeout_s
         self._control.send(header)
         error: str | None = None
         try:
-            self._group.send(self._round, layout, weights.named, timeout_s)
+            self._broadcast(self._group, layout, weights, timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
         return self._conclude(self._collect(self._seats, Answer, deadline_s, error=error), error)
@@ -136,34 +150,70 @@ class GroupHost:
     def close(self) -> None:
         self.disband("the learner is closing")
         self._control.close()
+        self._store = None
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None) -> WeightPlan:
+    def _store_of_group(self) -> Store:
+        """Embedded members keep their connection to one store; one that servers wait at has to end with its group."""
+        if self._members.kind == "servers":
+            return host_store(self._config.host, self._config.store_port)
+        self._store = self._store or host_store(self._config.host, self._config.store_port)
+        return self._store
+
+    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None, store: Store) -> WeightPlan:
         return WeightPlan(
             group_epoch=self._epoch,
             host=self._config.host,
-            port=self._store.port,
+            port=store.port,
             backend=self._backend,
             members=tuple(seat.name for seat in seats),
-            world_size=len(seats) + 1,
+            world_size=self._world_size(seats),
             join_timeout_s=self._config.join_timeout_s,
             weights=weights,
+            control=self._control.endpoint,
+            kind=self._members.kind,
+            ranks_per_member=self._members.ranks_each,
+            group_name=self._group_name,
         )
 
-    def _connect(self, seats: tuple[Seat, ...]) -> Result:
-        timeout_s = self._config.join_timeout_s
-        deadline_s = time.monotonic() + timeout_s
-        self._group = WeightGroup(
-            self._store,
+    @property
+    def _group_name(self) -> str:
+        return f"stillhouse-{self._token}-{self._epoch}"
+
+    def _world_size(self, seats: tuple[Seat, ...]) -> int:
+        return 1 + len(seats) * self._members.ranks_each
+
+    def _make_group(self, seats: tuple[Seat, ...], store: Store) -> WeightGroup | ServerGroup:
+        def interrupted() -> str | None:
+            return self._stop_reason(seats)
+
+        if self._members.kind == "servers":
+            return ServerGroup(
+                store,
+                group_name=self._group_name,
+                world_size=self._world_size(seats),
+                backend=self._backend,
+                device=self._device,
+                address=self._config.host,
+                interrupted=interrupted,
+            )
+        return WeightGroup(
+            store,
             group_epoch=self._epoch,
             rank=0,
-            world_size=len(seats) + 1,
+            world_size=self._world_size(seats),
             backend=self._backend,
             device=self._device,
             address=self._config.host,
-            interrupted=lambda: self._stop_reason(seats),
+            interrupted=interrupted,
         )
+
+    def _connect(self, seats: tuple[Seat, ...], store: Store) -> Result:
+        timeout_s = self._config.join_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        self._group = self._make_group(seats, store)
+        del store
         self._control.send(Go(self._epoch, timeout_s))
         error: str | None = None
         try:
@@ -179,12 +229,27 @@ class GroupHost:
             return Result()
         return self._failed(error or "not every member was ready in time", {})
 
-    def _header(self, weights: StagedWeights) -> tuple[Layout, Round]:
+    def _broadcast(
+        self, group: WeightGroup | ServerGroup, layout: AnyLayout, weights: StagedWeights, timeout_s: float
+    ) -> None:
+        if isinstance(group, ServerGroup):
+            assert isinstance(layout, PackedLayout)
+            group.send(self._round, layout, weights.named, timeout_s)
+        else:
+            assert isinstance(layout, Layout)
+            group.send(self._round, layout, weights.named, timeout_s)
+
+    def _layout_of(self, manifest: Manifest) -> AnyLayout:
+        bucket_bytes = self._config.bucket_bytes
+        servers = self._members.kind == "servers"
+        return PackedLayout(manifest, bucket_bytes) if servers else Layout(manifest, bucket_bytes)
+
+    def _header(self, weights: StagedWeights, check: Check | None) -> tuple[AnyLayout, Round]:
         manifest = manifest_of(weights.named)
         agreed: Agreed | None = None
         if self._layout is None:
             agreed = Agreed(manifest, self._config.bucket_bytes)
-            self._layout = Layout(manifest, self._config.bucket_bytes)
+            self._layout = self._layout_of(manifest)
         elif self._layout.manifest != manifest:
             raise ValueError(
                 "the tensors to publish are not those of the former version: names, dtypes and shapes must stay the "
@@ -198,6 +263,7 @@ class GroupHost:
             manifest_digest=manifest.digest,
             agreed=agreed,
             timeout_s=self._config.broadcast_timeout_s,
+            check=check,
         )
         return self._layout, header
 
@@ -226,7 +292,8 @@ class GroupHost:
         messages: dict[int, _Message] = {}
         wait_s = 0.0
         while True:
-            for message in self._control.poll(wait_s):
+            heard, self._heard = [*self._heard, *self._control.poll(wait_s)], []
+            for message in heard:
                 if isinstance(message, kind) and 0 < message.rank <= len(seats) and self._is_of_now(message):
                     messages[message.rank] = message
             owed = frozenset(seat for rank, seat in enumerate(seats, start=1) if rank not in messages)
@@ -234,7 +301,7 @@ class GroupHost:
             if owed == gone or (gone and self._group is None) or self._closing():
                 return messages
             left_s = deadline_s - time.monotonic()
-            trouble = error is not None or gone or any(_tells_of_failure(message) for message in messages.values())
+            trouble = error is not None or gone or any(self._failure_of(message) for message in messages.values())
             if self._group is not None and (trouble or left_s <= 0):
                 self._release(error or "the group does not answer")
                 deadline_s = time.monotonic() + self._config.answer_grace_s
@@ -256,10 +323,26 @@ class GroupHost:
     def _is_of_now(self, message: FromMember) -> bool:
         return not isinstance(message, Answer) or message.number == self._round
 
+    def _failure_of(self, message: FromMember) -> str:
+        """Why the others cannot go on either; empty if they can. An engine refuses when it has passed on every byte, a
+        server perhaps before."""
+        match message:
+            case Answer():
+                fatal = message.status == "broken" or (message.status == "refused" and self._members.kind == "servers")
+                return (message.reason or message.status) if fatal else ""
+            case Ready():
+                return message.error or ""
+            case Joined():
+                return ""
+
     def _stop_reason(self, seats: tuple[Seat, ...]) -> str | None:
-        """Asked from inside a collective."""
+        """Asked from inside a collective: rank 0 must not wait for who has said already that it failed."""
         if self._closing():
             return "the learner is closing"
+        self._heard += self._control.poll(0.0)
+        for message in self._heard:
+            if self._is_of_now(message) and (failure := self._failure_of(message)):
+                return f"member {message.rank}: {failure}"
         gone = self._gone(seats)
         return f"{', '.join(seat.name for seat in sorted(gone))} left" if gone else None
 
@@ -283,11 +366,5 @@ class GroupHost:
         return Result(error=error, lost=lost)
 
 
-def _tells_of_failure(message: FromMember) -> bool:
-    match message:
-        case Answer():
-            return message.status == "broken"
-        case Ready():
-            return message.error is not None
-        case Joined():
-            return False
+def _lacks(message: Joined, newest: WeightVersion) -> bool:
+    return message.version is None or message.version < newest

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
+
+PublishDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
 
 _BUCKET_UNIT_BYTES = 64
 
@@ -14,17 +16,22 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The collective path (all actors at once), the snapshot path (those who were not there), and who is waited for."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl when the learner trains and the actors run on GPUs and this torch has NCCL, else gloo. Set gloo when
-    actors share a GPU with one another or with the learner: NCCL needs one GPU per process."""
+    """auto: nccl when the learner trains and the actors (or their servers) run on GPUs and this torch has NCCL, else
+    gloo. Set gloo when actors share a GPU with one another or with the learner: NCCL needs one GPU per process."""
+    dtype: PublishDtype = "keep"
+    """Of what is sent. keep: that of the learner's own weights, which is float32. bfloat16 halves the bytes, and loses
+    nothing where the actors run in it."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner; the store, the control channel and gloo listen on
     it and on nothing else. They ask nobody for a password: use a private network."""
     store_port: int = 0
-    """TCP port of the store. 0: the system chooses (it is told in every WeightPlan)."""
+    """TCP port of the store. 0: the system chooses (it is told in every WeightPlan). For SGLang servers each group has
+    a store of its own, one after the other on this port."""
     control_port: int = 0
     """TCP port of the control channel. 0: the system chooses."""
     bucket_bytes: int = 64 << 20
-    """A broadcast moves the weights in pieces of this size, a multiple of 64; the learner holds two of them."""
+    """A broadcast moves the weights in pieces of this size, a multiple of 64; the learner holds two of them. For SGLang
+    servers a piece is whole tensors, and one tensor may be larger."""
     join_timeout_s: float = 30.0
     """An actor that has not taken up a plan (loading the snapshot included) by then is left out. Large models need more
     than the time that reading and hashing them takes."""
@@ -47,6 +54,12 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """With every_version: longest that `publish` waits before it raises."""
     keep_snapshots: int = 2
     """The newest so many stay in the run folder."""
+    verify: Literal["auto", "expected", "reload", "off"] = "auto"
+    """How an SGLang server proves that it has the weights that were sent. expected: the learner says what the server's
+    checksums must be (servers on a CPU, tp = 1); reload: taken once more, from the snapshot file, the same version must
+    have the same checksums; auto: expected where it can be, else reload."""
+    verify_every: int = 0
+    """When: with the first version that each server gets, and then with every so many versions. 0: only the first."""
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -75,5 +88,7 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"rejoin_delay_max_s = {self.rejoin_delay_max_s}; expected at least rejoin_delay_s = "
                 f"{self.rejoin_delay_s}"
             )
+        if self.verify_every < 0:
+            raise ValueError(f"verify_every = {self.verify_every}; expected 0 (only the first) or more")
         if self.keep_snapshots < 1:
             raise ValueError(f"keep_snapshots = {self.keep_snapshots}; expected at least 1 (joiners read the newest)")

@@ -29,9 +29,10 @@ from typing import Final, Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from engines.collective import choose_backend
+from engines.group_operations import choose_backend
 from engines.snapshot import write_snapshot
 from learner.group_host import DropReason, GroupHost, Result
+from learner.members import EMBEDDED, Members
 from learner.publish_config import PublishConfig
 from learner.publish_stats import PublisherStats, PublishFigures
 from learner.roster import Roster, Seat
@@ -66,11 +67,14 @@ class Publisher:
         published: Callable[[WeightVersion, WeightsRef | None, float], None],
         expected_actors: int = 0,
         device: torch.device | str = "cpu",
+        members: Members = EMBEDDED,
     ) -> None:
         """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
         the publisher's thread. `expected_actors`: the group is made without delay once so many are connected (0 =
-        unknown). `device`: where the weights are. Raises ValueError for a backend that this machine has not."""
+        unknown). `device`: where the weights are. `members`: what the actors' engines are. Raises ValueError for a
+        backend that this machine has not."""
         self._config = config
+        self._members = members
         self._snapshot_dir = snapshot_dir
         self._post_plan = post_plan
         self._published = published
@@ -81,6 +85,7 @@ class Publisher:
             device=device if backend == "nccl" else "cpu",
             gone=self._gone,
             closing=lambda: self._closing,
+            members=members,
         )
         self._roster = Roster(config, expected_actors)
         # Shared between the threads, under this lock.
@@ -139,7 +144,7 @@ class Publisher:
             elif self._spare:
                 staged = self._spare.pop()
             else:
-                staged = StagedWeights()
+                staged = StagedWeights(self._members, dtype=self._config.dtype, bucket_bytes=self._config.bucket_bytes)
         began_s = time.monotonic()
         staged.fill(version, named)
         with self._changed:

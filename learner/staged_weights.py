@@ -8,27 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.buckets import ALIGN_BYTES, Layout, manifest_of
+from engines.buckets import manifest_of
+from engines.manifest import Manifest, TensorSpec
+from learner.members import EMBEDDED, AnyLayout, Members
+from learner.publish_config import PublishDtype
 from protocol.messages import WeightVersion
+
+_DEFAULT_BUCKET_BYTES = 64 << 20
 
 
 class StagedWeights:
     """One set of copies, on the device of the originals, all in one run of memory, which a broadcast can send as it
     lies. The next `fill` uses that memory again: fresh memory costs several times what the copying does."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        members: Members = EMBEDDED,
+        *,
+        dtype: PublishDtype = "keep",
+        bucket_bytes: int = _DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        """`members`: for whom, which is how the copies are laid. `dtype`: of all floating-point copies."""
         self.version = WeightVersion(0, 0)
         self.named: list[tuple[str, Tensor]] = []
-        self._layout: Layout | None = None
+        self._members = members
+        self._dtype: PublishDtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._layout: AnyLayout | None = None
         self._copied: Any = None
 
     def fill(self, version: WeightVersion, named: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the tensors. On a GPU the copies are only queued, behind the work that makes the weights. Raises
         ValueError for no tensors, or a name that comes twice."""
         originals = [(name, tensor.detach()) for name, tensor in named]
-        manifest, device = manifest_of(originals), originals[0][1].device
+        manifest, device = self._cast(manifest_of(originals), originals), originals[0][1].device
         if self._layout is None or self._layout.manifest != manifest or self.named[0][1].device != device:
-            self._layout = Layout(manifest, ALIGN_BYTES)
+            self._layout = self._members.staging(manifest, self._bucket_bytes)
             self.named = self._layout.views(torch.zeros(self._layout.total_bytes, dtype=torch.uint8, device=device))
         for (_, copy), (_, original) in zip(self.named, originals, strict=True):
             copy.copy_(original)
@@ -46,3 +61,13 @@ class StagedWeights:
     @property
     def n_bytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.named)
+
+    def _cast(self, manifest: Manifest, originals: list[tuple[str, Tensor]]) -> Manifest:
+        if self._dtype == "keep":
+            return manifest
+        return Manifest(
+            tuple(
+                TensorSpec(spec.name, self._dtype, spec.shape) if tensor.is_floating_point() else spec
+                for spec, (_, tensor) in zip(manifest.tensors, originals, strict=True)
+            )
+        )

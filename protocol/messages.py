@@ -423,17 +423,26 @@ class WeightsRef(msgspec.Struct, frozen=True):
 class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     """learner -> buffer -> each member actor: leave the former weight group, catch up from `weights`, join this one.
 
-    Rank 0 (the learner) hosts the TCP store at host:port and broadcasts; ranks 1.. follow `members`."""
+    Rank 0 (the learner) hosts the TCP store at host:port and broadcasts; members[i] has the ranks from
+    `1 + i * ranks_per_member` on."""
 
     group_epoch: int
     host: str
     port: int
     backend: Literal["gloo", "nccl"]
     members: tuple[str, ...]
-    """Actor names; the rank of members[i] is i + 1."""
+    """Actor names, in the order of their ranks."""
     world_size: int
     join_timeout_s: float
     weights: WeightsRef | None
+    control: str = ""
+    """Endpoint of the learner's control channel (`engines.weight_control`)."""
+    kind: Literal["engines", "servers"] = "engines"
+    """Who the ranks are: the members' own processes, or the SGLang server of each."""
+    ranks_per_member: int = 1
+    """Above 1: the tensor-parallel ranks of a server."""
+    group_name: str = ""
+    """Of the process group; unique over all learners that a server ever sees."""
 
 
 class PostWeightPlan(msgspec.Struct, frozen=True, tag=True):

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from actors.weight_receiver import WeightReceiver, WeightReceiverFailed
 from engines.base import EngineStats, GenerationDelta, GenerationRequest
-from engines.collective import WeightGroup, host_store
+from engines.collective import WeightGroup
 from engines.config import EngineConfig
+from engines.embedded_weights import EmbeddedWeights
+from engines.group_operations import host_store
 from engines.models import load_causal_lm
 from engines.snapshot import write_snapshot
 from engines.torch_engine import TorchEngine
@@ -85,7 +87,7 @@ def engine() -> MemoryEngine:
 
 @pytest.fixture
 def receiver(engine: MemoryEngine) -> Iterator[WeightReceiver]:
-    receiver = WeightReceiver(engine, name=NAME)
+    receiver = WeightReceiver(EmbeddedWeights(engine), name=NAME)
     receiver.start()
     yield receiver
     receiver.close()
@@ -257,9 +259,9 @@ def test_closing_ends_the_thread_while_it_waits_inside_a_collective(
 
     monkeypatch.setattr(WeightGroup, "_finish_oldest", tell_and_finish)
     store = host_store("127.0.0.1")
-    control = ControlHost("127.0.0.1", 0, store)
+    control = ControlHost("127.0.0.1", 0)
     control.begin(1)
-    receiver.handle_plan(WeightPlan(1, "127.0.0.1", store.port, "gloo", (NAME,), 2, 8.0, None))
+    receiver.handle_plan(WeightPlan(1, "127.0.0.1", store.port, "gloo", (NAME,), 2, 8.0, None, control.endpoint))
     while not control.poll(1.0):
         pass
     control.send(Go(1, 8.0))
@@ -277,7 +279,7 @@ def test_the_embedded_engine_runs_on_what_was_broadcast(host: GroupHost) -> None
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
     changed = [(name, parameter.detach() * 1.5) for name, parameter in model.named_parameters()]
     engine = TorchEngine(model, EngineConfig(max_concurrent=2, max_context=64))
-    receiver = WeightReceiver(engine, name=NAME)
+    receiver = WeightReceiver(EmbeddedWeights(engine), name=NAME)
     receiver.start()
     student = StagedWeights()
     student.fill(V1, changed)

@@ -16,15 +16,9 @@ from torch import Tensor
 import engines.collective
 from bench.weight_actors import Fault, doomed_rank, fork_server
 from engines.buckets import Layout, manifest_of
-from engines.collective import (
-    GroupBroken,
-    GroupInterrupted,
-    Store,
-    WeightGroup,
-    WeightsRefused,
-    connect_store,
-    host_store,
-)
+from engines.collective import WeightGroup
+from engines.group_operations import Store, connect_store, host_store
+from engines.weight_sink import GroupBroken, GroupInterrupted, WeightsRefused
 
 Named = list[tuple[str, Tensor]]
 HOST = "127.0.0.1"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.snapshot import FILE_NAME, SnapshotRefused, read_snapshot, snapshots, write_snapshot
+from engines.snapshot import FILE_NAME, read_snapshot, snapshots, write_snapshot
+from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef, WeightVersion
 
 VERSION = WeightVersion(1, 7)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines.collective import choose_backend
+from engines.group_operations import choose_backend
 from learner.publish_config import PublishConfig
 
 

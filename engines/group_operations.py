@@ -1,0 +1,227 @@
+"""Operations of one process group with a deadline on each, on one rank. Same code over gloo and NCCL.
+
+Process groups are made directly on a TCP store, never through torch.distributed's global default group, so that many
+may follow one another in a process, and the learner's own (torchrun) group is not touched.
+
+torch and gloo cannot take a started operation back, so each operation carries its deadline itself, and `close` leaves a
+stuck one to a thread of its own, which ends at that deadline.
+
+A TCPStore looks up the name of every peer that connects, in its one thread, and each client does the same: where
+reverse DNS is slow, that costs seconds. Hence the listening socket is bound by us to the address family of the host
+(127.0.0.1 is then found in /etc/hosts).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
+from torch.distributed import PrefixStore as _PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store as _AnyStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted
+
+BackendName: TypeAlias = Literal["gloo", "nccl"]
+Store: TypeAlias = _TCPStore
+AnyStore: TypeAlias = _AnyStore
+
+WAIT_SLICE_S: Final = 0.1
+"""How soon an interruption is noticed inside an operation."""
+CLOSE_WAIT_S: Final = 0.3
+"""`close` waits this long for the group's own threads; a stuck one is left to end at its deadline."""
+BUFFERS: Final = 2
+"""Operations under way at one time."""
+
+
+def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device) -> BackendName:
+    """Raises ValueError when NCCL is wanted and cannot be had."""
+    can_nccl = device.type == "cuda" and dist.is_nccl_available()
+    if wanted == "nccl" and not can_nccl:
+        raise ValueError(
+            f"backend = nccl with weights on {device} and NCCL {'' if dist.is_nccl_available() else 'not '}built into "
+            "this torch; expected both a GPU and NCCL: set backend to gloo"
+        )
+    return "nccl" if can_nccl and wanted != "gloo" else "gloo"
+
+
+def host_store(host: str, port: int = 0) -> Store:
+    """The store of rank 0, listening on `host` only. Port 0: the system chooses, read it from `.port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    return Store(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach(),  # the store owns it from here on
+    )
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    """A member's connection to the store of rank 0, which is there before any plan names it. Raises GroupBroken when
+    there is none, at once where the connection is refused (TCPStore itself would try again until the timeout)."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        raise GroupBroken(f"no TCP store at {host}:{port}: {error}") from None
+    try:
+        return Store(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise GroupBroken(f"no TCP store at {host}:{port} after {timeout_s:.1f} s: {first_line(error)}") from None
+
+
+def local_address_towards(host: str, port: int) -> str:
+    """The address of this machine from which `host` is reached; gloo binds to it. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def prefixed(store: AnyStore, *prefixes: str) -> AnyStore:
+    """The part of a store whose keys begin with these, the first one outermost."""
+    for prefix in prefixes:
+        store = _PrefixStore(prefix, store)
+    return store
+
+
+class GroupOperations:
+    """One rank of one group. Use from one thread; subclasses say how the group is made and what is sent through it."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        backend: BackendName,
+        device: torch.device | str,
+        address: str,
+        interrupted: Interrupted,
+    ) -> None:
+        """`device`: where the bytes travel (cpu for gloo). `address`: this machine's, for gloo. `interrupted` is asked
+        about every 0.1 s while waiting; a reason ends the wait with GroupInterrupted."""
+        self._rank = rank
+        self._world_size = world_size
+        self._backend: BackendName = backend
+        self._device = torch.device(device)
+        self._address = address
+        self._interrupted = interrupted
+        # torch's type stubs leave `broadcast` out of the process groups.
+        self._group: Any = None
+        # Operations live here only: a local variable would be kept by the traceback of a failed one, and with it the
+        # sockets that must close for the other members to notice.
+        self._under_way: deque[Work] = deque()
+        self._buffers_b: list[Tensor] = []
+
+    def __repr__(self) -> str:
+        state = "joined" if self._group is not None else "not joined"
+        return f"{type(self).__name__}(rank={self._rank}/{self._world_size}, {self._backend}, {state})"
+
+    def close(self) -> None:
+        """Leave. Peers see closed connections. Returns soon even when an operation is stuck."""
+        if self._group is None:
+            return
+        doomed: list[Any] = [self._under_way, self._group]
+        self._group, self._under_way = None, deque()
+        self._buffers_b = []
+        # Not a daemon: torch's destructors must not come back to an interpreter that is being taken down.
+        undertaker = threading.Thread(target=_destroy, args=(doomed, self._backend), name="weight-group-close")
+        undertaker.start()
+        undertaker.join(CLOSE_WAIT_S)
+
+    # ------------------------------------------------------------------------------------------- operations
+
+    def _start(self, tensor: Tensor, deadline_s: float) -> None:
+        if self._group is None:
+            raise GroupBroken(f"{self!r} is closed or was never joined")
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        options.timeout = timedelta(seconds=max(deadline_s - time.monotonic(), 0.001))
+        try:
+            self._under_way.append(self._group.broadcast([tensor], options))
+        except RuntimeError as error:
+            raise GroupBroken(f"{self!r}: {first_line(error)}") from None
+
+    def _finish_all(self, deadline_s: float) -> None:
+        while self._under_way:
+            self._finish_oldest(deadline_s)
+
+    def _finish_oldest(self, deadline_s: float) -> None:
+        """Wait for the operation that was started first."""
+        while True:
+            reason = self._interrupted()
+            if reason is not None:
+                raise GroupInterrupted(reason)
+            left_s = deadline_s - time.monotonic()
+            if self._finished(min(WAIT_SLICE_S, max(left_s, 0.001))):
+                self._under_way.popleft()
+                return
+            if left_s <= 0:
+                raise GroupBroken(f"{self!r}: a broadcast missed its deadline")
+
+    def _finished(self, wait_s: float) -> bool:
+        """Wait a little for the oldest operation. Raises GroupBroken if it failed."""
+        completed = self._under_way[0].is_completed()
+        if self._backend == "nccl":
+            # A wait with a timeout would abort the communicator at its end; without one it only orders the streams.
+            if completed:
+                self._under_way[0].wait()
+            else:
+                time.sleep(0.0005)
+            return completed
+        try:
+            self._under_way[0].wait(timedelta(seconds=wait_s))
+        except RuntimeError as error:  # torch's way to say both "not yet" and "failed"
+            if completed:
+                raise GroupBroken(f"{self!r}: {first_line(error)}") from None
+            return False
+        return True
+
+    def _buffer(self, index: int, n_bytes: int) -> Tensor:
+        """One of the buffers that take turns, of `n_bytes` at least."""
+        if not self._buffers_b or self._buffers_b[0].numel() < n_bytes:
+            self._buffers_b = [torch.zeros(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+        return self._buffers_b[index % BUFFERS]
+
+    def _make_group(self, store: AnyStore, timeout_s: float, *, lazy: bool) -> Any:
+        """`lazy`: gloo's connections are made on first use; all ranks must do the same. NCCL always does."""
+        timeout = timedelta(seconds=timeout_s)
+        if self._backend == "gloo":
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # pyright: ignore
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._address, lazy_init=lazy)]
+            options._timeout = timeout
+            options._threads = BUFFERS
+            return ProcessGroupGloo(store, self._rank, self._world_size, options)
+        nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+        if nccl is None:
+            raise GroupBroken("this torch was built without NCCL; set the backend to gloo")
+        # Deadlines are ours: torch's watchdog would end the whole process for one hung member.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        options = nccl.Options()
+        options._timeout = timeout
+        return nccl(store, self._rank, self._world_size, options)
+
+
+def _destroy(doomed: list[Any], backend: BackendName) -> None:
+    """Drop the last references, in a thread that may block: gloo's destructor waits for running operations."""
+    if backend == "nccl":
+        doomed[1].abort()
+    doomed.clear()
+
+
+def first_line(error: BaseException) -> str:
+    """Of what torch says, which goes on with a stack trace."""
+    return str(error).strip().split("\n", 1)[0][:300]

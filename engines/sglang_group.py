@@ -1,0 +1,126 @@
+"""Rank 0 of the update group of SGLang servers. The other ranks are SGLang's own code: all here is as it expects.
+
+    rendezvous   TCPStore at the plan's host:port, keys under GROUP, then GROUP/, then cpu/ (gloo) or cuda/ (nccl), as
+                 torch's _new_process_group_helper nests them; gloo connects all with all at once
+    round        one broadcast per bucket of whole tensors (engines.manifest), and nothing else: no greeting, no sums
+
+A server that waits for the rendezvous or in a broadcast does so with a timeout of its own, of up to half an hour, which
+nobody can set. It comes free when what it waits for breaks: so each group has a TCP store of its own, which ends with
+the group, and `close` closes our end of all connections.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from engines.buckets import PackedLayout
+from engines.group_operations import (
+    BUFFERS,
+    WAIT_SLICE_S,
+    AnyStore,
+    BackendName,
+    GroupOperations,
+    Store,
+    connect_store,
+    first_line,
+    prefixed,
+)
+from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted
+
+_DEVICE_PREFIX: Final[dict[BackendName, str]] = {"gloo": "cpu/", "nccl": "cuda/"}
+"""Of the first device that torch lists for a backend; the group serves all devices."""
+
+
+class ServerGroup(GroupOperations):
+    """Rank 0 of one group. Use from one thread: `join`, then `send`, then `close`."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        group_name: str,
+        world_size: int,
+        backend: BackendName,
+        device: torch.device | str,
+        address: str,
+        interrupted: Interrupted,
+    ) -> None:
+        """`store`: hosted here, for this group alone; the caller keeps no reference."""
+        super().__init__(
+            rank=0, world_size=world_size, backend=backend, device=device, address=address, interrupted=interrupted
+        )
+        self._hosted: Store | None = store
+        self._group_name = group_name
+
+    def join(self, timeout_s: float) -> None:
+        """Meet the servers, which are told over HTTP at the same time. Raises GroupBroken or GroupInterrupted."""
+        if self._hosted is None:
+            raise GroupBroken(f"{self!r} is closed")
+        # A connection of its own: our end must not keep the store itself alive.
+        connection = connect_store(self._hosted.host, self._hosted.port, timeout_s)
+        store = prefixed(connection, self._group_name, f"{self._group_name}/", _DEVICE_PREFIX[self._backend])
+        meeting = _Meeting(self, store, timeout_s)
+        deadline_s = time.monotonic() + timeout_s + WAIT_SLICE_S
+        while not meeting.over.wait(WAIT_SLICE_S):
+            reason = self._interrupted()
+            if reason is not None:
+                raise GroupInterrupted(reason)
+            if time.monotonic() > deadline_s:
+                raise GroupBroken(f"{self!r}: not every server came within {timeout_s:.1f} s")
+        if meeting.error is not None:
+            raise GroupBroken(f"{self!r} could not be made: {meeting.error}")
+        self._group = meeting.group
+
+    def make(self, store: AnyStore, timeout_s: float) -> Any:
+        """The process group; blocks until all are connected (gloo)."""
+        return self._make_group(store, timeout_s, lazy=False)
+
+    def send(
+        self, round_number: int, layout: PackedLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
+    ) -> None:
+        """Broadcast the tensors, which must lie in one run as `layout` says (`layout.views`). Returns when the bytes
+        have left this process. Raises GroupBroken or GroupInterrupted."""
+        deadline_s = time.monotonic() + timeout_s
+        run_B = layout.run_of(named)
+        if run_B is None:
+            raise ValueError(f"round {round_number}: the tensors do not lie as the layout says")
+        for index, bucket in enumerate(layout.buckets):
+            if len(self._under_way) == BUFFERS:
+                self._finish_oldest(deadline_s)  # the buffer of bucket index - 2 is free again
+            bucket_b = run_B[bucket.start : bucket.end]
+            if bucket_b.device != self._device:
+                buffer_b = self._buffer(index, max(bucket.end - bucket.start for bucket in layout.buckets))
+                bucket_b = buffer_b[: bucket.end - bucket.start].copy_(bucket_b)
+            self._start(bucket_b, deadline_s)
+        self._finish_all(deadline_s)
+
+    def close(self) -> None:
+        """Also ends the store: servers that wait for the rendezvous come free."""
+        self._hosted = None
+        super().close()
+
+
+class _Meeting:
+    """Making the process group, in a thread: it cannot be interrupted. When nobody waits any more it ends at its
+    timeout, or when the store ends."""
+
+    def __init__(self, owner: ServerGroup, store: AnyStore, timeout_s: float) -> None:
+        self.over = threading.Event()
+        self.group: Any = None
+        self.error: str | None = None
+        self._thread = threading.Thread(target=self._run, args=(owner, store, timeout_s), name="weight-group-join")
+        self._thread.start()
+
+    def _run(self, owner: ServerGroup, store: AnyStore, timeout_s: float) -> None:
+        try:
+            self.group = owner.make(store, timeout_s)
+        except (RuntimeError, GroupBroken) as error:
+            self.error = first_line(error)
+        finally:
+            self.over.set()

@@ -1,0 +1,38 @@
+"""Is a snapshot of weights what its reference says? No torch: servers read the file, and their actors check it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Final
+
+from engines.weight_sink import SnapshotRefused
+from protocol.messages import WeightsRef
+
+_HEADER_MAX_BYTES: Final = 100_000_000
+"""The format's own limit."""
+
+
+def check_snapshot(ref: WeightsRef) -> Path:
+    """The file, if it has the bytes that the learner wrote and names the version. Raises SnapshotRefused."""
+    path = Path(ref.path)
+    try:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != ref.sha256:
+                raise SnapshotRefused(
+                    f"{path}: sha256 {sha256}, expected {ref.sha256}; the file was damaged or replaced"
+                )
+            file.seek(0)
+            (n_header,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(n_header, _HEADER_MAX_BYTES)))
+    except OSError as error:
+        raise SnapshotRefused(f"{path}: {error}") from error
+    except (ValueError, struct.error) as error:
+        raise SnapshotRefused(f"{path}: no safetensors header: {error}") from error
+    found = header.get("__metadata__", {}).get("version")
+    if found != str(ref.version):
+        raise SnapshotRefused(f"{path}: holds version {found}, expected {ref.version}")
+    return path

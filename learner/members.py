@@ -1,0 +1,33 @@
+"""What the members of the weight group are: actors with an embedded engine, or with an SGLang server each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from engines.buckets import ALIGN_BYTES, Layout, PackedLayout
+from engines.manifest import Manifest
+
+CheckBy: TypeAlias = Literal["expected", "reload", "off"]
+"""How a server proves that it has what was sent (engines.weight_control.Check); off: not at all."""
+AnyLayout: TypeAlias = Layout | PackedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Of one run: all are of one kind."""
+
+    kind: Literal["engines", "servers"] = "engines"
+    ranks_each: int = 1
+    """Above 1: the tensor-parallel ranks of a server."""
+    check_by: CheckBy = "off"
+
+    def staging(self, manifest: Manifest, bucket_bytes: int) -> AnyLayout:
+        """How copies of the weights are laid, so that buckets can be sent as they lie. With engines the cuts are made
+        later, and only the places of the tensors count."""
+        if self.kind == "servers":
+            return PackedLayout(manifest, bucket_bytes)
+        return Layout(manifest, ALIGN_BYTES)
+
+
+EMBEDDED = Members()
