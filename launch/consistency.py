@@ -33,7 +33,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_groups_that_never_fit(config),
             *(_context_window(config, student) if student is not None else ()),
         ],
-        warnings=[*_uneven_groups(config), *_little_room(config)],
+        warnings=[*_uneven_groups(config), *_little_room(config, student)],
     )
 
 
@@ -102,8 +102,9 @@ def _uneven_groups(config: RunConfig) -> Iterator[str]:
 
 
 def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
+    """A server takes its window from the model."""
     wanted, window = config.actor.torch.max_context, context_window(student)
-    if window is not None and wanted > window:
+    if config.actor.engine == "torch" and window is not None and wanted > window:
         yield (
             f"actor.torch.max_context: got {wanted}, expected at most {window}, the max_position_embeddings of "
             f"{student / 'config.json'}"
@@ -122,12 +123,17 @@ def context_window(folder: Path) -> int | None:
     return None
 
 
-def _little_room(config: RunConfig) -> Iterator[str]:
-    tasks, window = config.learner.tasks, config.actor.torch.max_context
+def _little_room(config: RunConfig, student: Path | None) -> Iterator[str]:
+    tasks, window, told = config.learner.tasks, config.actor.torch.max_context, "actor.torch.max_context: "
+    if config.actor.engine == "sglang":
+        of_model = context_window(student) if student is not None else None
+        if of_model is None:
+            return
+        window, told = of_model, "models.student: its context of "  # a server may have been told to take less
     if tasks.max_prompt_tokens + tasks.max_new_tokens > window:
         full = max(0, window - tasks.max_new_tokens)
         yield (
-            f"actor.torch.max_context: {window} is less than learner.tasks.max_prompt_tokens + max_new_tokens = "
+            f"{told}{window} is less than learner.tasks.max_prompt_tokens + max_new_tokens = "
             f"{tasks.max_prompt_tokens} + {tasks.max_new_tokens}; answers to prompts of more than {full} tokens will "
             f"be cut short (finish reason length), and prompts of {window} or more get none"
         )

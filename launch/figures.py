@@ -39,6 +39,10 @@ class RunView(NamedTuple):
     memory_bytes: int
     ending: str | None
     """Why the run is ending, once it is."""
+    servers_up: int = 0
+    """Inference servers of the launcher's that answer."""
+    servers: int = 0
+    """That there should be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,8 @@ class Figures:
     restarts: int
     memory_bytes: int
     ending: str | None
+    servers_up: int
+    servers: int
 
     def rate(self, role: str) -> float:
         return self.tokens_per_s.get(role, math.nan)
@@ -110,6 +116,8 @@ class Rates:
             restarts=view.restarts,
             memory_bytes=view.memory_bytes,
             ending=view.ending,
+            servers_up=view.servers_up,
+            servers=view.servers,
         )
 
     def _remember(self, snapshot: Snapshot) -> None:

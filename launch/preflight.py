@@ -1,5 +1,5 @@
 """Checks of what a configuration names, before torch is loaded anywhere: models, prompts, and one vocabulary for both;
-and whether its parts fit one another (launch.consistency).
+whether its parts fit one another (launch.consistency), and what SGLang servers need (launch.server_preflight).
 
 They take well under a second for local folders, so that a wrong path costs no waiting. What they cannot see (weights
 that do not fit the config, a chat template that fails) its owner reports when it loads it.
@@ -19,9 +19,12 @@ import builtin
 from launch.config import BUILTIN, RunConfig
 from launch.consistency import check_consistency
 from launch.errors import ConfigError
+from launch.server_plan import ServerPlan
+from launch.server_preflight import check_servers
 from protocol.fingerprint import vocab_fingerprint
 
 ROWS_CHECKED: Final = 20
+replace = msgspec.structs.replace
 Json = Mapping[str, object]
 
 
@@ -34,6 +37,10 @@ class Checked(NamedTuple):
     """Of student and teacher, as in their config.json."""
     warnings: tuple[str, ...] = ()
     """What the run will do otherwise than one may think."""
+    servers: tuple[ServerPlan, ...] = ()
+    """SGLang servers to be started with the run."""
+    server_report: str = ""
+    """For people: where they will run, and what running ones can do."""
 
 
 def check(config: RunConfig) -> Checked:
@@ -58,15 +65,21 @@ def check(config: RunConfig) -> Checked:
             mistakes += check_prompts(key, Path(path))
     findings = check_consistency(config, folders.get("student"))
     mistakes += findings.mistakes
+    if len(folders) == 2:
+        models = replace(config.models, student=str(folders["student"]), teacher=str(folders["teacher"]))
+        config = replace(config, models=models)
+    servers = check_servers(config)
+    mistakes += servers.mistakes
     if mistakes:
         raise ConfigError(*mistakes)
-    replace = msgspec.structs.replace
+    config = servers.config
     tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts) if eval_prompts else "")
-    models = replace(config.models, student=str(folders["student"]), teacher=str(folders["teacher"]))
     return Checked(
-        config=replace(config, models=models, learner=replace(config.learner, tasks=tasks)),
+        config=replace(config, learner=replace(config.learner, tasks=tasks)),
         model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
         warnings=tuple(findings.warnings),
+        servers=servers.plans,
+        server_report=servers.report(),
     )
 
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -75,8 +76,16 @@ class Processes:
     """All worker processes of one run. Owned by the supervisor, used from one thread."""
 
     def __init__(
-        self, *, method: StartMethod, log_dir: Path, config_path: Path, preload: tuple[str, ...], threads: int = 1
+        self,
+        *,
+        method: StartMethod,
+        log_dir: Path,
+        config_path: Path,
+        preload: tuple[str, ...],
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment`: what workers get beside this process's."""
         forkable = sys.platform == "linux"
         if method == "fork" and not forkable:
             raise ValueError(f"launch.start_method is fork, which is not safe on {sys.platform}; use auto or spawn")
@@ -85,7 +94,7 @@ class Processes:
         self._log_dir = log_dir
         self._config_path = config_path
         self._preload = preload
-        self._environment = worker_environment(threads)
+        self._environment = worker_environment(threads) | dict(environment or {})
         self.lifeline_fd, self._lifeline_held = os.pipe()
         self._forkserver: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

@@ -30,3 +30,7 @@ class RestartBudget:
         recent.append(now_s)
         self.totals[name] += 1
         return min(self._config.restart_backoff_s * 2 ** (len(recent) - 1), self._config.restart_backoff_max_s)
+
+    def excused(self, name: str) -> None:
+        """A worker is started again because its server was: counted, and not held against it."""
+        self.totals[name] += 1

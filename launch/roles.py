@@ -37,19 +37,18 @@ ENTRIES: Final[dict[WorkerRole, str]] = {
     "teacher": "teachers.worker:main",
 }
 """Role -> `module:function` of its main."""
-PRELOADED: Final = (
-    "torch",
-    "transformers",
-    "engines.models",
-    "engines.tokenizer",
-    "engines.torch_engine",
-    "engines.torch_scorer",
-    "actors.weight_receiver",
-    "actors.worker",
-    "teachers.worker",
-    "learner.worker",
-)
-"""What the fork server imports for its children: everything that their mains import, some of it inside functions."""
+PRELOADED: Final = ("engines.tokenizer", "actors.worker", "teachers.worker")
+"""What the fork server imports for its children: everything that their mains import, some of it inside functions.
+These, without torch;"""
+PRELOADED_SGLANG: Final = {"actor": ("engines.sglang_engine",), "teacher": ("engines.sglang_scorer",)}
+"""these for a role on SGLang, without torch either;"""
+PRELOADED_TORCH: Final = {
+    "actor": ("engines.models", "engines.torch_engine", "actors.weight_receiver"),
+    "teacher": ("engines.models", "engines.torch_scorer"),
+}
+"""these for one with an embedded engine, and then, as torch is there,"""
+PRELOADED_WITH_TORCH: Final = ("torch", "transformers", "learner.worker")
+"""these. Without any such role the learner is spawned."""
 LEAVE_AGAIN_S: Final = 0.25
 """How soon after SIGTERM it is looked whether the exception was lost."""
 
@@ -75,6 +74,8 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parent_pid: int
     """Of the launcher; a forked worker's parent is the fork server, which sets its own."""
     lifeline_fd: int
+    server_url: str = ""
+    """Of the worker's own inference server; empty for an embedded engine."""
 
     def context(self, config: RunConfig) -> RoleContext[RunConfig]:
         return RoleContext(
@@ -87,6 +88,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             buffer_address=self.buffer_address,
             resume=self.resume,
             config=config,
+            server_url=self.server_url,
         )
 
 

@@ -24,8 +24,9 @@ from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import LaunchError
 from launch.resume import check_resumed
-from launch.roles import ENTRIES, PRELOADED
+from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
 from launch.runfolder import RunFolder, RunState, choose_path
+from launch.server_plan import ServerPlan
 from launch.status import make_status
 from launch.summary import Summary, print_summary, write_summary
 from launch.supervisor import Supervisor
@@ -49,11 +50,17 @@ def main(arguments: Sequence[str]) -> int:
         if line.resume:
             check_resumed(checked.config, choose_path(line.run_dir, resume=True, name=line.name))
         if line.check:
+            print(checked.server_report + "\n" if checked.server_report else "", end="")
             print("configuration, models and prompts are fine; nothing was started")
             return 0
         with closing(RunFolder.open(line.run_dir, resume=line.resume, name=line.name)) as folder:
             return run(
-                checked.config, folder, began_s, resume=line.resume, preload=preload_modules(checked.model_types)
+                checked.config,
+                folder,
+                began_s,
+                resume=line.resume,
+                preload=preload_modules(checked.config, checked.model_types),
+                servers=checked.servers,
             )
     except LaunchError as error:
         for mistake in str(error).splitlines():
@@ -72,22 +79,31 @@ def run(
     resume: bool,
     preload: tuple[str, ...],
     entries: Mapping[WorkerRole, str] = ENTRIES,
+    servers: Sequence[ServerPlan] = (),
 ) -> int:
     """Run in an open folder; leaves summary.json there whatever happens. Returns the exit code."""
     write_config(config, folder.config_path)
     _log_to(folder.logs / "launcher.log")
     status = make_status(config.launch.status, config.launch.status_every_s)
     status.say(_headline(config, folder, resume=resume))
-    supervisor = Supervisor(config, folder, status, resume=resume, began_s=began_s, preload=preload, entries=entries)
+    supervisor = Supervisor(
+        config, folder, status, resume=resume, began_s=began_s, preload=preload, entries=entries, servers=servers
+    )
     summary = write_summary(config, folder, supervisor.run())
     folder.finish(_state(summary), summary.exit_code)
     print_summary(summary, folder)
     return summary.exit_code
 
 
-def preload_modules(model_types: Sequence[str]) -> tuple[str, ...]:
+def preload_modules(config: RunConfig, model_types: Sequence[str]) -> tuple[str, ...]:
     """What the fork server imports before it forks: all that every worker needs, the models' own modules among it
-    (transformers would import them in each worker otherwise)."""
+    (transformers would import them in each worker otherwise). Without torch where none of them has a model."""
+    engines = {"actor": config.actor.engine, "teacher": config.teacher.engine}
+    needed = [*PRELOADED]
+    for role, engine in engines.items():
+        needed += (PRELOADED_SGLANG if engine == "sglang" else PRELOADED_TORCH)[role]
+    if "torch" not in engines.values():
+        return tuple(needed)
     transformers = importlib.util.find_spec("transformers")
     models: list[str] = []
     if transformers is not None and transformers.origin is not None:
@@ -96,7 +112,7 @@ def preload_modules(model_types: Sequence[str]) -> tuple[str, ...]:
             name = model_type.replace("-", "_")
             if (folder / name / f"modeling_{name}.py").is_file():
                 models.append(f"transformers.models.{name}.modeling_{name}")
-    return (*PRELOADED, *models)
+    return tuple(dict.fromkeys((*PRELOADED_WITH_TORCH, *needed, *models)))
 
 
 def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:

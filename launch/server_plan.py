@@ -80,7 +80,7 @@ def plan_servers(config: RunConfig, visible: Sequence[str]) -> tuple[ServerPlan,
     """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda; `visible`: names
     of the GPUs. Raises ValueError (launch.gpus) where there are too few."""
     roles = launched_roles(config)
-    on_gpus = [role for role in roles if server_config(config, role).device == "cuda"]
+    on_gpus: list[ServedRole] = [role for role in roles if server_config(config, role).device == "cuda"]
     wanted = [
         Wanted(role, count(config, role), server_config(config, role).tp, server_config(config, role).gpus)
         for role in on_gpus

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from protocol.context import WorkerRole
@@ -22,6 +24,12 @@ class Worker:
     pid: int | None = None
     started_s: float = 0.0
     restart_at_s: float | None = None
+    awaits_server: bool = False
+    """It is started as soon as its inference server answers."""
+    excused: bool = False
+    """Told to leave because its server died; not held against it."""
+    kill_at_s: float | None = None
+    """When it must have left."""
     exit_codes: list[int] = field(default_factory=list[int])
 
     @property
@@ -37,6 +45,16 @@ class Ending(NamedTuple):
     exit_code: int
 
 
+class ServerEnd(NamedTuple):
+    """What became of an inference server."""
+
+    worker: str
+    """Whose it was."""
+    place: str
+    """`CPU` or its GPUs."""
+    exit_codes: list[int]
+
+
 class Outcome(NamedTuple):
     """What is left of a run for its summary."""
 
@@ -49,6 +67,8 @@ class Outcome(NamedTuple):
     """The last one seen while the buffer lived."""
     restarts: dict[str, int]
     exit_codes: dict[str, list[int]]
+    servers: Mapping[str, ServerEnd] = MappingProxyType({})
+    """Inference servers that the launcher started, by name."""
 
 
 def said(code: int) -> str:

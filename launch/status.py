@@ -116,7 +116,8 @@ class TableStatus:
 def line(f: Figures) -> str:
     """Everything that matters, in one line."""
     if f.step is None:
-        return f"[{clock(f.elapsed_s)}] starting: {f.ready} of {f.expected} workers are there" + _ending(f)
+        there = f"{f.ready} of {f.expected} workers are there" + (f", {_servers(f)}" if f.servers else "")
+        return f"[{clock(f.elapsed_s)}] starting: {there}" + _ending(f)
     parts = [
         f"[{clock(f.elapsed_s)}] step {f.step}/{f.steps}",
         f"tokens/s {_rates(f)}",
@@ -130,6 +131,8 @@ def line(f: Figures) -> str:
     parts.append(f"versions {f.versions_counted}")
     if f.lost:
         parts.append(_lost(f))
+    if f.servers_up < f.servers:
+        parts.append(_servers(f))
     parts.append(f"eta {clock(f.eta_s)}" if f.eta_s is not None else "eta ?")
     return " | ".join(parts) + _ending(f)
 
@@ -162,6 +165,8 @@ def table(f: Figures) -> Table:
         grid.add_row("lost", _lost(f) if f.lost else "nothing")
     memory = f"{f.memory_bytes / 2**30:.2f} GiB" if f.memory_bytes else "?"
     grid.add_row("workers", f"{f.running} of {f.expected} run, {f.restarts} restarts, peak memory {memory}")
+    if f.servers:
+        grid.add_row("servers", _servers(f))
     if f.ending is not None:
         grid.add_row("ending", f.ending)
     return grid
@@ -180,6 +185,10 @@ def _accuracy(f: Figures) -> str:
 
 def _queues(f: Figures) -> str:
     return " ".join(f"{name} {short(depth)}" for name, depth in f.queues.items())
+
+
+def _servers(f: Figures) -> str:
+    return f"{f.servers_up} of {f.servers} SGLang servers answer"
 
 
 def _lost(f: Figures) -> str:

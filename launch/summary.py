@@ -103,6 +103,16 @@ class WorkerAccount(msgspec.Struct, frozen=True, kw_only=True):
     exit_codes: list[int]
 
 
+class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """An inference server that the launcher started, over all its processes."""
+
+    worker: str
+    place: str
+    """`CPU` or its GPUs."""
+    restarts: int
+    exit_codes: list[int]
+
+
 class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """The other units of the ledger."""
 
@@ -143,6 +153,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tensorboard: str | None
     ledger: LedgerAccount
     workers: dict[str, WorkerAccount]
+    servers: dict[str, ServerAccount] = msgspec.field(default_factory=dict[str, ServerAccount])
 
 
 def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Summary:
@@ -186,6 +197,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
             rejected=ledger.rejected if ledger is not None else {},
         ),
         workers=_workers(outcome, snapshot),
+        servers=_servers(outcome),
     )
     write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return summary
@@ -256,6 +268,15 @@ def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAcc
     return accounts
 
 
+def _servers(outcome: Outcome) -> dict[str, ServerAccount]:
+    return {
+        name: ServerAccount(
+            worker=end.worker, place=end.place, restarts=outcome.restarts.get(name, 0), exit_codes=end.exit_codes
+        )
+        for name, end in outcome.servers.items()
+    }
+
+
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
     """The table at the end."""
     console = console or Console(width=None if sys.stdout.isatty() else 160)
@@ -304,8 +325,10 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
             "optimizer steps"
         ),
     )
-    if restarts := sum(worker.restarts for worker in summary.workers.values()):
-        yield "restarts", str(restarts)
+    restarts = sum(worker.restarts for worker in summary.workers.values())
+    of_servers = sum(server.restarts for server in summary.servers.values())
+    if restarts or of_servers:
+        yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
     yield "checkpoint", summary.checkpoint or "none"
     yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
     yield "all of it", str(folder.path)

@@ -1,9 +1,10 @@
 """Starts the workers, watches them, starts dead ones again, and stops all of it, leaving no process behind.
 
-    start     fork server imports | buffer spawned at once -> it listens -> learner, teachers, actors -> all welcomed
+    start     fork server imports | SGLang servers load | buffer spawned at once -> it listens -> learner, teachers,
+              actors, those with a server of their own when it answers -> all welcomed
     watch     until the buffer says Shutdown, the learner or the buffer dies, a worker dies too often, or Ctrl-C
     stop      told by the buffer: each worker leaves by itself; then, or else: SIGTERM to the learner, to actors and
-              teachers, to the buffer (which writes the ledger), each stage given a grace, then SIGKILL
+              teachers, to their servers and the buffer (which writes the ledger), each stage with a grace, then SIGKILL
 
 One thread, one loop: `_pump` waits a moment for processes (launch.processes), reads the buffer's word (buffer_link),
 looks at signals, starts what is due. Everything that ends a run sets `_ending`, once; nothing else does.
@@ -17,11 +18,12 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import psutil
 
+from engines.sglang_http import API_KEY_VARIABLE
 from launch.buffer_link import BufferLink, read_address
 from launch.config import RunConfig
 from launch.figures import RunView
@@ -30,8 +32,11 @@ from launch.processes import Exited, Notice, Processes, Started
 from launch.restarts import RestartBudget
 from launch.roles import ENTRIES, StartRole
 from launch.runfolder import RunFolder
+from launch.server_features import features_of_run
+from launch.server_plan import ServerPlan
+from launch.server_watch import ServerNews, ServerWatch
 from launch.signals import StopRequests
-from launch.slots import Ending, Outcome, Worker, said
+from launch.slots import Ending, Outcome, ServerEnd, Worker, said
 from launch.status import StatusView
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
@@ -51,6 +56,8 @@ WORD_S: Final = 3.0
 """How long after the learner's or the buffer's exit the Shutdown message may still come."""
 MEMORY_SAMPLING_SHARE: Final = 0.02
 """Of one core, at most, for sampling memory."""
+SERVER_GRACE_S: Final = 5.0
+"""How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
 KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
 RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset({"actor", "teacher"})
@@ -71,8 +78,9 @@ class Supervisor:
         preload: tuple[str, ...] = (),
         entries: Mapping[WorkerRole, str] = ENTRIES,
         restartable: Collection[WorkerRole] = RESTARTABLE,
+        servers: Sequence[ServerPlan] = (),
     ) -> None:
-        """`began_s`: monotonic time at which the user's command started."""
+        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the run."""
         self._config = config
         self._folder = folder
         self._status = status
@@ -81,13 +89,17 @@ class Supervisor:
         self._entries = entries
         self._restartable = restartable
         self._budget = RestartBudget(config.launch)
+        api_key = secrets.token_urlsafe(32)
         self._processes = Processes(
             method=config.launch.start_method,
             log_dir=folder.logs,
             config_path=folder.config_path,
             preload=preload,
             threads=config.launch.threads_per_worker,
+            environment={API_KEY_VARIABLE: api_key} if servers else None,
         )
+        self._torch_preloaded = "torch" in preload
+        self._servers = ServerWatch(servers, config, folder.logs, self._budget, api_key)
         counts = (1, 1, config.teachers, config.actors)
         workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
         self._workers = {worker.name: worker for worker in workers}
@@ -120,12 +132,17 @@ class Supervisor:
             snapshot=self._link.snapshot if self._link is not None else None,
             restarts=dict(self._budget.totals),
             exit_codes={name: worker.exit_codes for name, worker in self._workers.items()},
+            servers={
+                name: ServerEnd(slot.plan.worker, slot.plan.place, slot.exit_codes)
+                for name, slot in self._servers.slots.items()
+            },
         )
 
     # ------------------------------------------------------------------------------------------------- starting
 
     def _start_and_watch(self) -> None:
         self._processes.warm_up()
+        self._servers.start()
         self._start(self._workers[BUFFER])
         if not self._until(self._buffer_listens, BUFFER_START_S, lambda: f"the buffer to listen; see {BUFFER}.log"):
             return
@@ -137,15 +154,21 @@ class Supervisor:
         for role in ("learner", "teacher", "actor"):
             for worker in self._of(role):
                 self._start(worker)
-        if self._until(lambda: not self._unwelcomed(), self._config.launch.ready_timeout_s, self._who_is_missing):
+        timeout_s = self._config.launch.ready_timeout_s + self._servers.start_timeout_s
+        if self._until(lambda: not self._unwelcomed(), timeout_s, self._who_is_missing):
             self._ready_s = time.monotonic() - self._began_s
             self._status.say(f"all {len(self._workers) - 1} workers are ready after {self._ready_s:.1f} s")
+            self._say_features()
             self._sample_memory()
             self._until(lambda: False, None, str)
 
     def _start(self, worker: Worker) -> None:
-        """A new process for the worker. The buffer is spawned: it needs no torch, nor to wait for it; except to resume,
-        when it reads the learner's checkpoint."""
+        """A new process for the worker, when its server answers, if it has one. The buffer is spawned: it needs no
+        torch, nor to wait for it; except to resume, when it reads the learner's checkpoint."""
+        worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
+        if worker.awaits_server:
+            worker.restart_at_s = None
+            return
         worker.incarnation = secrets.token_hex(8)
         worker.running, worker.pid, worker.restart_at_s = True, None, None
         worker.started_s = time.monotonic()
@@ -163,8 +186,17 @@ class Supervisor:
             config_path=str(self._folder.config_path),
             parent_pid=0,
             lifeline_fd=-1,
+            server_url=self._server_url(worker),
         )
-        self._processes.start(start, fork=worker.role != "buffer" or self._resume)
+        with_torch = worker.role == "learner" or (worker.role == "buffer" and self._resume)
+        self._processes.start(start, fork=self._torch_preloaded if with_torch else worker.role != "buffer")
+
+    def _server_url(self, worker: Worker) -> str:
+        """Of the server that was started for this worker, or that the user named for it; empty: it has none."""
+        if worker.name in self._servers:
+            return self._servers.url(worker.name)
+        urls = {"actor": self._config.actor.urls, "teacher": self._config.teacher.urls}.get(worker.role, ())
+        return urls[worker.index] if urls else ""
 
     def _buffer_listens(self) -> bool:
         self._address = read_address(self._folder.path / "buffer.json", self._folder.record.run_id) or ""
@@ -178,8 +210,11 @@ class Supervisor:
 
     def _who_is_missing(self) -> str:
         missing = self._unwelcomed()
-        tail = self._folder.log_tail(missing[0]) if missing else ""
-        return f"{', '.join(missing)} to be ready; the last lines of {missing[0]}.log:\n{tail}" if missing else "nobody"
+        if not missing:
+            return "nobody"
+        telling = self._servers.log_name(missing[0]) if self._workers[missing[0]].awaits_server else missing[0]
+        tail = self._folder.log_tail(telling)
+        return f"{', '.join(missing)} to be ready; the last lines of {telling}.log:\n{tail}"
 
     def _until(self, reached: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> bool:
         """Pump until `reached`; False if the run ends before. A timeout ends it."""
@@ -208,6 +243,8 @@ class Supervisor:
                     self._status.say(text)
                     if fatal:
                         self._end(False, text, ExitCode.FAILED)
+        for news in self._servers.pump(restart=self._ending is None):
+            self._take_news(news)
         now_s = time.monotonic()
         if self._signals.count and self._ending is None:
             assert self._signals.first is not None
@@ -224,7 +261,7 @@ class Supervisor:
         worker = self._workers[event.name]
         if worker.incarnation != event.incarnation:
             return
-        worker.running, worker.pid = False, None
+        worker.running, worker.pid, worker.kill_at_s = False, None, None
         worker.exit_codes.append(event.code)
         if self._ending is not None:
             return
@@ -232,7 +269,15 @@ class Supervisor:
             self._link.take()  # Shutdown may have come before the exit; _read_link acts on it
         if self._link is not None and self._link.shutdown is not None:
             return
-        if worker.role in self._restartable and event.code != ExitCode.USELESS:
+        lost = event.code == ExitCode.SERVER_LOST and worker.name in self._servers
+        if lost and not worker.excused:
+            self._status.say(f"{worker.name} says that its server is lost; both are started again")
+            self._servers.replace(worker.name)
+        if lost or worker.excused:
+            worker.excused = False
+            self._budget.excused(worker.name)
+            self._start(worker)
+        elif worker.role in self._restartable and event.code != ExitCode.USELESS:
             self._restart(worker, event.code)
         elif event.code in (ExitCode.OK, ExitCode.FAILED) and self._link is not None:
             # The buffer's word may be on its way: it tells everybody at once.
@@ -251,8 +296,31 @@ class Supervisor:
         worker.restart_at_s = now_s + wait_s
         self._status.say(f"{worker.name} {said(code)}; it is started again in {wait_s:.1f} s")
 
+    def _take_news(self, news: ServerNews) -> None:
+        """A server changed: its worker follows. One that runs on a dead server is told to leave, and comes back with
+        the new one."""
+        worker = self._workers[news.worker]
+        if self._ending is not None:
+            return
+        if news.kind == "up":
+            if worker.awaits_server:
+                self._start(worker)
+            return
+        if news.kind == "given_up":
+            self._end(False, news.text, ExitCode.FAILED, tail_of=(self._servers.log_name(news.worker),))
+            return
+        log_name = self._servers.log_name(news.worker)
+        self._status.say(f"{news.text}; the last lines of {log_name}.log:\n{self._folder.log_tail(log_name, lines=5)}")
+        if worker.running:
+            worker.excused = True
+            worker.kill_at_s = time.monotonic() + self._config.launch.shutdown_grace_s
+            self._processes.signal(worker.name, signal.SIGTERM)
+
     def _start_due(self, now_s: float) -> None:
         for worker in self._workers.values():
+            if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
+                worker.kill_at_s = None
+                self._processes.signal(worker.name, signal.SIGKILL)
             if worker.restart_at_s is not None and now_s >= worker.restart_at_s:
                 self._start(worker)
 
@@ -321,7 +389,14 @@ class Supervisor:
             restarts=sum(self._budget.totals.values()),
             memory_bytes=self._peak_memory_bytes,
             ending=self._ending.reason if self._ending is not None else None,
+            servers_up=sum(slot.state == "up" for slot in self._servers.slots.values()),
+            servers=len(self._servers.slots),
         )
+
+    def _say_features(self) -> None:
+        """What the servers can do, once, as their workers have found out."""
+        if told := features_of_run(self._folder.path):
+            self._status.say(told)
 
     # ------------------------------------------------------------------------------------------------- stopping
 
@@ -340,13 +415,17 @@ class Supervisor:
                 self._wait_gone(self._of("buffer"), BUFFER_ALONE_S)
             orderly = self._workers[BUFFER].running and not self._at_once
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
-                if "buffer" in stage and self._link is not None:
-                    self._link.close()  # the buffer waits for its peers to leave, and the launcher is one of them
+                if "buffer" in stage:
+                    self._servers.stop()  # they drain while the buffer writes
+                    if self._link is not None:
+                        self._link.close()  # the buffer waits for its peers to leave, and the launcher is one of them
                 self._dismiss([worker for role in stage for worker in self._of(role)])
+            self._end_servers()
         finally:
             if self._link is not None:
                 self._link.close()
             self._processes.close()
+            self._servers.close()
             self._sweep()
 
     def _dismiss(self, workers: list[Worker]) -> None:
@@ -364,6 +443,14 @@ class Supervisor:
             self._processes.signal(worker.name, signal.SIGKILL)
         deadline_s = time.monotonic() + KILLED_WAIT_S
         while self._running(workers) and time.monotonic() < deadline_s:
+            self._pump(STARTING_PUMP_S)
+
+    def _end_servers(self) -> None:
+        """No worker is left that uses them."""
+        if not self._at_once:
+            self._servers.stop()
+        deadline_s = time.monotonic() + SERVER_GRACE_S
+        while self._servers.running and time.monotonic() < deadline_s and not self._at_once:
             self._pump(STARTING_PUMP_S)
 
     def _dump_stacks(self, workers: list[Worker]) -> None:

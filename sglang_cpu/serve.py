@@ -1,4 +1,4 @@
-"""Become an SGLang server:  python serve.py     with {"args", "log", "parent_pid"} as a JSON line on stdin
+"""Become an SGLang server:  python serve.py     with {"args", "optional", "log", "parent_pid"} as a line on stdin
 
 The last step to a server, shared by zygote.py (after a fork) and by whoever starts one process per server, on GPUs say.
 Standard library and SGLang only, for it runs in SGLang's own interpreter, which may be older than ours. Arguments come
@@ -13,6 +13,7 @@ and SGLang, which logs all of its arguments, does not get the key into it.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import logging
@@ -20,6 +21,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,13 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit(f"the parent, pid {parent_pid}, is gone")
 
 
-def become_server(log: Path, parent_pid: int, args: list[str]) -> None:
-    """Serve until SIGTERM; never returns. `args` are those of sglang.launch_server."""
+def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM; never returns. `args` are those of sglang.launch_server; of the flags in `optional` those
+    that this version has come before them."""
     code = 1
     try:
-        os.setsid()
+        if os.getsid(0) != os.getpid():
+            os.setsid()
         die_with_parent(parent_pid)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -51,7 +55,7 @@ def become_server(log: Path, parent_pid: int, args: list[str]) -> None:
         from sglang.launch_server import run_server
         from sglang.srt.server_args import prepare_server_args
 
-        run_server(prepare_server_args(args))
+        run_server(prepare_server_args([*known(optional), *args]))
         code = 0
     except BaseException:
         import traceback
@@ -61,6 +65,18 @@ def become_server(log: Path, parent_pid: int, args: list[str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def known(flags: Sequence[str]) -> list[str]:
+    """Those that this version of SGLang has."""
+    from sglang.srt.server_args import ServerArgs
+
+    if not flags:
+        return []
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    options = {option for action in parser._actions for option in action.option_strings}
+    return [flag for flag in flags if flag.partition("=")[0] in options]
 
 
 def write_to(log: Path) -> None:
@@ -91,7 +107,7 @@ def main() -> None:
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]  # our file names must not hide anybody's modules
     request = json.loads(sys.stdin.readline())
-    become_server(Path(request["log"]), request["parent_pid"], request["args"])
+    become_server(Path(request["log"]), request["parent_pid"], request["args"], request["optional"])
 
 
 if __name__ == "__mp_main__" and HIDDEN_VARIABLE in os.environ:

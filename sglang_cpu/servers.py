@@ -201,6 +201,8 @@ class Servers:
         """End all servers and the zygote. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
+        if self._warm_s is None:
+            self._process.kill()  # it does not listen while it imports, and has no servers yet
         try:
             self._process.wait(_LEAVE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
