@@ -4,6 +4,7 @@ ProtocolError
 ├── LocalProtocolError          our fault: a bug on this side of the wire
 │   ├── EncodeError                 message and arrays do not fit each other, or exceed the size limits
 │   ├── NotConnected                the client was used before `connect` or after `close`
+│   ├── KeysUnusable                the files with this process's keys are missing, broken, or open to others
 │   └── MessageRefused              the buffer refused a message that we sent after the handshake
 ├── RemoteProtocolError         the peer's fault: what it sent cannot be; carries a `Refused` code to answer with
 │   ├── MalformedMessage            not a message of this protocol, or its frames do not fit its header
@@ -30,6 +31,7 @@ RefusalCode: TypeAlias = Literal[
     "malformed",
     "too_large",
     "role",
+    "key",
     "duplicate_name",
 ]
 
@@ -56,6 +58,10 @@ class MessageRefused(LocalProtocolError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(_told(refused))
         self.refused = refused
+
+
+class KeysUnusable(LocalProtocolError):
+    """Names the file and what is wrong with it; never quotes it."""
 
 
 class RemoteProtocolError(ProtocolError):

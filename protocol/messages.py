@@ -151,6 +151,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
         "malformed",
         "too_large",
         "role",
+        "key",
         "duplicate_name",
     ]
     message: str

@@ -1,0 +1,71 @@
+"""CURVE on ZeroMQ sockets: what a listening and a connecting end set before they bind or connect, and who is let in.
+
+Who asks to come in is decided by ZAP, in pyzmq's authenticator thread: a public key that is not on the list is turned
+away before it can send a message. Each message then carries the role of its connection's key (`role_of`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, cast
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from protocol.keys import ClientKeys, ServerKeys
+from protocol.messages import Role
+
+_DOMAIN: Final = "stillhouse"
+# pyzmq logs public keys at its debug level; whatever it may log one day stays out of our logs.
+_silent = logging.getLogger("stillhouse.zap")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+
+
+class Gatekeeper:
+    """Lets in who has one of `keys.roles`. One per ZeroMQ context, alive from before `bind` until `close`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
+        self._zap = _Zap(context, keys)
+        self._zap.start()
+
+    def close(self) -> None:
+        """Before the context ends. May be called again."""
+        self._zap.stop()
+
+
+class _Zap(ThreadAuthenticator):
+    """Its own list is a folder read by itself; ours is in memory, and says the role."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
+        super().__init__(context, log=_silent)
+        self._roles = dict(keys.roles)
+        self.configure_curve_callback(_DOMAIN, self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """pyzmq's credentials provider; `key` is Z85 text."""
+        return key in self._roles
+
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        return self._roles[z85.encode(client_public_key)]
+
+
+def encrypt_server(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
+    """Before `bind`, with a Gatekeeper in the socket's context: without one nobody would be let in."""
+    socket.set(zmq.CURVE_SERVER, 1)
+    socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.set(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def encrypt_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    """Before `connect`."""
+    socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.set(zmq.CURVE_SERVERKEY, keys.server)
+
+
+def role_of(frame: zmq.Frame) -> Role:
+    """Whose key the connection of this received frame has."""
+    return cast(Role, frame.get("User-Id"))
