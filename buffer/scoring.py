@@ -70,7 +70,7 @@ class ScoreDesk:
         self._answers: OrderedDict[int, Answer] = OrderedDict()
         self._dirty: dict[str, None] = {}
         """Pools in which something may be leased."""
-        self._unpardoned: set[str] = set()
+        self._unpardoned: dict[str, None] = {}
         """Pools with jobs that wait for a teacher that has not failed them; looked at again as time goes by."""
         self._next_lease_id = 1
         self._n_queued = 0
@@ -169,7 +169,7 @@ class ScoreDesk:
             lease = self._leases.get(self._by_deadline.popleft()[1])
             if lease is not None:
                 given_up += self._fail(now_s, lease, blame=True)
-        self._dirty.update(dict.fromkeys(self._unpardoned))
+        self._dirty.update(self._unpardoned)
         self._unpardoned.clear()
         return given_up
 
@@ -206,7 +206,7 @@ class ScoreDesk:
             items.setdefault(teacher.name, []).append(self._lease(now_s, job, teacher))
         for entry in passed_over:
             heapq.heappush(pool.queue, entry)
-            self._unpardoned.add(pool.name)
+            self._unpardoned[pool.name] = None
         return [
             Work(pool.teachers[name], ScoreWork(tuple(i for i, _ in pairs)), tuple(ids for _, ids in pairs))
             for name, pairs in items.items()

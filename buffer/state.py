@@ -13,6 +13,7 @@ which versions exist and how far apart they are. After each event `_pump` hands 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from buffer.arrivals import Arrivals
@@ -61,6 +62,8 @@ class BufferState:
         self._config = config
         self._phase: Literal["running", "finished", "failed"] = "running"
         self._phase_reason = ""
+        self._intake_trouble = ""
+        """Why nothing new is taken in; empty: it is."""
         self._peers: dict[tuple[Role, str], Peer] = {}
         out = self._out = Outbox()
         book = self._book = LedgerBook(carried)
@@ -91,7 +94,6 @@ class BufferState:
             vocab_size=vocab_size,
             snapshot=self.snapshot,
         )
-        self._handlers = self._handler_table()
 
     def __repr__(self) -> str:
         return (
@@ -108,6 +110,11 @@ class BufferState:
     def weights(self) -> m.WeightsRef | None:
         """Newest snapshot to catch up from (for Welcome)."""
         return self._learner.weights
+
+    @property
+    def intake_trouble(self) -> str:
+        """Why nothing new is taken in; empty: it is."""
+        return self._intake_trouble
 
     @property
     def phase(self) -> Literal["running", "finished", "failed"]:
@@ -181,10 +188,19 @@ class BufferState:
         """Leases, ticket timeouts, idle release."""
         if self._phase == "running":
             self._arrivals.jobs_given_up(self._scoring.expire(now_s))
-            while (rollout := self._tickets.overdue(now_s)) is not None:
+            while not self._intake_trouble and (rollout := self._tickets.overdue(now_s)) is not None:
                 self._arrivals.fail(rollout, "ticket_timeout", tell_actor=True)
             self._batches.tick(now_s)
             self._pump(now_s)
+        return self._out.take()
+
+    def intake_changed(self, now_s: float, trouble: str) -> list[Outgoing]:
+        """New segments and tasks cannot be kept safe at the moment because of `trouble`, and are not brought here: no
+        new ticket is issued, and no ticket runs out. Empty: it is over."""
+        if self._intake_trouble and not trouble:
+            self._tickets.all_heard(now_s)
+        self._intake_trouble = trouble
+        self._pump(now_s)
         return self._out.take()
 
     def give_up(self, reason: str) -> list[Outgoing]:
@@ -223,11 +239,13 @@ class BufferState:
                 peer.view(now_s, len(self._batches.leased) if peer.role == "learner" else None)
                 for peer in self._peers.values()
             ),
+            intake_trouble=self._intake_trouble,
         )
 
     # ------------------------------------------------------------------------------------------------ handlers
 
-    def _handler_table(self) -> dict[type[Any], tuple[tuple[Role, ...], Handler]]:
+    @cached_property
+    def _handlers(self) -> dict[type[Any], tuple[tuple[Role, ...], Handler]]:
         learner = self._learner
         anyone: tuple[Role, ...] = ("actor", "teacher", "learner", "launcher")
         return {
@@ -340,7 +358,8 @@ class BufferState:
         for work in self._scoring.dispatch(now_s):
             self._out.send("teacher", work.teacher.name, work.message, work.arrays)
         self._learner.form_batch(now_s)
-        self._tickets.dispatch(now_s)
+        if not self._intake_trouble:
+            self._tickets.dispatch(now_s)
         self._learner.ask_for_tasks()
 
     def _new_peer(self, now_s: float, role: Role, name: str, incarnation: str, pool: str, former: Peer | None) -> Peer:

@@ -93,6 +93,11 @@ class TicketDesk:
         self._running[rollout.rollout_id] = rollout
         self._running.move_to_end(rollout.rollout_id)
 
+    def all_heard(self, now_s: float) -> None:
+        """For a while actors could not be heard: that is not their silence."""
+        for rollout in list(self._running.values()):
+            self.heard(now_s, rollout)
+
     def returned(self, rollout: Rollout) -> None:
         """The rollout no longer runs at its actor."""
         self._running.pop(rollout.rollout_id, None)

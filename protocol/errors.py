@@ -5,7 +5,8 @@ ProtocolError
 │   ├── EncodeError                 message and arrays do not fit each other, or exceed the size limits
 │   ├── NotConnected                the client was used before `connect` or after `close`
 │   ├── KeysUnusable                the files with this process's keys are missing, broken, or open to others
-│   └── MessageRefused              the buffer refused a message that we sent after the handshake
+│   ├── MessageRefused              the buffer refused a message that we sent after the handshake
+│   └── PeerAhead                   a peer has more of the buffer's messages than the restored buffer knows of
 ├── RemoteProtocolError         the peer's fault: what it sent cannot be; carries a `Refused` code to answer with
 │   ├── MalformedMessage            not a message of this protocol, or its frames do not fit its header
 │   ├── MessageTooLarge             above the size limits
@@ -58,6 +59,11 @@ class MessageRefused(LocalProtocolError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(_told(refused))
         self.refused = refused
+
+
+class PeerAhead(LocalProtocolError):
+    """The buffer was restored, and a peer has received messages that it does not know it sent: its journal is behind.
+    To go on would train twice what those messages settled."""
 
 
 class KeysUnusable(LocalProtocolError):

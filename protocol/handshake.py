@@ -25,6 +25,20 @@ class Doorkeeper:
         self._vocab_fingerprint = vocab_fingerprint or ""
         self._replaced: dict[PeerId, deque[str]] = {}
 
+    @property
+    def vocab_fingerprint(self) -> str:
+        """The run's; empty while no peer with a tokenizer came."""
+        return self._vocab_fingerprint
+
+    def replaced_incarnations(self) -> list[tuple[PeerId, list[str]]]:
+        """Of each peer, those that must not come back."""
+        return [(peer, list(incarnations)) for peer, incarnations in self._replaced.items()]
+
+    def restore(self, vocab_fingerprint: str, replaced: list[tuple[PeerId, list[str]]]) -> None:
+        """What another process of the buffer knew."""
+        self._vocab_fingerprint = self._vocab_fingerprint or vocab_fingerprint
+        self._replaced = {peer: deque(names, maxlen=REMEMBERED_INCARNATIONS) for peer, names in replaced}
+
     def admitted(self, hello: Hello) -> None:
         """This peer was let in."""
         self._vocab_fingerprint = self._vocab_fingerprint or hello.vocab_fingerprint

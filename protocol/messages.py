@@ -539,6 +539,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     """Trained tokens by distance, since the start."""
     max_staleness: int
     peers: tuple[PeerView, ...]
+    intake_trouble: str = ""
+    """Why new segments and tasks are not taken in at the moment (the journal cannot be written); empty: they are."""
 
 
 Message: TypeAlias = (

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 import zmq
 
 from protocol.codec import Array, Frame, Received, claimed_version, decode, encode
-from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.errors import LocalProtocolError, PeerAhead, RemoteProtocolError
 from protocol.flow import SENDERS, UNNUMBERED
 from protocol.handshake import Doorkeeper, wrong_version
 from protocol.messages import (
@@ -40,6 +40,7 @@ from protocol.messages import (
 )
 from protocol.ratelimit import RateLimitedLog
 from protocol.session import PeerId, Session
+from protocol.session_book import SessionBook
 from protocol.sockets import new_socket, receive_frames, send_frames
 
 POLL_MESSAGES = 256
@@ -93,7 +94,10 @@ class Server:
         peer_timeout_s: float,
         max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        restored: SessionBook | None = None,
     ) -> None:
+        """`restored`: the sessions of the process of the buffer before this one; its peers have `peer_timeout_s` from
+        now on to come back."""
         self._door = Doorkeeper(run_id=run_id, vocab_fingerprint=vocab_fingerprint)
         self._heartbeat_s = heartbeat_s
         self._peer_timeout_s = peer_timeout_s
@@ -113,6 +117,9 @@ class Server:
         self._log = RateLimitedLog(log)
         self._peer_log = RateLimitedLog(log, lines=200)  # a big run comes and goes at once
         self._polled_at_s = clock()
+        self._hellos: list[Hello] = []
+        if restored is not None:
+            self._take_over(restored)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a connection that is gone must fail, not vanish
@@ -154,6 +161,18 @@ class Server:
     def peers(self) -> tuple[PeerId, ...]:
         """Who counts as alive."""
         return tuple(self._sessions)
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        """Of the peers that came up in the last poll, one for each PeerUp."""
+        return tuple(self._hellos)
+
+    @property
+    def book(self) -> SessionBook:
+        """All sessions, for an image of them; look, don't touch."""
+        book = SessionBook(self._door)
+        book.sessions, book.opened_total = self._sessions, self._sessions_total
+        return book
 
     def unconfirmed(self, role: Role, name: str) -> int:
         """Messages that a peer has not yet said it received; 0 for unknown ones."""
@@ -207,6 +226,7 @@ class Server:
     def poll(self, timeout_s: float) -> list[Event]:
         """What happened, in order; waits up to `timeout_s` for the first event."""
         events: list[Event] = []
+        self._hellos.clear()
         self._drop_lost_peers(events)
         if self._held is None and not events:
             self._socket.poll(math.ceil(timeout_s * 1000))
@@ -313,6 +333,12 @@ class Server:
             if former.can_confirm(hello.received_total):
                 self._resume(former, identity, hello)
                 return
+            if former.restored and hello.received_total > former.sent_total:
+                raise PeerAhead(
+                    f"{peer} has received {hello.received_total} messages, of which the journal knows "
+                    f"{former.sent_total}: it could not be written when the buffer died (disk full or unwritable; or "
+                    "the power failed, with buffer.journal_sync=process); resume the run from its last checkpoint"
+                )
         if former is not None:
             if former.hello.incarnation != hello.incarnation:
                 self._door.replaced(former.hello)
@@ -322,8 +348,16 @@ class Server:
         session = Session(hello, number=self._sessions_total, identity=identity, now_s=self._clock())
         self._sessions[peer] = self._by_identity[identity] = session
         self._welcome(session)
+        self._hellos.append(hello)
         self._peer_log.info(f"{peer} is here, incarnation {hello.incarnation}")
         events.append(PeerUp(hello.role, hello.name, hello.incarnation, hello.pool))
+
+    def _take_over(self, book: SessionBook) -> None:
+        self._door = book.door
+        self._sessions, self._sessions_total = book.sessions, book.opened_total
+        for session in self._sessions.values():
+            session.last_heard_s = self._clock()
+            self._by_identity[session.identity] = session
 
     def _resume(self, session: Session, identity: bytes, hello: Hello) -> None:
         del self._by_identity[session.identity]

@@ -32,6 +32,8 @@ class Session:
         """ROUTER's name of the newest connection."""
         self.reachable = True
         """False once that connection took no more messages. What it sent before may still be read."""
+        self.restored = False
+        """It was another process of the buffer that spoke to it, and it has not been heard since."""
         self.last_heard_s = now_s
         # Messages before the first Hello to us were another server's: numbering goes on where the peer stands.
         self._confirmed_total = hello.received_total
@@ -51,11 +53,21 @@ class Session:
     def unconfirmed_bytes(self) -> int:
         return self._log_bytes
 
+    @property
+    def confirmed_total(self) -> int:
+        """Messages that the peer has said it received."""
+        return self._confirmed_total
+
+    @property
+    def sent_total(self) -> int:
+        """Messages numbered so far."""
+        return self._confirmed_total + len(self._log)
+
     def reconnected(self, hello: Hello, *, identity: bytes, now_s: float) -> None:
         """The same incarnation on a new connection. Raises ValueError for an impossible count of received messages."""
         self.confirm(hello.received_total)
         self.hello = hello
-        self.identity, self.reachable = identity, True
+        self.identity, self.reachable, self.restored = identity, True, False
         self.last_heard_s = now_s
 
     def keep(self, frames: list[Frame]) -> None:
@@ -75,6 +87,12 @@ class Session:
         while self._confirmed_total < received_total:
             self._log_bytes -= sum(map(len, self._log.popleft()))
             self._confirmed_total += 1
+
+    def restore(self, confirmed_total: int, log: list[list[Frame]]) -> None:
+        """Into a session of which nothing was sent or confirmed here."""
+        self._confirmed_total = confirmed_total
+        self._log.extend(log)
+        self._log_bytes = sum(sum(map(len, frames)) for frames in log)
 
     def unconfirmed_frames(self) -> list[list[Frame]]:
         """What to send on a new connection, oldest first."""
