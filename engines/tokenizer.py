@@ -1,34 +1,25 @@
 """Tokenizers: loading them, the ids that end a turn, the fingerprint peers compare, and prompts as token ids.
 
 A chat template is applied here and nowhere else, once per prompt, by the learner; every other role gets token ids.
-Needs transformers; import it lazily from code that must start without it.
+Needs transformers, and with it torch; workers that must do without have `engines.tokenizer_file`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from engines.model_files import TokenizerError, first_line, model_source
 from protocol.fingerprint import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
 """auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised as it stands."""
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_HUB_TIMEOUT_S = 5.0
-
-
-class TokenizerError(ValueError):
-    """A tokenizer cannot be had, or cannot render this prompt. The message says what to change."""
 
 
 class Promptlike(Protocol):
@@ -46,11 +37,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
     Raises TokenizerError within seconds when there is none: wrong path (with the nearest name), a folder without
     tokenizer files, a hub name that is neither cached nor reachable, files that do not load."""
-    name, local_only = _model_source(path)
+    name, local_only = model_source(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_only)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise TokenizerError(f"tokenizer of {name!r} does not load: {_first_line(error)}") from error
+        raise TokenizerError(f"tokenizer of {name!r} does not load: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TokenizerError(f"{name!r} gave a {type(tokenizer).__name__}, expected a Hugging Face tokenizer")
     return tokenizer
@@ -114,57 +105,8 @@ def render_prompt(
     return _as_array(tokenizer(record.prompt)["input_ids"], record)
 
 
-def _model_source(path: str | Path) -> tuple[str, bool]:
-    """(name for from_pretrained, whether to look at local files only)."""
-    folder = Path(path).expanduser()
-    name = str(path)
-    if folder.is_dir():
-        if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-            found = sorted(entry.name for entry in folder.iterdir())[:12]
-            raise TokenizerError(
-                f"no tokenizer in {name!r}: expected one of {', '.join(_TOKENIZER_FILES)}, found {found or 'nothing'}"
-            )
-        return str(folder), True
-    if folder.exists():
-        raise TokenizerError(f"{name!r} is a file, expected a Hugging Face model folder; its parent, perhaps?")
-    nearest = _nearest_sibling(folder)
-    hint = f"; did you mean {nearest!r}?" if nearest else ""
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise TokenizerError(f"no folder {name!r}: expected a Hugging Face model folder{hint}")
-    try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise TokenizerError(f"{name!r} is neither a local folder nor a model on the hub{hint}") from error
-    except HfHubHTTPError as error:
-        return _cached_only(name, hint, error)
-    except Exception as error:  # connection errors: their classes differ between versions of the hub's client
-        return _cached_only(name, hint, error)
-    return name, False
-
-
-def _cached_only(name: str, hint: str, error: Exception) -> tuple[str, bool]:
-    """The hub does not answer: what was downloaded before still serves; else say so at once, without retries."""
-    try:
-        AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
-        raise TokenizerError(
-            f"{name!r} is not a local folder, is not in the hub's cache, and the hub cannot be reached "
-            f"({_first_line(error)}){hint}"
-        ) from error
-    return name, True
-
-
-def _nearest_sibling(folder: Path) -> str | None:
-    parent = folder.parent
-    if not parent.is_dir():
-        return None
-    names = [entry.name for entry in parent.iterdir() if entry.is_dir()]
-    close = difflib.get_close_matches(folder.name, names, n=1)
-    return str(parent / close[0]) if close else None
-
-
 def _generation_eos(path: str | Path) -> object:
-    name, local_only = _model_source(path)
+    name, local_only = model_source(path)
     try:
         return GenerationConfig.from_pretrained(name, local_files_only=local_only).eos_token_id
     except OSError:
@@ -205,7 +147,7 @@ def _apply_template(
     except (TemplateError, TypeError, KeyError) as error:
         roles = [turn.get("role") for turn in turns]
         raise TokenizerError(
-            f"the chat template refuses these messages (roles {roles}): {_first_line(error)}"
+            f"the chat template refuses these messages (roles {roles}): {first_line(error)}"
         ) from error
     return cast("list[int]", ids)  # one conversation, tokenize=True: a flat list of ids
 
@@ -226,8 +168,3 @@ def _as_array(ids: Sequence[int], record: Promptlike) -> npt.NDArray[np.int32]:
     if len(ids) == 0:
         raise TokenizerError(f"the prompt renders to no tokens at all: {record.prompt!r}")
     return np.asarray(ids, dtype=np.int32)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

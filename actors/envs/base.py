@@ -28,6 +28,8 @@ from engines.base import Int32s
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from engines.tokenizer_file import FileTokenizer
+
 TurnEnd: TypeAlias = Literal["stop", "length"]
 
 
@@ -116,7 +118,7 @@ class EnvironmentFactory(Protocol):
 class TextTokenizer:
     """What an environment does with the tokenizer: its own text to tokens, the student's tokens to text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | FileTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = cast("dict[str, int]", cast(Any, tokenizer).get_added_vocab())
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1

@@ -1,0 +1,86 @@
+"""Where the files of a model are: a folder, or a name on the model hub. No torch, no transformers."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Final
+
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_HUB_TIMEOUT_S: Final = 5.0
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be had, or cannot render this prompt. The message says what to change."""
+
+
+def model_source(path: str | Path) -> tuple[str, bool]:
+    """(name for from_pretrained, whether to look at local files only). Raises TokenizerError where there is no model:
+    wrong path (with the nearest name), a folder without tokenizer files, a hub name that is neither cached nor
+    reachable."""
+    folder = Path(path).expanduser()
+    name = str(path)
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+            found = sorted(entry.name for entry in folder.iterdir())[:12]
+            raise TokenizerError(
+                f"no tokenizer in {name!r}: expected one of {', '.join(_TOKENIZER_FILES)}, found {found or 'nothing'}"
+            )
+        return str(folder), True
+    if folder.exists():
+        raise TokenizerError(f"{name!r} is a file, expected a Hugging Face model folder; its parent, perhaps?")
+    nearest = _nearest_sibling(folder)
+    hint = f"; did you mean {nearest!r}?" if nearest else ""
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise TokenizerError(f"no folder {name!r}: expected a Hugging Face model folder{hint}")
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise TokenizerError(f"{name!r} is neither a local folder nor a model on the hub{hint}") from error
+    except HfHubHTTPError as error:
+        return _cached_only(name, hint, error)
+    except Exception as error:  # connection errors: their classes differ between versions of the hub's client
+        return _cached_only(name, hint, error)
+    return name, False
+
+
+def model_file(path: str | Path, filename: str) -> Path | None:
+    """This file of the model, downloaded if need be; None if the model has none. Raises TokenizerError as
+    `model_source` does, and when the hub does not hand it out."""
+    name, local_only = model_source(path)
+    if Path(name).is_dir():
+        file = Path(name) / filename
+        return file if file.is_file() else None
+    try:
+        return Path(hf_hub_download(name, filename, local_files_only=local_only))
+    except EntryNotFoundError:
+        return None
+    except (OSError, HfHubHTTPError) as error:
+        raise TokenizerError(f"{filename} of {name!r} cannot be downloaded: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _cached_only(name: str, hint: str, error: Exception) -> tuple[str, bool]:
+    """The hub does not answer: what was downloaded before still serves; else say so at once, without retries."""
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise TokenizerError(
+            f"{name!r} is not a local folder, is not in the hub's cache, and the hub cannot be reached "
+            f"({first_line(error)}){hint}"
+        ) from error
+    return name, True
+
+
+def _nearest_sibling(folder: Path) -> str | None:
+    parent = folder.parent
+    if not parent.is_dir():
+        return None
+    names = [entry.name for entry in parent.iterdir() if entry.is_dir()]
+    close = difflib.get_close_matches(folder.name, names, n=1)
+    return str(parent / close[0]) if close else None
