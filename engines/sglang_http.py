@@ -49,7 +49,7 @@ class RequestRefused(RuntimeError):
     """The server answered that it does not want this request; another attempt is pointless."""
 
 
-class ServerLost(RuntimeError):
+class ServerLost(Exception):
     """The server is away or stuck for longer than anybody waits, or another one answers in its place. Its worker ends
     with ExitCode.SERVER_LOST, so that whoever runs the server starts it again."""
 
