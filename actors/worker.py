@@ -2,8 +2,9 @@
 
 The loops:
 
-    main thread      (here) tickets in, segments out, one engine step at a time. Waits, when nothing runs, for the
-                     buffer (unblocked by a ticket), an environment (by its answer) or weights (by the receiver).
+    main thread      (here) tickets in, segments out, one engine step at a time. Waits, when nothing runs here, for the
+                     buffer (unblocked by a ticket), an environment (by its answer), weights (by the receiver) or
+                     the tokens of a remote engine (by its thread).
     environments     (actors.env_runner) an event loop; unblocked by the main thread, answers to it.
     weight receiver  (actors.weight_receiver) waits inside a broadcast for the learner; stages what came into the
                      engine, which swaps it in between two steps of the main thread.
@@ -23,6 +24,8 @@ from typing import Final, Protocol
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.rollouts_running import RunningRollouts
+from actors.student import ActorRunConfig, StudentSource, embedded, on_server
+from actors.weight_receiver import WeightReceiver, WeightReceiverFailed
 from engines.base import GenerationEngine
 from protocol.client import Client
 from protocol.codec import Received
@@ -98,9 +101,9 @@ class ActorWorker:
         return self._shutdown.ok
 
     def _wait_s(self) -> float:
-        """How long the buffer may be waited for: not at all while the engine has something to do. Weights and
-        environments wake the client; what was put off after a failure has its own time."""
-        if self._rollouts.generating:
+        """How long the buffer may be waited for: not at all while the engine has something to do here. Weights,
+        environments and a remote engine wake the client; what was put off after a failure has its own time."""
+        if self._rollouts.generating and self._engine.works_in_poll:
             return 0.0
         return min(IDLE_WAIT_S, self._rollouts.ready_in_s())
 
@@ -163,46 +166,39 @@ class ActorWorker:
         self._client.set_heartbeat(self._engine.version, gauges)
 
 
-class StudentModels(Protocol):
-    @property
-    def student(self) -> str: ...
-
-
-class ActorRunConfig(Protocol):
-    """The parts of the run's configuration that an actor reads."""
-
-    @property
-    def actor(self) -> ActorConfig: ...
-    @property
-    def models(self) -> StudentModels: ...
-
-
 def main(ctx: RoleContext[ActorRunConfig]) -> int:
-    """Entry of an actor process (see launch.roles). Torch is imported here, not by importing this module."""
-    from actors.envs.base import TextTokenizer
-    from actors.weight_receiver import WeightReceiver
-    from engines.embedded_weights import EmbeddedWeights
-    from engines.models import load_causal_lm, resolve_device
-    from engines.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
-    from engines.torch_engine import TorchEngine
+    """Entry of an actor process (see launch.roles)."""
+    if ctx.config.actor.engine == "torch":
+        return _write(ctx, embedded(ctx))
+    from engines.sglang_http import ServerLost
 
-    config, path = ctx.config.actor, ctx.config.models.student
-    tokenizer = load_tokenizer(path)
-    model = load_causal_lm(path, device="cpu", dtype=config.torch.dtype, attention="sdpa")
-    engine = TorchEngine(model, config.torch)
+    try:
+        return _write(ctx, on_server(ctx))
+    except ServerLost as error:
+        log.error("server lost: %s", error)
+    except WeightReceiverFailed as error:
+        if not isinstance(error.__cause__, ServerLost):
+            raise
+        log.error("server lost while it took weights: %s", error.__cause__)
+    return ExitCode.SERVER_LOST
+
+
+def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
+    """Connect and run rollouts until Shutdown."""
+    config = ctx.config.actor
     hello = Hello(
         role="actor",
         name=ctx.name,
         incarnation=ctx.incarnation,
         run_id=ctx.run_id,
-        vocab_fingerprint=token_map_fingerprint(tokenizer),
+        vocab_fingerprint=source.fingerprint,
     )
     with ExitStack() as stack:
-        stack.callback(engine.close)
         client = stack.enter_context(Client(ctx.buffer_address, hello))
+        student = source.start(client.wake)
+        stack.callback(student.engine.close)
         welcome = client.connect()
-        weights = EmbeddedWeights(engine, device=resolve_device(config.torch.device))
-        receiver = WeightReceiver(weights, name=ctx.name, on_staged=client.wake)
+        receiver = WeightReceiver(student.weights, name=ctx.name, on_staged=client.wake)
         receiver.start()
         stack.callback(receiver.close)
         if welcome.weights is not None:
@@ -210,14 +206,14 @@ def main(ctx: RoleContext[ActorRunConfig]) -> int:
         environments = EnvRunner(client.wake)
         stack.callback(environments.close)
         rollouts = RunningRollouts(
-            engine,
+            student.engine,
             environments,
-            TextTokenizer(tokenizer),
+            source.tokenizer,
             config,
-            stop_token_ids=stop_token_ids(path, tokenizer),
-            max_context_tokens=config.torch.max_context,
+            stop_token_ids=source.stop_token_ids,
+            max_context_tokens=student.max_context,
             send=client.send,
         )
-        ended_well = ActorWorker(client, engine, receiver, environments, rollouts, config).run()
+        ended_well = ActorWorker(client, student.engine, receiver, environments, rollouts, config).run()
         client.flush(FLUSH_TIMEOUT_S)
     return ExitCode.OK if ended_well else ExitCode.FAILED

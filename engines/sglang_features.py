@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -115,6 +116,15 @@ def probe_server(url: str, config: SGLangConfig, *, api_key: str = "") -> Featur
         return link.run(detect_features(link), timeout_s=2 * config.connect_timeout_s)
     finally:
         link.close()
+
+
+def write_features(run_dir: Path, worker: str, url: str, features: Features) -> None:
+    """Leave them in the run folder, at servers/WORKER.json, for the launcher to show."""
+    path = run_dir / "servers" / f"{worker}.json"
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.encode({"url": url, "features": features}))
+    temporary.replace(path)
 
 
 async def detect_features(link: ServerLink) -> Features:

@@ -19,7 +19,7 @@ import numpy as np
 from engines.base import ScoreRequest, ScoreResult
 from engines.sglang_config import SGLangConfig
 from engines.sglang_features import Features, detect_features
-from engines.sglang_http import ServerLink
+from engines.sglang_http import ModelInfo, ServerLink, ServerUnavailable
 from engines.sglang_requests import check_ids
 from engines.sglang_stream import StreamError
 
@@ -49,6 +49,7 @@ class SGLangScorer:
         self._config = config
         self._vocab_size = vocab_size
         self._cached_tokens = 0
+        self._answered_s = 0.0
         self._closed = False
         self.server: Final = ServerLink(url, config, api_key=api_key)
         try:
@@ -58,6 +59,8 @@ class SGLangScorer:
         except BaseException:
             self.server.close()
             raise
+        self._model: ModelInfo | None = None
+        self.server.on_info = self._note_info
         self.server.start_monitor()
         log.info("SGLang server at %s\n%s", url, self.features.table())
 
@@ -84,21 +87,35 @@ class SGLangScorer:
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
         """See the interface; results in the order of the requests. Also raises ValueError for more than max_context
         tokens and top_k outside [0, vocab_size], ServerUnavailable when one request found no answer in time (the others
-        are cancelled: a grade is cheap to ask for again), RuntimeError after close()."""
+        are cancelled: a grade is cheap to ask for again), ServerLost when none did, RuntimeError after close()."""
         if self._closed:
             raise RuntimeError("the scorer is closed")
+        self.server.raise_if_lost()
         if not 0 <= top_k <= self._vocab_size:
             raise ValueError(f"top_k {top_k}; expected 0 (off) to {self._vocab_size} (vocabulary)")
         for index, request in enumerate(requests):
             self._check(index, request)
         one_s = self._config.start_timeout_s + self._config.stall_timeout_s
         rounds = 1 + math.ceil(len(requests) / self._config.max_concurrent)
-        return self.server.run(self._score_all(requests, top_k), timeout_s=rounds * one_s)
+        asked_s = time.monotonic()
+        try:
+            return self.server.run(self._score_all(requests, top_k), timeout_s=rounds * one_s)
+        except ServerUnavailable as error:
+            if self._answered_s < asked_s:
+                self.server.declare_lost(f"not one grade in {time.monotonic() - asked_s:.0f} s: {error}")
+            self.server.raise_if_lost()
+            raise
 
     def close(self) -> None:
         """Idempotent."""
         self._closed = True
         self.server.close()
+
+    def _note_info(self, info: ModelInfo, asked_s: float) -> None:
+        """A teacher's weights never change: if they do, it is another server that answers, or somebody trains it."""
+        if self._model is not None and info != self._model:
+            self.server.declare_lost(f"it had {self._model} and has {info} now")
+        self._model = self._model or info
 
     async def _score_all(self, requests: Sequence[ScoreRequest], top_k: int) -> list[ScoreResult]:
         slots = asyncio.Semaphore(self._config.max_concurrent)
@@ -129,6 +146,7 @@ class SGLangScorer:
         text = await self.server.post_again(
             "/generate", body, timeout_s=self._config.stall_timeout_s, deadline_s=deadline_s
         )
+        self._answered_s = time.monotonic()
         meta = _DECODER.decode(text).meta_info
         self._cached_tokens += meta.cached_tokens
         return read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -209,23 +211,71 @@ class TeacherModels(Protocol):
     def teacher(self) -> str: ...
 
 
-def main(ctx: RoleContext[TeacherRunConfig]) -> int:
-    """Entry of a teacher process (see launch.roles). Torch is imported here, not by importing this module."""
+@dataclass(frozen=True, slots=True)
+class GraderSource:
+    """The fingerprint of the teacher's vocabulary, and how to get its engine."""
+
+    fingerprint: str
+    start: Callable[[], ScoringEngine]
+
+
+def embedded(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
+    """The model in this process; torch is imported here."""
     from engines.tokenizer import load_tokenizer, token_map_fingerprint
     from engines.torch_scorer import TorchScorer
 
+    path = ctx.config.models.teacher
+    tokenizer = load_tokenizer(path)
+    return GraderSource(token_map_fingerprint(tokenizer), lambda: TorchScorer.load(path, ctx.config.teacher))
+
+
+def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
+    """The model on the SGLang server at `ctx.server_url`, without torch. `start` raises ServerLost when it is not
+    there."""
+    from engines.sglang_config import vocabulary_size
+    from engines.sglang_features import write_features
+    from engines.sglang_http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
+    from engines.sglang_scorer import SGLangScorer
+    from engines.tokenizer_file import FileTokenizer
+
+    config, path = ctx.config.teacher, ctx.config.models.teacher
+    key = "" if config.urls else os.environ.get(API_KEY_VARIABLE, "")
+
+    def start() -> SGLangScorer:
+        try:
+            scorer = SGLangScorer(ctx.server_url, config.sglang, vocab_size=vocabulary_size(path), api_key=key)
+        except ServerUnavailable as error:
+            raise ServerLost(str(error)) from error
+        write_features(ctx.run_dir, ctx.name, ctx.server_url, scorer.features)
+        return scorer
+
+    return GraderSource(FileTokenizer(path).fingerprint, start)
+
+
+def main(ctx: RoleContext[TeacherRunConfig]) -> int:
+    """Entry of a teacher process (see launch.roles)."""
+    if ctx.config.teacher.engine == "torch":
+        return _grade_until_told(ctx, embedded(ctx))
+    from engines.sglang_http import ServerLost
+
+    try:
+        return _grade_until_told(ctx, on_server(ctx))
+    except ServerLost as error:
+        log.error("server lost: %s", error)
+        return ExitCode.SERVER_LOST
+
+
+def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) -> int:
     config = ctx.config.teacher
-    tokenizer = load_tokenizer(ctx.config.models.teacher)
-    engine = TorchScorer.load(ctx.config.models.teacher, config)
     hello = Hello(
         role="teacher",
         name=ctx.name,
         incarnation=ctx.incarnation,
         run_id=ctx.run_id,
-        vocab_fingerprint=token_map_fingerprint(tokenizer),
+        vocab_fingerprint=source.fingerprint,
         pool=config.pool,
     )
-    with contextlib.closing(engine), Client(ctx.buffer_address, hello) as client:
+    with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello) as client:
         client.connect()
         ended_well = TeacherWorker(client, engine, config).run()
         client.flush(FLUSH_TIMEOUT_S)

@@ -57,6 +57,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.refuse: Exception | None = None
         """Raised by the next submit."""
+        self.works_in_poll = True
         self._deltas: deque[GenerationDelta] = deque()
 
     @property
