@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from protocol.codec import Array, Received, encode
+from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Received, encode
 from protocol.errors import LocalProtocolError, NotConnected, SendTimeout
 from protocol.flow import UNTRACKED, ack_keys
+from protocol.keys import ClientKeys
 from protocol.link import Link, LinkState
 from protocol.messages import Hello, Message, WeightVersion, Welcome
 from protocol.outbox import Outbox
@@ -30,10 +31,10 @@ MAX_UNCONFIRMED_BYTES = 256 << 20
 class Client:
     """Connects one worker to the buffer.
 
-    `hello.received_total` is filled in here. Messages with an acknowledgement (`protocol.flow.ack_keys`) are sent
-    again after `resend_s` without it, and everything that is not known to have arrived after a reconnect.
-    When the buffer is silent for half of its own peer timeout the link is built anew, with the same incarnation,
-    for at most `reconnect_timeout_s` (default: `connect_timeout_s`).
+    `keys`: of `protocol.keys.run_client_keys`; None = not encrypted. `hello.received_total` is filled in here. Messages
+    with an acknowledgement (`protocol.flow.ack_keys`) are sent again after `resend_s` without it, and everything that
+    is not known to have arrived after a reconnect. When the buffer is silent for half of its own peer timeout the link
+    is built anew, with the same incarnation, for at most `reconnect_timeout_s` (default: `connect_timeout_s`).
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Client:
         address: str,
         hello: Hello,
         *,
+        keys: ClientKeys | None = None,
         connect_timeout_s: float = 30.0,
         reconnect_timeout_s: float | None = None,
         resend_s: float = 5.0,
@@ -49,6 +51,7 @@ class Client:
     ) -> None:
         self._address = address
         self._hello = hello
+        self._keys = keys
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = connect_timeout_s if reconnect_timeout_s is None else reconnect_timeout_s
         self._send_timeout_s = send_timeout_s
@@ -96,6 +99,7 @@ class Client:
             self._address,
             self._hello,
             self._state,
+            keys=self._keys,
             connect_timeout_s=self._connect_timeout_s,
             reconnect_timeout_s=self._reconnect_timeout_s,
         )
@@ -114,7 +118,7 @@ class Client:
         """
         if isinstance(message, UNTRACKED):
             raise LocalProtocolError(f"{type(message).__name__} is sent by the client itself")
-        frames = encode(message, arrays)
+        frames = encode(message, arrays, max_bytes=MAX_TO_BUFFER_BYTES)
         n_bytes = sum(map(len, frames))
         deadline_s = time.monotonic() + self._send_timeout_s
         with self._state.changed:

@@ -36,6 +36,8 @@ MAX_FRAME_BYTES = 64 << 20
 ZeroMQ, which then drops the connection before it takes memory for a larger frame."""
 MAX_MESSAGE_BYTES = 1 << 30
 """1,024 rollouts x 64k tokens x 13 bytes (ids, two kinds of log-probs, mask) is 0.8 GiB."""
+MAX_TO_BUFFER_BYTES = 256 << 20
+"""The same for messages to the buffer, which come from many and are smaller: 64 prompts of a million tokens."""
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -137,7 +139,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[m.Message] = msgspec.msgpack.Decoder(m.Message)
 
 
-def encode(message: m.Message, arrays: Sequence[Array] = ()) -> list[Frame]:
+def encode(message: m.Message, arrays: Sequence[Array] = (), *, max_bytes: int = MAX_MESSAGE_BYTES) -> list[Frame]:
     """Frames of one multipart. The array frames are views: leave the arrays alone until the message is sent.
 
     Raises EncodeError when the arrays are not what `messages.py` states for this message, or a limit is exceeded.
@@ -159,13 +161,13 @@ def encode(message: m.Message, arrays: Sequence[Array] = ()) -> list[Frame]:
             expected = f"{spec.dtype} {'[n >= 1]' if spec.shape is None else list(spec.shape)}"
             raise EncodeError(f"{name}, {spec.what}: got {array.dtype} {list(array.shape)}, expected {expected}")
         frames.append(_raw_bytes(array))
-    excess = _excess(frames)
+    excess = _excess(frames, max_bytes)
     if excess is not None:
         raise EncodeError(f"{name}: got {excess[0]}, expected at most {excess[1]}; send it in smaller parts")
     return frames
 
 
-def decode(frames: Sequence[Frame]) -> Received:
+def decode(frames: Sequence[Frame], *, max_bytes: int = MAX_MESSAGE_BYTES) -> Received:
     """The message of one multipart. The arrays are read-only views that keep their frames alive.
 
     Raises MalformedMessage or MessageTooLarge, and nothing else whatever the bytes are.
@@ -173,7 +175,7 @@ def decode(frames: Sequence[Frame]) -> Received:
     if not frames:
         raise MalformedMessage("no frames", got="an empty multipart", expected="a MessagePack header")
     header = frames[0]
-    excess = _excess(frames)
+    excess = _excess(frames, max_bytes)
     if excess is not None:
         raise MessageTooLarge("message too large", got=excess[0], expected=f"at most {excess[1]}")
     try:
@@ -191,7 +193,7 @@ def decode(frames: Sequence[Frame]) -> Received:
     return Received(message, tuple(map(_read_array, frames[1:], specs)))
 
 
-def _excess(frames: Sequence[Frame]) -> tuple[str, str] | None:
+def _excess(frames: Sequence[Frame], max_bytes: int) -> tuple[str, str] | None:
     """What is exceeded, and its limit."""
     lengths = [len(frame) for frame in frames]
     if lengths[0] > MAX_HEADER_BYTES:
@@ -200,8 +202,8 @@ def _excess(frames: Sequence[Frame]) -> tuple[str, str] | None:
         return f"{len(frames)} frames", f"{MAX_FRAMES}"
     if max(lengths) > MAX_FRAME_BYTES:
         return f"a frame of {max(lengths)} bytes", f"{MAX_FRAME_BYTES}"
-    if sum(lengths) > MAX_MESSAGE_BYTES:
-        return f"{sum(lengths)} bytes in all", f"{MAX_MESSAGE_BYTES}"
+    if sum(lengths) > max_bytes:
+        return f"{sum(lengths)} bytes in all", f"{max_bytes}"
     return None
 
 

@@ -11,7 +11,9 @@ from protocol.session import PeerId
 
 REMEMBERED_INCARNATIONS: Final = 16
 """Of one peer, that were replaced and must not come back."""
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_LONGEST: Final = 100
+"""Characters of a name."""
+_NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST}}}")
 
 
 class Doorkeeper:
@@ -54,9 +56,10 @@ class Doorkeeper:
             return wrong_version(hello.protocol_version)
         if hello.run_id != self._run_id:
             return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
-        if not _NAME.fullmatch(hello.name) or not hello.incarnation or hello.received_total < 0:
+        fits = 1 <= len(hello.incarnation) <= _LONGEST and len(hello.pool) <= _LONGEST and hello.received_total >= 0
+        if not fits or not _NAME.fullmatch(hello.name):
             got = f"name {hello.name[:100]!r}, incarnation {hello.incarnation[:100]!r}, {hello.received_total} received"
-            expected = f"a name like {_NAME.pattern}, an incarnation, a count"
+            expected = f"a name like {_NAME.pattern}, an incarnation and a pool of at most {_LONGEST}, a count"
             return Refused("malformed", "not a peer's identity", got, expected)
         if not hello.vocab_fingerprint and hello.role != "launcher":
             return Refused("vocab_fingerprint", f"a {hello.role} works on token ids", "", "a vocabulary fingerprint")

@@ -26,8 +26,10 @@ import msgspec
 import zmq
 
 from protocol.codec import Received, decode, encode
+from protocol.encryption import encrypt_client
 from protocol.errors import ConnectTimeout, HandshakeRefused, LinkError, MessageRefused, PeerLost, UnexpectedMessage
 from protocol.flow import UNNUMBERED, acked_keys, tells_the_caller
+from protocol.keys import ClientKeys
 from protocol.messages import (
     Goodbye,
     Heartbeat,
@@ -39,6 +41,7 @@ from protocol.messages import (
     WeightVersion,
     Welcome,
 )
+from protocol.monitor import DoorReport
 from protocol.outbox import Outbox
 from protocol.sockets import new_socket, receive_frames, send_frames
 
@@ -78,12 +81,20 @@ class Link(threading.Thread):
     """Start it, then watch `state`. It never raises: what ends it is in `state.failure`."""
 
     def __init__(
-        self, address: str, hello: Hello, state: LinkState, *, connect_timeout_s: float, reconnect_timeout_s: float
+        self,
+        address: str,
+        hello: Hello,
+        state: LinkState,
+        *,
+        keys: ClientKeys | None,
+        connect_timeout_s: float,
+        reconnect_timeout_s: float,
     ) -> None:
         super().__init__(name=f"link-{hello.name}", daemon=True)
         self._address = address
         self._hello = hello
         self._state = state
+        self._keys = keys
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_timeout_s = reconnect_timeout_s
         self._received_total = 0
@@ -92,6 +103,7 @@ class Link(threading.Thread):
         self._shutdown: Shutdown | None = None
         # Of the present connection:
         self._socket: zmq.Socket[bytes] | None = None
+        self._door: DoorReport | None = None
         self._heartbeats_sent = 0
         self._heartbeats_answered = 0
         self._next_heartbeat_s = 0.0
@@ -137,6 +149,8 @@ class Link(threading.Thread):
 
     def _leave(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         try:
+            if self._door is not None:
+                self._door.close()
             if self._socket is not None:
                 with self._state.changed:
                     reason = self._state.goodbye
@@ -174,7 +188,7 @@ class Link(threading.Thread):
             if time.monotonic() >= deadline_s:
                 raise too_late(
                     f"no answer from the buffer at {self._address} to {attempts} Hellos in {timeout_s:.1f} s; "
-                    "is it running, and is this its address?"
+                    f"is it running, and is this its address?{self._door.complaint if self._door else ''}"
                 )
             attempts += 1
             self._open_socket(context)
@@ -183,10 +197,14 @@ class Link(threading.Thread):
             patience_s = min(2 * patience_s, LONGEST_GREETING_S)
 
     def _open_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        if self._socket is not None:
+        if self._socket is not None and self._door is not None:
             self._poller.unregister(self._socket)
+            self._door.close()
             self._socket.close(linger=0)
         self._socket = new_socket(context, zmq.DEALER)
+        self._door = DoorReport(self._socket)
+        if self._keys is not None:
+            encrypt_client(self._socket, self._keys)
         self._poller.register(self._socket, zmq.POLLIN)
         self._socket.connect(self._address)
         self._known = False
@@ -201,7 +219,15 @@ class Link(threading.Thread):
         while not self._known and not self._closing() and (left_s := until_s - time.monotonic()) > 0:
             self._sleep(left_s, want_room=False)
             self._read()
+            self._look_at_door()
         return self._known
+
+    def _look_at_door(self) -> None:
+        assert self._door is not None
+        self._door.read()
+        if self._door.unknown_key:
+            message = "the buffer does not know the key of this process"
+            raise HandshakeRefused(Refused("key", message, f"a {self._hello.role}'s key", "one of the run's own keys"))
 
     # ---------------------------------------------------------------------------------------------- serving
 

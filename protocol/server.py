@@ -20,12 +20,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import zmq
 
-from protocol.codec import Array, Frame, Received, claimed_version, decode, encode
-from protocol.errors import LocalProtocolError, PeerAhead, RemoteProtocolError
+from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Frame, Received, claimed_version, decode, encode
+from protocol.errors import PeerAhead, RemoteProtocolError
 from protocol.flow import SENDERS, UNNUMBERED
 from protocol.handshake import Doorkeeper, wrong_version
+from protocol.keys import ServerKeys
 from protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
@@ -38,10 +40,10 @@ from protocol.messages import (
     WeightVersion,
     Welcome,
 )
-from protocol.ratelimit import RateLimitedLog
+from protocol.ratelimit import RateLimitedLog, in_one_line
+from protocol.router import Router, address_of
 from protocol.session import PeerId, Session
 from protocol.session_book import SessionBook
-from protocol.sockets import new_socket, receive_frames, send_frames
 
 POLL_MESSAGES = 256
 POLL_BUDGET_S = 0.02
@@ -79,7 +81,8 @@ Event: TypeAlias = PeerUp | PeerDown | FromPeer
 
 
 class Server:
-    """Binds at once. `bind` may end in port 0; `address` is where it really is.
+    """Binds at once. `bind` may end in port 0; `address` is where it really is. With `keys` only peers that have a key
+    on the list come in, each in the role of its key; without, everybody who reaches the address.
 
     `vocab_fingerprint` None: the first peer with a tokenizer decides. `max_unconfirmed_bytes`: of one peer.
     """
@@ -92,6 +95,7 @@ class Server:
         vocab_fingerprint: str | None,
         heartbeat_s: float,
         peer_timeout_s: float,
+        keys: ServerKeys | None = None,
         max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
         clock: Callable[[], float] = time.monotonic,
         restored: SessionBook | None = None,
@@ -110,6 +114,8 @@ class Server:
         self._sessions_total = 0
         self._held: tuple[bytes, Hello] | None = None
         self._refused: dict[str, int] = {}
+        self._source: zmq.Frame | None = None
+        """Of the message in hand: tells where it comes from."""
         self._undeliverable = 0
         self._retired: OrderedDict[bytes, None] = OrderedDict()
         self._overtaken = 0
@@ -120,31 +126,20 @@ class Server:
         self._hellos: list[Hello] = []
         if restored is not None:
             self._take_over(restored)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = new_socket(self._context, zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a connection that is gone must fail, not vanish
-        self._socket.set(zmq.SNDHWM, 0)  # bounded by max_unconfirmed_bytes instead: bytes are what fills memory
-        try:
-            self._socket.bind(bind)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise LocalProtocolError(
-                f"cannot bind {bind}: {error}; expected a free address like tcp://HOST:0"
-            ) from error
-        self._address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._router = Router(bind, keys=keys, log=RateLimitedLog(log), clock=clock)
 
     def __repr__(self) -> str:
-        refused = sum(self._refused.values())
-        return f"Server({self._address}, peers={len(self._sessions)}, refused={refused})"
+        encrypted = ", encrypted" if self._router.encrypted else ""
+        return f"Server({self.address}{encrypted}, peers={len(self._sessions)}, refused={sum(self.refused.values())})"
 
     @property
     def address(self) -> str:
-        return self._address
+        return self._router.address
 
     @property
     def refused(self) -> dict[str, int]:
-        """Messages refused since the start, by code of `Refused`."""
-        return dict(self._refused)
+        """Messages refused since the start, by code of `Refused`, and connections, by `ConnectionFault`."""
+        return {**self._refused, **self._router.refused}
 
     @property
     def undeliverable(self) -> int:
@@ -185,9 +180,7 @@ class Server:
 
     def close(self, linger_s: float = 1.0) -> None:
         """Deliver what is on its way for at most `linger_s`; free the socket. May be called again."""
-        if not self._socket.closed:
-            self._socket.close(linger=int(linger_s * 1000))
-            self._context.term()
+        self._router.close(linger_s)
 
     # -------------------------------------------------------------------------------------------------- sending
 
@@ -210,16 +203,7 @@ class Server:
 
     def _put(self, session: Session, frames: list[Frame]) -> None:
         if session.reachable:  # if not, the log waits for the next connection, or for the peer timeout
-            session.reachable = self._put_raw(session.identity, frames)
-
-    def _put_raw(self, identity: bytes, frames: list[Frame]) -> bool:
-        try:
-            send_frames(self._socket, [identity, *frames])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+            session.reachable = self._router.send(session.identity, frames)
 
     # -------------------------------------------------------------------------------------------------- reading
 
@@ -229,7 +213,7 @@ class Server:
         self._hellos.clear()
         self._drop_lost_peers(events)
         if self._held is None and not events:
-            self._socket.poll(math.ceil(timeout_s * 1000))
+            self._router.wait(timeout_s)
         until_s = self._clock() + POLL_BUDGET_S
         for _ in range(POLL_MESSAGES):
             if not self._take_next(events) or self._clock() > until_s:
@@ -262,10 +246,11 @@ class Server:
             (identity, hello), self._held = self._held, None
             self._greet(identity, hello, events)
             return True
-        frames = receive_frames(self._socket)
-        if frames is None:
+        got = self._router.receive()
+        if got is None:
             return False
-        identity = bytes(frames[0])
+        identity, source, frames = got
+        self._source = source
         if identity in self._retired:  # if its peer is still there after all, it must say Hello again
             self._overtaken += 1
             self._tell(identity, Refused("not_hello_first", "you said Hello elsewhere since", "", "Hello"))
@@ -274,11 +259,16 @@ class Server:
         if session is not None:
             session.last_heard_s = self._clock()
         try:
-            received = decode(frames[1:])
+            received = decode(frames, max_bytes=MAX_TO_BUFFER_BYTES)
         except RemoteProtocolError as error:
-            self._refuse_unreadable(identity, frames[1:], error)
+            self._refuse_unreadable(identity, frames, error)
             return True
         if isinstance(received.message, Hello):
+            key_role = self._router.role_of(source)
+            if key_role not in (None, received.message.role):
+                message = "this role needs its own key"
+                self._refuse(identity, Refused("key", message, f"a key of {key_role}", f"of {received.message.role}"))
+                return True
             if events:
                 self._held = (identity, received.message)
                 return False
@@ -299,7 +289,7 @@ class Server:
             return True
         if isinstance(message, Goodbye):
             events.append(FromPeer(role, name, received))
-            self._drop(session, f"goodbye: {message.reason}", events)
+            self._drop(session, f"goodbye: {in_one_line(message.reason)}", events)
             return False
         if isinstance(message, Heartbeat):
             try:
@@ -387,7 +377,8 @@ class Server:
     def _refuse(self, identity: bytes, refused: Refused) -> None:
         self._refused[refused.code] = self._refused.get(refused.code, 0) + 1
         session = self._by_identity.get(identity)
-        who = session.peer if session is not None else "a stranger"
+        who = f"{'a stranger' if session is None else session.peer} at {address_of(self._source)}"
+        refused = msgspec.structs.replace(refused, got=in_one_line(refused.got))
         self._log.warning(
             f"refused ({refused.code}) {who}: {refused.message}; got {refused.got}, expected {refused.expected}"
         )
@@ -401,4 +392,4 @@ class Server:
         self._told.move_to_end(identity)
         if len(self._told) > REMEMBERED_CONNECTIONS:
             self._told.popitem(last=False)
-        self._put_raw(identity, encode(refused))
+        self._router.send(identity, encode(refused))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 import zmq
 
-from protocol.codec import MAX_FRAME_BYTES, Frame
+from protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, Frame
 
 SMALL_FRAME_BYTES = 8192
 """Up to this size a received frame is copied: libzmq hands out pieces of a shared 8 KiB read buffer, of any alignment,
 and one kept piece would keep all of it. Larger frames have a block of their own, and are viewed in place."""
+
+HANDSHAKE_MS: Final = 10_000
+"""A connection that has not finished ZeroMQ's handshake by then is closed."""
 
 # As plain integers: combining pyzmq's enums costs more than a small send.
 _NO_WAIT = int(zmq.NOBLOCK)
@@ -19,7 +24,8 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket
     """A socket with the limits of this protocol. Nothing is said after it is closed, unless closed with a linger."""
     socket = context.socket(kind)
     socket.linger = 0
-    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.set(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)  # up to there we can say why; beyond, ZeroMQ hangs up
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return socket
 
 
@@ -32,16 +38,40 @@ def send_frames(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
     socket.send(frames[-1], _NO_WAIT, copy=False)
 
 
+class FromRouter(NamedTuple):
+    """What a ROUTER received."""
+
+    identity: bytes
+    source: zmq.Frame
+    """Tells of the connection (`zmq.Frame.get`): its descriptor, the peer's address, the role of its key."""
+    frames: list[Frame]
+
+
+def receive_from_router(socket: zmq.Socket[bytes]) -> FromRouter | None:
+    """One message, or None when none is waiting."""
+    source = _first(socket)
+    return None if source is None else FromRouter(source.bytes, source, _rest(socket, source, []))
+
+
 def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame] | None:
     """One multipart, or None when none is waiting."""
+    first = _first(socket)
+    return None if first is None else _rest(socket, first, [_contents(first)])
+
+
+def _first(socket: zmq.Socket[bytes]) -> zmq.Frame | None:
     try:
-        frame = socket.recv(_NO_WAIT, copy=False)
+        return socket.recv(_NO_WAIT, copy=False)
     except zmq.Again:
         return None
-    frames: list[Frame] = [_contents(frame)]
+
+
+def _rest(socket: zmq.Socket[bytes], frame: zmq.Frame, frames: list[Frame]) -> list[Frame]:
+    """What follows `frame`; of more frames than a message may have only so many that it is seen."""
     while frame.more:
         frame = socket.recv(copy=False)
-        frames.append(_contents(frame))
+        if len(frames) <= MAX_FRAMES + 1:
+            frames.append(_contents(frame))
     return frames
 
 
