@@ -139,16 +139,17 @@ class ServerWatch:
         return news
 
     def stop(self) -> None:
-        """SIGTERM to all, once."""
+        """SIGTERM to all, once; SIGKILL to those that have nothing to finish."""
         if self._processes is not None and not self._stopping:
             self._stopping = True
             for slot in self._slots.values():
                 if slot.running:
-                    self._processes.stop(slot.plan.name)
+                    (self._processes.stop if slot.state == "up" else self._processes.kill)(slot.plan.name)
 
     @property
     def running(self) -> bool:
-        return any(slot.running for slot in self._slots.values())
+        """Whether any process is there that could leave by itself."""
+        return any(slot.running and slot.pid is not None for slot in self._slots.values())
 
     def close(self) -> None:
         """Whatever still runs ends now. Idempotent."""

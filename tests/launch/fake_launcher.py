@@ -15,6 +15,7 @@ from launch.config_tree import build
 from launch.errors import LaunchError
 from launch.run import run
 from launch.runfolder import RunFolder
+from launch.server_plan import plan_servers
 from protocol.context import WorkerRole
 
 ENTRIES: dict[WorkerRole, str] = {
@@ -34,13 +35,15 @@ def main() -> int:
         return 2
     with closing(folder):
         (run_dir / "behaviour.json").write_text(behaviour)
+        config = build(RunConfig, settings)
         return run(
-            build(RunConfig, settings),
+            config,
             folder,
             time.monotonic(),
             resume=False,
             preload=tuple(sys.argv[4:]),
             entries=ENTRIES,
+            servers=plan_servers(config, ()),
         )
 
 

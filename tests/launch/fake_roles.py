@@ -19,10 +19,11 @@ from pathlib import Path
 import msgspec
 
 from buffer.server import BufferAddress
+from engines.sglang_http import API_KEY_VARIABLE
 from launch.config import RunConfig
 from launch.roles import LEAVE_AGAIN_S
 from protocol.client import Client
-from protocol.context import RoleContext
+from protocol.context import ExitCode, RoleContext
 from protocol.errors import LinkError
 from protocol.messages import (
     Heartbeat,
@@ -39,6 +40,7 @@ from protocol.messages import (
     WeightVersion,
 )
 from protocol.server import FromPeer, PeerDown, PeerUp, Server
+from sglang_cpu.servers import answers
 
 Context = RoleContext[RunConfig]
 
@@ -185,6 +187,11 @@ def worker(ctx: Context) -> int:
         raise RuntimeError("the bottom fell out")
     if word == "useless":
         return 4
+    if ctx.server_url:
+        host, _, port = ctx.server_url.removeprefix("http://").partition(":")
+        print(f"server {ctx.server_url} answers: {answers(host, int(port), os.environ[API_KEY_VARIABLE])}")
+    if word == "loses_server_once" and before == 0:
+        return ExitCode.SERVER_LOST
     if word == "mute":
         time.sleep(300)
     if word == "litter":

@@ -33,7 +33,7 @@ class Launcher:
             "status": "off",
         } | dict(settings.get("launch", {}))
         config = {"actors": 1, "teachers": 1} | dict(settings) | {"launch": launch}
-        paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE), str(HERE / "fake_sglang"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         script = str(HERE / "fake_launcher.py")
         self.process = subprocess.Popen(
             [sys.executable, script, str(run_dir), json.dumps(behaviour), json.dumps(config), *preload],
@@ -63,6 +63,12 @@ class Launcher:
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
+
+    def summary_when_finished(self) -> dict[str, Any]:
+        """Ends the run well."""
+        self.finish()
+        assert self.wait() == 0, self.said
+        return self.summary()
 
     def pids(self, name: str) -> list[int]:
         """Of all processes that the worker of this name has had, oldest first."""
