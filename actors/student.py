@@ -102,6 +102,8 @@ def on_server(ctx: RoleContext[ActorRunConfig]) -> StudentSource:
                 api_key=os.environ.get(API_KEY_VARIABLE, "") if started_by_us else "",
                 on_output=wake,
             )
+            if started_by_us:
+                engine.abort_leftovers(config.sglang.control_timeout_s)
         except ServerUnavailable as error:
             raise ServerLost(str(error)) from error
         write_features(Path(ctx.run_dir), ctx.name, ctx.server_url, engine.features)

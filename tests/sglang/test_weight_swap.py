@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from engines.models import load_causal_lm
 from engines.sglang_config import SGLangConfig, SwapMode
 from engines.sglang_engine import SGLangEngine
+from engines.sglang_http import ServerLost
 from engines.sglang_labels import Labels
 from engines.sglang_stream import StreamError
 from protocol.messages import WeightVersion
@@ -54,10 +56,12 @@ def prompt_of(i: int) -> list[int]:
     return [*range(65, 95), i]
 
 
-def update_from_disk(server: Server, path: Path, version: WeightVersion, *, flush_cache: bool = True) -> None:
+def update_from_disk(
+    server: Server, path: Path, version: WeightVersion, *, flush_cache: bool = True, labels: Labels = LABELS
+) -> None:
     body = {
         "model_path": str(path),
-        "weight_version": LABELS.of(version),
+        "weight_version": labels.of(version),
         "flush_cache": flush_cache,
         "abort_all_requests": False,
     }
@@ -176,3 +180,52 @@ def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_i
     engine.close()
 
     assert answers["a"].finish_reason == "error" and "pause_timeout_s" in (answers["a"].error or "")
+
+
+def test_a_successor_of_one_who_died_in_an_update_sends_nothing_before_whole_weights_have_come(
+    own_student: Server, other_weights: Path
+) -> None:
+    """Nobody knows how much of the update has arrived, and the server is still paused."""
+    dead = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB, run_id="run-1")
+    dead.submit(request("left", [65, 66], 900))
+    while not dead.poll(0.1):
+        pass
+    dead.pause(10.0)
+    dead.close()
+    engine = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB, run_id="run-1")
+    engine.abort_leftovers(10.0)
+    answers = {"a": Answer()}
+    engine.submit(request("a", [65, 66], 10))
+
+    assert not engine.weights_known and engine.version == OLD
+    assert engine.poll(0.3) == []
+    engine.pause(10.0)
+    update_from_disk(own_student, other_weights, NEW, labels=engine.labels)  # flushes: nothing is left running
+    engine.resume(NEW, 10.0)
+    collect(engine, answers)
+    assert engine.weights_known
+    assert {span.version for span in answers["a"].spans} == {NEW}
+    engine.close()
+
+
+def test_weights_of_another_run_are_not_taken_for_ours(own_student: Server, other_weights: Path) -> None:
+    update_from_disk(own_student, other_weights, NEW, labels=Labels("run-1"))
+    engine = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB, run_id="run-2")
+    assert not engine.weights_known
+    engine.close()
+
+
+@pytest.mark.parametrize("label", ["default", "run-2/0.5"])
+def test_a_server_that_another_one_has_replaced_is_lost(own_student: Server, other_weights: Path, label: str) -> None:
+    """Started again by somebody, or taken by another run: seen at the next health check."""
+    update_from_disk(own_student, other_weights, NEW, labels=Labels("run-1"))
+    config = SGLangConfig(health_every_s=0.05)
+    woken = threading.Event()
+    engine = SGLangEngine(own_student.url, config, vocab_size=VOCAB, run_id="run-1", on_output=woken.set)
+    assert engine.poll(0.0) == [] and engine.version == NEW
+    post(own_student, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    assert woken.wait(10.0)
+    with pytest.raises(ServerLost, match="not the same server"):
+        engine.poll(0.0)
+    engine.close()
