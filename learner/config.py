@@ -13,13 +13,20 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from learner.objectives.registry import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    DIVERGENCES,
+    IMPORTANCE,
+    check_member,
+)
 from learner.publish_config import PublishConfig
 from learner.task_config import TaskConfig
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
-Divergence: TypeAlias = Literal["k1"]
-Importance: TypeAlias = Literal["none", "truncated", "masked"]
 KlStudent: TypeAlias = Literal["current", "behaviour"]
+_NO_CORRECTION = ("none", "geometric", "geometric_masked", "gspo")
+"""Importance weights that do not turn samples of one distribution into those of another, token by token."""
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,22 +53,36 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_grad_norm: float = 1.0
     """The gradient of a step is scaled down to this global norm when it is larger; 0 = never."""
 
-    divergence: Divergence = "k1"
-    """Cost of a sampled token. k1: s - q, the one-sample reverse KL."""
+    divergence: str = "k1"
+    """Cost of a sampled token. k1, k2: s - q, the gradient of the reverse KL; k3: 1 - exp(q - s), the gradient of the
+    forward KL. This and the other members of the objective: docs/objectives.md; further ones by entry point."""
     coef: float = 1.0
-    """Weight of the divergence in the advantage, per teacher: A = -coef * sum over its teachers of the cost."""
+    """Weight of the divergence in the advantage: A = A_reward - sum over its teachers of coef * cost.
+    0: rewards only."""
+    teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Teacher pool -> its own coef, instead of the common one."""
     kl_student: KlStudent = "current"
     """The student's log-prob inside the cost: `current` = recomputed in this step, `behaviour` = as when sampled."""
-    importance: Importance = "truncated"
+    importance: str = "truncated"
     """Weight of a token sampled by an older policy, from r = exp(s - mu). none: 1; truncated: min(r, ratio_cap);
-    masked: r inside [ratio_low, ratio_high], else 0."""
+    masked: r inside [ratio_low, ratio_high], else 0; ppo: r where PPO's clip to [ratio_low, ratio_high] leaves a
+    gradient, else 0; of whole rollouts: sequence, sequence_masked, geometric, geometric_masked, gspo."""
     ratio_cap: float = 2.0
-    """For truncated. A fresh token has r = 1, so 2 leaves room for all but the tail of what a few steps of staleness do
-    and bounds what one token can weigh; the reverse KL is most biased by lowering it towards 1."""
+    """For truncated, sequence and geometric. A fresh token has r = 1, so 2 leaves room for all but the tail of what a
+    few steps of staleness do and bounds what one token can weigh; the reverse KL is most biased by lowering it towards
+    1."""
     ratio_low: float = 0.5
-    """For masked."""
+    """For the masked ones, ppo (published: 0.8) and gspo (0.9997)."""
     ratio_high: float = 2.0
-    """For masked."""
+    """For the masked ones, ppo (published: 1.2, 1.28) and gspo (1.0004)."""
+    ratio_dual: float = 0.0
+    """For ppo and gspo: where A < 0, r above this gives nothing (dual clip; published: 3). 0 = off."""
+    advantage: str = "none"
+    """From the rewards: none, grpo, reinforce_pp, reinforce_pp_baseline. All but none need buffer.release = rollout."""
+    advantage_std: bool = True
+    """For grpo: divide by the group's standard deviation."""
+    aggregation: str = "token_mean"
+    """Of the loss over the batch: token_mean, or sequence_mean (the mean over rollouts of their token means)."""
 
     pack_tokens: int = 4096
     """Input tokens of one packed forward and backward pass; bounds memory, does not change the gradient."""
@@ -87,7 +108,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     given up after it: the figures are of what is there, and say how many rollouts are missing."""
 
     def __post_init__(self) -> None:
-        _positive(lr=self.lr, eps=self.eps, coef=self.coef, ratio_cap=self.ratio_cap, ratio_low=self.ratio_low)
+        _positive(lr=self.lr, eps=self.eps, ratio_cap=self.ratio_cap, ratio_low=self.ratio_low)
         _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens)
         _positive(stall_timeout_s=self.stall_timeout_s)
         _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
@@ -101,7 +122,29 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"ratio_low must be below ratio_high, got {self.ratio_low} and {self.ratio_high}")
         if not self.device:
             raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
+        self._check_objective()
         self._refuse_sampling_that_cannot_be_corrected()
+
+    def _check_objective(self) -> None:
+        """Names that exist, coefficients of pools that exist, and something to learn from."""
+        check_member(DIVERGENCES, self.divergence)
+        check_member(IMPORTANCE, self.importance)
+        check_member(ADVANTAGES, self.advantage)
+        check_member(AGGREGATIONS, self.aggregation)
+        _at_least(0, coef=self.coef, ratio_dual=self.ratio_dual)
+        for pool, coef in self.teacher_coefs.items():
+            _at_least(0, **{f"teacher_coefs.{pool}": coef})
+            if pool not in self.tasks.routes:
+                pools = ", ".join(self.tasks.routes)
+                raise ValueError(f"teacher_coefs names the pool {pool!r}; expected one of tasks.routes: {pools}")
+        if 0.0 < self.ratio_dual <= self.ratio_high:
+            raise ValueError(
+                f"ratio_dual must be 0 (off) or above ratio_high = {self.ratio_high}, got {self.ratio_dual}"
+            )
+        if self.coef == 0.0 and not any(self.teacher_coefs.values()) and self.advantage == "none":
+            raise ValueError(
+                "coef = 0 with advantage = 'none' leaves nothing to learn from; expected a coef above 0 or an advantage"
+            )
 
     def _refuse_sampling_that_cannot_be_corrected(self) -> None:
         """mu must belong to a distribution with the student's support, and be comparable where it is compared."""
@@ -113,10 +156,11 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if tasks.temperature == 1.0:
             return
-        if self.importance == "none":
+        if self.importance in _NO_CORRECTION:
             raise ValueError(
-                f"tasks.temperature = {tasks.temperature} with importance = 'none': the student is compared with its "
-                "teacher at temperature 1, which needs the ratio; use importance = 'truncated', or temperature 1"
+                f"tasks.temperature = {tasks.temperature} with importance = {self.importance!r}: the student is "
+                "compared with its teacher at temperature 1, which needs the ratio of each token; use importance = "
+                "'truncated', or temperature 1"
             )
         if self.kl_student == "behaviour":
             raise ValueError(

@@ -1,13 +1,22 @@
-"""Importance weights: how much a token counts that an older policy sampled. One registry, pure functions.
+"""Importance weights: how much a token counts that an older policy sampled. Pure functions; the registry is
+`learner.objectives.registry.IMPORTANCE`.
 
     r_t = exp(s_t - mu_t)      s: log-prob under the policy being trained, mu: under the one that sampled the token
 
-Legend: N trained tokens of a microbatch.
+A weight w_t multiplies A_t * grad s_t. Clipped surrogates are weights too: min(r A, clip(r) A) has the gradient
+r * A * grad s where the clip does not bind and none where it does, so its weight is r there and 0 else (the reported
+loss is then w A s, not the surrogate's value; the gradient is the surrogate's).
+
+Sequence-level members reduce over the trained tokens of one rollout that are in the batch. A microbatch never holds a
+part of a rollout, so packing does not change them.
+
+Legend: N trained tokens of a microbatch, R rollouts of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -15,11 +24,44 @@ from torch import Tensor
 
 
 class ImportanceOptions(NamedTuple):
-    """Bounds on r; each function reads those that its name is about."""
+    """Bounds on the ratio; each function reads those that its docstring is about."""
 
     cap: float
     low: float
     high: float
+    dual: float = 0.0
+    """0 = off."""
+
+
+@dataclass(frozen=True)
+class TokenRatios:
+    """What a weight may depend on. Nothing here has a gradient."""
+
+    student_N: Tensor
+    """sg[s]."""
+    behaviour_N: Tensor
+    """mu."""
+    advantage_N: Tensor
+    """A, reward and divergences together: a clip binds on one side only."""
+    sequence_N: Tensor
+    """int64: index of the token's rollout in the batch."""
+    n_sequences: int
+    """R."""
+    proximal_N: Tensor | None = None
+    """Log-prob under the policy at the start of several updates on one batch; None: there is one update, it is s."""
+
+    def ratio(self) -> Tensor:
+        """r, [N]."""
+        return torch.exp(self.student_N - self.behaviour_N)
+
+    def sequence_log_ratio(self, *, mean: bool) -> Tensor:
+        """[N] sum (or mean) of s - mu over the rollout that a token belongs to, at each of its tokens."""
+        log_ratio_N = (self.student_N - self.behaviour_N).double()
+        total_R = log_ratio_N.new_zeros(self.n_sequences).index_add_(0, self.sequence_N, log_ratio_N)
+        if mean:
+            tokens_R = torch.bincount(self.sequence_N, minlength=self.n_sequences)
+            total_R = total_R / tokens_R.clamp(min=1)
+        return total_R[self.sequence_N].to(self.student_N.dtype)
 
 
 class Weights(NamedTuple):
@@ -27,31 +69,87 @@ class Weights(NamedTuple):
 
     weights_N: Tensor
     cut_N: Tensor
-    """bool: the weight is not r itself (capped, or outside of the range)."""
+    """bool: the weight is not the ratio itself (capped, or outside of the range)."""
 
 
-ImportanceFn: TypeAlias = Callable[[Tensor, ImportanceOptions], Weights]
-"""(ratio_N without gradient, options) -> Weights."""
+ImportanceFn: TypeAlias = Callable[[TokenRatios, ImportanceOptions], Weights]
 
 
-def no_weights(ratio_N: Tensor, options: ImportanceOptions) -> Weights:
+def no_weights(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
     """w = 1: tokens count as if the current policy had sampled them. Biased as soon as it did not."""
+    ratio_N = ratios.ratio()
     return Weights(torch.ones_like(ratio_N), torch.zeros_like(ratio_N, dtype=torch.bool))
 
 
-def truncated(ratio_N: Tensor, options: ImportanceOptions) -> Weights:
+def truncated(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
     """w = min(r, cap), token by token (TIS; Ionides 2008, Espeholt et al. 2018)."""
-    return Weights(ratio_N.clamp(max=options.cap), ratio_N > options.cap)
+    return _capped(ratios.ratio(), options.cap)
 
 
-def masked(ratio_N: Tensor, options: ImportanceOptions) -> Weights:
+def masked(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
     """w = r where low <= r <= high, else 0: tokens on which the two policies disagree teach nothing."""
+    return _inside(ratios.ratio(), options)
+
+
+def sequence(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+    """w = min(product of r over the rollout, cap): the exact ratio of whole rollouts, up to the cap. Its variance grows
+    exponentially with the length."""
+    return _capped(torch.exp(ratios.sequence_log_ratio(mean=False)), options.cap)
+
+
+def sequence_masked(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+    """w = product of r over the rollout where it is inside [low, high], else the whole rollout gives nothing."""
+    return _inside(torch.exp(ratios.sequence_log_ratio(mean=False)), options)
+
+
+def geometric(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+    """w = min(geometric mean of r over the rollout, cap). Not a correction of the distribution (biased), but of the
+    same size whatever the length."""
+    return _capped(torch.exp(ratios.sequence_log_ratio(mean=True)), options.cap)
+
+
+def geometric_masked(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+    """w = geometric mean of r over the rollout where it is inside [low, high], else the whole rollout gives nothing."""
+    return _inside(torch.exp(ratios.sequence_log_ratio(mean=True)), options)
+
+
+def ppo(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+    """Gradient of PPO's clipped surrogate (Schulman et al. 2017) with bounds low = 1 - eps_low and high = 1 + eps_high,
+    and with dual > 0 of the dual clip (Ye et al. 2020): where A < 0, r above dual gives nothing either."""
+    return _clipped(ratios.ratio(), ratios.advantage_N, options)
+
+
+def gspo(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+    """The same clip on the geometric mean of r over the rollout (GSPO; Zheng et al. 2025). Belongs together with
+    aggregation = sequence_mean and an advantage that is one number per rollout."""
+    return _clipped(torch.exp(ratios.sequence_log_ratio(mean=True)), ratios.advantage_N, options)
+
+
+def decoupled(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+    """min(exp(prox - mu), cap) times the weight of `ppo` for exp(s - prox): what is off-policy is corrected against the
+    policy that sampled, what one update may change is clipped against the one the update began from (Hilton et al.
+    2022; AReaL, Fu et al. 2025). With one update per batch prox = s, and this is `truncated`."""
+    proximal_N = ratios.student_N if ratios.proximal_N is None else ratios.proximal_N
+    behaviour = _capped(torch.exp(proximal_N - ratios.behaviour_N), options.cap)
+    update = _clipped(torch.exp(ratios.student_N - proximal_N), ratios.advantage_N, options)
+    weights_N = torch.where(update.weights_N == 0, 0.0, behaviour.weights_N * update.weights_N)
+    return Weights(weights_N, behaviour.cut_N | update.cut_N)
+
+
+def _capped(ratio_N: Tensor, cap: float) -> Weights:
+    return Weights(ratio_N.clamp(max=cap), ratio_N > cap)
+
+
+def _inside(ratio_N: Tensor, options: ImportanceOptions) -> Weights:
     inside_N = (ratio_N >= options.low) & (ratio_N <= options.high)
     return Weights(torch.where(inside_N, ratio_N, 0.0), ~inside_N)  # not a product: inf * 0 is NaN
 
 
-IMPORTANCE: dict[str, ImportanceFn] = {
-    "none": no_weights,
-    "truncated": truncated,
-    "masked": masked,
-}
+def _clipped(ratio_N: Tensor, advantage_N: Tensor, options: ImportanceOptions) -> Weights:
+    """r where min(r A, clip(r) A), or with the dual clip max(that, dual * A), still depends on r."""
+    rises_N = advantage_N > 0
+    falls_N = advantage_N < 0
+    cut_N = (rises_N & (ratio_N > options.high)) | (falls_N & (ratio_N < options.low))
+    if options.dual > 0:
+        cut_N = cut_N | (falls_N & (ratio_N > options.dual))
+    return Weights(torch.where(cut_N, 0.0, ratio_N), cut_N)

@@ -1,41 +1,34 @@
-"""The distillation objective on packed 1-D tensors: pure functions, no model.
+"""The objective on packed 1-D tensors: pure functions, no model.
 
-    k_t  = cost(sg[s_t], q_t)                       DIVERGENCES, per teacher; k1: s - q
-    A_t  = -coef * sum over the token's teachers of k_t
-    w_t  = sg[weight(exp(s_t - mu_t))]              learner.importance
-    loss = -sum_t w_t * A_t * s_t / n_global        n_global: trained tokens of the WHOLE batch, not of a microbatch
+    cost_t = cost(sg[s_t], q_t)                     per teacher      learner.objectives.sampled; k1: s - q
+    A_t    = A_reward - sum over the token's teachers of coef * cost_t       learner.objectives.combine
+    w_t    = sg[weight of exp(s_t - mu_t)]                                    learner.importance
+    loss   = -sum_t share_t * w_t * A_t * s_t / divisor                      learner.objectives.aggregation
 
 s: the current student's log-prob of the sampled token (the only thing with a gradient); mu: as reported by the engine
-that sampled it; q: a teacher's. Discount 0: a token answers only for itself.
+that sampled it; q: a teacher's. Discount 0 for costs: a token answers only for itself. Divisor: by default the trained
+tokens of the WHOLE batch, not of a microbatch, with share 1.
 
-Legend: N trained tokens of a microbatch, M teachers of the batch.
+Legend: N trained tokens of a microbatch, M teachers of the batch, R rollouts of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from learner.config import KlStudent, LearnerConfig
-from learner.importance import IMPORTANCE, ImportanceFn, ImportanceOptions
-
-_Member = TypeVar("_Member")
-
-CostFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(student log-probs without gradient, teacher log-probs), same shape -> cost per sampled token. As an advantage
--cost, it defines the gradient E[cost * grad s]; its docstring says of which divergence that is the gradient."""
-
-
-def k1(student: Tensor, teacher: Tensor) -> Tensor:
-    """s - q. E[(s - q) grad s] is the gradient of the reverse KL(student || teacher)."""
-    return student - teacher
-
-
-DIVERGENCES: dict[str, CostFn] = {"k1": k1}
+from learner.importance import ImportanceFn, ImportanceOptions, TokenRatios
+from learner.objectives import registry
+from learner.objectives.advantages import AdvantageFn, AdvantageOptions
+from learner.objectives.aggregation import AggregationFn
+from learner.objectives.combine import combined_advantage
+from learner.objectives.registry import find_member
+from learner.objectives.sampled import CostFn
 
 
 @dataclass(frozen=True)
@@ -47,18 +40,31 @@ class TokenInputs:
     teacher_MN: Tensor
     """q; any finite number where not routed."""
     routed_MN: Tensor
-    """bool: this teacher grades this token. A column of False: no teacher, zero advantage."""
+    """bool: this teacher grades this token. A column of False: no teacher, the advantage is the reward's."""
+    coef_M: Tensor
+    reward_advantage_N: Tensor
+    """0 where rewards are not trained on."""
+    share_N: Tensor
+    """What the token counts in the aggregation."""
+    sequence_N: Tensor
+    """int64: index of the token's rollout in the batch."""
+    n_sequences: int
+    """R."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The members chosen from the registries."""
+    """The members chosen from the registries, and their numbers."""
 
     cost: CostFn
     coef: float
+    teacher_coefs: Mapping[str, float]
     kl_student: KlStudent
     importance: ImportanceFn
     options: ImportanceOptions
+    advantage: AdvantageFn
+    advantage_options: AdvantageOptions
+    aggregation: AggregationFn
 
 
 @dataclass(frozen=True)
@@ -80,38 +86,37 @@ class LossTerms:
 def make_objective(config: LearnerConfig) -> Objective:
     """Look the configured names up. Raises ValueError naming the members there are."""
     return Objective(
-        cost=_member(DIVERGENCES, "divergence", config.divergence),
+        cost=cast(CostFn, find_member(registry.DIVERGENCES, config.divergence)),
         coef=config.coef,
+        teacher_coefs=config.teacher_coefs,
         kl_student=config.kl_student,
-        importance=_member(IMPORTANCE, "importance", config.importance),
-        options=ImportanceOptions(config.ratio_cap, config.ratio_low, config.ratio_high),
+        importance=cast(ImportanceFn, find_member(registry.IMPORTANCE, config.importance)),
+        options=ImportanceOptions(config.ratio_cap, config.ratio_low, config.ratio_high, config.ratio_dual),
+        advantage=cast(AdvantageFn, find_member(registry.ADVANTAGES, config.advantage)),
+        advantage_options=AdvantageOptions(std=config.advantage_std),
+        aggregation=cast(AggregationFn, find_member(registry.AGGREGATIONS, config.aggregation)),
     )
 
 
-def distillation_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, n_global: int) -> LossTerms:
-    """The objective above. `student_N` carries the gradient; `n_global` >= 1 trained tokens in the whole batch."""
+def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:
+    """The objective above. `student_N` carries the gradient; `divisor` >= 1, of the whole batch."""
     current_N = student_N.detach()
     compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
-    cost_MN = _where_routed(objective.cost(compared_N[None], inputs.teacher_MN), inputs.routed_MN)
-    advantage_N = -objective.coef * cost_MN.sum(dim=0)
-    ratio_N = torch.exp(current_N - inputs.behaviour_N)
-    weights_N, cut_N = objective.importance(ratio_N, objective.options)
+    advantage_N = combined_advantage(
+        inputs.reward_advantage_N.to(current_N.dtype),
+        objective.cost(compared_N[None], inputs.teacher_MN),
+        inputs.routed_MN,
+        inputs.coef_M.to(current_N.dtype),
+    )
+    ratios = TokenRatios(current_N, inputs.behaviour_N, advantage_N, inputs.sequence_N, inputs.n_sequences)
+    weights_N, cut_N = objective.importance(ratios, objective.options)
+    per_token_N = weights_N * advantage_N * student_N * inputs.share_N.to(current_N.dtype)
     return LossTerms(
-        loss=-(weights_N * advantage_N * student_N).sum() / n_global,
+        loss=-per_token_N.sum() / divisor,
         student_N=current_N,
-        ratio_N=ratio_N,
+        ratio_N=ratios.ratio(),
         weights_N=weights_N,
         cut_N=cut_N,
-        reverse_kl_N=_where_routed(current_N[None] - inputs.teacher_MN, inputs.routed_MN).sum(dim=0),
+        reverse_kl_N=torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0),
         advantage_N=advantage_N,
     )
-
-
-def _where_routed(value_MN: Tensor, routed_MN: Tensor) -> Tensor:
-    return torch.where(routed_MN, value_MN, 0.0)
-
-
-def _member(registry: dict[str, _Member], kind: str, name: str) -> _Member:
-    if name not in registry:
-        raise ValueError(f"{kind} = {name!r}; expected one of {', '.join(registry)}")
-    return registry[name]

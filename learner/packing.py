@@ -86,7 +86,7 @@ class PackedBatch:
     teachers: tuple[str, ...]
     """Names of the M teachers, sorted."""
     n_trained: int
-    """The normaliser of the loss: trained tokens of all microbatches."""
+    """Trained tokens of all microbatches."""
     n_inputs: int
     n_items_idle: int
     """Items without a trained token: nothing of them is computed."""

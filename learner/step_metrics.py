@@ -51,6 +51,8 @@ class StepMetrics:
     items: int
     items_idle: int
     """Items without a token to train."""
+    items_unrewarded: int
+    """Items with a token to train and without a reward: no advantage comes from one."""
     microbatches: int
     loss: float
     reverse_kl: float
@@ -83,6 +85,7 @@ class StepMetrics:
         grad_norm: float,
         items: int,
         items_idle: int,
+        items_unrewarded: int,
         microbatches: int,
         input_tokens: int,
         step_s: float,
@@ -95,6 +98,7 @@ class StepMetrics:
             input_tokens=input_tokens,
             items=items,
             items_idle=items_idle,
+            items_unrewarded=items_unrewarded,
             microbatches=microbatches,
             loss=sums.loss,
             reverse_kl=sums.reverse_kl / sums.graded if sums.graded else 0.0,

@@ -1,9 +1,9 @@
 """One optimizer step on one batch: pack, forward, loss, backward, clip, AdamW. The run's clock is `Trainer.steps_done`.
 
-    items --pack--> microbatches --each: packed_hidden, head at the predictors, distillation_loss, backward-->
+    items --pack--> microbatches --each: packed_hidden, head at the predictors, token_loss, backward-->
     gradients of the whole batch --clip--> AdamW at the scheduled learning rate --> steps_done + 1
 
-The loss is normalised by the trained tokens of the whole batch, so neither `pack_tokens` nor the order of the items
+The loss is normalised over the whole batch, so neither `pack_tokens` nor the order of the items
 changes the gradient. A step either happens completely or raises and leaves weights and optimizer as they were.
 
 Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V vocabulary, M teachers.
@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from engines.logprobs import LmHead, TokenScores, lm_head, token_scores
 from engines.packed import packed_hidden
 from learner.config import LearnerConfig
-from learner.losses import LossTerms, TokenInputs, distillation_loss, make_objective
+from learner.losses import LossTerms, TokenInputs, make_objective, token_loss
+from learner.objectives.batch_terms import BatchTerms, batch_terms, coefficients
 from learner.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
 from learner.packing import BatchError, EmptyBatchError, Microbatch, PackedBatch, TrainItem, pack
 from learner.step_metrics import StepMetrics, StepSums
@@ -75,9 +76,10 @@ class Trainer:
         started_s = time.perf_counter()
         self._check_ids(items)
         batch = pack(items, self.config.pack_tokens)
+        whole = batch_terms(items, self._objective)
         try:
-            sums = self._accumulate(batch, items)
-            grad_norm = self._clipped_norm(batch, items)
+            sums = self._accumulate(batch, whole, items)
+            grad_norm = self._clipped_norm(whole, items)
         except BaseException:
             self._optimizer.zero_grad()
             raise
@@ -93,6 +95,7 @@ class Trainer:
             grad_norm=grad_norm,
             items=len(items),
             items_idle=batch.n_items_idle,
+            items_unrewarded=whole.items_unrewarded,
             microbatches=len(batch.microbatches),
             input_tokens=batch.n_inputs,
             step_s=time.perf_counter() - started_s,
@@ -108,14 +111,14 @@ class Trainer:
         load_adamw(self.model, self._optimizer, state)
         self.steps_done = state.steps_done
 
-    def _accumulate(self, batch: PackedBatch, items: Sequence[TrainItem]) -> StepSums:
+    def _accumulate(self, batch: PackedBatch, whole: BatchTerms, items: Sequence[TrainItem]) -> StepSums:
         """Add the gradients of all microbatches up."""
         sums = StepSums.zero()
         for microbatch in batch.microbatches:
-            inputs = self._inputs(microbatch)
+            inputs = self._inputs(microbatch, batch.teachers, whole)
             scores = self._student(microbatch)
             self._refuse_nonfinite(scores.logprobs_T, microbatch, items)
-            terms = distillation_loss(scores.logprobs_T, inputs, self._objective, batch.n_trained)
+            terms = token_loss(scores.logprobs_T, inputs, self._objective, whole.divisor)
             if not bool(torch.isfinite(terms.loss)):
                 per_token_N = terms.weights_N * terms.advantage_N * terms.student_N
                 self._refuse_nonfinite(per_token_N, microbatch, items, what="loss")
@@ -145,35 +148,42 @@ class Trainer:
             entropy=True,
         )
 
-    def _inputs(self, microbatch: Microbatch) -> TokenInputs:
+    def _inputs(self, microbatch: Microbatch, teachers: Sequence[str], whole: BatchTerms) -> TokenInputs:
+        item_N = self._tensor(microbatch.item_N)
         return TokenInputs(
             behaviour_N=self._tensor(microbatch.behaviour_N),
             teacher_MN=self._tensor(microbatch.teacher_MN),
             routed_MN=self._tensor(microbatch.routed_MN),
+            coef_M=coefficients(teachers, self._objective).to(self._device),
+            reward_advantage_N=whole.reward_advantage_R.to(self._device)[item_N],
+            share_N=whole.share_R.to(self._device)[item_N],
+            sequence_N=item_N,
+            n_sequences=len(whole.share_R),
         )
 
-    def _clipped_norm(self, batch: PackedBatch, items: Sequence[TrainItem]) -> float:
+    def _clipped_norm(self, whole: BatchTerms, items: Sequence[TrainItem]) -> float:
         """Global norm before clipping. Raises NonFiniteError."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not bool(torch.isfinite(norm)):
-            raise self._nonfinite_gradient(batch, items)
+            raise self._nonfinite_gradient(whole, items)
         if self.config.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm)
         return float(norm)
 
-    def _nonfinite_gradient(self, batch: PackedBatch, items: Sequence[TrainItem]) -> NonFiniteError:
+    def _nonfinite_gradient(self, whole: BatchTerms, items: Sequence[TrainItem]) -> NonFiniteError:
         """Find the culprits: the backward pass once more, one item at a time. Slow, and only on the way out."""
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         parameters = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
         culprits: list[str] = []
-        for train_item in items:
+        for index, train_item in enumerate(items):
             if not train_item.n_trained:
                 continue
             self._optimizer.zero_grad()
-            alone = pack([train_item], self.config.pack_tokens).microbatches[0]
-            scores = self._student(alone)
-            terms = distillation_loss(scores.logprobs_T, self._inputs(alone), self._objective, batch.n_trained)
+            alone = pack([train_item], self.config.pack_tokens)
+            microbatch = alone.microbatches[0]
+            inputs = self._inputs(microbatch, alone.teachers, whole.of(index))
+            terms = token_loss(self._student(microbatch).logprobs_T, inputs, self._objective, whole.divisor)
             terms.loss.backward()  # pyright: ignore[reportUnknownMemberType]
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):

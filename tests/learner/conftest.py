@@ -55,22 +55,25 @@ def _item(
     teachers: tuple[str, ...] = ("default",),
     seed: int | None = None,
     vocab: int = VOCAB,
+    task_id: int = 0,
+    reward: float | None = None,
+    final: bool = True,
 ) -> TrainItem:
     """A rollout whose trained tokens are where `mask` is 1; tokens and log-probs random by `seed`."""
     random = np.random.default_rng(sum(rollout_id.encode()) if seed is None else seed)
     end = len(mask)
     item = BatchItem(
         rollout_id=rollout_id,
-        task_id=0,
+        task_id=task_id,
         sample_index=0,
         group_size=1,
         tag="",
         teachers=teachers,
         end=end,
         spans=(),
-        final=True,
+        final=final,
         finish_reason="stop",
-        reward=None,
+        reward=reward,
         n_turns=1,
     )
     frames = (

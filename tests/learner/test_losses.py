@@ -11,21 +11,35 @@ import torch
 from torch import Tensor
 
 from learner.config import LearnerConfig
-from learner.losses import LossTerms, TokenInputs, distillation_loss, make_objective
+from learner.losses import LossTerms, TokenInputs, make_objective, token_loss
 
 V = 4
 """Vocabulary of the enumerated policy: sequences of two tokens, one table of logits per context (start, or the first
 token), so V + 1 rows."""
 
 
-def _random_inputs(n: int = 9, m: int = 2) -> tuple[Tensor, TokenInputs]:
+def token_inputs(behaviour_N: Tensor, teacher_MN: Tensor, routed_MN: Tensor, coef: float = 1.0) -> TokenInputs:
+    """One rollout without a reward, token mean."""
+    return TokenInputs(
+        behaviour_N,
+        teacher_MN,
+        routed_MN,
+        coef_M=torch.full((len(teacher_MN),), coef, dtype=torch.float64),
+        reward_advantage_N=torch.zeros_like(behaviour_N),
+        share_N=torch.ones_like(behaviour_N),
+        sequence_N=torch.zeros(len(behaviour_N), dtype=torch.int64),
+        n_sequences=1,
+    )
+
+
+def _random_inputs(n: int = 9, m: int = 2, coef: float = 1.0) -> tuple[Tensor, TokenInputs]:
     source = torch.Generator().manual_seed(3)
     student_N = -torch.rand(n, generator=source, dtype=torch.float64) * 3
     behaviour_N = -torch.rand(n, generator=source, dtype=torch.float64) * 3
     teacher_MN = -torch.rand((m, n), generator=source, dtype=torch.float64) * 3
     routed_MN = torch.rand((m, n), generator=source) < 0.6
     routed_MN[:, 0] = False
-    return student_N.requires_grad_(), TokenInputs(behaviour_N, teacher_MN, routed_MN)
+    return student_N.requires_grad_(), token_inputs(behaviour_N, teacher_MN, routed_MN, coef)
 
 
 def _slow(student: Any, inputs: TokenInputs, config: LearnerConfig, n_global: int) -> tuple[float, list[float]]:
@@ -55,8 +69,8 @@ def _slow(student: Any, inputs: TokenInputs, config: LearnerConfig, n_global: in
 @pytest.mark.parametrize("coef", [1.0, 0.3])
 def test_loss_and_gradient_equal_the_loop(importance: Any, kl_student: Any, coef: float) -> None:
     config = LearnerConfig(importance=importance, kl_student=kl_student, coef=coef, ratio_cap=1.4)
-    student_N, inputs = _random_inputs()
-    terms = distillation_loss(student_N, inputs, make_objective(config), 17)
+    student_N, inputs = _random_inputs(coef=coef)
+    terms = token_loss(student_N, inputs, make_objective(config), 17)
     terms.loss.backward()
     loss, gradient = _slow(student_N.detach(), inputs, config, 17)
     assert terms.loss.item() == pytest.approx(loss, rel=1e-12)
@@ -66,7 +80,7 @@ def test_loss_and_gradient_equal_the_loop(importance: Any, kl_student: Any, coef
 
 def test_token_without_a_teacher_teaches_nothing() -> None:
     student_N, inputs = _random_inputs()
-    terms = distillation_loss(student_N, inputs, make_objective(LearnerConfig()), 9)
+    terms = token_loss(student_N, inputs, make_objective(LearnerConfig()), 9)
     terms.loss.backward()
     assert student_N.grad is not None and student_N.grad[0] == 0 and terms.reverse_kl_N[0] == 0
     assert terms.advantage_N[0] == 0 and bool((student_N.grad[inputs.routed_MN.any(0)] != 0).all())
@@ -77,10 +91,10 @@ def test_shares_of_microbatches_add_up_to_the_whole() -> None:
     objective = make_objective(LearnerConfig())
 
     def share(part: slice) -> LossTerms:
-        chosen = TokenInputs(inputs.behaviour_N[part], inputs.teacher_MN[:, part], inputs.routed_MN[:, part])
-        return distillation_loss(student_N[part], chosen, objective, 9)
+        chosen = token_inputs(inputs.behaviour_N[part], inputs.teacher_MN[:, part], inputs.routed_MN[:, part])
+        return token_loss(student_N[part], chosen, objective, 9)
 
-    whole = distillation_loss(student_N, inputs, objective, 9).loss
+    whole = token_loss(student_N, inputs, objective, 9).loss
     torch.testing.assert_close(share(slice(0, 2)).loss + share(slice(2, 9)).loss, whole)
 
 
@@ -124,8 +138,8 @@ def _expected_gradient(
         table_CV = student_CV.clone().requires_grad_()
         student_N = _logprobs(table_CV, sequence[None])[0]
         behaviour_N = _logprobs(sampler_CV, sequence[None], temperature)[0]
-        inputs = TokenInputs(behaviour_N, _logprobs(teacher_CV, sequence[None])[:1], torch.ones((1, 2)).bool())
-        distillation_loss(student_N, inputs, objective, 1).loss.backward()
+        inputs = token_inputs(behaviour_N, _logprobs(teacher_CV, sequence[None])[:1], torch.ones((1, 2)).bool())
+        token_loss(student_N, inputs, objective, 1).loss.backward()
         assert table_CV.grad is not None
         total += behaviour_N.sum().exp() * table_CV.grad
     return total
@@ -175,11 +189,11 @@ def test_monte_carlo_mean_of_the_default_estimator_meets_the_analytic_gradient()
     drawn_S2 = _sequences()[picks]
     behaviour_S2 = _logprobs(student_CV, drawn_S2)
     table_CV = student_CV.clone().requires_grad_()
-    inputs = TokenInputs(
+    inputs = token_inputs(
         behaviour_S2.flatten(), _logprobs(teacher_CV, drawn_S2).flatten()[None], torch.ones((1, 2 * n)).bool()
     )
     objective = make_objective(LearnerConfig())
-    distillation_loss(_logprobs(table_CV, drawn_S2).flatten(), inputs, objective, n).loss.backward()
+    token_loss(_logprobs(table_CV, drawn_S2).flatten(), inputs, objective, n).loss.backward()
     exact_CV = _analytic_gradient(student_CV, teacher_CV, torch.softmax(student_CV[0], 0))
     cost_S2 = (behaviour_S2 - _logprobs(teacher_CV, drawn_S2)).numpy()
     spread = float(np.sqrt((cost_S2**2).mean() / n))  # bounds the standard error: |d s / d logit| <= 1

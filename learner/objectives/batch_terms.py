@@ -1,0 +1,65 @@
+"""What an objective needs to know of a whole batch before its first microbatch: advantages from rewards, what a token
+of each rollout counts, and each teacher's coefficient.
+
+Legend: R items (rollouts) of the batch, M teachers of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from learner.losses import Objective
+from learner.objectives.advantages import Rewards
+from learner.objectives.combine import teacher_coefs
+from learner.packing import TrainItem
+
+
+@dataclass(frozen=True)
+class BatchTerms:
+    """On the CPU, float64; a microbatch takes the entries of its tokens' rollouts."""
+
+    reward_advantage_R: Tensor
+    share_R: Tensor
+    divisor: int
+    """Of the loss: trained tokens, or rollouts, of the whole batch."""
+    items_unrewarded: int
+    """Rollouts with trained tokens and without a reward."""
+
+    def of(self, index: int) -> BatchTerms:
+        """The same batch as item `index` alone sees it."""
+        place = slice(index, index + 1)
+        return replace(self, reward_advantage_R=self.reward_advantage_R[place], share_R=self.share_R[place])
+
+
+def batch_terms(items: Sequence[TrainItem], objective: Objective) -> BatchTerms:
+    """Raises BatchError when the advantage needs whole rollouts and got parts."""
+    rewards = _rewards(items)
+    shares = objective.aggregation(rewards.tokens_R)
+    return BatchTerms(
+        reward_advantage_R=objective.advantage(rewards, objective.advantage_options),
+        share_R=shares.share_R,
+        divisor=shares.divisor,
+        items_unrewarded=int(((rewards.tokens_R > 0) & ~rewards.rewarded_R).sum()),
+    )
+
+
+def coefficients(teachers: Sequence[str], objective: Objective) -> Tensor:
+    """coef_M float64, in the order of PackedBatch.teachers."""
+    return torch.tensor(teacher_coefs(teachers, objective.coef, objective.teacher_coefs), dtype=torch.float64)
+
+
+def _rewards(items: Sequence[TrainItem]) -> Rewards:
+    groups: dict[int, int] = {}
+    for train_item in items:
+        groups.setdefault(train_item.item.task_id, len(groups))
+    return Rewards(
+        reward_R=torch.tensor([t.item.reward or 0.0 for t in items], dtype=torch.float64),
+        rewarded_R=torch.tensor([t.item.reward is not None for t in items], dtype=torch.bool),
+        group_R=torch.tensor([groups[t.item.task_id] for t in items], dtype=torch.int64),
+        tokens_R=torch.tensor([t.n_trained for t in items], dtype=torch.int64),
+        parts=tuple(t.item.rollout_id for t in items if t.n_trained and not t.item.final),
+    )

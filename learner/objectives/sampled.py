@@ -1,0 +1,50 @@
+"""Divergences estimated from sampled tokens: s of the student against q of the teacher, nothing else of either.
+
+A member is a *cost* c(s, q) per sampled token. It is used as a negative advantage, so it IS its gradient: the loss of a
+token has the gradient c * grad s, and each docstring says of which divergence E[c * grad s] is the gradient when the
+token was sampled by the student. For an estimator known as a loss L(s, q) the cost is dL/ds.
+
+The estimators are those of Schulman, "Approximating KL divergence" (2020). What a name promises as a value it need not
+give as a gradient: k3 estimates the REVERSE KL, and its gradient is the FORWARD KL's. `tests/learner/objectives`
+proves every line below by enumeration of a vocabulary.
+
+Legend: N tokens, S samples per position, M teachers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+CostFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(student log-probs without gradient, teacher log-probs), shapes that broadcast -> cost per sampled token."""
+
+
+def k1(student: Tensor, teacher: Tensor) -> Tensor:
+    """s - q. Gradient: reverse KL(student || teacher). As a plain loss, k1 = s - q would have the gradient grad s,
+    whose expectation is zero: it would teach nothing. It only works as a cost."""
+    return student - teacher
+
+
+def k2(student: Tensor, teacher: Tensor) -> Tensor:
+    """d/ds of (s - q)^2 / 2, which is s - q. Gradient: reverse KL(student || teacher), the same number as k1's for
+    every single token. Its value as an estimate, (s - q)^2 / 2, is biased; its gradient is not."""
+    return student - teacher
+
+
+def k3(student: Tensor, teacher: Tensor) -> Tensor:
+    """d/ds of exp(q - s) - 1 - (q - s), which is 1 - exp(q - s). Gradient: FORWARD KL(teacher || student).
+    exp(q - s) is an importance weight from student to teacher: unbounded where the teacher finds a token much likelier.
+    """
+    return -torch.expm1(teacher - student)
+
+
+def multi_sample(student_SN: Tensor, teacher_SN: Tensor, cost: CostFn) -> Tensor:
+    """[N] surrogate whose gradient is the mean over S tokens drawn at one position of c(sg[s], q) * grad s.
+
+    `student_SN` carries the gradient; all S tokens of a position are drawn independently from the student and scored by
+    the teacher. The expectation is that of one sample, the variance 1/S of it."""
+    return (cost(student_SN.detach(), teacher_SN) * student_SN).mean(dim=0)

@@ -1,0 +1,128 @@
+"""Rewards and several teachers in one advantage, domains of different scale, and shares of the batch's loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learner.config import LearnerConfig
+from learner.losses import TokenInputs, make_objective, token_loss
+from learner.objectives.aggregation import sequence_mean, token_mean
+from learner.objectives.combine import combined_advantage, domain_scales, domain_sums, teacher_coefs
+from learner.objectives.values import whitened
+from learner.task_config import TaskConfig
+
+
+def test_general_teacher_and_specialists_are_summed_with_their_own_coefficients() -> None:
+    tasks = TaskConfig(routes={"general": (), "math": ("algebra", "geometry"), "style": ("chat",)})
+    config = LearnerConfig(tasks=tasks, coef=0.5, teacher_coefs={"math": 2.0})
+    names = ["general", "math", "style"]
+    assert teacher_coefs(names, config.coef, config.teacher_coefs) == [0.5, 2.0, 0.5]
+    tags = ["algebra", "chat", "none of these"]
+    routed_MN = torch.tensor([[name in tasks.teachers_for(tag) for tag in tags] for name in names])
+    cost_MN = torch.tensor([[1.0, 2.0, 3.0], [10.0, math.nan, math.nan], [math.nan, 30.0, math.nan]])
+    reward_N = torch.tensor([7.0, 0.0, -1.0])
+    got_N = combined_advantage(reward_N, cost_MN, routed_MN, torch.tensor([0.5, 2.0, 0.5]))
+    assert got_N.tolist() == [7.0 - 0.5 - 20.0, 0.0 - 1.0 - 15.0, -1.0 - 1.5]
+
+
+def test_token_without_a_teacher_has_the_reward_alone_and_in_pure_mode_nothing() -> None:
+    cost_MN, routed_MN = torch.full((2, 2), math.nan), torch.zeros((2, 2)).bool()
+    assert combined_advantage(torch.zeros(2), cost_MN, routed_MN, torch.ones(2)).tolist() == [0.0, 0.0]
+    assert combined_advantage(torch.tensor([3.0, -1.0]), cost_MN, routed_MN, torch.ones(2)).tolist() == [3.0, -1.0]
+    no_teachers = torch.zeros((0, 2))
+    reward_N = torch.tensor([3.0, -1.0])
+    assert combined_advantage(reward_N, no_teachers, no_teachers.bool(), torch.zeros(0)).tolist() == [3.0, -1.0]
+
+
+def test_coefficient_keeps_its_meaning_whatever_the_spread_of_the_rewards() -> None:
+    """Whitening behind the subtraction would divide the divergence by the spread of the rewards, too."""
+    random = np.random.default_rng(0)
+    cost_N = torch.tensor(random.normal(0.5, 1.0, 200))
+    raw_N = torch.tensor(random.normal(size=200))
+    routed_MN, coef_M = torch.ones((1, 200)).bool(), torch.tensor([0.3], dtype=torch.float64)
+
+    def share_of_the_divergence(scale: float) -> float:
+        """d(advantage) / d(cost): what one more nat of cost takes away."""
+        cost_MN = cost_N[None].clone().requires_grad_()
+        reward_N = whitened(raw_N * scale)
+        combined_advantage(reward_N, cost_MN, routed_MN, coef_M)[0].backward()
+        assert cost_MN.grad is not None
+        return float(cost_MN.grad[0, 0])
+
+    assert share_of_the_divergence(1.0) == share_of_the_divergence(1000.0) == -0.3
+    one_more_N = cost_N.clone()
+    one_more_N[0] += 1.0
+    behind = [
+        float((whitened(raw_N * scale - 0.3 * one_more_N) - whitened(raw_N * scale - 0.3 * cost_N))[0])
+        for scale in (1.0, 1000.0)
+    ]
+    assert -0.4 < behind[0] < -0.2 and -0.001 < behind[1] < 0.0
+
+
+def test_domains_are_scaled_by_their_own_root_mean_square_over_the_whole_batch() -> None:
+    cost_N = torch.tensor([1.0, -1.0, 30.0, 40.0, 1e-9], dtype=torch.float64)
+    domain_N = torch.tensor([0, 0, 2, 2, 3])
+    whole = domain_sums(cost_N, domain_N, 5)
+    first, second = domain_sums(cost_N[:3], domain_N[:3], 5), domain_sums(cost_N[3:], domain_N[3:], 5)
+    assert all(torch.equal(a + b, c) for a, b, c in zip(first, second, whole, strict=True))
+    assert domain_scales(*whole).tolist() == pytest.approx([1.0, 1.0, math.sqrt(1250.0), 1e-3, 1.0])
+
+
+def test_token_mean_counts_tokens_and_sequence_mean_counts_rollouts() -> None:
+    tokens_R = torch.tensor([2, 0, 6])
+    shares = token_mean(tokens_R)
+    assert (shares.share_R.tolist(), shares.divisor) == ([1.0, 1.0, 1.0], 8)
+    shares = sequence_mean(tokens_R)
+    assert shares.share_R[[0, 2]].tolist() == [1 / 2, 1 / 6] and shares.divisor == 2
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("kl_student", ["current", "behaviour"])
+def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(aggregation: str, kl_student: Any) -> None:
+    """Two teachers, rewards, k3, PPO's clip, both aggregations: one sum after the other in Python floats."""
+    config = LearnerConfig(divergence="k3", importance="ppo", ratio_low=0.8, ratio_high=1.28, kl_student=kl_student)
+    random = np.random.default_rng(3)
+    lengths = [4, 1, 7]
+    sequence_N = torch.tensor([r for r, n in enumerate(lengths) for _ in range(n)])
+    n = len(sequence_N)
+    student_N, behaviour_N = (torch.tensor(-random.exponential(size=n)) for _ in range(2))
+    behaviour_N = student_N + 0.3 * (behaviour_N - student_N)
+    teacher_MN, routed_MN = torch.tensor(-random.exponential(size=(2, n))), torch.tensor(random.random((2, n)) < 0.6)
+    reward_R, coefs = random.normal(size=3), [0.4, 1.5]
+    tokens_R = torch.tensor(lengths)
+    shares = token_mean(tokens_R) if aggregation == "token_mean" else sequence_mean(tokens_R)
+    student_N.requires_grad_()
+    inputs = TokenInputs(
+        behaviour_N,
+        teacher_MN,
+        routed_MN,
+        coef_M=torch.tensor(coefs, dtype=torch.float64),
+        reward_advantage_N=torch.tensor(reward_R)[sequence_N],
+        share_N=shares.share_R[sequence_N],
+        sequence_N=sequence_N,
+        n_sequences=3,
+    )
+    terms = token_loss(student_N, inputs, make_objective(config), shares.divisor)
+    terms.loss.backward()
+    losses, gradient = [], []
+    for t in range(n):
+        s, mu = float(student_N.detach()[t]), float(behaviour_N[t])
+        advantage = float(reward_R[sequence_N[t]])
+        for m in range(2):
+            if routed_MN[m, t]:
+                compared = s if kl_student == "current" else mu
+                advantage -= coefs[m] * (1 - math.exp(float(teacher_MN[m, t]) - compared))
+        r = math.exp(s - mu)
+        weight = 0.0 if (advantage > 0 and r > 1.28) or (advantage < 0 and r < 0.8) else r
+        share = 1 / n if aggregation == "token_mean" else 1 / lengths[int(sequence_N[t])] / len(lengths)
+        losses.append(-weight * advantage * s * share)
+        gradient.append(-weight * advantage * share)
+    assert terms.loss.item() == pytest.approx(sum(losses), rel=1e-6)
+    assert student_N.grad is not None
+    np.testing.assert_allclose(student_N.grad.numpy(), gradient, rtol=1e-6)
+    assert 0.0 in gradient

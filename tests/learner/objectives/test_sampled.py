@@ -1,0 +1,110 @@
+"""Costs of sampled tokens: the expectation of cost * grad s, summed over the whole vocabulary in float64, against the
+analytic gradient of the divergence that the docstring names. Nothing is drawn, so nothing is left to chance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.objectives.registry import DIVERGENCES, find_member
+from learner.objectives.sampled import CostFn, k1, k2, k3, multi_sample
+
+V = 5
+NAMED_GRADIENT = {"k1": "reverse", "k2": "reverse", "k3": "forward"}
+
+
+def _logits(seed: int) -> Tensor:
+    return torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 1.5
+
+
+def _analytic(student_V: Tensor, teacher_V: Tensor, name: str) -> Tensor:
+    """By hand, in Python floats: d/dz_j of KL(p || q) = p_j (log p_j - log q_j - KL), of KL(q || p) = p_j - q_j."""
+    p = [math.exp(float(z)) for z in student_V.log_softmax(0)]
+    q = [math.exp(float(z)) for z in teacher_V.log_softmax(0)]
+    if name == "forward":
+        return torch.tensor([p[j] - q[j] for j in range(V)], dtype=torch.float64)
+    kl = sum(p[v] * math.log(p[v] / q[v]) for v in range(V))
+    return torch.tensor([p[j] * (math.log(p[j] / q[j]) - kl) for j in range(V)], dtype=torch.float64)
+
+
+def _expected_gradient(cost: CostFn, student_V: Tensor, teacher_V: Tensor) -> Tensor:
+    """sum over the vocabulary of p_v * cost_v * grad log p_v."""
+    logits_V = student_V.clone().requires_grad_()
+    s_V, q_V = logits_V.log_softmax(0), teacher_V.log_softmax(0)
+    ((s_V.exp() * cost(s_V, q_V)).detach() * s_V).sum().backward()
+    assert logits_V.grad is not None
+    return logits_V.grad
+
+
+@pytest.mark.parametrize("name", DIVERGENCES.built_in)
+@pytest.mark.parametrize("seed", range(4))
+def test_expected_gradient_is_that_of_the_named_divergence(name: str, seed: int) -> None:
+    student_V, teacher_V = _logits(seed), _logits(100 + seed)
+    got = _expected_gradient(find_member(DIVERGENCES, name), student_V, teacher_V)
+    torch.testing.assert_close(got, _analytic(student_V, teacher_V, NAMED_GRADIENT[name]), atol=1e-14, rtol=1e-12)
+    other = {"reverse": "forward", "forward": "reverse"}[NAMED_GRADIENT[name]]
+    assert float((got - _analytic(student_V, teacher_V, other)).abs().max()) > 0.01
+
+
+def _k2_loss(s: Tensor, q: Tensor) -> Tensor:
+    return 0.5 * (s - q) ** 2
+
+
+def _k3_loss(s: Tensor, q: Tensor) -> Tensor:
+    return torch.exp(q - s) - 1 - (q - s)
+
+
+@pytest.mark.parametrize(("cost", "loss"), [(k2, _k2_loss), (k3, _k3_loss)], ids=["k2", "k3"])
+def test_cost_is_the_derivative_of_the_estimator_as_a_loss(cost: CostFn, loss: CostFn) -> None:
+    s_N = (-torch.rand(20, dtype=torch.float64) * 4).requires_grad_()
+    q_N = -torch.rand(20, dtype=torch.float64) * 4
+    (slope_N,) = torch.autograd.grad(loss(s_N, q_N).sum(), s_N)
+    torch.testing.assert_close(cost(s_N.detach(), q_N), slope_N)
+
+
+def test_estimators_k1_and_k3_have_the_value_of_the_reverse_kl_and_k2_has_not() -> None:
+    s_V, q_V = _logits(0).log_softmax(0), _logits(1).log_softmax(0)
+    p_V, kl = s_V.exp(), float((s_V.exp() * (s_V - q_V)).sum())
+    assert float((p_V * (s_V - q_V)).sum()) == pytest.approx(kl)
+    assert float((p_V * (_k3_loss(s_V, q_V))).sum()) == pytest.approx(kl)
+    assert float((p_V * _k2_loss(s_V, q_V)).sum()) != pytest.approx(kl, rel=0.01)
+
+
+def test_k1_as_a_plain_loss_would_teach_nothing() -> None:
+    logits_V = _logits(0).requires_grad_()
+    s_V = logits_V.log_softmax(0)
+    (gradient_V,) = torch.autograd.grad((s_V.exp().detach() * k1(s_V, _logits(1).log_softmax(0))).sum(), logits_V)
+    assert float(gradient_V.abs().max()) < 1e-15
+
+
+def test_k3_stays_exact_where_student_and_teacher_nearly_agree() -> None:
+    assert float(k3(torch.tensor(-1.0), torch.tensor(-1.0 + 1e-6))) == pytest.approx(-1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES.built_in)
+def test_several_samples_keep_the_expectation_and_divide_the_variance(name: str) -> None:
+    """All V * V pairs of tokens that one position can draw, each with its probability."""
+    cost = find_member(DIVERGENCES, name)
+    student_V, teacher_V = _logits(2), _logits(3)
+    p_V, q_V = student_V.log_softmax(0).exp(), teacher_V.log_softmax(0)
+
+    def gradient(drawn_S: Tensor) -> Tensor:
+        logits_V = student_V.clone().requires_grad_()
+        student_S1 = logits_V.log_softmax(0)[drawn_S][:, None]
+        multi_sample(student_S1, q_V[drawn_S][:, None], cost).sum().backward()
+        assert logits_V.grad is not None
+        return logits_V.grad
+
+    def moments(draws: Tensor) -> tuple[Tensor, Tensor]:
+        chances = p_V[draws].prod(dim=1)
+        gradients = torch.stack([gradient(drawn_S) for drawn_S in draws])
+        mean_V = (chances[:, None] * gradients).sum(0)
+        return mean_V, (chances[:, None] * (gradients - mean_V).square()).sum(0)
+
+    one_mean_V, one_variance_V = moments(torch.arange(V)[:, None])
+    two_mean_V, two_variance_V = moments(torch.cartesian_prod(torch.arange(V), torch.arange(V)))
+    torch.testing.assert_close(two_mean_V, one_mean_V)
+    torch.testing.assert_close(two_variance_V, one_variance_V / 2)
