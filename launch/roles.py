@@ -37,14 +37,17 @@ ENTRIES: Final[dict[WorkerRole, str]] = {
     "teacher": "teachers.worker:main",
 }
 """Role -> `module:function` of its main."""
-PRELOADED: Final = ("engines.tokenizer", "actors.worker", "teachers.worker")
+PRELOADED: Final = ("actors.worker", "teachers.worker")
 """What the fork server imports for its children: everything that their mains import, some of it inside functions.
 These, without torch;"""
-PRELOADED_SGLANG: Final = {"actor": ("engines.sglang_engine",), "teacher": ("engines.sglang_scorer",)}
+PRELOADED_SGLANG: Final = {
+    "actor": ("engines.sglang_engine", "engines.sglang_weights", "engines.tokenizer_file"),
+    "teacher": ("engines.sglang_scorer", "engines.tokenizer_file"),
+}
 """these for a role on SGLang, without torch either;"""
 PRELOADED_TORCH: Final = {
-    "actor": ("engines.models", "engines.torch_engine", "actors.weight_receiver"),
-    "teacher": ("engines.models", "engines.torch_scorer"),
+    "actor": ("engines.models", "engines.tokenizer", "engines.torch_engine", "engines.embedded_weights"),
+    "teacher": ("engines.models", "engines.tokenizer", "engines.torch_scorer"),
 }
 """these for one with an embedded engine, and then, as torch is there,"""
 PRELOADED_WITH_TORCH: Final = ("torch", "transformers", "learner.worker")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,23 @@ def test_torch_is_preloaded_only_where_a_worker_has_a_model() -> None:
         preload_modules(one, ("qwen3",))
     )
     assert "engines.torch_engine" not in preload_modules(one, ("qwen3",))
+
+
+def test_what_is_preloaded_for_servers_imports_neither_torch_nor_transformers_and_starts_no_thread() -> None:
+    config = build(RunConfig, {"actor": {"engine": "sglang"}, "teacher": {"engine": "sglang"}})
+    code = (
+        "import sys; from launch import forkserver; forkserver.preload(sys.argv[1:]);"
+        "print({'torch', 'transformers'} & set(sys.modules), forkserver.refusal())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, *preload_modules(config, ("qwen3",))],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )
+    assert told.stdout == "set() None\n", told.stderr
 
 
 @pytest.mark.skipif(not DEFAULT_PYTHON.exists(), reason="no .venv-sglang: make sglang-cpu")
