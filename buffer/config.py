@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+Sync: TypeAlias = Literal["process", "disk"]
 Release: TypeAlias = Literal["rollout", "segment", "deadline"]
 
 
@@ -48,8 +49,28 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_held_segments: int = 64
     """Segments of one rollout that may arrive ahead of a missing one and wait for it; one more is rejected."""
 
+    journal: bool = True
+    """Write all that happens to RUN/journal before it is acknowledged: a buffer that dies is started again, and goes on
+    as if nothing had been. Off: a buffer that dies ends the run."""
+    journal_sync: Sync = "process"
+    """What must not lose anything acknowledged. `process`: the death of the buffer's process. `disk`: the loss of power
+    too, at the price of one flush of the disk per turn of the loop; without it the last moments before a loss of power
+    may be missing, which is noticed, and the run is resumed from its last checkpoint."""
+    journal_log_mb: int = 256
+    """MiB of journal after which an image of what is still held takes its place (later, when the image is large)."""
+    journal_reserve_mb: int = 64
+    """MiB of disk that are kept occupied, so that grades and trained batches can still be journaled when the disk is
+    full and nothing new is taken in."""
+    journal_memory_mb: int = 64
+    """MiB of journal that may wait in memory when it cannot be written at all; then everything stops."""
+
     def __post_init__(self) -> None:
-        at_least_zero = {"max_staleness": self.max_staleness, "max_held_segments": self.max_held_segments}
+        at_least_zero = {
+            "max_staleness": self.max_staleness,
+            "max_held_segments": self.max_held_segments,
+            "journal_reserve_mb": self.journal_reserve_mb,
+            "journal_memory_mb": self.journal_memory_mb,
+        }
         at_least_one = {
             "batch_rollouts": self.batch_rollouts,
             "max_attempts": self.max_attempts,
@@ -57,6 +78,7 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "task_queue": self.task_queue,
             "max_segment_tokens": self.max_segment_tokens,
             "max_rollout_tokens": self.max_rollout_tokens,
+            "journal_log_mb": self.journal_log_mb,
         }
         above_zero = {
             "heartbeat_s": self.heartbeat_s,

@@ -51,7 +51,9 @@ class Work(NamedTuple):
     arrays: tuple[Array, ...]
 
 
-class _Pool:
+class Pool:
+    """The queue of one pool, and its teachers."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: list[tuple[int, int, int, int, ScoreJob]] = []
@@ -64,7 +66,7 @@ class ScoreDesk:
     def __init__(self, config: BufferConfig, book: LedgerBook) -> None:
         self._config = config
         self._book = book
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, Pool] = {}
         self._leases: dict[int, Lease] = {}
         self._by_deadline: deque[tuple[float, int]] = deque()
         self._answers: OrderedDict[int, Answer] = OrderedDict()
@@ -175,9 +177,9 @@ class ScoreDesk:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _pool(self, name: str) -> _Pool:
+    def _pool(self, name: str) -> Pool:
         if name not in self._pools:
-            self._pools[name] = _Pool(name)
+            self._pools[name] = Pool(name)
         return self._pools[name]
 
     def _queue(self, job: ScoreJob) -> None:
@@ -188,7 +190,7 @@ class ScoreDesk:
         heapq.heappush(self._pool(name).queue, (first, slot.order, job.segment.index, self._n_queued, job))
         self._dirty[name] = None
 
-    def _dispatch_pool(self, now_s: float, pool: _Pool) -> list[Work]:
+    def _dispatch_pool(self, now_s: float, pool: Pool) -> list[Work]:
         items: dict[str, list[tuple[ScoreItem, Array]]] = {}
         passed_over: list[tuple[int, int, int, int, ScoreJob]] = []
         while pool.queue and len(passed_over) < _MAX_PASSED_OVER:
@@ -212,7 +214,7 @@ class ScoreDesk:
             for name, pairs in items.items()
         ]
 
-    def _choose(self, now_s: float, pool: _Pool, job: ScoreJob) -> TeacherPeer | None:
+    def _choose(self, now_s: float, pool: Pool, job: ScoreJob) -> TeacherPeer | None:
         """The teacher for this job, or None while none that may take it has room."""
         teachers = pool.teachers
         context_tokens = job.segment.end

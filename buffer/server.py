@@ -1,7 +1,4 @@
-"""The buffer's process: the loop between the wire (protocol.server) and the core (buffer.state), and nothing else.
-
-    poll the server -> events -> state.peer_joined / peer_lost / handle -> messages -> server.send
-    every tick_s    -> state.tick -> messages -> server.send
+"""The buffer's process: begins with nothing or with what the process before it left, runs the loop, says how it ended.
 
 Three phases, each of them tested:
     running     until the learner says RunFinished, or SIGTERM comes (then the run has failed)
@@ -9,8 +6,11 @@ Three phases, each of them tested:
                 DRAIN_S (DRAIN_TERMINATED_S after a SIGTERM; a SIGTERM while draining ends it)
     gone        ledger.json is written. It is written when the loop breaks by an error, too, and the peers are told.
 
-Files in the run folder, both written atomically: `buffer.json` (BufferAddress) once the server listens; `ledger.json`
-(the final Snapshot) at the end.
+A process that dies in the first two is to be started again, with the same arguments: it goes on from RUN/journal, at
+the address where its peers look for it.
+
+Files in the run folder: `buffer.json` (BufferAddress) once the server listens and `ledger.json` (the final Snapshot) at
+the end, both written atomically; `journal/` until ledger.json is there.
 """
 
 from __future__ import annotations
@@ -18,28 +18,25 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from typing import Final
 
 import msgspec
 
 from buffer.config import BufferConfig
-from buffer.state import BufferState, Outgoing
+from buffer.image import release_hash
+from buffer.loop import BufferLoop, SigtermCount
+from buffer.recovery import Beginning, Started, start
 from protocol.context import ExitCode
-from protocol.messages import Batch, Ledger, PeerView, RunFinished, Shutdown, Snapshot, WeightVersion
-from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from protocol.errors import LocalProtocolError
+from protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
+from protocol.server import Server
 
-DRAIN_S: Final = 30.0
-"""After the end: workers may have a checkpoint to finish or an engine to stop before they say goodbye."""
-DRAIN_TERMINATED_S: Final = 5.0
-"""The same after SIGTERM: whoever sent it waits, and kills in the end."""
-STATUS_EVERY_S: Final = 30.0
-"""Seconds between two lines of log on how things stand."""
+JOURNAL: Final = "journal"
+"""Folder in the run folder."""
+REBIND_S: Final = 10.0
+"""How long a restored buffer tries to get its former address back."""
 
 log = logging.getLogger(__name__)
 
@@ -66,23 +63,29 @@ def main(
     vocab_size: int | None = None,
 ) -> int:
     """Run the buffer until its run is over. Returns an ExitCode: OK after RunFinished(ok=True) with a ledger that
-    balances, TERMINATED after SIGTERM, FAILED otherwise. Raises what breaks the core, after saying so to all peers.
+    balances, TERMINATED after SIGTERM, FAILED otherwise. Raises what breaks the core, after saying so to all peers, and
+    `buffer.recovery.JournalError` when there is a journal of this run that it cannot go on with.
 
     `bind`: in place of config.bind. `version`: the weights the run (re)starts from; `carried`: the ledger of the
-    checkpoint it restarts from. `vocab_fingerprint`: of the run's tokenizer; None = of the first peer that has one.
-    `vocab_size`: token ids from it on are rejected; None = only negative ones are.
+    checkpoint it restarts from; neither is looked at when there is a journal of this run. `vocab_fingerprint`: of the
+    run's tokenizer; None = of the first peer that has one. `vocab_size`: token ids from it on are rejected; None =
+    only negative ones are.
     """
-    state = BufferState(config, version=version, carried=carried, vocab_size=vocab_size)
-    server = Server(
-        bind or config.bind,
+    beginning = Beginning(
+        release=release_hash(),
         run_id=run_id,
+        config=config,
+        version=version,
+        carried=carried,
         vocab_fingerprint=vocab_fingerprint,
-        heartbeat_s=config.heartbeat_s,
-        peer_timeout_s=config.peer_timeout_s,
+        vocab_size=vocab_size,
     )
+    started = start(run_dir / JOURNAL, beginning)
+    server = None
     try:
+        server = _listen(bind, run_dir, beginning, started)
         with SigtermCount() as sigterms:
-            loop = BufferLoop(server, state, sigterms, tick_s=config.tick_s)
+            loop = BufferLoop(server, started, sigterms, tick_s=config.tick_s)
             write_atomically(run_dir / "buffer.json", BufferAddress(server.address, os.getpid(), run_id))
             log.info("listening at %s", server.address)
             try:
@@ -93,118 +96,47 @@ def main(
             finally:
                 final = loop.snapshot()
                 write_atomically(run_dir / "ledger.json", without_infinities(final))
+            if started.journal is not None:
+                started.journal.remove()
             return exit_code(final, terminated=loop.terminated)
     finally:
-        server.close()
+        if server is not None:
+            server.close()
+        if started.journal is not None:
+            started.journal.close()
 
 
-class SigtermCount:
-    """While entered, SIGTERMs are counted instead of obeyed. Does nothing outside the main thread, where signals
-    cannot be handled."""
+def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Started) -> Server:
+    """A restored buffer listens where it did before, or its peers would not find it."""
+    config = beginning.config
+    former = _former_address(run_dir, beginning.run_id) if started.book is not None else None
+    deadline_s = time.monotonic() + REBIND_S
+    while True:
+        try:
+            return Server(
+                former or bind or config.bind,
+                run_id=beginning.run_id,
+                vocab_fingerprint=beginning.vocab_fingerprint,
+                heartbeat_s=config.heartbeat_s,
+                peer_timeout_s=config.peer_timeout_s,
+                restored=started.book,
+            )
+        except LocalProtocolError as error:
+            if former is None:
+                raise
+            if time.monotonic() > deadline_s:
+                raise LocalProtocolError(
+                    f"{error}; the peers of this run look for the buffer there: end the process that holds the address"
+                ) from error
+            time.sleep(0.1)
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._former: Any = None
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGTERM, self._former)
-
-    def _note(self, _signum: int, _frame: FrameType | None) -> None:
-        self.count += 1
-
-
-class BufferLoop:
-    """One thread; the only caller of both the server and the core."""
-
-    def __init__(self, server: Server, state: BufferState, sigterms: SigtermCount, *, tick_s: float) -> None:
-        self._server = server
-        self._state = state
-        self._sigterms = sigterms
-        self._tick_s = tick_s
-        self._next_tick_s = 0.0
-        self._next_status_s = time.monotonic() + STATUS_EVERY_S
-        self._over = False
-        self.terminated = False
-        """SIGTERM came before the learner had finished the run."""
-
-    def __repr__(self) -> str:
-        return f"BufferLoop({self._server!r}, {self._state!r})"
-
-    def run(self) -> None:
-        """Both phases."""
-        while not self._over:
-            self._turn()
-            if self._sigterms.count and not self._over:
-                self._over = self.terminated = True
-                self._send(self._state.give_up("SIGTERM"))
-        self._drain()
-
-    def snapshot(self) -> Snapshot:
-        """The core's, with what the server refused added to `rejected`."""
-        return self._with_refusals(self._state.snapshot(time.monotonic()))
-
-    def tell_all(self, shutdown: Shutdown) -> None:
-        """Past the core, which may be broken."""
-        for role, name in self._server.peers:
-            self._server.send(role, name, shutdown)
-
-    def _drain(self) -> None:
-        expected_sigterms = 1 if self.terminated else 0
-        deadline_s = time.monotonic() + (DRAIN_TERMINATED_S if self.terminated else DRAIN_S)
-        while self._server.peers and time.monotonic() < deadline_s and self._sigterms.count <= expected_sigterms:
-            self._turn()
-        if self._server.peers:
-            log.warning("leaving although still connected: %s", ", ".join(map(str, self._server.peers)))
-
-    def _turn(self) -> None:
-        """One poll and, when it is time, one tick."""
-        self._server.set_published(self._state.published, self._state.weights)
-        for event in self._server.poll(max(0.0, self._next_tick_s - time.monotonic())):
-            self._send(self._outcome(event))
-        now_s = time.monotonic()
-        if now_s >= self._next_tick_s:
-            self._next_tick_s = now_s + self._tick_s
-            self._send(self._state.tick(now_s))
-        if now_s >= self._next_status_s:
-            self._next_status_s = now_s + STATUS_EVERY_S
-            log.info("%r", self)
-
-    def _outcome(self, event: Event) -> Sequence[Outgoing]:
-        now_s = time.monotonic()
-        match event:
-            case PeerUp(role, name, incarnation, pool):
-                return self._state.peer_joined(now_s, role, name, incarnation, pool)
-            case PeerDown(role, name):
-                return self._state.peer_lost(now_s, role, name)
-            case FromPeer(role, name, received):
-                if isinstance(received.message, RunFinished):
-                    self._over = True
-                return self._state.handle(now_s, role, name, received.message, received.arrays)
-
-    def _send(self, messages: Sequence[Outgoing]) -> None:
-        for role, name, message, arrays in messages:
-            if isinstance(message, Snapshot):
-                message = self._with_refusals(message)
-            elif isinstance(message, Batch):
-                message = msgspec.structs.replace(message, snapshot=self._with_refusals(message.snapshot))
-            self._server.send(role, name, message, arrays)
-
-    def _with_refusals(self, snapshot: Snapshot) -> Snapshot:
-        refused = self._server.refused
-        if not refused:
-            return snapshot
-        rejected = dict(snapshot.ledger.rejected)
-        for code, n in refused.items():
-            rejected[code] = rejected.get(code, 0) + n
-        return msgspec.structs.replace(snapshot, ledger=msgspec.structs.replace(snapshot.ledger, rejected=rejected))
+def _former_address(run_dir: Path, run_id: str) -> str | None:
+    file = run_dir / "buffer.json"
+    if not file.exists():
+        return None
+    told = msgspec.json.decode(file.read_bytes(), type=BufferAddress)
+    return told.address if told.run_id == run_id else None
 
 
 def exit_code(final: Snapshot, *, terminated: bool) -> ExitCode:

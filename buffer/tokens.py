@@ -5,6 +5,7 @@ Legend: T = tokens of the rollout so far, P = teacher pools that score it, N = t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,6 +40,25 @@ class TokenStore:
 
     def __repr__(self) -> str:
         return f"TokenStore(length={self.length}, open={int(self._open_T[: self.length].sum())})"
+
+    def contents(self) -> tuple[int, Int32s, Float32s, Bytes, Bytes, Float32s]:
+        """For an image: number of pools, and the columns as far as they are filled."""
+        end = self.length
+        columns = self._ids_T[:end], self._logprobs_T[:end], self._loss_mask_T[:end], self._open_T[:end]
+        return self._n_pools, *columns, np.ascontiguousarray(self._teacher_logprobs_PT[:, :end])
+
+    def fill(self, contents: Sequence[Any]) -> None:
+        """Into a store that `__init__` has not seen: what `contents` gave."""
+        n_pools, ids_T, logprobs_T, loss_mask_T, open_T, teacher_logprobs_PT = contents
+        self.length = len(ids_T)
+        self._n_pools = n_pools
+        capacity = max(_FIRST_CAPACITY_TOKENS, self.length)
+        self._ids_T = _longer(ids_T, capacity)
+        self._logprobs_T = _longer(logprobs_T, capacity)
+        self._loss_mask_T = _longer(loss_mask_T, capacity)
+        self._open_T = _longer(open_T, capacity)
+        self._teacher_logprobs_PT = np.zeros((n_pools, capacity), np.float32)
+        self._teacher_logprobs_PT[:, : self.length] = teacher_logprobs_PT
 
     def append(self, ids_N: Int32s, logprobs_N: Float32s, loss_mask_N: Bytes) -> None:
         """Add one segment's tokens; its sampled tokens are open."""

@@ -124,6 +124,7 @@ class Server:
         self._peer_log = RateLimitedLog(log, lines=200)  # a big run comes and goes at once
         self._polled_at_s = clock()
         self._hellos: list[Hello] = []
+        self._expected_back_until_s = -math.inf
         if restored is not None:
             self._take_over(restored)
         self._router = Router(bind, keys=keys, log=RateLimitedLog(log), clock=clock)
@@ -148,8 +149,8 @@ class Server:
 
     @property
     def overtaken(self) -> int:
-        """Messages, Hellos among them, found on connections that their peer had replaced meanwhile; it sends again what
-        matters."""
+        """Messages, Hellos among them, found on connections that their peer had replaced meanwhile, or had opened to a
+        former process of the buffer; it sends again what matters."""
         return self._overtaken
 
     @property
@@ -280,7 +281,12 @@ class Server:
         message = received.message
         kind = type(message).__name__
         if session is None:
-            self._refuse(identity, Refused("not_hello_first", "this connection has not said Hello", kind, "Hello"))
+            refused = Refused("not_hello_first", "this connection has not said Hello", kind, "Hello")
+            if self._clock() < self._expected_back_until_s:  # it has, to the process before this one
+                self._overtaken += 1
+                self._tell(identity, refused)
+            else:
+                self._refuse(identity, refused)
             return True
         role, name = session.peer
         if role not in SENDERS.get(type(message), ()):
@@ -345,6 +351,7 @@ class Server:
     def _take_over(self, book: SessionBook) -> None:
         self._door = book.door
         self._sessions, self._sessions_total = book.sessions, book.opened_total
+        self._expected_back_until_s = self._clock() + self._peer_timeout_s
         for session in self._sessions.values():
             session.last_heard_s = self._clock()
             self._by_identity[session.identity] = session

@@ -1,0 +1,234 @@
+"""An object graph as bytes and back, for a fixed list of classes. No pickle: nothing is imported or called by name.
+
+    bytes = MessagePack [[[class name, field names] ...], [[class index, field values ...] ...]]
+
+Objects of the listed classes keep their identity: they stand in the second list, numbered in the order in which they
+are reached from the root, and are referred to by number. Numbers, strings and None stand for themselves; all else is
+a list that begins with a letter:
+
+    o object    l list    t tuple    q deque    d dict    D OrderedDict    s set (sorted)    n named tuple
+    S message struct    e enum    a array    b bytes    m bound method of a listed object
+
+Equal graphs give equal bytes. Mutable containers must have one owner: one met twice is an error, as is any class that
+is not listed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+_ATOMS = frozenset((type(None), bool, int, float, str))
+
+
+class FreezeError(Exception):
+    """The graph holds something that has no form here: a bug."""
+
+
+class ThawError(Exception):
+    """These bytes are not of the classes expected."""
+
+
+class Custom(NamedTuple):
+    """A class that says itself what it holds: `get` its contents, `fill` a new instance with them."""
+
+    get: Callable[[Any], Sequence[Any]]
+    fill: Callable[[Any, Sequence[Any]], None]
+
+
+class Freezer:
+    """`classes`: of objects with identity; a dict's value is how to get at the contents (None: all attributes but
+    cached properties). `values`: named tuples, message structs and enums, which are compared by value."""
+
+    def __init__(self, classes: dict[type[Any], Custom | None], values: Iterable[type[Any]]) -> None:
+        self._custom = classes
+        self._classes = {kind.__name__: kind for kind in classes}
+        self._values = {kind.__name__: kind for kind in values}
+        self._tuples = {k for k in self._values.values() if issubclass(k, tuple)}
+        self._structs = {k for k in self._values.values() if issubclass(k, msgspec.Struct)}
+        self._enums = {k for k in self._values.values() if issubclass(k, enum.Enum)}
+
+    def freeze(self, root: object) -> bytes:
+        """Raises FreezeError."""
+        return _Writing(self).write(root)
+
+    def thaw(self, body: bytes) -> Any:
+        """The root, new. Raises ThawError."""
+        try:
+            classes, objects = msgspec.msgpack.decode(body)
+            kinds = [(self._classes[name], fields) for name, fields in classes]
+            made = [kinds[one[0]][0].__new__(kinds[one[0]][0]) for one in objects]
+            reader = _Reading(self, made)
+            for new, one in zip(made, objects, strict=True):
+                kind, fields = kinds[one[0]]
+                contents = [reader.value(v) for v in one[1:]]
+                custom = self._custom[kind]
+                if custom is not None:
+                    custom.fill(new, contents)
+                    continue
+                for field, value in zip(fields, contents, strict=True):
+                    setattr(new, field, value)
+            return made[0]
+        except (msgspec.DecodeError, msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
+            raise ThawError(f"{type(error).__name__}: {error}") from error
+
+    def of(self, kind: type[Any]) -> Custom | None:
+        return self._custom[kind]
+
+    def is_listed(self, kind: type[Any]) -> bool:
+        return kind in self._custom
+
+    def value_kind(self, name: str) -> type[Any]:
+        return self._values[name]
+
+    def letter(self, kind: type[Any]) -> str:
+        """Of a listed value class; empty for others."""
+        return "n" if kind in self._tuples else "S" if kind in self._structs else "e" if kind in self._enums else ""
+
+
+class _Writing:
+    def __init__(self, freezer: Freezer) -> None:
+        self._freezer = freezer
+        self._numbers: dict[int, int] = {}
+        self._objects: list[object] = []
+        self._kinds: dict[type[Any], int] = {}
+        self._fields: list[tuple[str, ...]] = []
+        self._owned: set[int] = set()
+
+    def write(self, root: object) -> bytes:
+        bodies: list[list[Any]] = []
+        self._number(root)
+        done = 0
+        while done < len(self._objects):  # grows while its members are written
+            bodies.append(self._body(self._objects[done]))
+            done += 1
+        classes = [[kind.__name__, self._fields[i]] for kind, i in self._kinds.items()]
+        return msgspec.msgpack.encode([classes, bodies])
+
+    def _body(self, obj: object) -> list[Any]:
+        kind = type(obj)
+        i = self._kinds.get(kind)
+        if i is None:
+            i = self._kinds[kind] = len(self._fields)
+            self._fields.append(_field_names(obj) if self._freezer.of(kind) is None else ())
+        custom = self._freezer.of(kind)
+        contents = custom.get(obj) if custom is not None else [getattr(obj, field) for field in self._fields[i]]
+        value = self.value
+        return [i, *[v if type(v) in _ATOMS else value(v) for v in contents]]
+
+    def _number(self, obj: object) -> int:
+        number = self._numbers.get(id(obj))
+        if number is None:
+            number = self._numbers[id(obj)] = len(self._objects)
+            self._objects.append(obj)
+        return number
+
+    def value(self, v: Any) -> Any:
+        kind = type(v)
+        if kind in _ATOMS:
+            return v
+        if self._freezer.is_listed(kind):
+            return ["o", self._number(v)]
+        if kind is tuple:
+            return ["t", *map(self.value, v)]
+        letter = self._freezer.letter(kind)
+        if letter == "S":
+            return [letter, kind.__name__, v]
+        if letter == "n":
+            return [letter, kind.__name__, *map(self.value, v)]
+        if letter == "e":
+            return [letter, kind.__name__, v.value]
+        if kind is np.ndarray:
+            return ["a", v.dtype.str, v.shape, v.tobytes()]
+        if isinstance(v, (bytes, memoryview)):
+            return ["b", v]
+        if kind is MethodType:
+            return ["m", self._method_owner(v), v.__name__]
+        return self._container(kind, v)
+
+    def _container(self, kind: type[Any], v: Any) -> list[Any]:
+        if id(v) in self._owned:
+            raise FreezeError(f"a {kind.__name__} with two owners: {str(v)[:200]}")
+        self._owned.add(id(v))
+        if kind in (dict, OrderedDict):
+            items = [self.value(part) for pair in v.items() for part in pair]
+            return ["d" if kind is dict else "D", *items]
+        if kind is list:
+            return ["l", *map(self.value, v)]
+        if kind is deque and v.maxlen is None:
+            return ["q", *map(self.value, v)]
+        if kind is set:
+            return ["s", *map(self.value, sorted(v))]
+        raise FreezeError(f"{kind.__qualname__} is not listed: {str(v)[:200]}")
+
+    def _method_owner(self, method: MethodType) -> int:
+        owner = method.__self__
+        if not self._freezer.is_listed(type(owner)):
+            raise FreezeError(f"{method} is not of a listed object")
+        return self._number(owner)
+
+
+class _Reading:
+    def __init__(self, freezer: Freezer, made: list[Any]) -> None:
+        self._freezer = freezer
+        self._made = made
+
+    def value(self, v: Any) -> Any:
+        if type(v) is not list:
+            return v
+        letter, rest = v[0], v[1:]
+        if letter == "o":
+            return self._made[rest[0]]
+        if letter == "S":
+            return msgspec.convert(rest[1], self._freezer.value_kind(rest[0]))
+        if letter == "a":
+            return _array(*rest)
+        if letter == "b":
+            return rest[0]
+        if letter == "e":
+            return self._freezer.value_kind(rest[0])(rest[1])
+        if letter == "m":
+            return self._method(*rest)
+        return self._container(letter, rest)
+
+    def _container(self, letter: str, rest: list[Any]) -> Any:
+        if letter == "n":
+            return self._freezer.value_kind(rest[0])(*map(self.value, rest[1:]))
+        values = [self.value(part) for part in rest]
+        if letter == "t":
+            return tuple(values)
+        if letter == "l":
+            return values
+        if letter == "q":
+            return deque(values)
+        if letter == "s":
+            return set(values)
+        if letter in ("d", "D"):
+            pairs = zip(values[::2], values[1::2], strict=True)
+            return dict(pairs) if letter == "d" else OrderedDict(pairs)
+        raise ThawError(f"unknown letter {letter!r}")
+
+    def _method(self, number: int, name: str) -> Any:
+        owner = self._made[number]
+        function = getattr(type(owner), name)
+        return MethodType(function, owner)
+
+
+def _field_names(obj: object) -> tuple[str, ...]:
+    """All attributes that hold something, but for cached properties: those are made again."""
+    kind = type(obj)
+    slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+    names = [*slots, *getattr(obj, "__dict__", ())]
+    return tuple(name for name in names if not hasattr(getattr(kind, name, None), "attrname"))
+
+
+def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
+    array = np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,185 @@
+"""The buffer's loop, between the wire (`protocol.server`), the core (`buffer.core`) and the journal.
+
+    poll the server -> entries   \\
+    every tick_s    -> a tick     }  one turn -> core.apply -> journal.write -> server.send
+    SIGTERM         -> give up   /
+
+Nothing is sent before the turn that caused it is in the journal. While the journal cannot be written, segments and
+tasks are dropped unread: they have acknowledgements of their own, so their senders keep them and send them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+from buffer.core import Core
+from buffer.image import make_image
+from buffer.journal import RETRY_S, Journal
+from buffer.outgoing import Outgoing
+from buffer.recovery import CoreClock, Started
+from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
+from protocol.flow import ack_keys
+from protocol.messages import Segment, Shutdown, Snapshot, TasksOffered
+from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+
+DRAIN_S: Final = 30.0
+"""After the end: workers may have a checkpoint to finish or an engine to stop before they say goodbye."""
+DRAIN_TERMINATED_S: Final = 5.0
+"""The same after SIGTERM: whoever sent it waits, and kills in the end."""
+STATUS_EVERY_S: Final = 30.0
+"""Seconds between two lines of log on how things stand."""
+
+log = logging.getLogger(__name__)
+
+
+class SigtermCount:
+    """While entered, SIGTERMs are counted instead of obeyed. Does nothing outside the main thread, where signals
+    cannot be handled."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._former: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._former is not None:
+            signal.signal(signal.SIGTERM, self._former)
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+class BufferLoop:
+    """One thread; the only caller of server, core and journal."""
+
+    def __init__(self, server: Server, started: Started, sigterms: SigtermCount, *, tick_s: float) -> None:
+        self._server = server
+        self._core: Core = started.core
+        self._journal: Journal | None = started.journal
+        self._clock = CoreClock(started.newest_s)
+        self._sigterms = sigterms
+        self._tick_s = tick_s
+        self._next_tick_s = 0.0
+        self._next_status_s = time.monotonic() + STATUS_EVERY_S
+        self._refused_before = dict(started.core.refused)
+        self._refused_here: dict[str, int] = {}
+        self._put_off_total = 0
+        self.terminated = False
+        """SIGTERM came before the learner had finished the run."""
+
+    def __repr__(self) -> str:
+        return f"BufferLoop({self._server!r}, {self._core!r}, {self._journal!r}, put_off={self._put_off_total})"
+
+    def run(self) -> None:
+        """Both phases."""
+        while self._core.state.phase == "running":
+            self._turn()
+            if self._sigterms.count and self._core.state.phase == "running":
+                self.terminated = True
+                self._take(Turn(self._clock(), (GivenUp("SIGTERM"),)))
+        self._drain()
+
+    def snapshot(self) -> Snapshot:
+        """Everything at this moment."""
+        return self._core.snapshot(self._clock())
+
+    def tell_all(self, shutdown: Shutdown) -> None:
+        """Past the core, which may be broken."""
+        for role, name in self._server.peers:
+            self._server.send(role, name, shutdown)
+
+    def _drain(self) -> None:
+        expected_sigterms = 1 if self.terminated else 0
+        deadline_s = time.monotonic() + (DRAIN_TERMINATED_S if self.terminated else DRAIN_S)
+        while self._server.peers and time.monotonic() < deadline_s and self._sigterms.count <= expected_sigterms:
+            self._turn()
+        if self._server.peers:
+            log.warning("leaving although still connected: %s", ", ".join(map(str, self._server.peers)))
+
+    def _turn(self) -> None:
+        """One poll and, when it is time, one tick."""
+        if self._journal is not None:
+            self._journal.mend(time.monotonic())
+            if self._journal.blocked:
+                time.sleep(RETRY_S / 4)
+                return
+        self._server.set_published(self._core.state.published, self._core.state.weights)
+        events = self._server.poll(max(0.0, self._next_tick_s - time.monotonic()))
+        now_s = self._clock()
+        entries = [*self._change_of_intake(), *self._entries(events)]
+        tick_s = None
+        if time.monotonic() >= self._next_tick_s:
+            self._next_tick_s = time.monotonic() + self._tick_s
+            tick_s = now_s
+        self._take(Turn(now_s, tuple(entries), tick_s, self._new_refusals()))
+        if time.monotonic() >= self._next_status_s:
+            self._next_status_s = time.monotonic() + STATUS_EVERY_S
+            log.info("%r", self)
+
+    def _take(self, turn: Turn) -> None:
+        if turn.empty:
+            return
+        outgoing = self._core.apply(turn)
+        journal = self._journal
+        if journal is not None:
+            journal.write(encode_turn(turn), time.monotonic())
+        self._send(outgoing)
+        if journal is not None and journal.wants_image:
+            self._put_image(journal, turn.now_s)
+
+    def _put_image(self, journal: Journal, now_s: float) -> None:
+        began_s = time.monotonic()
+        image = make_image(self._core, self._server.book, now_s)
+        journal.put_image(image)
+        log.info("an image of %d KiB in %.2f s", len(image) >> 10, time.monotonic() - began_s)
+
+    def _send(self, messages: Sequence[Outgoing]) -> None:
+        for role, name, message, arrays in messages:
+            self._server.send(role, name, message, arrays)
+
+    # -------------------------------------------------------------------------------------------------- entries
+
+    def _entries(self, events: Sequence[Event]) -> list[Entry]:
+        entries: list[Entry] = []
+        hellos = iter(self._server.hellos)
+        trouble = self._journal is not None and self._journal.trouble
+        for event in events:
+            match event:
+                case PeerUp():
+                    entries.append(Joined(next(hellos)))
+                case PeerDown(role, name):
+                    entries.append(Left(role, name))
+                case FromPeer(received=received) if trouble and is_new_work(received.message):
+                    self._put_off_total += 1
+                case FromPeer():
+                    entries.append(event)
+        return entries
+
+    def _change_of_intake(self) -> list[Entry]:
+        trouble = "" if self._journal is None else self._journal.trouble
+        return [IntakeChanged(trouble)] if trouble != self._core.state.intake_trouble else []
+
+    def _new_refusals(self) -> dict[str, int] | None:
+        refused = self._server.refused
+        if refused == self._refused_here:
+            return None
+        self._refused_here = refused
+        codes = dict.fromkeys((*self._refused_before, *refused))
+        return {code: self._refused_before.get(code, 0) + refused.get(code, 0) for code in codes}
+
+
+def is_new_work(message: object) -> bool:
+    """Large, and kept by its sender until it is acknowledged: may be put off."""
+    return isinstance(message, (Segment, TasksOffered)) and bool(ack_keys(message))
