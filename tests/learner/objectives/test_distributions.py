@@ -1,0 +1,167 @@
+"""Divergences of distributions against loops over the vocabulary in float64, and the traps of top-k sets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from learner.objectives.distributions import (
+    LOG_TAIL_FLOOR,
+    PADDING,
+    DistributionFn,
+    DistributionOptions,
+    by_autograd,
+    jsd,
+    log_tail,
+    reverse_kl,
+)
+from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
+
+V = 6
+OPTIONS = DistributionOptions(weight=0.3, beta=0.2)
+NAMES = list(DISTRIBUTION_DIVERGENCES.built_in)
+
+
+def _slow(name: str, p: list[float], q: list[float]) -> float:
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * (math.log(x) - math.log(y)) for x, y in zip(a, b, strict=True) if x > 0)
+
+    if name == "forward_kl":
+        return kl(q, p)
+    if name == "reverse_kl":
+        return kl(p, q)
+    if name == "mixed":
+        return 0.3 * kl(q, p) + 0.7 * kl(p, q)
+    m = [0.2 * y + 0.8 * x for x, y in zip(p, q, strict=True)]
+    return 0.2 * kl(q, m) + 0.8 * kl(p, m)
+
+
+def _logits(seed: int, n: int = 4) -> Tensor:
+    return torch.randn((n, V), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+
+
+def _member(name: str) -> DistributionFn:
+    return find_member(DISTRIBUTION_DIVERGENCES, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_value_equals_the_loop(name: str) -> None:
+    student_CB, teacher_CB = _logits(0).log_softmax(1), _logits(1).log_softmax(1)
+    got_C = _member(name)(student_CB, teacher_CB, OPTIONS).divergence_C
+    expected = [_slow(name, student_CB[c].exp().tolist(), teacher_CB[c].exp().tolist()) for c in range(4)]
+    np.testing.assert_allclose(got_C, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slope_gives_the_derivative_by_logits(name: str) -> None:
+    """Against central differences of the loop: nothing of torch's is trusted."""
+    logits_CB, teacher_CB = _logits(0, 1), _logits(1, 1).log_softmax(1)
+    student_CB = logits_CB.log_softmax(1)
+    slope_CB = _member(name)(student_CB, teacher_CB, OPTIONS).slope_CB
+    got = (slope_CB - student_CB.exp() * slope_CB.sum())[0]
+    q = teacher_CB[0].exp().tolist()
+    for v in range(V):
+        shift = torch.zeros(V, dtype=torch.float64)
+        shift[v] = 1e-5
+        up, down = ((logits_CB[0] + sign * shift).softmax(0).tolist() for sign in (1, -1))
+        assert float(got[v]) == pytest.approx((_slow(name, up, q) - _slow(name, down, q)) / 2e-5, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slope_by_autograd_gives_the_same_gradient(name: str) -> None:
+    def value(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Tensor:
+        p_CB, q_CB = student_CB.exp(), teacher_CB.exp()
+        m_CB = options.beta * q_CB + (1 - options.beta) * p_CB
+        forward = (q_CB * (teacher_CB - student_CB)).sum(1)
+        reverse = (p_CB * (student_CB - teacher_CB)).sum(1)
+        bounded = options.beta * (q_CB * (teacher_CB - m_CB.log())).sum(1)
+        bounded = bounded + (1 - options.beta) * (p_CB * (student_CB - m_CB.log())).sum(1)
+        known = {"forward_kl": forward, "reverse_kl": reverse, "jsd": bounded}
+        return known.get(name, options.weight * forward + (1 - options.weight) * reverse)
+
+    student_CB, teacher_CB = _logits(0).log_softmax(1), _logits(1).log_softmax(1)
+
+    def gradient(member: DistributionFn) -> Tensor:
+        slope_CB = member(student_CB, teacher_CB, OPTIONS).slope_CB
+        return slope_CB - student_CB.exp() * slope_CB.sum(1, keepdim=True)
+
+    torch.testing.assert_close(gradient(by_autograd(value)), gradient(_member(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_changes_nothing(name: str) -> None:
+    student_CB, teacher_CB = _logits(0).log_softmax(1).float(), _logits(1).log_softmax(1).float()
+    pad_C2 = torch.full((4, 2), PADDING)
+    plain = _member(name)(student_CB, teacher_CB, OPTIONS)
+    padded = _member(name)(torch.cat([student_CB, pad_C2], 1), torch.cat([teacher_CB, pad_C2], 1), OPTIONS)
+    torch.testing.assert_close(padded.divergence_C, plain.divergence_C)
+    torch.testing.assert_close(padded.slope_CB[:, :V], plain.slope_CB)
+    assert not padded.slope_CB[:, V:].any()
+
+
+def test_jsd_goes_over_into_both_kls_and_is_bounded() -> None:
+    student_CB, teacher_CB = _logits(0).log_softmax(1), _logits(1).log_softmax(1)
+    for beta, name in ((1e-6, "forward_kl"), (1 - 1e-6, "reverse_kl")):
+        got_C = jsd(student_CB, teacher_CB, DistributionOptions(beta=beta)).divergence_C / min(beta, 1 - beta)
+        torch.testing.assert_close(
+            got_C, _member(name)(student_CB, teacher_CB, OPTIONS).divergence_C, rtol=1e-4, atol=0
+        )
+    apart = torch.tensor([[0.0, -80.0]]), torch.tensor([[-80.0, 0.0]])
+    assert float(jsd(*apart, DistributionOptions()).divergence_C) == pytest.approx(math.log(2.0))
+
+
+@pytest.mark.parametrize("fields", [{"weight": 1.1}, {"beta": 0.0}, {"beta": 1.0}, {"weight": math.nan}])
+def test_senseless_options_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be in"):
+        DistributionOptions(**fields)
+
+
+@pytest.mark.parametrize("mass", [1e-3, 0.4, 0.6, 1 - 1e-6])
+def test_tail_is_log1p_of_minus_the_sum(mass: float) -> None:
+    logprobs_1K = torch.tensor([[mass * 0.75, mass * 0.25]], dtype=torch.float64).log()
+    assert float(log_tail(logprobs_1K)) == pytest.approx(math.log1p(-mass), rel=1e-9)
+
+
+def test_tail_of_a_set_that_rounds_to_everything_has_the_floor() -> None:
+    assert float(log_tail(torch.tensor([[0.0]]))) == pytest.approx(LOG_TAIL_FLOOR)
+    assert float(log_tail(torch.tensor([[1e-7]]))) == pytest.approx(LOG_TAIL_FLOOR)
+
+
+# ------------------------------------------------------------------------------------------------- the tail
+
+
+def _descend(buckets_of: Any, *, steps: int = 3000) -> Tensor:
+    """Plain gradient descent on logits of V tokens; the student's probabilities at the end."""
+    logits_V = torch.zeros(V, dtype=torch.float64)
+    for _ in range(steps):
+        z_V = logits_V.clone().requires_grad_()
+        buckets_of(z_V.log_softmax(0)).backward()
+        assert z_V.grad is not None
+        logits_V = logits_V - 0.5 * z_V.grad
+    return logits_V.softmax(0)
+
+
+def test_without_a_tail_bucket_a_reverse_kl_is_minimised_by_emptying_the_top_k_set() -> None:
+    """Trap 7. The teacher's top 2 of 6 hold 0.7; sum p (log p - log q) over them alone falls below 0 as p leaves them
+    (its minimum is at p = q / e); with the tail the student ends where the teacher is."""
+    q_V = torch.tensor([0.4, 0.3, 0.1, 0.08, 0.07, 0.05], dtype=torch.float64).log()
+
+    def without_tail(p_V: Tensor) -> Tensor:
+        return (p_V[:2].exp() * (p_V[:2] - q_V[:2])).sum()
+
+    def with_tail(p_V: Tensor) -> Tensor:
+        student_B = torch.cat([p_V[:2], p_V[2:].logsumexp(0)[None]])
+        teacher_B = torch.cat([q_V[:2], log_tail(q_V[None, :2])])
+        return (student_B.exp() * (student_B - teacher_B)).sum()
+
+    emptied_V, kept_V = _descend(without_tail), _descend(with_tail)
+    assert float(without_tail(emptied_V.log())) < -0.2 and float(emptied_V[:2].sum()) < 0.3
+    torch.testing.assert_close(kept_V[:2], q_V[:2].exp(), atol=1e-3, rtol=0)
+    student_B = torch.cat([kept_V[:2], kept_V[2:].sum()[None]]).log()[None]
+    teacher_B = torch.cat([q_V[:2], log_tail(q_V[None, :2])])[None]
+    assert float(reverse_kl(student_B, teacher_B, OPTIONS).divergence_C) == pytest.approx(0.0, abs=1e-6)

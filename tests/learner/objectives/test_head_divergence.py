@@ -1,0 +1,291 @@
+"""Chunked divergences from hidden states: against float64 loops over the vocabulary, by gradcheck, and in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engines.logprobs import LmHead
+from learner.objectives.distributions import DistributionFn, DistributionOptions, log_tail
+from learner.objectives.head_divergence import TopKTeacher, WholeTeacher, head_divergence
+from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
+
+T, H, V, K = 5, 4, 9, 3
+OPTIONS = DistributionOptions(weight=0.3, beta=0.2)
+NAMES = list(DISTRIBUTION_DIVERGENCES.built_in)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _member(name: str) -> DistributionFn:
+    return find_member(DISTRIBUTION_DIVERGENCES, name)
+
+
+def _top_k(logprobs_TV: Tensor, counts: list[int] | None = None) -> TopKTeacher:
+    """The K likeliest of each row, or as many as `counts` says; ids behind them are senseless on purpose."""
+    counts = [K] * len(logprobs_TV) if counts is None else counts
+    top_TK, ids_TK = logprobs_TV.topk(max(counts), dim=1)
+    tails = [
+        log_tail(top_TK[t : t + 1, :k])[0] if k < logprobs_TV.shape[1] else torch.tensor(-math.inf)
+        for t, k in enumerate(counts)
+    ]
+    for t, k in enumerate(counts):
+        ids_TK[t, k:], top_TK[t, k:] = -77, math.nan
+    return TopKTeacher(ids_TK, top_TK, torch.stack(tails).to(logprobs_TV.dtype), torch.tensor(counts))
+
+
+def _kl(a: list[float], b: list[float]) -> float:
+    return sum(x * (math.log(x) - math.log(y)) for x, y in zip(a, b, strict=True) if x > 0)
+
+
+def _slow(name: str, p: list[float], q: list[float]) -> float:
+    if name == "forward_kl":
+        return _kl(q, p)
+    if name == "reverse_kl":
+        return _kl(p, q)
+    if name == "mixed":
+        return 0.3 * _kl(q, p) + 0.7 * _kl(p, q)
+    m = [0.2 * y + 0.8 * x for x, y in zip(p, q, strict=True)]
+    return 0.2 * _kl(q, m) + 0.8 * _kl(p, m)
+
+
+def _buckets(row_V: list[float], ids: list[int]) -> list[float]:
+    top = [row_V[v] for v in ids]
+    return [*top, sum(row_V[v] for v in range(len(row_V)) if v not in ids)]
+
+
+def _softmax_by_hand(head: LmHead, hidden_TH: Tensor, vocab: int) -> list[list[float]]:
+    rows: list[list[float]] = []
+    for t in range(hidden_TH.shape[0]):
+        logits: list[float] = []
+        for v in range(vocab):
+            z = sum(float(hidden_TH[t, h]) * float(head.weight_VH[v, h]) for h in range(hidden_TH.shape[1]))
+            z = (z + (0.0 if head.bias_V is None else float(head.bias_V[v]))) * head.scale
+            logits.append(z if head.softcap is None else head.softcap * math.tanh(z / head.softcap))
+        total = sum(math.exp(z) for z in logits)
+        rows.append([math.exp(z) / total for z in logits])
+    return rows
+
+
+HEADS = {
+    "plain": LmHead(_random(V, H, seed=2)),
+    "bias, scale, softcap": LmHead(_random(V, H, seed=2), _random(V, seed=3), 0.7, 2.0),
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 100])
+def test_whole_and_top_k_values_equal_the_loop(head: LmHead, name: str, chunk_tokens: int) -> None:
+    hidden_TH, teacher_TH, weight_T = _random(T, H), _random(T, H, seed=8), _random(T, seed=4)
+    p, q = _softmax_by_hand(head, hidden_TH, V), _softmax_by_hand(head, teacher_TH, V)
+    whole = head_divergence(
+        head, hidden_TH, WholeTeacher(teacher_TH, head), weight_T, _member(name), OPTIONS, chunk_tokens=chunk_tokens
+    )
+    expected = [_slow(name, p[t], q[t]) for t in range(T)]
+    np.testing.assert_allclose(whole.divergence_T, expected, rtol=1e-10)
+    assert float(whole.loss) == pytest.approx(sum(float(weight_T[t]) * expected[t] for t in range(T)))
+    counts = [1, 3, 2, V, 5]
+    teacher = _top_k(torch.tensor(q, dtype=torch.float64).log(), counts)
+    top = head_divergence(head, hidden_TH, teacher, weight_T, _member(name), OPTIONS, chunk_tokens=chunk_tokens)
+    for t, k in enumerate(counts):
+        ids = teacher.ids_TK[t, :k].tolist()
+        both = (_buckets(p[t], ids), _buckets(q[t], ids)) if k < V else (p[t], q[t])
+        assert float(top.divergence_T[t]) == pytest.approx(_slow(name, *both), rel=1e-9)
+        assert float(top.divergence_T[t]) <= expected[t] + 1e-12  # putting tokens together never adds divergence
+
+
+@pytest.mark.parametrize("head_name", HEADS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("top", [True, False])
+def test_gradient_equals_central_differences(head_name: str, name: str, top: bool) -> None:
+    head = HEADS[head_name]
+    q_TV = _random(T, V, seed=5).log_softmax(1)
+    weight_T = _random(T, seed=4)
+    teacher = _top_k(q_TV, [1, 3, 2, V, 5]) if top else WholeTeacher(_random(T, H, seed=8), HEADS["plain"])
+
+    def loss(*given: Any) -> Tensor:
+        hidden_TH, weight_VH, bias_V = given
+        student = LmHead(weight_VH, bias_V, head.scale, head.softcap)
+        return head_divergence(
+            student, hidden_TH, teacher, weight_T, _member(name), OPTIONS, chunk_tokens=2, vocab_tokens=V
+        ).loss
+
+    inputs = [None if x is None else x.clone().requires_grad_() for x in (_random(T, H), head.weight_VH, head.bias_V)]
+    loss(*inputs).backward()
+    for i, value in enumerate(inputs):
+        if value is None:
+            continue
+        for seed in range(4):
+            step = 1e-6 * _random(*value.shape, seed=20 + seed)
+            up, down = (
+                [x if x is None or j != i else x.detach() + sign * step for j, x in enumerate(inputs)]
+                for sign in (1, -1)
+            )
+            slope = (loss(*up).item() - loss(*down).item()) / 2
+            assert value.grad is not None
+            assert float((value.grad * step).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-13)
+
+
+def test_second_backward_pass_is_refused_and_not_wrong() -> None:
+    hidden_TH = _random(T, H).requires_grad_()
+    teacher = WholeTeacher(_random(T, H, seed=8), HEADS["plain"])
+    loss = head_divergence(HEADS["plain"], hidden_TH, teacher, torch.ones(T), _member("jsd")).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass; compute the loss again"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_equals_the_plain_one_by_autograd(name: str) -> None:
+    """The plain way: all logits, log_softmax, the textbook formula on tokens and tail; gradient by autograd."""
+    hidden_TH, weight_VH = _random(T, H).requires_grad_(), _random(V, H, seed=2).requires_grad_()
+    weight_T, teacher = _random(T, seed=4), _top_k(_random(T, V, seed=5).log_softmax(1))
+    head_divergence(LmHead(weight_VH), hidden_TH, teacher, weight_T, _member(name), OPTIONS).loss.backward()
+    p_TV = (hidden_TH @ weight_VH.T).log_softmax(1)
+    outside_TV = torch.ones((T, V)).bool().scatter(1, teacher.ids_TK, False)
+    tail_T1 = p_TV.masked_fill(~outside_TV, -math.inf).logsumexp(1, keepdim=True)
+    p_TB = torch.cat([p_TV.gather(1, teacher.ids_TK), tail_T1], 1)
+    q_TB = torch.cat([teacher.logprobs_TK, teacher.tail_T[:, None]], 1)
+    m_TB = torch.log(0.2 * q_TB.exp() + 0.8 * p_TB.exp())
+    forward, reverse = (q_TB.exp() * (q_TB - p_TB)).sum(1), (p_TB.exp() * (p_TB - q_TB)).sum(1)
+    bounded = 0.2 * (q_TB.exp() * (q_TB - m_TB)).sum(1) + 0.8 * (p_TB.exp() * (p_TB - m_TB)).sum(1)
+    value_T = {"forward_kl": forward, "reverse_kl": reverse, "jsd": bounded, "mixed": 0.3 * forward + 0.7 * reverse}
+    expected = torch.autograd.grad((weight_T * value_T[name]).sum(), [hidden_TH, weight_VH])
+    torch.testing.assert_close([hidden_TH.grad, weight_VH.grad], list(expected))
+
+
+def test_frozen_head_and_upstream_gradient() -> None:
+    hidden_TH, head = _random(T, H).requires_grad_(), HEADS["plain"]
+    teacher = WholeTeacher(_random(T, H, seed=8), head)
+
+    def loss() -> Tensor:
+        return head_divergence(head, hidden_TH, teacher, torch.ones(T), _member("reverse_kl")).loss
+
+    (one,) = torch.autograd.grad(loss(), hidden_TH)
+    (three,) = torch.autograd.grad(3.0 * loss(), hidden_TH)
+    torch.testing.assert_close(three, 3.0 * one)
+    assert not head.weight_VH.requires_grad
+
+
+def test_rows_past_the_vocabulary_are_no_tokens() -> None:
+    """Trap 5: both embeddings are padded, to different sizes, and what stands in the padding is large."""
+    tokens_VH = _random(V, H, seed=2)
+    student = LmHead(torch.cat([tokens_VH, 50 * torch.ones(3, H)]))
+    teacher_head = LmHead(torch.cat([tokens_VH, -50 * torch.ones(7, H)]))
+    hidden_TH = _random(T, H).requires_grad_()
+    weight_VH = student.weight_VH.requires_grad_()
+    teacher = WholeTeacher(hidden_TH.detach().clone(), teacher_head)
+    got = head_divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(T), _member("reverse_kl"), vocab_tokens=V)
+    got.loss.backward()
+    assert float(got.divergence_T.abs().max()) < 1e-12  # the same tokens, the same states: they agree
+    assert weight_VH.grad is not None and not weight_VH.grad[V:].any()
+    padded = head_divergence(
+        student,
+        hidden_TH,
+        WholeTeacher(hidden_TH.detach(), teacher_head),
+        torch.ones(T),
+        _member("reverse_kl"),
+        vocab_tokens=V + 3,
+    )
+    assert float(padded.divergence_T.abs().max()) > 0.1  # what happens when the padding is taken for tokens
+
+
+def test_tail_of_a_sure_student_keeps_its_gradient() -> None:
+    """Trap 7: in float32 the student's top-k probability is exactly 1; 1 - sum, clamped, would have no gradient."""
+    hidden_TH = torch.tensor([[1.0]])
+    weight_VH = torch.tensor([[20.0], [0.0], [0.0], [0.0]], requires_grad=True)
+    assert torch.softmax(hidden_TH @ weight_VH.T, 1)[0, 0].item() == 1.0
+    teacher = TopKTeacher(
+        torch.tensor([[0]]), torch.tensor([[math.log(0.5)]]), torch.tensor([math.log(0.5)]), torch.tensor([1])
+    )
+    for name in ("forward_kl", "mixed", "jsd"):
+        weight_VH.grad = None
+        head_divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(1), _member(name)).loss.backward()
+        assert weight_VH.grad is not None
+        if name == "jsd":  # bounded: its gradient falls with p_tail, but is there
+            assert float(weight_VH.grad[1]) < 0
+        else:
+            assert float(weight_VH.grad[1:].sum()) == pytest.approx(-0.5 * (0.5 if name == "mixed" else 1.0), rel=1e-3)
+
+
+def test_memory_follows_the_chunk_and_not_the_tokens() -> None:
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
+            return out
+
+    hidden_TH, weight_VH = torch.randn((512, 8), requires_grad=True), torch.randn((1000, 8), requires_grad=True)
+    logprobs_TV = torch.randn((512, 1000)).log_softmax(1)
+    for teacher in (_top_k(logprobs_TV, [4] * 512), WholeTeacher(torch.randn((512, 8)), LmHead(weight_VH.detach()))):
+        with Sizes():
+            head_divergence(
+                LmHead(weight_VH), hidden_TH, teacher, torch.ones(512), _member("jsd"), chunk_tokens=16
+            ).loss.backward()
+        assert max(sizes) == 16 * 1000
+
+
+def test_no_position_is_an_empty_answer_with_zero_gradient() -> None:
+    weight_VH = _random(V, H, seed=2).requires_grad_()
+    teacher = WholeTeacher(_random(0, H), LmHead(weight_VH.detach()))
+    got = head_divergence(LmHead(weight_VH), _random(0, H), teacher, torch.ones(0), _member("reverse_kl"))
+    got.loss.backward()
+    assert got.divergence_T.shape == (0,) and weight_VH.grad is not None and not weight_VH.grad.any()
+
+
+GOOD: dict[str, Any] = {
+    "ids_TK": torch.tensor([[1, 2], [3, 4]]),
+    "logprobs_TK": torch.tensor([[0.5, 0.2], [0.6, 0.3]]).log(),
+    "tail_T": torch.tensor([0.3, 0.1]).log(),
+    "counts_T": torch.tensor([2, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs_TK": torch.tensor([[-0.7, math.nan], [-0.5, -1.2]])}, r"1 positions \(first: 0\) are not finite"),
+        ({"logprobs_TK": torch.tensor([[-0.7, -1.6], [-0.5, -math.inf]])}, r"1 positions \(first: 1\) are not finite"),
+        ({"logprobs_TK": torch.tensor([[-0.1, -0.1], [-0.5, -1.2]])}, "sum to more than 1"),
+        ({"tail_T": torch.tensor([math.nan, -2.0])}, r"1 positions \(first: 0\)"),
+        ({"counts_T": torch.tensor([0, 2])}, "counts from 0 to 2"),
+        ({"counts_T": torch.tensor([1, 3])}, "counts from 1 to 3"),
+        ({"tail_T": torch.tensor([-1.0])}, r"tail \(1,\)"),
+        ({"ids_TK": torch.tensor([[1, 2], [3, 9]])}, "outside the vocabulary of 9"),
+        ({"ids_TK": torch.tensor([[1, -2], [3, 4]])}, "outside the vocabulary of 9"),
+        ({"ids_TK": torch.tensor([[1, 1], [3, 4]])}, "names a token twice"),
+        ({"tail_T": torch.tensor([-1.0, -math.inf])}, "1 positions have a tail of no mass"),
+    ],
+)
+def test_numbers_of_a_teacher_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    head = HEADS["plain"]
+    with pytest.raises(ValueError, match=message):
+        head_divergence(head, _random(2, H), TopKTeacher(**{**GOOD, **fields}), torch.ones(2), _member("reverse_kl"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight_T": torch.ones(3)}, r"\(3,\) weights for 2 hidden states"),
+        ({"vocab_tokens": 10}, "vocab_tokens 10; expected 1 to 9"),
+        ({"chunk_tokens": 0}, "chunk_tokens 0"),
+        ({"teacher": WholeTeacher(_random(3, H), HEADS["plain"])}, "teacher with 3 positions and 9 rows"),
+        ({"teacher": WholeTeacher(_random(2, H), LmHead(_random(8, H)))}, "2 positions and 8 rows; expected 2"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"teacher": TopKTeacher(**GOOD), "weight_T": torch.ones(2), **fields}
+    with pytest.raises(ValueError, match=message):
+        head_divergence(HEADS["plain"], _random(2, H), divergence=_member("reverse_kl"), **arguments)
