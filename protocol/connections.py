@@ -67,6 +67,7 @@ class Connections:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._encrypted = encrypted
+        self._no_handshake: ConnectionFault = "no_key" if encrypted else "failed_handshake"
         self._log = log
         self._max_unread_bytes = max_unread_bytes
         self._clock = clock
@@ -102,7 +103,7 @@ class Connections:
             self._take(event, value)
         if self._unheard < 0:  # then a connection that ended without a word had not come through the handshake
             self._unheard += 1
-            self._refuse("failed_handshake", None)
+            self._refuse(self._no_handshake, None)
         now_s = self._clock()
         if sys.platform == "linux" and now_s - self._checked_s >= CHECK_S:
             self._checked_s = now_s
@@ -120,12 +121,10 @@ class Connections:
                 self._ended(self._open.pop(value, _Connection()))
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._failing = "wrong_key"
-            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if self._encrypted and value in _NO_KEY:
-                self._failing = "no_key"
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if self._encrypted and value == _NOT_OUR_KEY:
                 self._failing = "wrong_key"
             case _:
-                self._failing = "failed_handshake"
+                self._failing = self._no_handshake
 
     def _ended(self, connection: _Connection) -> None:
         fault, self._failing = self._failing, None
@@ -133,7 +132,7 @@ class Connections:
             if self._unheard > 0:  # as good as certainly its own, and what it sent is still to be read
                 self._unheard -= 1
             else:
-                fault = "failed_handshake"
+                fault = self._no_handshake
         if fault is not None:
             self._refuse(fault, connection.address)
 
@@ -159,12 +158,11 @@ class Connections:
         self._log.warning(f"refused ({fault}) a connection from {who}: {_MEANING[fault]}")
 
 
-_NO_KEY: Final = (zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH,)
 _NOT_OUR_KEY: Final = zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _MEANING: Final[dict[ConnectionFault, str]] = {
-    "no_key": "it does not encrypt; the folder `keys` of the run is not on that host, or it is no peer of ours",
+    "no_key": "it does not encrypt; the run's folder `keys` is not on that host, or it is no peer of ours",
     "wrong_key": "its key is not of this run, or it takes us for another run",
-    "failed_handshake": "it does not speak ZeroMQ as we do, or hung up",
+    "failed_handshake": "it encrypts and we do not, or it does not speak ZeroMQ, or hung up",
     "endless_message": "it sent more than fits a message without ending it; cut",
 }
 

@@ -17,10 +17,9 @@ from protocol.keys import ClientKeys, ServerKeys
 from protocol.messages import Role
 
 _DOMAIN: Final = "stillhouse"
-# pyzmq logs public keys at its debug level; whatever it may log one day stays out of our logs.
-_silent = logging.getLogger("stillhouse.zap")
-_silent.addHandler(logging.NullHandler())
-_silent.propagate = False
+_no_log = logging.Logger("zap")
+"""pyzmq would log public keys at its debug level; no key of any kind belongs into a log."""
+_no_log.disabled = True
 
 
 class Gatekeeper:
@@ -39,7 +38,7 @@ class _Zap(ThreadAuthenticator):
     """Its own list is a folder read by itself; ours is in memory, and says the role."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
-        super().__init__(context, log=_silent)
+        super().__init__(context, log=_no_log)
         self._roles = dict(keys.roles)
         self.configure_curve_callback(_DOMAIN, self)
 

@@ -1,0 +1,254 @@
+"""Encrypted links over real sockets: who gets in, who does not, and what is known of those afterwards."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from protocol import messages as m
+from protocol.client import Client
+from protocol.codec import encode
+from protocol.encryption import encrypt_client
+from protocol.errors import ConnectTimeout, HandshakeRefused, ProtocolError
+from protocol.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys, make_keys
+from protocol.server import Event, FromPeer, PeerUp, Server
+from protocol.sockets import new_socket, receive_frames, send_frames
+
+RUN, VOCAB = "run-1", "ab" * 32
+HELLO = m.Hello("actor", "actor-0", "first", RUN, VOCAB)
+SEGMENT = m.Segment("train-0-0-0", 0, 0, 100_000, (), False)
+ARRAYS = (np.arange(100_000, dtype=np.int32), np.zeros(100_000, np.float32), np.ones(100_000, np.uint8))
+POLLS = 1000
+"""Of 20 ms: how long a test waits for what must come."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@contextmanager
+def serving(keys: ServerKeys | None, *, peer_timeout_s: float = 60.0) -> Generator[Server]:
+    server = Server(
+        "tcp://127.0.0.1:0",
+        run_id=RUN,
+        vocab_fingerprint=VOCAB,
+        heartbeat_s=1.0,
+        peer_timeout_s=peer_timeout_s,
+        keys=keys,
+    )
+    try:
+        yield server
+    finally:
+        server.close(linger_s=0)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    with serving(load_server_keys(folder)) as server:
+        yield server
+
+
+@contextmanager
+def dealer(server: Server, keys: ClientKeys | None) -> Generator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = new_socket(context, zmq.DEALER)
+    peer.set(zmq.RECONNECT_IVL, 60_000)  # each tries once
+    if keys is not None:
+        encrypt_client(peer, keys)
+    peer.connect(server.address)
+    try:
+        yield peer
+    finally:
+        context.destroy(linger=0)
+
+
+def poll_until(server: Server, true: Callable[[], bool]) -> list[Event]:
+    events: list[Event] = []
+    for _ in range(POLLS):
+        if true():
+            return events
+        events += server.poll(0.02)
+    raise AssertionError(f"it never came: {server!r}, {server.refused}, {events}")
+
+
+def outcome_of_connecting(server: Server, client: Client) -> ProtocolError | None:
+    """While the server is served."""
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(client.connect)
+        poll_until(server, connecting.done)
+        error = connecting.exception()
+    client.close("test over")
+    assert error is None or isinstance(error, ProtocolError)
+    return error
+
+
+def test_a_role_comes_in_with_its_key_and_messages_pass_both_ways(server: Server, folder: Path) -> None:
+    for role in ("actor", "teacher", "learner", "launcher"):
+        with dealer(server, load_client_keys(folder, role)) as peer:
+            send_frames(peer, encode(m.Hello(role, f"{role}-0", "first", RUN, VOCAB)))
+            events = poll_until(server, lambda: bool(peer.poll(0)))
+            assert events == [PeerUp(role, f"{role}-0", "first", "")]
+            assert receive_frames(peer) is not None
+    assert server.refused == {}
+
+
+def test_large_arrays_arrive_as_they_were_sent(server: Server, folder: Path) -> None:
+    with dealer(server, load_client_keys(folder, "actor")) as peer:
+        send_frames(peer, encode(HELLO))
+        send_frames(peer, encode(SEGMENT, ARRAYS))
+        events: list[Event] = []
+        while not any(isinstance(event, FromPeer) for event in events):
+            events += server.poll(1.0)
+        (event,) = (event for event in events if isinstance(event, FromPeer))
+        for got, sent in zip(event.received.arrays, ARRAYS, strict=True):
+            np.testing.assert_array_equal(got, sent)
+
+
+def test_what_is_on_the_wire_cannot_be_read(folder: Path) -> None:
+    """A relay in between sees the rollout's id in plain text without keys, and nowhere with them."""
+    assert b"train-0-0-0" in bytes_through_a_relay(None, None)
+    seen = bytes_through_a_relay(load_server_keys(folder), load_client_keys(folder, "actor"))
+    assert b"train-0-0-0" not in seen
+    assert ARRAYS[0][:16].tobytes() not in seen
+
+
+def bytes_through_a_relay(server_keys: ServerKeys | None, client_keys: ClientKeys | None) -> bytes:
+    with serving(server_keys) as server, socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = server.address.removeprefix("tcp://").split(":")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        peer = new_socket(context, zmq.DEALER)
+        if client_keys is not None:
+            encrypt_client(peer, client_keys)
+        peer.connect("tcp://{}:{}".format(*listener.getsockname()))
+        send_frames(peer, encode(HELLO))
+        send_frames(peer, encode(SEGMENT, ARRAYS))
+        seen = bytearray()
+        near, _ = listener.accept()
+        with near, socket.create_connection((host, int(port))) as far:
+            near.setblocking(False)
+            far.setblocking(False)
+            for _ in range(POLLS):
+                for source, target in ((near, far), (far, near)):
+                    try:
+                        chunk = source.recv(1 << 16)
+                    except BlockingIOError:
+                        continue
+                    seen += chunk
+                    target.setblocking(True)
+                    target.sendall(chunk)
+                    target.setblocking(False)
+                if any(isinstance(event, FromPeer) for event in server.poll(0.001)):
+                    break
+            else:
+                raise AssertionError("the segment never arrived")
+        context.destroy(linger=0)
+    return bytes(seen)
+
+
+def test_a_key_of_one_role_is_no_key_for_another(server: Server, folder: Path) -> None:
+    learner = m.Hello("learner", "learner-0", "first", RUN, VOCAB)
+    error = outcome_of_connecting(server, Client(server.address, learner, keys=load_client_keys(folder, "actor")))
+    assert isinstance(error, HandshakeRefused)
+    assert (error.refused.code, error.refused.got) == ("key", "a key of actor")
+    assert server.refused == {"key": 1}
+    assert server.peers == ()
+
+
+def test_a_stranger_s_key_gets_nothing_is_counted_and_its_owner_told_at_once(
+    server: Server, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(tmp_path / "others")
+    others = load_client_keys(tmp_path / "others", "actor")
+    keys = ClientKeys(others.public, others.secret, load_server_keys(folder).public)
+    error = outcome_of_connecting(server, Client(server.address, HELLO, keys=keys, connect_timeout_s=60.0))
+    assert isinstance(error, HandshakeRefused)
+    assert error.refused.code == "key"
+    poll_until(server, lambda: server.refused.get("wrong_key", 0) >= 1)
+    assert set(server.refused) == {"wrong_key"}
+    assert "refused (wrong_key) a connection from 127.0.0.1:" in caplog.text
+    assert server.peers == ()
+
+
+@pytest.mark.parametrize(("who", "fault"), [("plain", "no_key"), ("another_run", "wrong_key"), ("http", "no_key")])
+def test_who_comes_without_the_right_key_gets_nothing_and_is_counted(
+    server: Server, tmp_path: Path, who: str, fault: str
+) -> None:
+    if who == "http":
+        host, port = server.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as tcp:
+            tcp.sendall(b"GET / HTTP/1.1\r\nHost: buffer\r\n\r\n" + bytes(64))
+            poll_until(server, lambda: server.refused == {fault: 1})
+        return
+    make_keys(tmp_path / "others")
+    with dealer(server, None if who == "plain" else load_client_keys(tmp_path / "others", "actor")) as peer:
+        send_frames(peer, encode(HELLO))
+        poll_until(server, lambda: server.refused == {fault: 1})
+        assert peer.poll(0) == 0
+    assert server.poll(0.05) == []
+    assert server.refused == {fault: 1}
+    assert server.peers == ()
+
+
+@pytest.mark.parametrize("client_encrypts", [False, True])
+def test_a_client_that_cannot_come_in_says_what_may_be_wrong(folder: Path, client_encrypts: bool) -> None:
+    server_keys, client_keys = load_server_keys(folder), load_client_keys(folder, "actor")
+    with serving(None if client_encrypts else server_keys) as server:
+        keys = client_keys if client_encrypts else None
+        error = outcome_of_connecting(server, Client(server.address, HELLO, keys=keys, connect_timeout_s=1.5))
+        assert isinstance(error, ConnectTimeout)
+        assert "one end encrypts and the other does not" in str(error)
+        assert set(server.refused) == {"failed_handshake" if client_encrypts else "no_key"}
+
+
+def test_a_flood_of_strangers_fills_no_log_and_keeps_nobody_out(
+    server: Server, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with dealer(server, load_client_keys(folder, "actor")) as peer:
+        strangers = [new_socket(context, zmq.DEALER) for _ in range(60)]
+        for n, stranger in enumerate(strangers):
+            stranger.set(zmq.RECONNECT_IVL, 60_000)  # each tries once
+            stranger.connect(server.address)
+            if n == 30:
+                send_frames(peer, encode(HELLO))
+        poll_until(server, lambda: server.refused == {"no_key": 60} and bool(peer.poll(0)))
+    context.destroy(linger=0)
+    assert server.peers == (("actor", "actor-0"),)
+    assert len([record for record in caplog.records if "no_key" in record.message]) <= 5
+
+
+def test_a_reconnecting_client_resumes_its_session(folder: Path) -> None:
+    """The buffer restarts on the same port with the same keys: the client comes back by itself."""
+    keys = load_server_keys(folder)
+    with serving(keys, peer_timeout_s=0.4) as server:
+        address = server.address
+        client = Client(address, HELLO, keys=load_client_keys(folder, "actor"), reconnect_timeout_s=60.0)
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(client.connect)
+            poll_until(server, connecting.done)
+    again = Server(address, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=60.0, keys=keys)
+    try:
+        events = poll_until(again, lambda: client.connects_total == 2)
+        assert events[0] == PeerUp("actor", "actor-0", "first", "")
+    finally:
+        client.close("test over")
+        again.close(linger_s=0)
+
+
+def test_no_key_is_in_any_log(server: Server, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    actor = load_client_keys(folder, "actor")
+    client = Client(server.address, HELLO, keys=actor)
+    assert outcome_of_connecting(server, client) is None
+    for key in (actor.public, actor.secret, actor.server, load_server_keys(folder).secret):
+        assert key.decode() not in caplog.text + repr(client) + repr(server)
