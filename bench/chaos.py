@@ -1,0 +1,177 @@
+"""A real run of the built-in task with a fault every moment or two, and the verdict.
+
+    python bench/chaos.py --faults 300 --seed 0 [--roles actor,teacher] [--kinds kill,stop,cut] [--report FILE]
+
+Kinds: kill (SIGKILL), stop (SIGSTOP for a while), cut and reset of a link, blackhole, delay, throttle of a link for a
+while, and in place of one message: duplicate, corrupt, truncate, garbage, version, tear, noise (tests.chaos.meddling);
+disk (the run folder is full for a while, with --disk-mib). What may kill its target strikes only the roles that the
+launcher starts again, unless --roles says others. The same seed draws the same faults.
+
+Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
+the wire by the proxy, evaluation as that of a run without faults within noise (--no-reference leaves it out), and no
+process, descriptor or mount left. Exit code 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from launch.supervisor import RESTARTABLE
+from tests.chaos.campaign import Plan, Struck, Verdict, reference, run_campaign
+from tests.chaos.faults import KINDS, Kind
+
+STEPS_PER_FAULT = 4
+SIGMAS = 3.0
+"""Accuracies may differ by so many standard errors of their difference, and by ACCURACY_SLACK."""
+ACCURACY_SLACK = 0.03
+KL_SLACK = 0.3
+"""The reverse KL at the end may be larger than without faults by this share of what training took off."""
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    kinds = cast(tuple[Kind, ...], tuple(args.kinds.split(",")))
+    if unknown := set(kinds) - set(KINDS):
+        sys.exit(f"unknown kinds {sorted(unknown)}; there are {', '.join(KINDS)}")
+    plan = Plan(
+        faults=args.faults,
+        seed=args.seed,
+        kinds=kinds,
+        roles=frozenset(args.roles.split(",")),
+        actors=args.actors,
+        teachers=args.teachers,
+        steps=args.steps or max(60, STEPS_PER_FAULT * args.faults),
+        max_staleness=args.max_staleness,
+        disk_mib=args.disk_mib,
+        arguments=tuple(args.set),
+    )
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-run-"))
+    print(f"runs, logs and the proxy's records: {folder}", flush=True)
+    verdict = run_campaign(plan, folder / "faulted", lambda line: print(line, flush=True))
+    undisturbed = None if args.no_reference else reference(plan, folder / "reference")
+    if undisturbed is not None and verdict.summary:
+        verdict.complaints += differences(verdict.summary, undisturbed)
+    text = report(plan, verdict, undisturbed, " ".join(["python", *sys.argv]))
+    print(f"\n{text}")
+    if args.report:
+        args.report.write_text(text)
+    return 1 if verdict.complaints else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--roles", default=",".join(sorted(RESTARTABLE)), help="whose death the run must survive")
+    parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind != "disk"))
+    parser.add_argument("--actors", type=int, default=3)
+    parser.add_argument("--teachers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=0, help=f"default: {STEPS_PER_FAULT} for each fault")
+    parser.add_argument("--max-staleness", type=int, default=2)
+    parser.add_argument("--disk-mib", type=int, default=0, help="the run folder is a tmpfs of this size")
+    parser.add_argument("--set", action="append", default=[], metavar="--KEY=VALUE", help="further keys of the run")
+    parser.add_argument("--no-reference", action="store_true", help="no second run without faults")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--report", type=Path, help="write the report there, too (docs/results/chaos-....md)")
+    return parser.parse_args(arguments)
+
+
+def differences(faulted: dict[str, Any], undisturbed: dict[str, Any]) -> list[str]:
+    """What the last evaluations differ in beyond noise. The seeds are the same, the order of events is not."""
+    told: list[str] = []
+    if not faulted["eval"] or faulted["eval"][-1]["step"] != undisturbed["eval"][-1]["step"]:
+        return ["the run has no evaluation at its end"]
+    first, ours, other = undisturbed["eval"][0], faulted["eval"][-1], undisturbed["eval"][-1]
+    p, q, n = ours["accuracy_sampled"], other["accuracy_sampled"], max(1, min(ours["n_sampled"], other["n_sampled"]))
+    allowed = ACCURACY_SLACK + SIGMAS * math.sqrt((p * (1 - p) + q * (1 - q)) / n)
+    if q - p > allowed:
+        told.append(f"accuracy {p:.3f} with faults, {q:.3f} without; up to {allowed:.3f} would be noise")
+    gained = first["reverse_kl"] - other["reverse_kl"]
+    if ours["reverse_kl"] - other["reverse_kl"] > KL_SLACK * max(gained, 0.0):
+        told.append(f"reverse KL {ours['reverse_kl']:.3f} with faults, {other['reverse_kl']:.3f} without")
+    return told
+
+
+def report(plan: Plan, verdict: Verdict, undisturbed: dict[str, Any] | None, command: str) -> str:
+    """Markdown."""
+    summary = verdict.summary
+    lines = [
+        f"# Chaos: {len(verdict.struck)} faults, seed {plan.seed}",
+        "",
+        f"    {command}",
+        "",
+        f"{time.strftime('%Y-%m-%d')}. {plan.actors} actors, {plan.teachers} teachers, {plan.steps} steps, max "
+        f"staleness {plan.max_staleness}; deadly faults strike {', '.join(sorted(plan.roles))}. Faults went on for "
+        f"{verdict.faults_s:.0f} s, {verdict.missed} more found nothing to hit.",
+        "",
+        f"**{'Everything held' if not verdict.complaints else 'WRONG'}**"
+        + "".join(f"\n- {c}" for c in verdict.complaints),
+        "",
+        *fault_table(verdict.struck),
+        "",
+        "Recovery: from the end of the fault until its target did work again (a segment, a score, a trained batch).",
+        "",
+    ]
+    if summary:
+        lines += result_table(verdict, undisturbed)
+    if verdict.troubles:
+        lines += ["", f"Tracebacks in the logs: {', '.join(f'{k} {n}' for k, n in verdict.troubles.items())}."]
+    return "\n".join(lines) + "\n"
+
+
+def fault_table(struck: Sequence[Struck]) -> list[str]:
+    roles = sorted({one.fault.target.rpartition("-")[0] or one.fault.target for one in struck})
+    by_kind: defaultdict[str, list[Struck]] = defaultdict(list)
+    for one in struck:
+        by_kind[one.fault.kind].append(one)
+    lines = [
+        f"| fault | {' | '.join(roles)} | recovery s: median | worst | not seen again |",
+        "|---|" + "---:|" * (len(roles) + 3),
+    ]
+    for kind, ones in sorted(by_kind.items()):
+        counts = [
+            sum((one.fault.target.rpartition("-")[0] or one.fault.target) == role for one in ones) for role in roles
+        ]
+        times = [one.recovery_s for one in ones if one.recovery_s is not None]
+        middle, worst = (f"{statistics.median(times):.1f}", f"{max(times):.1f}") if times else ("-", "-")
+        cells = [kind, *map(str, counts), middle, worst, str(len(ones) - len(times))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def result_table(verdict: Verdict, undisturbed: dict[str, Any] | None) -> list[str]:
+    rows = {"with faults": verdict.summary} | ({"without": undisturbed} if undisturbed is not None else {})
+    lines = [
+        "| run | wall s | tokens accepted | trained | masked | dropped | staleness max | restarts | accuracy "
+        "| reverse KL |",
+        "|---|" + "---:|" * 9,
+    ]
+    for name, summary in rows.items():
+        tokens = summary["tokens"]
+        first, last = (summary["eval"][0], summary["eval"][-1]) if summary["eval"] else ({}, {})
+        ends = [f"{first.get(key) or 0:.3f} -> {last.get(key) or 0:.3f}" for key in ("accuracy_sampled", "reverse_kl")]
+        restarts = sum(worker["restarts"] for worker in summary["workers"].values())
+        cells = [f"{summary['wall_s']:.0f}", f"{tokens['accepted']:,}", f"{tokens['trained']:,}",
+                 f"{sum(tokens['masked'].values()):,}", f"{sum(tokens['dropped'].values()):,}",
+                 f"{summary['staleness']['max']} of {summary['staleness']['bound']}", str(restarts), *ends]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    found, refused = verdict.audit, verdict.summary["ledger"]["rejected"] or "nothing"
+    lines += [
+        "",
+        f"Seen on the wire: {found.batches} batches with {found.tokens:,} tokens trained, each once; the stalest "
+        f"{found.staleness_max} steps old. Refused at the buffer's door: {refused}.",
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

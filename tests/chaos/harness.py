@@ -1,0 +1,182 @@
+"""A real run of the built-in task, started by launch/cluster.py, with the proxy between its workers and its buffer.
+
+How the workers come to the proxy: the launcher hands them the address that it reads in RUN/buffer.json. The buffer is
+told to listen at a port that we choose (`--buffer.bind`), and as soon as run.json says that the launch has begun, long
+before the buffer listens, we put down a buffer.json that names the proxy. The buffer overwrites it when it listens; by
+then the launcher has read it. The product knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from buffer.server import BufferAddress
+from launch.runfolder import write_atomic
+from tests.chaos.commands import ROOT, Proxy, free_port, running_proxy
+
+MARK: Final = "STILLHOUSE_CHAOS"
+"""Environment variable that everything started here inherits; nothing is judged by its name."""
+TASK: Final = (
+    "--learner.lr=1e-4",
+    "--buffer.batch_rollouts=16",
+    "--actor.segment_tokens=16",
+    "--learner.tasks.group_size=4",
+    "--learner.tasks.eval_greedy=64",
+    "--learner.tasks.eval_sampled=256",
+    "--launch.status=plain",
+    "--launch.status_every_s=5",
+)
+PATIENT: Final = (
+    "--buffer.heartbeat_s=0.5",
+    "--buffer.peer_timeout_s=4",
+    "--buffer.lease_s=8",
+    "--buffer.ticket_timeout_s=60",
+    "--buffer.max_attempts=50",
+    "--buffer.max_score_attempts=50",
+    "--learner.publish.join_timeout_s=5",
+    "--learner.publish.broadcast_timeout_s=5",
+    "--learner.publish.answer_grace_s=1",
+    "--learner.publish.join_window_s=0.5",
+    "--learner.publish.rejoin_delay_s=1",
+    "--learner.publish.rejoin_delay_max_s=4",
+    "--launch.max_restarts=100000",
+    "--launch.restart_backoff_s=0.2",
+    "--launch.restart_backoff_max_s=1",
+    "--launch.silent_kill_s=15",
+)
+"""Deadlines in seconds where a real run has tens of them, and no end to restarts: a fault every other second is no
+reason to give up."""
+ADDRESS_WAIT_S: Final = 30.0
+
+
+class Run:
+    """A launcher and its run folder, under faults or not."""
+
+    def __init__(self, run_dir: Path, arguments: Sequence[str], mark: str) -> None:
+        self.run_dir = run_dir
+        self.mark = mark
+        self._output = run_dir.with_name(f"{run_dir.name}.out")
+        with self._output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "launch" / "cluster.py"), "--run-dir", str(run_dir), *arguments],
+                cwd=run_dir.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark},
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def text(self) -> str:
+        return self._output.read_text()
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if not self.running or time.monotonic() > deadline_s:
+                raise AssertionError(f"{what} was not seen in {timeout_s:.0f} s; the launcher said:\n{self.text}")
+            time.sleep(0.02)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Step lines of metrics.jsonl, those of abandoned branches included."""
+        file = self.run_dir / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return [row for row in rows if row["kind"] == "step"]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def names(self, role: str) -> list[str]:
+        return sorted(file.stem for file in (self.run_dir / "logs").glob(f"{role}-*.log"))
+
+    def pid(self, name: str) -> int | None:
+        """Of the worker's present process, as its log says; None when there is none of this run."""
+        file = self.run_dir / "logs" / f"{name}.log"
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        started = [line for line in lines if " starts, pid " in line]
+        if not started:
+            return None
+        pid = int(started[-1].rsplit(" ", 1)[1])
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                return pid
+        return None
+
+    def signal_worker(self, name: str, signum: signal.Signals) -> bool:
+        """Signal the worker's process; False when it has none just now."""
+        pid = self.pid(name)
+        return pid is not None and self.signal_pid(name, pid, signum)
+
+    def signal_pid(self, name: str, pid: int, signum: signal.Signals) -> bool:
+        """The same, if this is still its process."""
+        if self.pid(name) != pid:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+            return True
+        return False
+
+    def end(self) -> None:
+        """Whatever still runs of it ends."""
+        if self.running:
+            self.process.kill()
+        self.process.wait(20)
+        for process in marked(self.mark):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes that were started with this mark."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+@contextmanager
+def proxied_run(run_dir: Path, arguments: Sequence[str], mark: str) -> Generator[tuple[Run, Proxy]]:
+    """Start the run and its proxy; both are gone afterwards. The proxy's tap is RUN.tap beside the run folder."""
+    port = free_port()
+    with running_proxy(
+        port, tap=run_dir.with_name(f"{run_dir.name}.tap"), environment={MARK: f"{mark}-proxy"}
+    ) as proxy:
+        run = Run(run_dir, [*arguments, f"--buffer.bind=tcp://127.0.0.1:{port}"], mark)
+        try:
+            name_proxy(run, proxy.address)
+            yield run, proxy
+        finally:
+            run.end()
+
+
+def name_proxy(run: Run, address: str, former_run_id: str = "") -> None:
+    """Put down a buffer.json that names the proxy, as soon as this launch has a run id."""
+    record = run.run_dir / "run.json"
+
+    def run_id() -> str:
+        return json.loads(record.read_bytes())["run_id"] if record.exists() else ""
+
+    run.until(lambda: run_id() not in ("", former_run_id), "run.json", ADDRESS_WAIT_S)
+    told = BufferAddress(address, run.process.pid, run_id())
+    write_atomic(run.run_dir / "buffer.json", msgspec.json.encode(told))
