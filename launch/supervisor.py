@@ -26,11 +26,12 @@ import psutil
 from engines.sglang_http import API_KEY_VARIABLE
 from launch.buffer_link import BufferLink, read_address
 from launch.config import RunConfig
+from launch.crew import ROLES, Crew
 from launch.figures import RunView
 from launch.memory import tree_memory_bytes
 from launch.processes import Exited, Notice, Processes, Started
 from launch.restarts import RestartBudget
-from launch.roles import ENTRIES, StartRole
+from launch.roles import ENTRIES
 from launch.runfolder import RunFolder
 from launch.server_features import features_of_run
 from launch.server_plan import ServerPlan
@@ -43,7 +44,6 @@ from protocol.errors import ProtocolError
 from protocol.messages import Snapshot
 
 BUFFER: Final = "buffer-0"
-ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
 BUFFER_START_S: Final = 120.0
 log = logging.getLogger(__name__)
 STARTING_PUMP_S: Final = 0.1
@@ -84,9 +84,7 @@ class Supervisor:
         self._config = config
         self._folder = folder
         self._status = status
-        self._resume = resume
         self._began_s = began_s
-        self._entries = entries
         self._restartable = restartable
         self._budget = RestartBudget(config.launch)
         api_key = secrets.token_urlsafe(32)
@@ -98,12 +96,16 @@ class Supervisor:
             threads=config.launch.threads_per_worker,
             environment={API_KEY_VARIABLE: api_key} if servers else None,
         )
-        self._torch_preloaded = "torch" in preload
         self._servers = ServerWatch(servers, config, folder.logs, self._budget, api_key)
-        counts = (1, 1, config.teachers, config.actors)
-        workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
-        self._workers = {worker.name: worker for worker in workers}
-        self._address = ""
+        self._crew = Crew(
+            config,
+            folder,
+            self._processes,
+            self._servers,
+            entries,
+            resume=resume,
+            preload=preload,
+        )
         self._link: BufferLink | None = None
         self._signals = StopRequests()
         self._ending: Ending | None = None
@@ -131,7 +133,7 @@ class Supervisor:
             peak_memory_bytes=self._peak_memory_bytes,
             snapshot=self._link.snapshot if self._link is not None else None,
             restarts=dict(self._budget.totals),
-            exit_codes={name: worker.exit_codes for name, worker in self._workers.items()},
+            exit_codes={name: worker.exit_codes for name, worker in self._crew.workers.items()},
             servers={
                 name: ServerEnd(slot.plan.worker, slot.plan.place, slot.exit_codes)
                 for name, slot in self._servers.slots.items()
@@ -143,76 +145,37 @@ class Supervisor:
     def _start_and_watch(self) -> None:
         self._processes.warm_up()
         self._servers.start()
-        self._start(self._workers[BUFFER])
+        self._crew.start(self._crew.workers[BUFFER])
         if not self._until(self._buffer_listens, BUFFER_START_S, lambda: f"the buffer to listen; see {BUFFER}.log"):
             return
         try:
-            self._link = BufferLink(self._address, self._folder.record.run_id, secrets.token_hex(8))
+            self._link = BufferLink(self._crew.address, self._folder.record.run_id, secrets.token_hex(8))
         except ProtocolError as error:
             self._end(False, f"no connection to the buffer: {error}", ExitCode.FAILED, tail_of=(BUFFER,))
             return
         for role in ("learner", "teacher", "actor"):
-            for worker in self._of(role):
-                self._start(worker)
+            for worker in self._crew.of(role):
+                self._crew.start(worker)
         timeout_s = self._config.launch.ready_timeout_s + self._servers.start_timeout_s
         if self._until(lambda: not self._unwelcomed(), timeout_s, self._who_is_missing):
             self._ready_s = time.monotonic() - self._began_s
-            self._status.say(f"all {len(self._workers) - 1} workers are ready after {self._ready_s:.1f} s")
+            self._status.say(f"all {len(self._crew.workers) - 1} workers are ready after {self._ready_s:.1f} s")
             self._say_features()
             self._sample_memory()
             self._until(lambda: False, None, str)
 
-    def _start(self, worker: Worker) -> None:
-        """A new process for the worker, when its server answers, if it has one. The buffer is spawned: it needs no
-        torch, nor to wait for it; except to resume, when it reads the learner's checkpoint."""
-        worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
-        if worker.awaits_server:
-            worker.restart_at_s = None
-            return
-        worker.incarnation = secrets.token_hex(8)
-        worker.running, worker.pid, worker.restart_at_s = True, None, None
-        worker.started_s = time.monotonic()
-        start = StartRole(
-            entry=self._entries[worker.role],
-            role=worker.role,
-            index=worker.index,
-            name=worker.name,
-            incarnation=worker.incarnation,
-            run_id=self._folder.record.run_id,
-            run_dir=str(self._folder.path),
-            buffer_address=self._address,
-            resume=self._resume or bool(worker.exit_codes),
-            log_path=str(self._folder.log_path(worker.name)),
-            config_path=str(self._folder.config_path),
-            parent_pid=0,
-            lifeline_fd=-1,
-            server_url=self._server_url(worker),
-        )
-        with_torch = worker.role == "learner" or (worker.role == "buffer" and self._resume)
-        self._processes.start(start, fork=self._torch_preloaded if with_torch else worker.role != "buffer")
-
-    def _server_url(self, worker: Worker) -> str:
-        """Of the server that was started for this worker, or that the user named for it; empty: it has none."""
-        if worker.name in self._servers:
-            return self._servers.url(worker.name)
-        urls = {"actor": self._config.actor.urls, "teacher": self._config.teacher.urls}.get(worker.role, ())
-        return urls[worker.index] if urls else ""
-
     def _buffer_listens(self) -> bool:
-        self._address = read_address(self._folder.path / "buffer.json", self._folder.record.run_id) or ""
-        return bool(self._address)
+        self._crew.address = read_address(self._folder.path / "buffer.json", self._folder.record.run_id) or ""
+        return bool(self._crew.address)
 
     def _unwelcomed(self) -> list[str]:
-        """Workers that the buffer has not met yet."""
-        snapshot = self._link.snapshot if self._link is not None else None
-        met = {peer.name for peer in snapshot.peers if peer.alive} if snapshot is not None else set[str]()
-        return [name for name, worker in self._workers.items() if worker.role != "buffer" and name not in met]
+        return self._crew.unwelcomed(self._link.snapshot if self._link is not None else None)
 
     def _who_is_missing(self) -> str:
         missing = self._unwelcomed()
         if not missing:
             return "nobody"
-        telling = self._servers.log_name(missing[0]) if self._workers[missing[0]].awaits_server else missing[0]
+        telling = self._servers.log_name(missing[0]) if self._crew.workers[missing[0]].awaits_server else missing[0]
         tail = self._folder.log_tail(telling)
         return f"{', '.join(missing)} to be ready; the last lines of {telling}.log:\n{tail}"
 
@@ -235,8 +198,8 @@ class Supervisor:
         for event in self._processes.poll(timeout_s):
             match event:
                 case Started(name, incarnation, pid):
-                    if self._workers[name].incarnation == incarnation:
-                        self._workers[name].pid = pid
+                    if self._crew.workers[name].incarnation == incarnation:
+                        self._crew.workers[name].pid = pid
                 case Exited():
                     self._exited(event)
                 case Notice(text, fatal):
@@ -258,7 +221,7 @@ class Supervisor:
             self._sample_memory()
 
     def _exited(self, event: Exited) -> None:
-        worker = self._workers[event.name]
+        worker = self._crew.workers[event.name]
         if worker.incarnation != event.incarnation:
             return
         worker.running, worker.pid, worker.kill_at_s = False, None, None
@@ -276,7 +239,7 @@ class Supervisor:
         if lost or worker.excused:
             worker.excused = False
             self._budget.excused(worker.name)
-            self._start(worker)
+            self._crew.start(worker)
         elif worker.role in self._restartable and event.code != ExitCode.USELESS:
             self._restart(worker, event.code)
         elif event.code in (ExitCode.OK, ExitCode.FAILED) and self._link is not None:
@@ -299,12 +262,12 @@ class Supervisor:
     def _take_news(self, news: ServerNews) -> None:
         """A server changed: its worker follows. One that runs on a dead server is told to leave, and comes back with
         the new one."""
-        worker = self._workers[news.worker]
+        worker = self._crew.workers[news.worker]
         if self._ending is not None:
             return
         if news.kind == "up":
             if worker.awaits_server:
-                self._start(worker)
+                self._crew.start(worker)
             return
         if news.kind == "given_up":
             self._end(False, news.text, ExitCode.FAILED, tail_of=(self._servers.log_name(news.worker),))
@@ -317,12 +280,12 @@ class Supervisor:
             self._processes.signal(worker.name, signal.SIGTERM)
 
     def _start_due(self, now_s: float) -> None:
-        for worker in self._workers.values():
+        for worker in self._crew.workers.values():
             if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
                 worker.kill_at_s = None
                 self._processes.signal(worker.name, signal.SIGKILL)
             if worker.restart_at_s is not None and now_s >= worker.restart_at_s:
-                self._start(worker)
+                self._crew.start(worker)
 
     def _read_link(self, now_s: float) -> None:
         if self._link is None:
@@ -333,7 +296,7 @@ class Supervisor:
         if self._ending is None and self._link.shutdown is not None:
             shutdown = self._link.shutdown
             self._end(shutdown.ok, shutdown.reason, ExitCode.OK if shutdown.ok else ExitCode.FAILED)
-        elif self._ending is None and self._link.lost is not None and self._workers[BUFFER].running:
+        elif self._ending is None and self._link.lost is not None and self._crew.workers[BUFFER].running:
             self._end(False, f"the buffer does not answer: {self._link.lost}", ExitCode.FAILED, tail_of=(BUFFER,))
 
     def _kill_silent(self, snapshot: Snapshot, now_s: float) -> None:
@@ -341,7 +304,7 @@ class Supervisor:
         treated like any other."""
         limit_s = self._config.launch.silent_kill_s
         for peer in snapshot.peers:
-            worker = self._workers.get(peer.name)
+            worker = self._crew.workers.get(peer.name)
             if worker is None or not worker.running or self._ending is not None:
                 continue
             if not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
@@ -385,7 +348,7 @@ class Supervisor:
             elapsed_s=now_s - self._began_s,
             steps=self._config.steps,
             snapshot=self._link.snapshot if self._link is not None else None,
-            workers={name: worker.running for name, worker in self._workers.items()},
+            workers={name: worker.running for name, worker in self._crew.workers.items()},
             restarts=sum(self._budget.totals.values()),
             memory_bytes=self._peak_memory_bytes,
             ending=self._ending.reason if self._ending is not None else None,
@@ -408,18 +371,18 @@ class Supervisor:
             if self._link is not None and self._link.shutdown is not None:
                 self._link.close()
                 for name in self._unwelcomed():  # nobody told them, and the buffer will not be there to
-                    if self._workers[name].role in ("actor", "teacher"):
+                    if self._crew.workers[name].role in ("actor", "teacher"):
                         self._processes.signal(name, signal.SIGTERM)
                 grace_s = self._config.launch.shutdown_grace_s
-                self._wait_gone([w for w in self._workers.values() if w.role != "buffer"], grace_s)
-                self._wait_gone(self._of("buffer"), BUFFER_ALONE_S)
-            orderly = self._workers[BUFFER].running and not self._at_once
+                self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"], grace_s)
+                self._wait_gone(self._crew.of("buffer"), BUFFER_ALONE_S)
+            orderly = self._crew.workers[BUFFER].running and not self._at_once
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
                 if "buffer" in stage:
                     self._servers.stop()  # they drain while the buffer writes
                     if self._link is not None:
                         self._link.close()  # the buffer waits for its peers to leave, and the launcher is one of them
-                self._dismiss([worker for role in stage for worker in self._of(role)])
+                self._dismiss([worker for role in stage for worker in self._crew.of(role)])
             self._end_servers()
         finally:
             if self._link is not None:
@@ -431,10 +394,10 @@ class Supervisor:
     def _dismiss(self, workers: list[Worker]) -> None:
         """SIGTERM, a grace, SIGKILL."""
         if not self._at_once:
-            for worker in self._running(workers):
+            for worker in self._crew.running(workers):
                 self._processes.signal(worker.name, signal.SIGTERM)
             self._wait_gone(workers, self._config.launch.shutdown_grace_s)
-        left = self._running(workers)
+        left = self._crew.running(workers)
         if left and not self._at_once:
             names = ", ".join(worker.name for worker in left)
             self._status.say(f"{names} did not leave in {self._config.launch.shutdown_grace_s:.0f} s: SIGKILL")
@@ -442,7 +405,7 @@ class Supervisor:
         for worker in left:
             self._processes.signal(worker.name, signal.SIGKILL)
         deadline_s = time.monotonic() + KILLED_WAIT_S
-        while self._running(workers) and time.monotonic() < deadline_s:
+        while self._crew.running(workers) and time.monotonic() < deadline_s:
             self._pump(STARTING_PUMP_S)
 
     def _end_servers(self) -> None:
@@ -461,7 +424,7 @@ class Supervisor:
 
     def _wait_gone(self, workers: Collection[Worker], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while self._running(workers) and time.monotonic() < deadline_s and not self._at_once:
+        while self._crew.running(workers) and time.monotonic() < deadline_s and not self._at_once:
             self._pump(STARTING_PUMP_S)
 
     @property
@@ -469,15 +432,9 @@ class Supervisor:
         """The user pressed Ctrl-C twice."""
         return self._signals.count > 1
 
-    def _running(self, workers: Iterable[Worker]) -> list[Worker]:
-        return [worker for worker in workers if worker.running]
-
-    def _of(self, role: str) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.role == role]
-
     def _after_all(self, ending: Ending) -> Ending:
         """A run that was said to be over is a failed one still, if learner or buffer broke after that."""
-        for worker in (*self._of("learner"), *self._of("buffer")):
+        for worker in (*self._crew.of("learner"), *self._crew.of("buffer")):
             code = worker.exit_codes[-1] if worker.exit_codes else 0
             if ending.ok and code not in (ExitCode.OK, ExitCode.TERMINATED):
                 return Ending(False, f"{worker.name} {said(code)} when the run was over", int(ExitCode.FAILED))

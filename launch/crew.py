@@ -1,0 +1,98 @@
+"""The workers of a run, and how a process of each is started. When, and what follows from it, is the supervisor's."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+from launch.config import RunConfig
+from launch.processes import Processes
+from launch.roles import StartRole
+from launch.runfolder import RunFolder
+from launch.server_plan import urls_of
+from launch.server_watch import ServerWatch
+from launch.slots import Worker
+from protocol.context import WorkerRole
+from protocol.messages import Snapshot
+
+ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
+
+
+class Crew:
+    """All worker slots. `address`: where the buffer listens, once it does."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        processes: Processes,
+        servers: ServerWatch,
+        entries: Mapping[WorkerRole, str],
+        *,
+        resume: bool,
+        preload: Collection[str],
+    ) -> None:
+        """`preload`: modules that the fork server has imported."""
+        self._config = config
+        self._folder = folder
+        self._processes = processes
+        self._servers = servers
+        self._entries = entries
+        self._resume = resume
+        self._learner_preloaded = entries["learner"].partition(":")[0] in preload
+        counts = (1, 1, config.teachers, config.actors)
+        workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
+        self.workers = {worker.name: worker for worker in workers}
+        self.address = ""
+
+    def of(self, role: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.role == role]
+
+    def running(self, workers: Iterable[Worker]) -> list[Worker]:
+        return [worker for worker in workers if worker.running]
+
+    def unwelcomed(self, snapshot: Snapshot | None) -> list[str]:
+        """Workers that the buffer has not met yet."""
+        met = {peer.name for peer in snapshot.peers if peer.alive} if snapshot is not None else set[str]()
+        return [name for name, worker in self.workers.items() if worker.role != "buffer" and name not in met]
+
+    def start(self, worker: Worker) -> None:
+        """A new process for the worker, when its server answers, if it has one. The buffer is spawned: it needs no
+        torch, nor to wait for it; except to resume, when it reads the learner's checkpoint. The learner is spawned where
+        nobody else needs torch."""
+        worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
+        if worker.awaits_server:
+            worker.restart_at_s = None
+            return
+        worker.incarnation = secrets.token_hex(8)
+        worker.running, worker.pid, worker.restart_at_s = True, None, None
+        worker.started_s = time.monotonic()
+        start = StartRole(
+            entry=self._entries[worker.role],
+            role=worker.role,
+            index=worker.index,
+            name=worker.name,
+            incarnation=worker.incarnation,
+            run_id=self._folder.record.run_id,
+            run_dir=str(self._folder.path),
+            buffer_address=self.address,
+            resume=self._resume or bool(worker.exit_codes),
+            log_path=str(self._folder.log_path(worker.name)),
+            config_path=str(self._folder.config_path),
+            parent_pid=0,
+            lifeline_fd=-1,
+            server_url=self._server_url(worker),
+        )
+        as_learner = worker.role == "learner" or (worker.role == "buffer" and self._resume)
+        self._processes.start(start, fork=self._learner_preloaded if as_learner else worker.role != "buffer")
+
+    def _server_url(self, worker: Worker) -> str:
+        """Of the server that was started for this worker, or that the user named for it; empty: it has none."""
+        if worker.name in self._servers:
+            return self._servers.url(worker.name)
+        if worker.role not in ("actor", "teacher"):
+            return ""
+        urls = urls_of(self._config, worker.role)
+        return urls[worker.index] if urls else ""
