@@ -19,12 +19,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from engines.weight_control import Agreed, Answer, AnswerStatus, ControlMember, Go, Joined, Leave, Ready, Round, Waker
 from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightSink, WeightsRefused
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
+
+
+SETTLE_S: Final = 1.0
+"""Something that failed while a group was made may take this long to come to its end."""
 
 
 class WeightReceiverFailed(RuntimeError):
@@ -195,7 +200,11 @@ class WeightReceiver:
             try:
                 self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
-                control.send(Ready(plan.group_epoch, index + 1, str(error)))
+                free = self._sink.settle(SETTLE_S)
+                control.send(Ready(plan.group_epoch, index + 1, str(error), at_fault=not free))
+                raise
+            except WeightsRefused as error:
+                control.send(Ready(plan.group_epoch, index + 1, str(error), at_fault=True))
                 raise
             self._figures.weight_groups_joined_total += 1
             control.send(Ready(plan.group_epoch, index + 1))
@@ -233,7 +242,8 @@ class WeightReceiver:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
             taken = self._sink.take(header, agreed, interrupted)
         except (GroupBroken, GroupInterrupted) as error:
-            answer("broken", str(error))
+            free = self._sink.settle(header.grace_s / 2)
+            answer("broken" if free else "stuck", str(error))
             raise
         except Exception as error:
             answer("refused", f"{type(error).__name__}: {error}")

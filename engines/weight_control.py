@@ -34,7 +34,7 @@ from protocol.messages import WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
 
-AnswerStatus: TypeAlias = Literal["staged", "broken", "refused"]
+AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused"]
 
 _LINGER_MS: Final = 500
 """How long a last message (Leave, Answer) may take to get out after `close`."""
@@ -63,6 +63,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     group_epoch: int
     rank: int
     error: str | None = None
+    at_fault: bool = False
+    """With an error: it would happen in any group, so leave this member out."""
 
 
 class Agreed(msgspec.Struct, frozen=True):
@@ -75,8 +77,8 @@ class Agreed(msgspec.Struct, frozen=True):
 class Check(msgspec.Struct, frozen=True):
     """How a server proves that it has what was sent; exactly one of the two is there."""
 
-    checksums: dict[str, str] | None = None
-    """What it must say, by the server's own names of its tensors."""
+    checksums: dict[str, tuple[str, ...]] | None = None
+    """What it may say, by the server's own names of its tensors: one for each dtype that it may hold them in."""
     weights: WeightsRef | None = None
     """The same version as a file: taken from there it must say the same as after the broadcast."""
 
@@ -90,12 +92,16 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     manifest_digest: str
     agreed: Agreed | None
     timeout_s: float
+    grace_s: float = 3.0
+    """After a failure each member has answered within this."""
     check: Check | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """member -> rank 0. `staged`: the engine has it. `broken`: the collective failed, perhaps through another's fault.
-    `refused`: this member's own fault (checksum, or the engine does not take these tensors)."""
+    `stuck`: it failed, and the server has not come out of it, which looks the same for the one that hangs and for one
+    that waits for it. `refused`: this member's own fault (checksum, the engine does not take these tensors, the server
+    is away)."""
 
     group_epoch: int
     rank: int

@@ -77,12 +77,18 @@ class WeightSink(Protocol):
         ...
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
-        """Become a member of the plan's process group, `plan.members[index]`. Raises GroupBroken, GroupInterrupted."""
+        """Become a member of the plan's process group, `plan.members[index]`. Raises GroupBroken, GroupInterrupted, and
+        WeightsRefused when it is nobody else's fault."""
         ...
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
         """Take part in a broadcast. Raises GroupBroken, GroupInterrupted or WeightsRefused; anything else that it
         raises means that no round will ever succeed here."""
+        ...
+
+    def settle(self, timeout_s: float) -> bool:
+        """After `join` or `take` failed: has everything that they started come to its end, or does it within this
+        time? False: still stuck."""
         ...
 
     def leave(self) -> None:

@@ -35,9 +35,10 @@ from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
 
-DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "refused", "disconnected"]
-"""Why a member is left out: it did not take up the plan in time; joined but hung while the group was made; did not
-confirm a version in time; got a version it could not use; the buffer lost it (or it restarted)."""
+DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "disconnected"]
+"""Why a member is left out: it did not take up the plan in time; joined but hung, or failed by its own fault, while the
+group was made; did not confirm a version in time; its server did not come out of a failed broadcast; it got a version
+that it could not use; the buffer lost it (or it restarted)."""
 
 WAIT_SLICE_S: Final = 0.05
 _Message = TypeVar("_Message", Joined, Ready, Answer)
@@ -227,7 +228,10 @@ class GroupHost:
         error = error or next((message.error for message in ready.values() if message.error is not None), None)
         if self._stands() and error is None:
             return Result()
-        return self._failed(error or "not every member was ready in time", {})
+        lost: dict[Seat, DropReason] = {
+            seats[rank - 1]: "no_ready" for rank, message in ready.items() if message.at_fault
+        }
+        return self._failed(error or "not every member was ready in time", lost)
 
     def _broadcast(
         self, group: WeightGroup | ServerGroup, layout: AnyLayout, weights: StagedWeights, timeout_s: float
@@ -263,6 +267,7 @@ class GroupHost:
             manifest_digest=manifest.digest,
             agreed=agreed,
             timeout_s=self._config.broadcast_timeout_s,
+            grace_s=self._config.answer_grace_s,
             check=check,
         )
         return self._layout, header
@@ -276,8 +281,8 @@ class GroupHost:
             if rank not in answers
         }
         for rank, answer in answers.items():
-            if answer.status == "refused":
-                lost[seats[rank - 1]] = "refused"
+            if answer.status in ("refused", "stuck"):
+                lost[seats[rank - 1]] = answer.status
             if answer.status != "staged":
                 error = error or f"{seats[rank - 1].name}: {answer.reason}"
         if self._stands() and error is None and not lost:
@@ -328,7 +333,8 @@ class GroupHost:
         server perhaps before."""
         match message:
             case Answer():
-                fatal = message.status == "broken" or (message.status == "refused" and self._members.kind == "servers")
+                harmless = ("staged", "refused") if self._members.kind == "engines" else ("staged",)
+                fatal = message.status not in harmless
                 return (message.reason or message.status) if fatal else ""
             case Ready():
                 return message.error or ""

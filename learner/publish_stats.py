@@ -31,6 +31,8 @@ class PublisherStats:
     """Members left out, by `learner.group_host.DropReason`."""
     control_unreadable_total: int
     """Messages on the control channel that were not ours."""
+    checked_versions_total: int
+    """Versions whose receipt SGLang servers proved by checksums."""
 
 
 @dataclass(slots=True)
@@ -47,3 +49,4 @@ class PublishFigures:
     snapshot_failures: int = 0
     rebuilds: int = 0
     failed_groups: int = 0
+    checked_versions: int = 0

@@ -31,12 +31,14 @@ from torch import Tensor
 
 from engines.group_operations import choose_backend
 from engines.snapshot import write_snapshot
+from engines.weight_control import Check
 from learner.group_host import DropReason, GroupHost, Result
 from learner.members import EMBEDDED, Members
 from learner.publish_config import PublishConfig
 from learner.publish_stats import PublisherStats, PublishFigures
 from learner.roster import Roster, Seat
 from learner.staged_weights import StagedWeights
+from learner.weight_checks import CheckSchedule, expected_checksums
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class Publisher:
         self._ref: WeightsRef | None = None
         self._dropped: Counter[DropReason] = Counter()
         self._figures = PublishFigures()
+        self._checks = CheckSchedule(members, config.verify_every)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -195,6 +198,7 @@ class Publisher:
                 skipped_versions_total=self._skipped,
                 dropped_total=dict(self._dropped),
                 control_unreadable_total=self._host.control_unreadable_total,
+                checked_versions_total=figures.checked_versions,
             )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -312,17 +316,31 @@ class Publisher:
             self._out(newest.version, 0.0)
             return
         newest.wait()
+        seats = self._host.seats
+        check = self._check_of(newest)
         began_s = time.monotonic()
-        result = self._host.send(newest)
+        result = self._host.send(newest, check)
         self._learn_from(result)
         if result.error is None:
             broadcast_s = time.monotonic() - began_s
+            self._checks.sent(seats, checked=check is not None)
+            self._figures.checked_versions += check is not None
             self._roster.confirm(self._host.seats)
             self._figures.broadcasts += 1
             self._figures.broadcast_s = broadcast_s
             self._figures.broadcast_s_total += broadcast_s
             self._figures.broadcast_bytes = newest.n_bytes
             self._out(newest.version, broadcast_s)
+
+    def _check_of(self, newest: StagedWeights) -> Check | None:
+        """What the members shall prove this time."""
+        by = self._checks.due(self._host.seats)
+        if by == "expected":
+            return Check(checksums=expected_checksums(newest.named))
+        if by == "reload":
+            ref = self._snapshot()
+            return Check(weights=ref) if ref is not None and ref.version == newest.version else None
+        return None
 
     def _learn_from(self, result: Result) -> None:
         """A broken group: leave out who broke it; when that cannot be told, wait a little longer each time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import torch
@@ -19,7 +19,9 @@ from learner.eval_desk import EvalDesk
 from learner.evaluation import EvalPrompt, Evaluation, render_eval_set, teacher_accuracy
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
+from learner.members import EMBEDDED, Members
 from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter
+from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
 from learner.rng import capture_rng, restore_rng
 from learner.tasks import TaskStream, load_prompts
@@ -73,9 +75,20 @@ class EngineSettings(Protocol):
     def device(self) -> str: ...
 
 
+class ServerSettings(Protocol):
+    @property
+    def device(self) -> str: ...
+    @property
+    def tp(self) -> int: ...
+
+
 class ActorSettings(Protocol):
     @property
+    def engine(self) -> Literal["torch", "sglang"]: ...
+    @property
     def torch(self) -> EngineSettings: ...
+    @property
+    def server(self) -> ServerSettings: ...
 
 
 class LearnerRunConfig(Protocol):
@@ -213,7 +226,8 @@ def _make_loop(
     publish = learner.publish
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
-    if publish.backend == "auto" and not resolve_device(config.actor.torch.device).startswith("cuda"):
+    members, members_device = members_of(config.actor, publish)
+    if publish.backend == "auto" and not members_device.startswith("cuda"):
         # NCCL delivers to GPUs only, and the engines are not on one.
         publish = msgspec.structs.replace(publish, backend="gloo")
     publisher = stack.enter_context(
@@ -224,6 +238,7 @@ def _make_loop(
             published=published,
             expected_actors=config.actors,
             device=start.trainer.model.device,
+            members=members,
         )
     )
     loop = LearnerLoop(
@@ -239,6 +254,16 @@ def _make_loop(
         steps=config.steps,
     )
     return loop
+
+
+def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, str]:
+    """What weights are sent to, and the device it is on. That of servers has been found out by the launcher."""
+    if actor.engine == "torch":
+        return EMBEDDED, resolve_device(actor.torch.device)
+    check_by = publish.verify
+    if check_by == "auto":
+        check_by = "expected" if actor.server.device == "cpu" and actor.server.tp == 1 else "reload"
+    return Members(kind="servers", ranks_each=actor.server.tp, check_by=check_by), actor.server.device
 
 
 def _write_account(ctx: RoleContext[LearnerRunConfig], start: Start, loop: LearnerLoop) -> None:

@@ -1,0 +1,329 @@
+"""Weights for an SGLang server: the server is the member of the learner's group, and this tells it so over HTTP.
+
+    join     POST /init_weights_update_group
+    take     pause, begin, a POST per bucket (the server receives one broadcast in each), end, check, resume
+    load     pause, POST /update_weights_from_disk, resume
+    leave    POST /destroy_weights_update_group
+
+Buckets that have arrived are in the model. So between the first of them and the end of a version nobody knows what the
+weights are (`version` is None), and the engine stays paused until a whole version has come, by broadcast or from disk.
+
+A server that is stuck in a collective answers none of this and cannot be freed over HTTP, but comes free by itself when
+the one it waits for leaves or dies. It gets `control_timeout_s` for that, once more if it still answers questions (then
+it is probably not the one that hangs); after that it is lost.
+
+The cache of prefixes goes with the old weights, except in mode `in_place`, where requests hold on to it. Requests are
+never aborted from here. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Coroutine, Generator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+
+from engines.manifest import Bucket, whole_tensor_buckets
+from engines.sglang_checks import Checksums, compare, differences, parse_checksums
+from engines.sglang_engine import SGLangEngine
+from engines.sglang_http import RequestRefused, ServerLost, ServerUnavailable
+from engines.snapshot_check import check_snapshot
+from engines.weight_control import Agreed, Check, Round
+from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+
+log = logging.getLogger(__name__)
+
+_WAIT_SLICE_S: Final = 0.05
+_JOIN_SLACK_S: Final = 1.0
+"""Rank 0's own deadline ends a rendezvous first."""
+_BROKEN_WORDS: Final = ("receive weights", "gloo", "nccl", "connection", "timed out", "timeout")
+"""In what a server says about a bucket that did not come, in contrast to one that it cannot use."""
+_STUDENT: Final = WeightVersion(0, 0)
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    success: bool = True
+    message: str = ""
+
+
+class ServerWeights:
+    """A WeightSink (engines.weight_sink)."""
+
+    def __init__(self, engine: SGLangEngine, *, student: str) -> None:
+        """`student`: folder of the run's first weights, as the server sees it."""
+        self._engine = engine
+        self._server = engine.server
+        self._student = student
+        self._known = engine.weights_known
+        self._paused = False
+        self._session_open = False
+        self._group_name: str | None = None
+        self._pending: Future[bytes] | None = None
+        self._stats = {
+            "weight_checks_total": 0.0,
+            "weight_checks_skipped_total": 0.0,
+            "weight_tensors_unchecked": 0.0,
+        }
+
+    @property
+    def version(self) -> WeightVersion | None:
+        return self._engine.version if self._known else None
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return {**self._stats, "weights_unknown": float(not self._known)}
+
+    def prepare(self) -> None:
+        """A server with weights of another run, or of an unfinished update, is set back to the student. Raises
+        SnapshotRefused when it cannot read that."""
+        if not self._known:
+            log.info("%s: its weights are not this run's: back to %s", self._server.url, self._student)
+            self._load_from(self._student, _STUDENT)
+
+    def check(self, plan: WeightPlan) -> None:
+        if plan.kind != "servers":
+            raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is a server")
+
+    def load(self, ref: WeightsRef) -> None:
+        path = check_snapshot(ref)
+        self._load_from(str(path.parent), ref.version)
+
+    def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
+        self._group_name = plan.group_name
+        body = {
+            "master_address": plan.host,
+            "master_port": plan.port,
+            "rank_offset": 1 + index * plan.ranks_per_member,
+            "world_size": plan.world_size,
+            "group_name": plan.group_name,
+            "backend": plan.backend,
+        }
+        deadline_s = time.monotonic() + timeout_s + _JOIN_SLACK_S
+        try:
+            self._call("/init_weights_update_group", body, deadline_s, interrupted)
+        except RequestRefused as error:
+            raise GroupBroken(str(error)) from error
+        except ServerUnavailable as error:
+            raise WeightsRefused(str(error)) from error
+
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+        if self._group_name is None:
+            raise GroupBroken("no group was joined")
+        deadline_s = time.monotonic() + header.timeout_s
+        buckets = whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes)
+        began_s = time.monotonic()
+        with self._faults():
+            self._pause(deadline_s)
+            paused_s = time.monotonic()
+            self._open_session()
+            self._known = False
+            for index, bucket in enumerate(buckets):
+                body = self._update(bucket, header.version, last=index == len(buckets) - 1)
+                self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
+            self._close_session()
+            received_s = time.monotonic()
+            if header.check is not None:
+                self._check(header.check, header.version)
+            self._resume(header.version)
+        whole_s, receive_s = time.monotonic() - began_s, received_s - paused_s
+        return Taken(n_bytes=buckets[-1].end if buckets else 0, receive_s=receive_s, stage_s=whole_s - receive_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        if self._pending is None:
+            return True
+        wait_for([self._pending], timeout_s)
+        if not self._pending.done():
+            return False
+        self._pending = None
+        return True
+
+    def leave(self) -> None:
+        """Raises ServerLost when the server does not come out of what it is stuck in."""
+        self._await_free()
+        try:
+            self._close_session()
+            if self._group_name is not None:
+                self._post("/destroy_weights_update_group", {"group_name": self._group_name})
+            if self._paused and self._known:
+                self._resume(self._engine.version)  # nothing of the update arrived
+        except (RequestRefused, ServerUnavailable, ValueError) as error:
+            log.warning("leaving weight group %s: %s", self._group_name, error)
+        self._session_open = False
+        self._group_name = None
+
+    # --------------------------------------------------------------------------------------- parts of a round
+
+    def _update(self, bucket: Bucket, version: WeightVersion, *, last: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "names": [spec.name for spec in bucket.tensors],
+            "dtypes": [spec.dtype for spec in bucket.tensors],
+            "shapes": [list(spec.shape) for spec in bucket.tensors],
+            "group_name": self._group_name,
+            "load_format": "flattened_bucket",
+            "abort_all_requests": False,
+            "flush_cache": last and self._flushes,
+        }
+        return {**body, "weight_version": self._engine.labels.of(version)} if last else body
+
+    def _load_from(self, folder: str, version: WeightVersion) -> None:
+        try:
+            self._pause(time.monotonic() + self._server.config.pause_timeout_s)
+            self._known = False
+            self._update_from_disk(folder, version)
+            self._resume(version)
+        except (RequestRefused, ServerUnavailable, ValueError) as error:
+            raise SnapshotRefused(f"{folder}: {error}") from error
+
+    def _update_from_disk(self, folder: str, version: WeightVersion) -> None:
+        body = {
+            "model_path": folder,
+            "load_format": "auto",
+            "weight_version": self._engine.labels.of(version),
+            "flush_cache": self._flushes,
+            "abort_all_requests": False,
+        }
+        self._post("/update_weights_from_disk", body, self._server.config.pause_timeout_s)
+
+    def _check(self, check: Check, version: WeightVersion) -> None:
+        """Raises WeightsRefused, naming the tensors that are not what was sent."""
+        said = self._checksums()
+        if said is None:
+            return
+        skipped = False
+        if check.checksums is not None:
+            found = compare(said, check.checksums)
+            self._stats["weight_tensors_unchecked"] = float(len(found.unchecked))
+            wrong = found.wrong
+            if found.unchecked:
+                log.info("version %s: not checked: %s", version, ", ".join(found.unchecked[:8]))
+        elif check.weights is not None:
+            skipped = not self._reload(check.weights)
+            wrong = differences(said, self._checksums() or [])
+        else:
+            return
+        if wrong:
+            raise WeightsRefused(f"version {version}: {len(wrong)} tensors differ from the learner's: {wrong[:8]}")
+        if not skipped:
+            self._stats["weight_checks_total"] += 1
+            log.info("version %s: checksums are the learner's", version)
+
+    def _reload(self, ref: WeightsRef) -> bool:
+        """False where the file cannot be read."""
+        try:
+            self._update_from_disk(str(check_snapshot(ref).parent), ref.version)
+        except (SnapshotRefused, RequestRefused) as error:
+            self._skip_check(str(error))
+            return False
+        return True
+
+    def _skip_check(self, why: str) -> None:
+        """Said once, counted always."""
+        if not self._stats["weight_checks_skipped_total"]:
+            log.warning("%s: weights are not verified: %s", self._server.url, why)
+        self._stats["weight_checks_skipped_total"] += 1
+
+    def _checksums(self) -> Checksums | None:
+        """None where the server has none."""
+        try:
+            said = parse_checksums(self._post("/weights_checker", {"action": "checksum"}))
+        except RequestRefused as error:
+            self._skip_check(str(error))
+            return None
+        if said is None:
+            self._skip_check("/weights_checker says nothing that is understood here")
+        return said
+
+    @property
+    def _flushes(self) -> bool:
+        return self._server.config.update_mode != "in_place"
+
+    @contextmanager
+    def _faults(self) -> Generator[None]:
+        """Whose fault a failure of the server is."""
+        try:
+            yield
+        except RequestRefused as error:
+            if any(word in str(error).lower() for word in _BROKEN_WORDS):
+                raise GroupBroken(str(error)) from error
+            raise WeightsRefused(str(error)) from error
+        except (ServerUnavailable, SnapshotRefused, ValueError) as error:
+            raise WeightsRefused(f"{type(error).__name__}: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------- calls
+
+    def _pause(self, deadline_s: float) -> None:
+        self._paused = True
+        limit_s = min(self._server.config.control_timeout_s, max(deadline_s - time.monotonic(), 0.1))
+        self._engine.pause(limit_s)
+
+    def _resume(self, version: WeightVersion) -> None:
+        self._engine.resume(version, self._server.config.control_timeout_s)
+        self._paused, self._known = False, True
+
+    def _open_session(self) -> None:
+        if not self._engine.features.update_sessions:
+            return
+        self._session_open = True
+        try:
+            self._post("/begin_weight_update", {})
+        except RequestRefused:  # one is open, of somebody who did not live to end it
+            self._post("/end_weight_update", {})
+            self._post("/begin_weight_update", {})
+
+    def _close_session(self) -> None:
+        if self._session_open:
+            self._post("/end_weight_update", {})
+            self._session_open = False
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> bytes:
+        limit_s = timeout_s or self._server.config.control_timeout_s
+        return self._server.run(self._server.post(path, body, timeout_s=limit_s), timeout_s=limit_s + 1.0)
+
+    def _call(self, path: str, body: dict[str, Any], deadline_s: float, interrupted: Interrupted) -> None:
+        """A request during which the server may get stuck: it is not cancelled, which would change nothing, but left to
+        `settle`. Raises GroupInterrupted, and GroupBroken past the deadline."""
+        patience_s = deadline_s - time.monotonic() + 3 * self._server.config.control_timeout_s
+        self._pending = future = self._start(self._server.post(path, body, timeout_s=patience_s))
+        while not wait_for([future], _WAIT_SLICE_S).done:
+            reason = interrupted()
+            if reason is not None:
+                raise GroupInterrupted(reason)
+            if time.monotonic() > deadline_s:
+                raise GroupBroken(f"{self._server.url}{path}: not done at the deadline")
+        self._pending = None
+        reply = msgspec.json.decode(future.result(), type=_Reply)
+        if not reply.success:
+            raise RequestRefused(f"{self._server.url}{path}: {reply.message}")
+
+    def _start(self, coroutine: Coroutine[Any, Any, bytes]) -> Future[bytes]:
+        future: Future[bytes] = Future()
+
+        async def run() -> None:
+            try:
+                future.set_result(await coroutine)
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._server.spawn(run())
+        return future
+
+    def _await_free(self) -> None:
+        patience_s = self._server.config.control_timeout_s
+        if self.settle(patience_s) or (self._answers() and self.settle(patience_s)):
+            return
+        reason = "stuck in a weight update that is over for everybody else"
+        self._server.declare_lost(reason)
+        raise ServerLost(f"{self._server.url}: {reason}")
+
+    def _answers(self) -> bool:
+        try:
+            self._server.run(self._server.model_info(), timeout_s=self._server.config.control_timeout_s)
+        except (ServerUnavailable, RequestRefused, ValueError):
+            return False
+        return True

@@ -1,0 +1,394 @@
+"""Weights from a real publisher to real SGLang servers: who has which (by recomputing log-probs), who is left out."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import learner.publisher
+from actors.weight_receiver import WeightReceiver, WeightReceiverFailed
+from engines.models import load_causal_lm
+from engines.sglang_config import SGLangConfig, SwapMode
+from engines.sglang_engine import SGLangEngine
+from engines.sglang_http import ServerLost
+from engines.sglang_weights import ServerWeights
+from engines.snapshot import write_snapshot
+from engines.weight_sink import GroupBroken, Interrupted
+from learner.members import CheckBy, Members
+from learner.publish_config import PublishConfig
+from learner.publisher import Publisher
+from protocol.messages import Membership, WeightPlan, WeightVersion
+from sglang_cpu.servers import Server, Servers
+from tests.sglang.conftest import (
+    READY_S,
+    STUDENT,
+    TOLERANCE,
+    VOCAB,
+    Answer,
+    Reference,
+    collect,
+    generate,
+    request,
+    take,
+)
+from tests.sglang.test_weight_swap import differences, prompt_of
+
+WAIT_S = 40.0
+CONFIG = PublishConfig(
+    bucket_bytes=200_000,
+    join_timeout_s=10.0,
+    broadcast_timeout_s=10.0,
+    answer_grace_s=1.0,
+    join_window_s=0.05,
+    rejoin_delay_s=0.3,
+)
+"""Five buckets per version."""
+SGLANG = SGLangConfig(max_concurrent=8, control_timeout_s=2.0)
+V0, V1, V2, V3 = (WeightVersion(0, step) for step in range(4))
+Named = list[tuple[str, Tensor]]
+_run_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def student_weights() -> Named:
+    model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="sdpa")
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+@pytest.fixture(scope="session")
+def three(servers: Servers) -> list[Server]:
+    """Servers that outlive a test, with whatever weights it left there."""
+    return start(servers, "push-0", "push-1", "push-2")
+
+
+def start(servers: Servers, *names: str) -> list[Server]:
+    started = [servers.start(name, STUDENT) for name in names]
+    servers.wait_ready(started, READY_S)
+    return started
+
+
+def changed(student: Named, step: int) -> Named:
+    """Other weights, in every tensor."""
+    generator = torch.Generator().manual_seed(step)
+    return [(name, tensor + 0.05 * torch.randn(tensor.shape, generator=generator)) for name, tensor in student]
+
+
+class ReferenceOf(Reference):
+    """The slow way, under weights that are in no file."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(STUDENT)
+        parameters = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named:
+                parameters[name].copy_(tensor)
+
+
+class SaboteurWeights(ServerWeights):
+    """Does something else instead of asking for a certain bucket."""
+
+    saboteur: Callable[[], None] | None = None
+    at_bucket = 2
+    _n_asked = 0
+
+    def _call(self, path: str, body: dict[str, Any], deadline_s: float, interrupted: Interrupted) -> None:
+        if path == "/update_weights_from_distributed" and self.saboteur is not None:
+            self._n_asked += 1
+            if self._n_asked == self.at_bucket:
+                act, self.saboteur = self.saboteur, None
+                act()
+        super()._call(path, body, deadline_s, interrupted)
+
+
+class Actor:
+    """What an actor has of the weight path: an engine, and a receiver beside it."""
+
+    def __init__(self, name: str, server: Server, run_id: str, mode: SwapMode = "retract") -> None:
+        config = msgspec.structs.replace(SGLANG, update_mode=mode)
+        self.name, self.http = name, server
+        self.engine = SGLangEngine(server.url, config, vocab_size=VOCAB, run_id=run_id)
+        self.weights = SaboteurWeights(self.engine, student=str(STUDENT))
+        self.receiver = WeightReceiver(self.weights, name=name)
+        self.receiver.start()
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return self.receiver.stats
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.engine.close()
+
+
+class Run:
+    """A publisher and its actors. Stands for the buffer, too: it passes plans on."""
+
+    def __init__(self, folder: Path, student: Named) -> None:
+        self.id = f"run-{next(_run_numbers)}"
+        self.folder = folder / "weights"
+        self.student = student
+        self.actors: dict[str, Actor] = {}
+        self.plans: list[WeightPlan] = []
+        self.published: list[WeightVersion] = []
+        self.publisher: Publisher
+
+    def start(self, servers: Sequence[Server], *, check_by: CheckBy = "expected", **changes: Any) -> Publisher:
+        """A publisher, and an actor for each server."""
+        self.publisher = Publisher(
+            msgspec.structs.replace(CONFIG, **changes),
+            snapshot_dir=self.folder,
+            post_plan=self.post_plan,
+            published=lambda version, ref, _: self.published.append(version),
+            members=Members(kind="servers", check_by=check_by),
+        )
+        if servers:
+            self.join(servers)
+        return self.publisher
+
+    def join(self, servers: Sequence[Server], mode: SwapMode = "retract") -> None:
+        """Returns when they are in the group."""
+        for server in servers:
+            name = f"actor-{len(self.actors)}"
+            self.actors[name] = Actor(name, server, self.id, mode)
+        self.say_who_is_there()
+        assert self.publisher.wait_idle(WAIT_S)
+
+    def say_who_is_there(self) -> None:
+        self.publisher.membership(Membership(tuple(self.actors), tuple(f"{name}-1" for name in self.actors)))
+
+    def post_plan(self, plan: WeightPlan) -> None:
+        self.plans.append(plan)
+        for name in plan.members:
+            self.actors[name].receiver.handle_plan(plan)
+
+    def weights(self, version: WeightVersion) -> Named:
+        return changed(self.student, version.step) if version.step else self.student
+
+    def publish(self, version: WeightVersion) -> None:
+        self.publisher.publish(version, self.weights(version))
+
+    def delivered(self, version: WeightVersion, *names: str) -> None:
+        """These actors (default: all) answer under this version, as transformers does."""
+        reference = ReferenceOf(self.weights(version))
+        for name in names or self.actors:
+            engine = self.actors[name].engine
+            wait_until(lambda engine=engine: engine.version == version and engine.weights_known)
+            assert worst_difference(engine, version, reference) < TOLERANCE
+
+    def close(self) -> None:
+        self.publisher.close()
+        for actor in self.actors.values():
+            actor.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, student_weights: Named) -> Iterator[Run]:
+    run = Run(tmp_path, student_weights)
+    yield run
+    run.close()
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not met():
+        assert time.monotonic() < deadline_s, "it never came to that"
+        time.sleep(0.01)
+
+
+def worst_difference(engine: SGLangEngine, version: WeightVersion, reference: Reference) -> float:
+    """Of two new requests, all of whose tokens must carry this version."""
+    answers = generate(engine, [request(f"{version}-{i}", prompt_of(i), 12) for i in range(2)])
+    worst = 0.0
+    for i, answer in enumerate(answers.values()):
+        assert answer.error is None and {span.version for span in answer.spans} == {version}
+        expected = reference.of_tokens([*prompt_of(i), *answer.ids], len(prompt_of(i)))
+        worst = max(worst, *(abs(a - b) for a, b in zip(expected, answer.logprobs, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_each_server_answers_under_the_version_that_was_published(
+    run: Run, three: list[Server], n_servers: int
+) -> None:
+    publisher = run.start(three[:n_servers])
+    for version in (V1, V2):
+        run.publish(version)
+        assert publisher.wait_idle(WAIT_S)
+        run.delivered(version)
+    stats = publisher.stats
+    assert run.published == [V1, V2]
+    assert (stats.members, stats.checked_versions_total, stats.dropped_total) == (n_servers, 1, {})
+    for actor in run.actors.values():
+        assert actor.stats["weight_checks_total"] == 1 and actor.stats["weight_tensors_unchecked"] == 0
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+def test_a_push_in_the_middle_of_requests_and_every_token_has_the_version_that_sampled_it(
+    run: Run, three: list[Server], mode: SwapMode
+) -> None:
+    run.start([])
+    run.join(three[:1], mode)
+    engine = run.actors["actor-0"].engine
+    wait_until(lambda: engine.weights_known)
+    answers = {f"r{i}": Answer() for i in range(12)}
+    for i in range(8):
+        engine.submit(request(f"r{i}", prompt_of(i), 400))
+    while not all(len(answers[f"r{i}"].ids) >= 4 or answers[f"r{i}"].finish_reason for i in range(8)):
+        take(engine, answers, 0.1)
+    run.publish(V1)
+    assert run.publisher.wait_idle(WAIT_S)
+    for i in range(8, 12):
+        engine.submit(request(f"r{i}", prompt_of(i), 400))
+    collect(engine, answers)
+
+    old, new = ReferenceOf(run.weights(V0)), ReferenceOf(run.weights(V1))
+    n_crossed = 0
+    for i, answer in enumerate(answers.values()):
+        assert answer.error is None
+        versions = [version for version, _ in itertools.groupby(span.version for span in answer.spans)]
+        assert versions in ([V0], [V1], [V0, V1])
+        n_crossed += len(versions) == 2
+        for version, difference in differences(answer, prompt_of(i), old, new):
+            if mode == "in_place" and version == V1 and len(versions) == 2:
+                continue  # over the old weights' cache: no recompute gives these
+            assert difference < TOLERANCE
+    assert n_crossed >= 6
+
+
+def test_a_server_killed_inside_a_broadcast_is_left_out_and_the_others_get_the_version_without_it(
+    run: Run, servers: Servers, three: list[Server]
+) -> None:
+    (victim,) = start(servers, "push-killed")
+    publisher = run.start([three[0], victim, three[1]])
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S)
+    run.actors["actor-1"].weights.saboteur = lambda: os.killpg(victim.pid, signal.SIGKILL)
+    run.publish(V2)
+    wait_until(lambda: bool(publisher.stats.dropped_total))
+    run.publish(V3)  # does not wait for the group to be made
+    assert publisher.wait_idle(WAIT_S)
+    run.delivered(V3, "actor-0", "actor-2")
+    assert publisher.stats.dropped_total["refused"] >= 1
+    wait_until(lambda: run.plans[-1].members == ("actor-0", "actor-2"))
+
+
+def test_a_server_that_hangs_is_lost_and_who_hung_behind_it_comes_back_when_it_is_gone(
+    run: Run, servers: Servers, three: list[Server]
+) -> None:
+    """The bytes for the third server go through the first: it hangs, too, as long as that lives."""
+    (victim,) = start(servers, "push-stopped")
+    publisher = run.start([victim, three[0], three[1]], broadcast_timeout_s=2.0, join_timeout_s=2.0)
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S)
+    hangs = run.actors["actor-0"]
+    hangs.weights.saboteur = lambda: os.killpg(victim.pid, signal.SIGSTOP)
+    run.publish(V2)
+    run.delivered(V2, "actor-1")
+    wait_until(lambda: failure_of(hangs.receiver) is not None)
+    assert isinstance(failure_of(hangs.receiver), ServerLost)
+    with pytest.raises(ServerLost):
+        hangs.engine.poll(0.0)
+    servers.stop(victim, grace_s=0.0)  # as the launcher does when the actor has left
+    gone = run.actors.pop("actor-0")
+    run.say_who_is_there()
+    run.delivered(V2, "actor-1", "actor-2")
+    assert publisher.stats.dropped_total.keys() >= {"stuck"}
+    gone.close()
+
+
+def failure_of(receiver: WeightReceiver) -> BaseException | None:
+    try:
+        receiver.raise_if_failed()
+    except WeightReceiverFailed as failed:
+        return failed.__cause__
+    return None
+
+
+def test_a_late_server_takes_the_newest_version_from_disk(run: Run, three: list[Server]) -> None:
+    publisher = run.start(three[:1])
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S)
+    run.join(three[1:2])
+    run.delivered(V1)
+    assert run.actors["actor-1"].stats["snapshots_loaded_total"] == 1
+    run.publish(V2)
+    run.delivered(V2)
+
+
+@pytest.mark.parametrize("way", ["disk", "broadcast"])
+def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: list[Server], way: str) -> None:
+    if way == "broadcast":
+        run.folder.write_text("a file where the folder should be: no snapshot can be written")
+    publisher = run.start(three[:2])
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S)
+    actor = run.actors["actor-0"]
+    seen: list[WeightVersion | None] = []
+
+    def lose_touch() -> None:
+        seen.append(actor.weights.version)
+        raise GroupBroken("as if the connection to the server was cut")
+
+    actor.weights.saboteur = lose_touch
+    run.publish(V2)
+    run.delivered(V2)
+    assert seen == [None]
+    assert publisher.wait_idle(WAIT_S)
+    assert actor.stats["weight_groups_broken_total"] == 1
+    assert actor.stats["snapshots_loaded_total"] == (1 if way == "disk" else 0)
+
+
+def test_other_checksums_than_the_learners_are_refused_by_name(
+    run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = learner.publisher.expected_checksums
+    wrong = "model.layers.1.mlp.gate_up_proj.weight"
+
+    def expect_another(named: Named) -> dict[str, tuple[str, ...]]:
+        return honest(named) | {wrong: ("0" * 16,)}
+
+    monkeypatch.setattr(learner.publisher, "expected_checksums", expect_another)
+    publisher = run.start(three[:1], rejoin_delay_s=60.0)
+    run.publish(V1)
+    wait_until(lambda: publisher.stats.dropped_total == {"refused": 1})
+    actor = run.actors["actor-0"]
+    assert actor.receiver.version is None and actor.stats["weights_unknown"] == 1
+    assert wrong in caplog.text
+
+
+@pytest.mark.parametrize("other_file", [False, True])
+def test_where_checksums_cannot_be_foretold_the_file_must_give_the_same(
+    run: Run, three: list[Server], other_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_other(folder: Path, version: WeightVersion, named: Named, *, keep: int) -> Any:
+        return write_snapshot(folder, version, changed(named, 9), keep=keep)
+
+    if other_file:
+        monkeypatch.setattr(learner.publisher, "write_snapshot", write_other)
+    publisher = run.start(three[:1], check_by="reload", rejoin_delay_s=60.0)
+    run.publish(V1)
+    if other_file:
+        wait_until(lambda: publisher.stats.dropped_total == {"refused": 1})
+    else:
+        run.delivered(V1)
+        wait_until(lambda: publisher.stats.checked_versions_total == 1)
+        assert run.actors["actor-0"].stats["weight_checks_total"] == 1
+
+
+def test_weights_are_sent_in_another_dtype(run: Run, three: list[Server]) -> None:
+    publisher = run.start(three[:1], dtype="bfloat16")
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S)
+    rounded = [(name, tensor.bfloat16().float()) for name, tensor in run.weights(V1)]
+    assert worst_difference(run.actors["actor-0"].engine, V1, ReferenceOf(rounded)) < TOLERANCE
+    assert publisher.stats.broadcast_bytes == sum(tensor.nbytes // 2 for _, tensor in rounded)
