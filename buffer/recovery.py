@@ -67,16 +67,18 @@ def start(folder: Path, beginning: Beginning) -> Started:
         return Started(beginning.core(), None, None, None)
     try:
         journal = _open(folder, config)
-        found = journal.store.meta()
-        if found is not None and (former := _beginning(found, folder)).run_id != beginning.run_id:
-            log.warning("removing the journal of %s: this is %s", former.run_id, beginning.run_id)
-            journal.remove()
-            journal, found = _open(folder, config), None
-        if found is None:
+        try:
+            found = journal.store.meta()
+            former = None if found is None else _beginning(found, folder)
+            if former is not None and former.run_id == beginning.run_id:
+                return _restored(journal, former, beginning, folder)
+            if former is not None:
+                log.warning("the journal of %s is given up: this is %s", former.run_id, beginning.run_id)
             journal.store.begin(msgspec.msgpack.encode(beginning))
             return Started(beginning.core(), None, None, journal)
-        _expect_same(_beginning(found, folder), beginning, folder)
-        return _restored(journal, beginning)
+        except BaseException:
+            journal.close()
+            raise
     except StoreCorrupt as error:
         raise JournalError(f"the journal is damaged: {error}; {_remedy(folder)}") from error
     except StoreUnwritable as error:
@@ -133,10 +135,11 @@ def _remedy(folder: Path) -> str:
     return f"remove {folder} and resume the run from its last checkpoint (what was not trained by then is done again)"
 
 
-def _restored(journal: Journal, beginning: Beginning) -> Started:
+def _restored(journal: Journal, former: Beginning, beginning: Beginning, folder: Path) -> Started:
+    _expect_same(former, beginning, folder)
     began_s = time.monotonic()
     book = beginning.book()
-    core, newest_s = beginning.core(), None
+    core, newest_s = former.core(), None
     try:
         image = journal.store.image()
         if image is not None:

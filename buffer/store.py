@@ -53,6 +53,25 @@ class Store:
         """In the log, framing left out."""
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=0.0, check_same_thread=False)
+        except sqlite3.OperationalError as error:
+            raise StoreUnwritable(f"{self.path}: {error}") from error
+        try:
+            self._prepare(sync)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Store({self.path}, log={self.log_bytes >> 10} KiB)"
+
+    @property
+    def file_bytes(self) -> int:
+        """Of database and WAL on the disk."""
+        wal = self.path.with_name(self.path.name + "-wal")
+        return sum(file.stat().st_size for file in (self.path, wal) if file.exists())
+
+    def _prepare(self, sync: Sync) -> None:
+        try:
             for pragma in (
                 f"page_size = {PAGE_BYTES}",
                 "locking_mode = EXCLUSIVE",  # also: the index of the WAL is in memory, not in a file of its own
@@ -68,15 +87,6 @@ class Store:
             raise StoreUnwritable(f"{self.path}: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StoreCorrupt(f"{self.path}: {error}") from error
-
-    def __repr__(self) -> str:
-        return f"Store({self.path}, log={self.log_bytes >> 10} KiB)"
-
-    @property
-    def file_bytes(self) -> int:
-        """Of database and WAL on the disk."""
-        wal = self.path.with_name(self.path.name + "-wal")
-        return sum(file.stat().st_size for file in (self.path, wal) if file.exists())
 
     # -------------------------------------------------------------------------------------------------- writing
 
@@ -156,7 +166,8 @@ class Store:
 
     def _read(self, query: str) -> Iterator[tuple[Any, ...]]:
         try:
-            yield from self._db.execute(query)
+            for row in self._db.execute(query):  # noqa: UP028 - `yield from` would close the cursor, perhaps too late
+                yield row
         except sqlite3.DatabaseError as error:
             raise StoreCorrupt(f"{self.path}: {error}") from error
 

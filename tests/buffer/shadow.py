@@ -1,0 +1,99 @@
+"""A BufferState that is watched by another one, which lives from the journal alone.
+
+Stands in for the state in the simulations of `bench`. Every event goes to the real state as it is, and to the shadow as
+a turn that was written and read again; all messages of the two must be the same bytes. Every so often the shadow's
+image is compared with the real state's, and the shadow goes on as what its image restores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from buffer.config import BufferConfig
+from buffer.core import Core
+from buffer.image import make_image, restore_image
+from buffer.state import BufferState, Outgoing
+from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
+from protocol import messages as m
+from protocol.codec import Array, Received, encode
+from protocol.errors import EncodeError
+from protocol.handshake import Doorkeeper
+from protocol.messages import Role, WeightVersion
+from protocol.server import FromPeer
+from protocol.session_book import SessionBook
+
+EVENTS_PER_LIFE = 37
+"""The shadow is restored from its image this often."""
+
+
+def new_book() -> SessionBook:
+    return SessionBook(Doorkeeper(run_id="run-1", vocab_fingerprint=None))
+
+
+def on_the_wire(messages: Sequence[Outgoing]) -> list[tuple[Role, str, list[bytes]]]:
+    return [(o.role, o.name, [bytes(frame) for frame in encode(o.message, o.arrays)]) for o in messages]
+
+
+def restored(core: Core, now_s: float) -> Core:
+    """By way of an image, which must be the same when it is made again."""
+    image = make_image(core, new_book(), now_s)
+    again, clock_s = restore_image(image, new_book())
+    assert clock_s == now_s
+    assert make_image(again, new_book(), now_s) == image
+    return again
+
+
+class ShadowedState:
+    """Takes BufferState's place."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        version: WeightVersion,
+        carried: m.Ledger | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        def new() -> Core:
+            return Core(BufferState(config, version=version, carried=carried, vocab_size=vocab_size))
+
+        self.core, self.shadow = new(), new()
+        self.events = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core.state, name)
+
+    def peer_joined(self, now_s: float, role: Role, name: str, incarnation: str, pool: str = "") -> list[Outgoing]:
+        return self._take(now_s, Joined(m.Hello(role, name, incarnation, "run-1", "ab" * 32, pool)))
+
+    def peer_lost(self, now_s: float, role: Role, name: str) -> list[Outgoing]:
+        return self._take(now_s, Left(role, name))
+
+    def handle(
+        self, now_s: float, role: Role, name: str, message: m.Message, arrays: Sequence[Array] = ()
+    ) -> list[Outgoing]:
+        return self._take(now_s, FromPeer(role, name, Received(message, tuple(arrays))))
+
+    def intake_changed(self, now_s: float, trouble: str) -> list[Outgoing]:
+        return self._take(now_s, IntakeChanged(trouble))
+
+    def give_up(self, reason: str) -> list[Outgoing]:
+        return self._take(0.0, GivenUp(reason))
+
+    def tick(self, now_s: float) -> list[Outgoing]:
+        return self._take(now_s, tick_s=now_s)
+
+    def _take(self, now_s: float, *entries: Entry, tick_s: float | None = None) -> list[Outgoing]:
+        turn = Turn(now_s, entries, tick_s)
+        try:
+            read_again = decode_turn(encode_turn(turn))
+        except EncodeError:  # the simulation also sends what no wire can carry
+            read_again = turn
+        outgoing = self.core.apply(turn)
+        assert on_the_wire(self.shadow.apply(read_again)) == on_the_wire(outgoing)
+        self.events += 1
+        if self.events % EVENTS_PER_LIFE == 0:
+            self.shadow = restored(self.shadow, now_s)
+            assert make_image(self.shadow, new_book(), now_s) == make_image(self.core, new_book(), now_s)
+        return outgoing

@@ -1,0 +1,282 @@
+"""Store, journal and recovery: what was committed is there, what is damaged is said, a full disk stops intake only."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from buffer.config import BufferConfig
+from buffer.journal import RETRY_S, Journal
+from buffer.recovery import Beginning, CoreClock, JournalError, Started, start
+from buffer.store import PART_BYTES, Store, StoreCorrupt, StoreUnwritable
+from buffer.turns import Joined, Turn, encode_turn
+from protocol import messages as m
+from protocol.messages import WeightVersion
+
+BEGINNING = Beginning(
+    release="r1",
+    run_id="run-1",
+    config=BufferConfig(journal_reserve_mb=1),
+    version=WeightVersion(0, 0),
+    carried=None,
+    vocab_fingerprint=None,
+    vocab_size=None,
+)
+BODIES = [b"one", b"two" * 1000, b"three" * 100_000]
+
+
+def opened(folder: Path) -> tuple[bytes | None, list[bytes]]:
+    store = Store(folder, sync="process")
+    try:
+        return store.image(), list(store.turns())
+    finally:
+        store.close()
+
+
+def filled(folder: Path, bodies: list[bytes] = BODIES) -> None:
+    store = Store(folder, sync="process")
+    store.begin(b"meta")
+    for body in bodies:
+        store.append([body])
+    store.close()
+
+
+def joined_turn(now_s: float, name: str = "a") -> bytes:
+    return encode_turn(Turn(now_s, (Joined(m.Hello("actor", name, "1", "run-1", "ab" * 32)),)))
+
+
+# --------------------------------------------------------------------------------------------------------- store
+
+
+def test_turns_are_read_back_in_order_and_an_image_takes_their_place(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert opened(tmp_path) == (None, BODIES)
+    store = Store(tmp_path, sync="disk")
+    assert (store.image(), list(store.turns())) == (None, BODIES)
+    store.put_image(b"image")
+    store.append([b"four", b"five"])
+    assert store.log_bytes == 8
+    store.close()
+    assert opened(tmp_path) == (b"image", [b"four", b"five"])
+
+
+def test_what_is_larger_than_a_row_is_kept_in_parts(tmp_path: Path) -> None:
+    store = Store(tmp_path, sync="process")
+    long = os.urandom(1 << 20) * (PART_BYTES // (1 << 20)) + b"tail"
+    store.append([b"a", long, b"b"])
+    store.put_image(long)
+    store.append([long])
+    store.close()
+    assert opened(tmp_path) == (long, [long])
+
+
+def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from buffer.store import Store;"
+        "store = Store(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
+        "[store.append([b'%d' % i]) for i in range(100)]; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    assert opened(tmp_path) == (None, [b"%d" % i for i in range(100)])
+
+
+def test_a_tail_that_was_cut_off_is_dropped_whole_turns_at_a_time(tmp_path: Path) -> None:
+    """What the loss of power may leave: the WAL ends anywhere."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from buffer.store import Store;"
+        "store = Store(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
+        "[store.append([b'%d' % i * 10000]) for i in range(20)]; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    wal = tmp_path / "journal.sqlite-wal"
+    os.truncate(wal, wal.stat().st_size - 30_000)
+    _, turns = opened(tmp_path)
+    assert 0 < len(turns) < 20
+    assert turns == [b"%d" % i * 10000 for i in range(len(turns))]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE log SET body = x'00' WHERE id = 1",
+        "DELETE FROM log WHERE id = 1",
+        "UPDATE log SET last = 0 WHERE id = 2",
+    ],
+)
+def test_damage_in_the_middle_is_an_error(tmp_path: Path, damage: str) -> None:
+    filled(tmp_path)
+    database = sqlite3.connect(tmp_path / "journal.sqlite")
+    database.execute(damage)
+    database.commit()
+    database.close()
+    with pytest.raises(StoreCorrupt):
+        opened(tmp_path)
+
+
+def test_a_file_that_is_no_database_or_is_cut_off_is_an_error(tmp_path: Path) -> None:
+    filled(tmp_path)
+    file = tmp_path / "journal.sqlite"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(StoreCorrupt):
+        opened(tmp_path)
+    file.write_bytes(b"no database at all, but long enough to be taken for one" * 1000)
+    with pytest.raises(StoreCorrupt):
+        opened(tmp_path)
+
+
+def test_a_journal_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
+    store = Store(tmp_path, sync="process")
+    store.begin(b"meta")
+    with pytest.raises(StoreUnwritable, match="locked"):
+        Store(tmp_path, sync="process")
+    store.close()
+
+
+def test_its_files_stay_bounded(tmp_path: Path) -> None:
+    store = Store(tmp_path, sync="process")
+    sizes: list[int] = []
+    for _ in range(12):
+        for _ in range(40):
+            store.append([os.urandom(50_000)])
+        store.put_image(os.urandom(500_000))
+        sizes.append(store.file_bytes)
+    assert max(sizes[6:]) <= 1.2 * max(sizes[:6])
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------------ recovery
+
+
+def begun(folder: Path, *bodies: bytes) -> None:
+    started = start(folder, BEGINNING)
+    assert started.journal is not None and started.book is None
+    for body in bodies:
+        started.journal.write(body, 0.0)
+    started.journal.close()
+
+
+def restarted(folder: Path, beginning: Beginning = BEGINNING) -> Started:
+    started = start(folder, beginning)
+    if started.journal is not None:
+        started.journal.close()
+    return started
+
+
+def test_a_restored_core_has_the_peers_and_the_time_of_the_former_one(tmp_path: Path) -> None:
+    begun(tmp_path, joined_turn(5.0), joined_turn(7.5, "b"))
+    started = restarted(tmp_path)
+    assert started.newest_s == 7.5
+    assert started.book is not None and [str(peer) for peer in started.book.sessions] == ["actor a", "actor b"]
+    assert [peer.name for peer in started.core.snapshot(8.0).peers] == ["a", "b"]
+
+
+def test_the_clock_goes_on_where_it_stopped_whatever_the_systems_clock_says() -> None:
+    system = iter([10.0, 10.0, 12.5])
+    clock = CoreClock(1_000_000.0, lambda: next(system))
+    assert (clock(), clock()) == (1_000_000.0, 1_000_002.5)
+    assert CoreClock(None, lambda: 3.0)() == 3.0
+
+
+def test_the_journal_of_another_run_is_removed(tmp_path: Path) -> None:
+    begun(tmp_path, joined_turn(5.0))
+    other = msgspec.structs.replace(BEGINNING, run_id="run-2")
+    assert restarted(tmp_path, other).book is None
+    assert restarted(tmp_path, other).newest_s is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"release": "r2"}, "written by release r1 of the buffer's code, this is r2"),
+        ({"config": BufferConfig(journal_reserve_mb=1, max_staleness=7)}, "max_staleness was 4, is 7"),
+    ],
+)
+def test_another_release_or_other_settings_are_refused(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    begun(tmp_path, joined_turn(5.0))
+    with pytest.raises(JournalError, match=told) as raised:
+        start(tmp_path, msgspec.structs.replace(BEGINNING, **change))
+    assert "resume the run from its last checkpoint" in str(raised.value)
+
+
+def test_a_damaged_journal_says_what_to_do(tmp_path: Path) -> None:
+    begun(tmp_path, joined_turn(5.0), b"\xc1 no turn")
+    with pytest.raises(JournalError, match=r"damaged.*remove .* and resume"):
+        start(tmp_path, BEGINNING)
+
+
+def test_without_a_journal_nothing_is_written(tmp_path: Path) -> None:
+    config = BufferConfig(journal=False)
+    started = start(tmp_path / "journal", msgspec.structs.replace(BEGINNING, config=config))
+    assert started.journal is None and not (tmp_path / "journal").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"may not mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill_up(folder: Path) -> Path:
+    """Until not a byte is free."""
+    file = folder / "others"
+    with file.open("ab", buffering=0) as writer:
+        for n in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    writer.write(b"x" * n)
+            except OSError:
+                pass
+    return file
+
+
+def test_a_full_disk_is_trouble_but_the_reserve_still_takes_turns(small_disk: Path) -> None:
+    journal = Journal(
+        small_disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=1 << 20, memory_bytes=1 << 20
+    )
+    journal.write(b"before", 0.0)
+    others = fill_up(small_disk)
+    written = [b"before"]
+    for i in range(20):  # a page or two may still have been free
+        written.append(b"%d" % i * 5000)
+        journal.write(written[-1], 0.1 * i)
+    assert journal.trouble and journal.waiting_bytes == 0, "written, with the space of the reserve"
+    journal.mend(10.0)
+    assert journal.trouble, "the reserve cannot be made again"
+    others.unlink()
+    journal.mend(10.0 + RETRY_S / 2)
+    assert journal.trouble, "not asked again at once"
+    journal.mend(20.0)
+    assert not journal.trouble
+    journal.close()
+    assert opened(small_disk / "journal")[1] == written
+
+
+def test_without_a_reserve_turns_wait_in_memory_up_to_a_bound_and_are_written_in_order(small_disk: Path) -> None:
+    journal = Journal(small_disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=0, memory_bytes=1 << 20)
+    others = fill_up(small_disk)
+    written: list[bytes] = []
+    while not journal.blocked:
+        written.append(os.urandom(100_000))
+        journal.write(written[-1], 0.0)
+    assert journal.trouble and 1 << 20 < journal.waiting_bytes <= 1 << 21
+    others.unlink()
+    journal.mend(100.0)
+    assert not journal.trouble and not journal.blocked and journal.waiting_bytes == 0
+    journal.close()
+    assert opened(small_disk / "journal")[1] == written
