@@ -60,8 +60,8 @@ class Crew:
 
     def start(self, worker: Worker) -> None:
         """A new process for the worker, when its server answers, if it has one. The buffer is spawned: it needs no
-        torch, nor to wait for it; except to resume, when it reads the learner's checkpoint. The learner is spawned where
-        nobody else needs torch."""
+        torch, nor to wait for it; except to resume, when it reads the learner's checkpoint. The learner is spawned
+        where nobody else needs torch."""
         worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
         if worker.awaits_server:
             worker.restart_at_s = None
