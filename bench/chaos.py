@@ -4,8 +4,9 @@
 
 Kinds: kill (SIGKILL), stop (SIGSTOP for a while), cut and reset of a link, blackhole, delay, throttle of a link for a
 while, and in place of one message: duplicate, corrupt, truncate, garbage, version, tear, noise (tests.chaos.meddling);
-disk (the run folder is full for a while, with --disk-mib). What may kill its target strikes only the roles that the
-launcher starts again, unless --roles says others. The same seed draws the same faults.
+stranger (who does not belong to the run knocks at the buffer's door); disk (the run folder is full for a while, with
+--disk-mib). What may kill its target strikes only the roles that the launcher starts again, unless --roles says others.
+The same seed draws the same faults.
 
 Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
 the wire by the proxy, evaluation as that of a run without faults within noise (--no-reference leaves it out), and no
@@ -27,7 +28,7 @@ from typing import Any, cast
 
 from launch.supervisor import RESTARTABLE
 from tests.chaos.campaign import Plan, Struck, Verdict, reference, run_campaign
-from tests.chaos.faults import KINDS, Kind
+from tests.chaos.faults import KINDS, UNUSUAL, Kind
 
 STEPS_PER_FAULT = 4
 SIGMAS = 3.0
@@ -72,7 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--roles", default=",".join(sorted(RESTARTABLE)), help="whose death the run must survive")
-    parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind != "disk"))
+    parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind not in UNUSUAL))
     parser.add_argument("--actors", type=int, default=3)
     parser.add_argument("--teachers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help=f"default: {STEPS_PER_FAULT} for each fault")

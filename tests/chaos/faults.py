@@ -14,15 +14,19 @@ from tests.chaos.commands import Break, Meddle, Proxy, Weather
 from tests.chaos.disk import SmallDisk
 from tests.chaos.harness import Run
 from tests.chaos.meddling import Meddling
+from tests.chaos.stranger import knock
 
 Kind: TypeAlias = Literal[
     "kill", "stop", "cut", "reset", "blackhole", "delay", "throttle",
-    "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "disk",
+    "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "stranger", "disk",
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DEADLY: Final[frozenset[Kind]] = frozenset({"kill", "duplicate", "corrupt", "truncate", "garbage", "version", "noise"})
 """The target may die of it, by the signal or because it is told that it talks nonsense; so only roles that are started
 again are hit. The others heal by themselves."""
+UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version"})
+"""Not among the kinds that are drawn unless asked for. disk: the run folder needs a file system of its own. version: a
+Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends."""
 LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner")
 """Roles with a link to the buffer."""
 HUGE_DELAY_S: Final = 0.3
@@ -51,6 +55,8 @@ def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]],
     kind = rng.choice(list(kinds))
     if kind == "disk":
         return Fault(kind, "run", rng.uniform(1.0, 4.0))
+    if kind == "stranger":
+        return Fault(kind, "buffer-0", seed=rng.randrange(1 << 30))
     roles = [role for role in names if names[role] and (role in restartable or kind not in DEADLY)]
     if kind not in ("kill", "stop"):
         roles = [role for role in roles if role in LINKS]
@@ -87,6 +93,8 @@ class Striker:
                 self._proxy.tell(Weather(fault.seconds, name, delay_s=HUGE_DELAY_S))
             case "throttle":
                 self._proxy.tell(Weather(fault.seconds, name, bytes_per_s=SLOW_BYTES_PER_S))
+            case "stranger":
+                assert knock(self._proxy.address, Random(fault.seed)), "strangers were not answered"
             case "disk":
                 assert self._disk is not None, "a full disk needs a disk of its own"
                 self._disk.fill()

@@ -1,0 +1,41 @@
+"""Somebody who does not belong to the run knocks at the buffer's door: other versions, runs, vocabularies, garbage."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Final
+
+import zmq
+
+from protocol.codec import decode, encode
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused
+
+ANSWER_S: Final = 1.5
+"""A refusal is told once a second per connection; here each connection asks once."""
+
+
+def knock(address: str, rng: Random) -> list[str]:
+    """One connection each; the codes of the refusals that came back. Nobody may be let in (AssertionError)."""
+    codes: list[str] = []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        for frames in _unwelcome(rng):
+            with context.socket(zmq.DEALER) as door:
+                door.linger = 0
+                door.connect(address)
+                door.send_multipart(frames)
+                if door.poll(round(ANSWER_S * 1000)):
+                    answer = decode(list(door.recv_multipart())).message
+                    assert isinstance(answer, Refused), f"a stranger was answered {type(answer).__name__}"
+                    codes.append(answer.code)
+    finally:
+        context.term()
+    return codes
+
+
+def _unwelcome(rng: Random) -> list[list[bytes]]:
+    name = f"actor-{rng.randrange(4)}"
+    version = Hello("actor", name, "x", "no such run", "ab" * 32, protocol_version=PROTOCOL_VERSION + 1)
+    messages: list[Message] = [version, Hello("actor", name, "x", "no such run", "ab" * 32), Heartbeat(None, {}, 0)]
+    junk = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randint(1, 4))]
+    return [*[[bytes(frame) for frame in encode(message)] for message in messages], junk]

@@ -1,0 +1,97 @@
+"""A run with each role on a host of its own, started as a user would: `python -m launch.roles` there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from launch.command_line import parse_arguments, resolve_config
+from launch.config_file import write_config
+from launch.roles import ENTRIES, StartRole
+from protocol.context import WorkerRole
+from protocol.messages import Snapshot
+from tests.hosts.network import Network, environment
+
+BUFFER_PORT: Final = 5555
+
+
+class HostRun:
+    """All roles of a run, each on the host of its name; they share the run folder, as hosts share a file system."""
+
+    def __init__(self, network: Network, run_dir: Path, arguments: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        (run_dir / "logs").mkdir(parents=True)
+        self._network = network
+        self._run_id = f"hosts-{secrets.token_hex(4)}"
+        self._address = f"tcp://{network.address('buffer')}:{BUFFER_PORT}"
+        addresses = (f"--buffer.bind={self._address}", f"--learner.publish.host={network.address('learner')}")
+        write_config(resolve_config(parse_arguments([*arguments, *addresses])), run_dir / "config.yaml")
+        self._lifeline, self._lifeline_held = os.pipe()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, host: str, role: WorkerRole, index: int = 0) -> None:
+        start = StartRole(
+            entry=ENTRIES[role],
+            role=role,
+            index=index,
+            name=f"{role}-{index}",
+            incarnation=secrets.token_hex(8),
+            run_id=self._run_id,
+            run_dir=str(self.run_dir),
+            buffer_address=self._address,
+            resume=False,
+            log_path=str(self.run_dir / "logs" / f"{role}-{index}.log"),
+            config_path=str(self.run_dir / "config.yaml"),
+            parent_pid=os.getpid(),
+            lifeline_fd=self._lifeline,
+        )
+        command = [sys.executable, "-P", "-m", "launch.roles", msgspec.json.encode(start).decode()]
+        self.processes[start.name] = subprocess.Popen(
+            self._network.command(host, command),
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(self._lifeline,),
+            start_new_session=True,
+        )
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            failed = {name: code for name, p in self.processes.items() if (code := p.poll()) not in (None, 0)}
+            late = time.monotonic() > deadline_s
+            assert not failed and not late, f"{what} was not seen in {timeout_s} s; failed: {failed}\n{self.tails()}"
+            time.sleep(0.05)
+
+    def steps(self) -> list[dict[str, Any]]:
+        file = self.run_dir / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [row for line in lines if line.endswith("}") and (row := json.loads(line))["kind"] == "step"]
+
+    def final(self) -> Snapshot:
+        return msgspec.json.decode((self.run_dir / "ledger.json").read_bytes(), type=Snapshot)
+
+    def log(self, name: str) -> str:
+        return (self.run_dir / "logs" / f"{name}.log").read_text(errors="replace")
+
+    def tails(self) -> str:
+        return "\n".join(f"--- {log.stem}\n" + log.read_text()[-1500:] for log in self.run_dir.glob("logs/*.log"))
+
+    def close(self) -> None:
+        """Nobody is left afterwards."""
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(20)
+        os.close(self._lifeline)
+        os.close(self._lifeline_held)
