@@ -9,8 +9,8 @@ Buckets that have arrived are in the model. So between the first of them and the
 weights are (`version` is None), and the engine stays paused until a whole version has come, by broadcast or from disk.
 
 A server that is stuck in a collective answers none of this and cannot be freed over HTTP, but comes free by itself when
-the one it waits for leaves or dies. It gets `control_timeout_s` for that, once more if it still answers questions (then
-it is probably not the one that hangs); after that it is lost.
+the one it waits for leaves or dies. It gets `control_timeout_s` for that, and three times more if it still answers
+questions: then it is probably not the one that hangs, which is found lost and ended meanwhile. After that it is lost.
 
 The cache of prefixes goes with the old weights, except in mode `in_place`, where requests hold on to it. Requests are
 never aborted from here. No torch.
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 _WAIT_SLICE_S: Final = 0.05
 _JOIN_SLACK_S: Final = 1.0
 """Rank 0's own deadline ends a rendezvous first."""
+_MORE_PATIENCE: Final = 3
 _BROKEN_WORDS: Final = ("receive weights", "gloo", "nccl", "connection", "timed out", "timeout")
 """In what a server says about a bucket that did not come, in contrast to one that it cannot use."""
 _STUDENT: Final = WeightVersion(0, 0)
@@ -288,7 +289,7 @@ class ServerWeights:
     def _call(self, path: str, body: dict[str, Any], deadline_s: float, interrupted: Interrupted) -> None:
         """A request during which the server may get stuck: it is not cancelled, which would change nothing, but left to
         `settle`. Raises GroupInterrupted, and GroupBroken past the deadline."""
-        patience_s = deadline_s - time.monotonic() + 3 * self._server.config.control_timeout_s
+        patience_s = deadline_s - time.monotonic() + (2 + _MORE_PATIENCE) * self._server.config.control_timeout_s
         self._pending = future = self._start(self._server.post(path, body, timeout_s=patience_s))
         while not wait_for([future], _WAIT_SLICE_S).done:
             reason = interrupted()
@@ -315,7 +316,7 @@ class ServerWeights:
 
     def _await_free(self) -> None:
         patience_s = self._server.config.control_timeout_s
-        if self.settle(patience_s) or (self._answers() and self.settle(patience_s)):
+        if self.settle(patience_s) or (self._answers() and self.settle(_MORE_PATIENCE * patience_s)):
             return
         reason = "stuck in a weight update that is over for everybody else"
         self._server.declare_lost(reason)
