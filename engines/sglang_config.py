@@ -1,4 +1,4 @@
-"""Settings of SGLang servers as engines, and of how they are started. No torch here, nor in anything that reads this."""
+"""Settings of SGLang servers as engines, and of how they are started. No torch here, nor in what reads this."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How a worker talks to its SGLang server (`engines.sglang_engine`, `engines.sglang_scorer`)."""
 
     api_key_env: str = ""
-    """Name of the environment variable that holds the bearer key of running servers (`urls`); empty = they ask for none.
-    Servers that the launcher starts get a new key for each run by themselves."""
+    """Name of the environment variable that holds the bearer key of running servers (`urls`); empty = they ask for
+    none. Servers that the launcher starts get a new key for each run by themselves."""
     max_concurrent: int = 64
     """Requests at the server at one time; the rest wait here."""
     update_mode: SwapMode = "retract"
-    """Running requests at a weight swap: `retract` recomputes their KV cache, `in_place` keeps it, `abort` ends them
-    and sends what they have so far as new requests. The first two hold a request's tokens back from the swap until it
-    ends, for only then does the server say which weights sampled which token; `abort` goes on streaming, and is what
-    is done where a server does not say it at all."""
+    """Running requests at a weight swap. `abort`: they are ended, and go on as new ones that recompute their KV cache;
+    `in_place`: the same, but they find their old KV cache again; `retract`: the server itself recomputes it, and what
+    it samples behind the swap is held back until the request ends, for only then does it say which weights sampled
+    which token. All are exact."""
     connect_timeout_s: float = 60.0
     """Until the server answers and its features are known."""
     control_timeout_s: float = 10.0
@@ -57,14 +57,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The SGLang servers that the launcher starts, one per worker. Not used with `urls`."""
 
     python: str = ""
-    """Interpreter that has SGLang; empty: .venv-sglang of this project where there is one, else the one that runs this."""
+    """Interpreter that has SGLang; empty: .venv-sglang of this project if there is one, else the one that runs this."""
     args: tuple[str, ...] = ()
     """Further arguments of sglang.launch_server, e.g. --mem-fraction-static,0.8; they win over ours."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where they run; auto: cuda when there is a GPU. With `urls` it is what the running servers say."""
     gpus: tuple[int, ...] = ()
-    """GPUs of these servers, `tp` for each in turn; one GPU may be named several times. Empty: those that are left over,
-    in order. Not used on a CPU."""
+    """GPUs of these servers, `tp` for each in turn; one GPU may be named several times. Empty: those that are left
+    over, in order. Not used on a CPU."""
     tp: int = 1
     """GPUs per server (--tp-size)."""
     host: str = "127.0.0.1"

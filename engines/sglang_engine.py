@@ -61,6 +61,8 @@ class _Live:
     request: GenerationRequest
     ids: list[int] = field(default_factory=list[int])
     """Tokens of the answer that were handed on: a restart goes on from here."""
+    cache_key: str = ""
+    """In mode in_place: the weights it began under, which is where in the prefix cache its own past is."""
     task: asyncio.Task[None] | None = None
     rid: str = ""
     """Name at the server while a stream is open; empty else."""
@@ -313,8 +315,9 @@ class SGLangEngine:
         live.restarting = False
         body = generate_body(live.request, live.ids, live.rid, self.features)
         if self._config.update_mode == "in_place":
-            # The prefix cache cannot be flushed while requests run: what old weights left there is not for these.
-            body["extra_key"] = self.labels.of(self._version)
+            # The prefix cache is not flushed: what old weights left there is for those that began under them.
+            live.cache_key = live.cache_key or self.labels.of(self._version)
+            body["extra_key"] = live.cache_key
         async with aclosing(self.server.stream("/generate", body)) as texts:
             async for text in texts:
                 live.heard_s = time.monotonic()
@@ -441,7 +444,8 @@ class SGLangEngine:
                     await asyncio.gather(*(self._tell_abort(rid) for rid in rids))
                     told_s = time.monotonic()
                 await asyncio.sleep(_CUT_POLL_S)
-            await self._flush()
+            if self._config.update_mode != "in_place":
+                await self._flush()
         else:
             await self.server.post("/pause_generation", {"mode": self._config.update_mode})
         await self._set_label(self.labels.updating(self._version))
@@ -478,8 +482,8 @@ class SGLangEngine:
 
     @property
     def _cuts(self) -> bool:
-        """Whether requests are cut at a swap."""
-        return self._config.update_mode == "abort" or not (self.features.version_spans and self.features.pausing)
+        """Whether requests are cut at a swap, and go on as new ones. In place their past stays in the prefix cache."""
+        return self._config.update_mode != "retract" or not (self.features.version_spans and self.features.pausing)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -33,7 +33,6 @@ class ServerInfo(msgspec.Struct, frozen=True):
     incremental_streaming_output: bool | None = None
     tp_size: int = 1
     device: str | None = None
-    skip_tokenizer_init: bool = False
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -79,8 +78,6 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """Has /weights_checker."""
     version_spans: bool
     """The last chunk says which weights sampled which token."""
-    exact_stamps: bool
-    """Tokens and updates reach the one who stamps on the same way: a stamp is never ahead of its token."""
     incremental_stream: bool
     """A chunk has the new tokens only, not all so far."""
     logprob_temperature: LogprobTemperature
@@ -99,8 +96,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
             "weight updates": "in sessions" if self.update_sessions else "without sessions",
             "pause and continue": "yes" if self.pausing else "no",
             "checksums": "yes" if self.checksums else "no",
-            "versions of tokens": "spans" if self.version_spans else "none: requests are cut at every swap",
-            "stamps": "exact" if self.exact_stamps else "may be ahead of tokens",
+            "versions of tokens": "spans" if self.version_spans else "no spans: requests are cut at every swap",
             "stream": "incremental" if self.incremental_stream else "cumulative",
             "log-probs": "of the temperature sampled at" if self.logprob_temperature == "as_sampled" else "at T = 1",
             "greedy log-probs": "at T = 1" if self.greedy_logprobs_at_one else "not at T = 1: greedy is refused",
@@ -151,7 +147,6 @@ async def detect_features(link: ServerLink) -> Features:
         labels_settable=await link.has_endpoint("/update_weight_version"),
         checksums=await link.has_endpoint("/weights_checker"),
         version_spans=spans,
-        exact_stamps=info.skip_tokenizer_init and spans,
         incremental_stream=incremental,
         logprob_temperature=_logprob_temperature(at_one, at_probe),
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,

@@ -229,3 +229,30 @@ def test_a_server_that_another_one_has_replaced_is_lost(own_student: Server, oth
     with pytest.raises(ServerLost, match="not the same server"):
         engine.poll(0.0)
     engine.close()
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+def test_tokens_behind_a_swap_are_handed_on_while_their_request_still_runs(
+    own_student: Server, other_weights: Path, mode: SwapMode
+) -> None:
+    engine = SGLangEngine(own_student.url, SGLangConfig(update_mode=mode), vocab_size=VOCAB)
+    name = "long"
+    engine.submit(request(name, [100, 65], 900))
+    versions: list[WeightVersion] = []
+    step, n_swaps = 0, 0
+    while n_swaps < 6:
+        for delta in engine.poll(1.0):
+            versions += [span.version for span in delta.spans]
+            if delta.finish_reason is not None:  # it ended by chance: another one takes its place
+                name = f"{name}+"
+                engine.submit(request(name, [100 + len(name), 65], 900))  # nothing in common
+        if versions and versions[-1] == WeightVersion(0, step):
+            step, n_swaps = step + 1, n_swaps + 1
+            engine.pause(10.0)
+            update_from_disk(own_student, other_weights, WeightVersion(0, step), flush_cache=mode != "in_place")
+            engine.resume(WeightVersion(0, step), 10.0)
+    restarts, cached = (engine.stats.extra[key] for key in ("restarted_requests_total", "prompt_tokens_cached_total"))
+    engine.close()
+
+    assert restarts > 0
+    assert (cached > 0) == (mode == "in_place")
