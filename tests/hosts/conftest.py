@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from launch import preflight
 from launch.command_line import parse_arguments, resolve_config
 from launch.config_file import write_config
 from launch.roles import ENTRIES, StartRole
@@ -36,7 +37,8 @@ class HostRun:
         self._run_id = f"hosts-{secrets.token_hex(4)}"
         self._address = f"tcp://{network.address('buffer')}:{BUFFER_PORT}"
         addresses = (f"--buffer.bind={self._address}", f"--learner.publish.host={network.address('learner')}")
-        write_config(resolve_config(parse_arguments([*arguments, *addresses])), run_dir / "config.yaml")
+        checked = preflight.check(resolve_config(parse_arguments([*arguments, *addresses])))
+        write_config(checked.config, run_dir / "config.yaml")
         self._lifeline, self._lifeline_held = os.pipe()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
