@@ -1,0 +1,173 @@
+"""What a hostile or broken peer can do to the server's memory and log, over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+
+from protocol import connections
+from protocol import messages as m
+from protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, decode, encode
+from protocol.errors import MessageTooLarge
+from protocol.ratelimit import RateLimitedLog, in_one_line
+from protocol.router import WAITING_MESSAGES, Router
+from protocol.sockets import FromRouter, new_socket, send_frames
+
+MAX_UNREAD_BYTES = 8 << 20
+POLLS = 1000
+"""Of 20 ms: how long a test waits for what must come."""
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest) -> Iterator[Router]:
+    """Its bound of unread bytes: the test's parameter, if it has one."""
+    max_unread_bytes: int = getattr(request, "param", MAX_UNREAD_BYTES)
+    log = RateLimitedLog(logging.getLogger(__name__))
+    router = Router("tcp://127.0.0.1:0", keys=None, log=log, max_unread_bytes=max_unread_bytes)
+    yield router
+    router.close(linger_s=0)
+
+
+@pytest.fixture
+def dealer(router: Router) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = new_socket(context, zmq.DEALER)
+    socket.connect(router.address)
+    yield socket
+    context.destroy(linger=0)
+
+
+def wait_until(router: Router, true: Callable[[], bool]) -> None:
+    for _ in range(POLLS):
+        if true():
+            return
+        router.wait(0.02)
+    raise AssertionError(f"it never came: {router.refused}")
+
+
+def receive(router: Router) -> FromRouter:
+    for _ in range(POLLS):
+        if (received := router.receive()) is not None:
+            return received
+        router.wait(0.02)
+    raise AssertionError("nothing came")
+
+
+def zmtp_connection(router: Router) -> socket.socket:
+    """A DEALER made by hand, for what no ZeroMQ library would send. The handshake of RFC 23, without encryption."""
+    host, port = router.address.removeprefix("tcp://").split(":")
+    tcp = socket.create_connection((host, int(port)), timeout=20.0)
+    tcp.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+    assert len(tcp.recv(64, socket.MSG_WAITALL)) == 64
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    tcp.sendall(bytes([4, len(ready)]) + ready)
+    return tcp
+
+
+def send_parts(tcp: socket.socket, at_most_bytes: int) -> int:
+    """Frames each of which says that another one follows, until cut. Returns how many bytes went out."""
+    frame = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)
+    sent_bytes = 0
+    while sent_bytes < at_most_bytes:
+        try:
+            tcp.sendall(frame)
+        except ConnectionError:
+            break
+        sent_bytes += len(frame)
+    return sent_bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has brought")
+def test_a_message_without_an_end_is_cut_and_the_others_go_on(
+    router: Router, dealer: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmtp_connection(router) as flood, ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(send_parts, flood, 100 * MAX_UNREAD_BYTES)
+        wait_until(router, flooding.done)
+        assert flooding.result() < 100 * MAX_UNREAD_BYTES, "nobody stopped it"
+    assert router.refused == {"endless_message": 1}
+    assert "refused (endless_message) a connection from 127.0.0.1:" in caplog.text
+    send_frames(dealer, [b"hello"])
+    assert receive(router).frames == [b"hello"]
+    assert router.receive() is None
+
+
+def test_who_sends_much_while_the_server_is_busy_is_held_up_and_not_cut(
+    router: Router, dealer: zmq.Socket[bytes]
+) -> None:
+    n_messages, frame = 8 * WAITING_MESSAGES, bytes(1 << 13)  # four times what may be unread
+    dealer.set(zmq.SNDHWM, 0)
+    for _ in range(n_messages):
+        send_frames(dealer, [frame, frame])
+    for _ in range(20):
+        router.wait(0.02)  # time to look at the connections, but nothing is read
+    assert [len(receive(router).frames) for _ in range(n_messages)] == [2] * n_messages
+
+
+def test_long_use_of_a_connection_is_no_flood(router: Router, dealer: zmq.Socket[bytes]) -> None:
+    for _ in range(10):
+        for _ in range(100):
+            send_frames(dealer, [bytes(1 << 14)] * 2)
+        for _ in range(100):
+            receive(router)
+        router.wait(0.1)
+    assert router.refused == {}
+
+
+def test_more_frames_than_a_message_may_have_are_refused_without_keeping_them(
+    router: Router, dealer: zmq.Socket[bytes]
+) -> None:
+    send_frames(dealer, [b""] * (2 * MAX_FRAMES))
+    send_frames(dealer, encode(m.SnapshotWanted()))
+    frames = receive(router).frames
+    assert len(frames) < MAX_FRAMES + 10
+    with pytest.raises(MessageTooLarge):
+        decode(frames)
+    assert decode(receive(router).frames).message == m.SnapshotWanted()
+
+
+@pytest.mark.parametrize("router", [connections.MAX_UNREAD_BYTES], indirect=True)
+def test_a_frame_above_the_limit_is_received_so_that_its_sender_can_be_told(
+    router: Router, dealer: zmq.Socket[bytes]
+) -> None:
+    send_frames(dealer, [bytes(MAX_FRAME_BYTES + 1)])
+    received = receive(router)
+    with pytest.raises(MessageTooLarge):
+        decode(received.frames)
+
+
+@pytest.mark.parametrize("text", ["GET / HTTP/1.1\r\n\r\n", "\x00\x01\x02", "\x16\x03\x01\x02\x00"])
+def test_who_hangs_up_in_the_handshake_is_counted(router: Router, text: str) -> None:
+    host, port = router.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as tcp:
+        tcp.sendall(b"\xff" + text.encode("latin-1"))
+    wait_until(router, lambda: router.refused == {"failed_handshake": 1})
+
+
+def test_peers_that_come_and_go_are_no_failures(router: Router) -> None:
+    for _ in range(3):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        peers = [new_socket(context, zmq.DEALER) for _ in range(20)]
+        for peer in peers:
+            peer.connect(router.address)
+            send_frames(peer, [b"hello"])
+        for _ in range(20):
+            receive(router)
+        context.destroy(linger=0)
+        router.wait(0.05)
+    for _ in range(5):
+        router.wait(0.02)
+    assert router.refused == {}
+
+
+def test_what_a_peer_says_fits_in_one_line_of_log() -> None:
+    assert in_one_line("all fine") == "all fine"
+    assert in_one_line("a\nWARNING forged\r\x1b[2J") == "a?WARNING forged??[2J"
+    assert in_one_line("x" * 10_000) == "x" * 200 + "... (10000 characters)"
