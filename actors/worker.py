@@ -30,6 +30,7 @@ from engines.base import GenerationEngine
 from protocol.client import Client
 from protocol.codec import Received
 from protocol.context import ExitCode, RoleContext
+from protocol.keys import run_client_keys
 from protocol.messages import (
     CancelRollout,
     Hello,
@@ -194,7 +195,7 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         vocab_fingerprint=source.fingerprint,
     )
     with ExitStack() as stack:
-        client = stack.enter_context(Client(ctx.buffer_address, hello))
+        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "actor")))
         student = source.start(client.wake)
         stack.callback(student.engine.close)
         welcome = client.connect()

@@ -6,6 +6,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from protocol.addresses import is_local
+
 Sync: TypeAlias = Literal["process", "disk"]
 Release: TypeAlias = Literal["rollout", "segment", "deadline"]
 
@@ -15,6 +17,11 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     bind: str = "tcp://127.0.0.1:0"
     """Address the server binds to; port 0 lets the system choose."""
+    encrypt: Literal["auto", "on", "off"] = "auto"
+    """Encrypt the links to the buffer and the weight control channel, and let in only who has a key of this run
+    (SECURITY.md). auto: on, unless `bind` can be reached from this machine alone."""
+    allow_plain_network: bool = False
+    """Needed for encrypt = off where other machines reach `bind`: they can then read all of it, and take part."""
     heartbeat_s: float = 1.0
     """Peers are told to send a heartbeat at least this often."""
     peer_timeout_s: float = 10.0
@@ -64,7 +71,16 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     journal_memory_mb: int = 64
     """MiB of journal that may wait in memory when it cannot be written at all; then everything stops."""
 
+    @property
+    def encrypted(self) -> bool:
+        return self.encrypt == "on" or (self.encrypt == "auto" and not is_local(self.bind))
+
     def __post_init__(self) -> None:
+        if not self.encrypted and not is_local(self.bind) and not self.allow_plain_network:
+            raise ValueError(
+                f"buffer.encrypt is off, and other machines reach buffer.bind ({self.bind}): whoever does could read "
+                "and feed this run. Leave encrypt at auto, or say buffer.allow_plain_network = true as well"
+            )
         at_least_zero = {
             "max_staleness": self.max_staleness,
             "max_held_segments": self.max_held_segments,

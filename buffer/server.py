@@ -29,7 +29,8 @@ from buffer.image import release_hash
 from buffer.loop import BufferLoop, SigtermCount
 from buffer.recovery import Beginning, Started, start
 from protocol.context import ExitCode
-from protocol.errors import LocalProtocolError
+from protocol.errors import KeysUnusable, LocalProtocolError
+from protocol.keys import KEYS, load_server_keys
 from protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
 from protocol.server import Server
 
@@ -119,10 +120,11 @@ def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Star
                 vocab_fingerprint=beginning.vocab_fingerprint,
                 heartbeat_s=config.heartbeat_s,
                 peer_timeout_s=config.peer_timeout_s,
+                keys=load_server_keys(run_dir / KEYS) if config.encrypted else None,
                 restored=started.book,
             )
         except LocalProtocolError as error:
-            if former is None:
+            if former is None or isinstance(error, KeysUnusable):
                 raise
             if time.monotonic() > deadline_s:
                 raise LocalProtocolError(

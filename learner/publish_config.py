@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from protocol.addresses import is_local
+
 PublishDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
 
 _BUCKET_UNIT_BYTES = 64
@@ -23,7 +25,10 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     nothing where the actors run in it."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner; the store, the control channel and gloo listen on
-    it and on nothing else. They ask nobody for a password: use a private network."""
+    it and on nothing else."""
+    allow_plain_network: bool = False
+    """Needed where other machines reach `host`: neither torch's store nor gloo nor NCCL can encrypt or ask who comes, so
+    whoever reaches them can read the weights and disturb their sending. Say it on a private network only."""
     store_port: int = 0
     """TCP port of the store. 0: the system chooses (it is told in every WeightPlan). For SGLang servers each group has
     a store of its own, one after the other on this port."""
@@ -64,6 +69,11 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if not self.host:
             raise ValueError("host is empty; expected an address of this machine that the actors can reach")
+        if not is_local(self.host) and not self.allow_plain_network:
+            raise ValueError(
+                f"host is {self.host}, which other machines reach, and weights are sent without encryption (torch has "
+                "none). On a network where that is fine say learner.publish.allow_plain_network = true"
+            )
         for name in ("store_port", "control_port"):
             port: int = getattr(self, name)
             if not 0 <= port <= 65535:

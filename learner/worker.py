@@ -28,6 +28,7 @@ from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
+from protocol.keys import run_client_keys
 from protocol.messages import (
     Hello,
     PostWeightPlan,
@@ -134,7 +135,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
         vocab_fingerprint=token_map_fingerprint(start.tokenizer),
     )
     with ExitStack() as stack:
-        client = stack.enter_context(Client(ctx.buffer_address, hello))
+        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "learner")))
         welcome = client.connect()
         version = _first_version(start, welcome)
         loop = _make_loop(ctx, start, client, version, stack)

@@ -26,6 +26,7 @@ import numpy as np
 from engines.base import Float32s, Int32s, ScoreRequest, ScoringEngine
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
+from protocol.keys import run_client_keys
 from protocol.messages import Hello, ScoreCredit, ScoreFailed, ScoreItem, Scores, ScoresAck, ScoreWork, Shutdown
 from teachers.config import TeacherConfig
 
@@ -275,7 +276,8 @@ def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) 
         vocab_fingerprint=source.fingerprint,
         pool=config.pool,
     )
-    with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello) as client:
+    keys = run_client_keys(ctx.run_dir, "teacher")
+    with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello, keys=keys) as client:
         client.connect()
         ended_well = TeacherWorker(client, engine, config).run()
         client.flush(FLUSH_TIMEOUT_S)

@@ -21,6 +21,7 @@ from launch.command_line import parse_arguments, resolve_config
 from launch.config_file import write_config
 from launch.roles import ENTRIES, StartRole
 from protocol.context import WorkerRole
+from protocol.keys import KEYS, make_keys
 from protocol.messages import Snapshot
 from tests.hosts.network import Network, environment
 
@@ -36,9 +37,14 @@ class HostRun:
         self._network = network
         self._run_id = f"hosts-{secrets.token_hex(4)}"
         self._address = f"tcp://{network.address('buffer')}:{BUFFER_PORT}"
-        addresses = (f"--buffer.bind={self._address}", f"--learner.publish.host={network.address('learner')}")
+        addresses = (
+            f"--buffer.bind={self._address}",
+            f"--learner.publish.host={network.address('learner')}",
+            "--learner.publish.allow_plain_network=true",
+        )
         checked = preflight.check(resolve_config(parse_arguments([*arguments, *addresses])))
         write_config(checked.config, run_dir / "config.yaml")
+        make_keys(run_dir / KEYS)  # beyond loopback links are encrypted, and all hosts see this folder
         self._lifeline, self._lifeline_held = os.pipe()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
