@@ -15,7 +15,11 @@ import sys
 import threading
 from typing import Final
 
+import psutil
+
 PR_SET_PDEATHSIG: Final = 1
+LEAVE_WAIT_S: Final = 1.0
+KILLED_WAIT_S: Final = 5.0
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -69,3 +73,16 @@ def thread_count() -> int:
     if sys.platform == "linux":
         return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - counts entries, opens nothing
     return threading.active_count()
+
+
+def sweep() -> list[str]:
+    """Kill what is left of this process's descendants, which should be nothing; says what it was."""
+    told: list[str] = []
+    left = psutil.Process().children(recursive=True)
+    _, left = psutil.wait_procs(left, timeout=LEAVE_WAIT_S)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            told.append(f"{process.pid} {process.name()}")
+            process.kill()
+    psutil.wait_procs(left, timeout=KILLED_WAIT_S)
+    return told

@@ -7,6 +7,7 @@ runs/<name>/   config.yaml    the resolved configuration; a run can be started a
                buffer.json    where the buffer listens
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
                summary.json   written at the end of every run
+               servers/       <worker>.json, what its inference server can do
                checkpoints/, tensorboard/ and the rest belong to the learner
 runs/latest    -> the run started last
 """
@@ -30,6 +31,8 @@ RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted"]
 RUNS: Final = Path("runs")
 CHECKPOINTS: Final = "checkpoints"
 """Folder of the learner's checkpoints in a run folder (`learner.worker.CHECKPOINTS`, which would import torch)."""
+SERVERS: Final = "servers"
+"""Folder in a run folder in which each worker on an inference server writes down what that can do."""
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +81,8 @@ class RunFolder:
             (path / "logs").mkdir(exist_ok=True)
             for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json"):
                 _set_aside(path / stale, former)
+            for stale in (path / SERVERS).glob("*.json"):
+                stale.unlink()
             name = former.name if former is not None else path.name
             record = RunRecord(
                 name=name,

@@ -11,9 +11,8 @@ from typing import Final
 import msgspec
 
 from engines.sglang_features import Features
+from launch.runfolder import SERVERS
 
-FOLDER: Final = "servers"
-"""In the run folder; each worker leaves `<worker>.json` there when it has connected to its server."""
 NAMES_SHOWN: Final = 8
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class ServerSeen(msgspec.Struct, frozen=True):
 def features_of_run(run_dir: Path) -> str:
     """For the status; empty where no worker has a server."""
     found: list[tuple[str, Features]] = []
-    for file in sorted((run_dir / FOLDER).glob("*.json")):
+    for file in sorted((run_dir / SERVERS).glob("*.json")):
         try:
             found.append((file.stem, msgspec.json.decode(file.read_bytes(), type=ServerSeen).features))
         except (OSError, msgspec.DecodeError) as error:

@@ -13,7 +13,6 @@ The second Ctrl-C goes straight to SIGKILL.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import signal
@@ -21,14 +20,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-import psutil
-
 from engines.sglang_http import API_KEY_VARIABLE
 from launch.buffer_link import BufferLink, read_address
 from launch.config import RunConfig
 from launch.crew import ROLES, Crew
 from launch.figures import RunView
-from launch.memory import tree_memory_bytes
+from launch.lifeline import sweep
+from launch.memory import MemoryGauge
 from launch.processes import Exited, Notice, Processes, Started
 from launch.restarts import RestartBudget
 from launch.roles import ENTRIES
@@ -54,8 +52,6 @@ BUFFER_ALONE_S: Final = 2.0
 FAILED_WORD_S: Final = 1.0
 WORD_S: Final = 3.0
 """How long after the learner's or the buffer's exit the Shutdown message may still come."""
-MEMORY_SAMPLING_SHARE: Final = 0.02
-"""Of one core, at most, for sampling memory."""
 SERVER_GRACE_S: Final = 5.0
 """How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
 KILLED_WAIT_S: Final = 5.0
@@ -112,8 +108,7 @@ class Supervisor:
         self._left: tuple[str, float, int] | None = None
         """Learner or buffer, when it left well before the launcher heard that the run is over."""
         self._ready_s: float | None = None
-        self._peak_memory_bytes = 0
-        self._memory_due_s = 0.0
+        self._memory = MemoryGauge(config.launch.memory_every_s)
 
     def run(self) -> Outcome:
         """Start, watch, stop. Does not raise for what goes wrong in the run: the outcome says it."""
@@ -130,7 +125,7 @@ class Supervisor:
             ending=self._after_all(self._ending),
             ready_s=self._ready_s,
             wall_s=time.monotonic() - self._began_s,
-            peak_memory_bytes=self._peak_memory_bytes,
+            peak_memory_bytes=self._memory.peak_bytes,
             snapshot=self._link.snapshot if self._link is not None else None,
             restarts=dict(self._budget.totals),
             exit_codes={name: worker.exit_codes for name, worker in self._crew.workers.items()},
@@ -161,7 +156,7 @@ class Supervisor:
             self._ready_s = time.monotonic() - self._began_s
             self._status.say(f"all {len(self._crew.workers) - 1} workers are ready after {self._ready_s:.1f} s")
             self._say_features()
-            self._sample_memory()
+            self._memory.sample()
             self._until(lambda: False, None, str)
 
     def _buffer_listens(self) -> bool:
@@ -217,8 +212,7 @@ class Supervisor:
             self._start_due(now_s)
             self._end_without_word(now_s)
         self._status.show(self._view(now_s))
-        if now_s > self._memory_due_s:
-            self._sample_memory()
+        self._memory.sample_when_due()
 
     def _exited(self, event: Exited) -> None:
         worker = self._crew.workers[event.name]
@@ -334,14 +328,6 @@ class Supervisor:
         self._ending = Ending(ok, reason, int(exit_code))
         self._status.say(f"the run is over: {reason}" if ok else f"the run ends: {reason}")
 
-    def _sample_memory(self) -> None:
-        """With many processes a sample costs a good part of a second of CPU: then they are taken further apart."""
-        began_s = time.process_time()
-        self._peak_memory_bytes = max(self._peak_memory_bytes, tree_memory_bytes())
-        cost_s = time.process_time() - began_s
-        wait_s = max(self._config.launch.memory_every_s, cost_s / MEMORY_SAMPLING_SHARE)
-        self._memory_due_s = time.monotonic() + wait_s
-
     def _view(self, now_s: float) -> RunView:
         return RunView(
             now_s=now_s,
@@ -350,7 +336,7 @@ class Supervisor:
             snapshot=self._link.snapshot if self._link is not None else None,
             workers={name: worker.running for name, worker in self._crew.workers.items()},
             restarts=sum(self._budget.totals.values()),
-            memory_bytes=self._peak_memory_bytes,
+            memory_bytes=self._memory.peak_bytes,
             ending=self._ending.reason if self._ending is not None else None,
             servers_up=sum(slot.state == "up" for slot in self._servers.slots.values()),
             servers=len(self._servers.slots),
@@ -365,8 +351,8 @@ class Supervisor:
 
     def _stop(self) -> None:
         """However the run went: afterwards no process of it is left."""
-        if self._peak_memory_bytes == 0:
-            self._sample_memory()
+        if self._memory.peak_bytes == 0:
+            self._memory.sample()
         try:
             if self._link is not None and self._link.shutdown is not None:
                 self._link.close()
@@ -389,7 +375,8 @@ class Supervisor:
                 self._link.close()
             self._processes.close()
             self._servers.close()
-            self._sweep()
+            for left in sweep():
+                self._status.say(f"a process was left behind and is killed: {left}")
 
     def _dismiss(self, workers: list[Worker]) -> None:
         """SIGTERM, a grace, SIGKILL."""
@@ -439,13 +426,3 @@ class Supervisor:
             if ending.ok and code not in (ExitCode.OK, ExitCode.TERMINATED):
                 return Ending(False, f"{worker.name} {said(code)} when the run was over", int(ExitCode.FAILED))
         return ending
-
-    def _sweep(self) -> None:
-        """Nothing should be left here; what is, is a bug of ours, is killed, and is said."""
-        left = psutil.Process().children(recursive=True)
-        _, left = psutil.wait_procs(left, timeout=1.0)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._status.say(f"a process was left behind and is killed: {process.pid} {process.name()}")
-                process.kill()
-        psutil.wait_procs(left, timeout=KILLED_WAIT_S)
