@@ -3,9 +3,8 @@ logits are made, compared and differentiated `chunk_tokens` rows at a time, in o
 
     loss = sum_t weight_t * D(p_t, q_t)          p_t = softmax(head(hidden_t)), at temperature 1
 
-The weights are known before (that is what makes one pass enough): the forward pass leaves the gradients of hidden
-states and head behind, the backward pass multiplies them by one number. Neither [T, V] logits nor [T, V] softmax ever
-exist; no head product is done twice.
+The weights are known before, which is what makes one pass enough (engines.one_pass). Neither [T, V] logits nor [T, V]
+softmax ever exist; no head product is done twice.
 
 Legend: T positions, H hidden size, V tokens of the vocabulary, K tokens of a top-k set, C positions of one chunk.
 """
@@ -13,13 +12,14 @@ Legend: T positions, H hidden size, V tokens of the vocabulary, K tokens of a to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engines.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
-from learner.objectives.distributions import LOG_TAIL_FLOOR, PADDING, Bucketed, DistributionFn, DistributionOptions
+from engines.one_pass import one_pass_loss
+from learner.objectives.distributions import LOG_TAIL_FLOOR, PADDING, DistributionFn, DistributionOptions
 
 MASS_ROUNDING = 1e-3
 """The probabilities of a top-k set may sum to this much more than 1."""
@@ -176,16 +176,18 @@ def head_divergence(
         raise ValueError(f"vocab_tokens {vocab_tokens}; expected 1 to {rows}, the rows of the student's head")
     if weight_T.shape != hidden_TH.shape[:1]:
         raise ValueError(f"{tuple(weight_T.shape)} weights for {hidden_TH.shape[0]} hidden states; expected [T]")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens {chunk_tokens}; expected at least 1")
     teacher.check(hidden_TH.shape[0], vocab_tokens)
-    cut = cut_to_vocabulary(head, vocab_tokens)
-    how = _How(teacher, divergence, options or DistributionOptions(), chunk_tokens, cut.scale, cut.softcap)
-    outputs = cast(
-        tuple[Tensor, Tensor],
-        _OnePass.apply(hidden_TH, cut.weight_VH, cut.bias_V, weight_T.detach(), how),
-    )
-    return HeadDivergence(*outputs)
+    chosen = options or DistributionOptions()
+    divergence_T = hidden_TH.new_zeros(hidden_TH.shape[0], dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
+
+    def chunk_loss(z_CV: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+        divergence_C, grad_CV = teacher.compare(z_CV, place, divergence, chosen)
+        divergence_T[place] = divergence_C
+        weight_C = weight_T[place].detach().to(grad_CV.dtype)
+        return weight_C * divergence_C, grad_CV.mul_(weight_C[:, None])
+
+    head = cut_to_vocabulary(head, vocab_tokens)
+    return HeadDivergence(one_pass_loss(head, hidden_TH, chunk_loss, chunk_tokens=chunk_tokens), divergence_T)
 
 
 def cut_to_vocabulary(head: LmHead, vocab_tokens: int) -> LmHead:
@@ -196,73 +198,7 @@ def cut_to_vocabulary(head: LmHead, vocab_tokens: int) -> LmHead:
     return LmHead(head.weight_VH[:vocab_tokens], bias_V, head.scale, head.softcap)
 
 
-@dataclass(frozen=True)
-class _How:
-    teacher: Teacher
-    divergence: DistributionFn
-    options: DistributionOptions
-    chunk_tokens: int
-    scale: float
-    softcap: float | None
-
-
-class _OnePass(torch.autograd.Function):
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, weight_T: Tensor, how: _How
-    ) -> tuple[Tensor, Tensor]:
-        head = LmHead(weight_VH, bias_V, how.scale, how.softcap)
-        out = torch.promote_types(hidden_TH.dtype, torch.float32)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        accumulate = torch.promote_types(weight_VH.dtype, torch.float32)
-        grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if needs_weight else None
-        grad_bias_V = torch.zeros_like(weight_VH[:, 0], dtype=accumulate) if needs_bias else None
-        divergence_T = hidden_TH.new_empty(hidden_TH.shape[0], dtype=out)
-        for start in range(0, hidden_TH.shape[0], how.chunk_tokens):
-            chunk = slice(start, start + how.chunk_tokens)
-            hidden_CH = hidden_TH[chunk]
-            z_CV = head.logits(hidden_CH)
-            capped_CV = None if how.softcap is None else 1.0 - (z_CV / how.softcap).square()
-            divergence_T[chunk], grad_CV = how.teacher.compare(z_CV, chunk, how.divergence, how.options)
-            grad_CV.mul_(weight_T[chunk, None].to(grad_CV.dtype) * how.scale)
-            if capped_CV is not None:
-                grad_CV.mul_(capped_CV)
-            grad_CV = grad_CV.to(hidden_TH.dtype)
-            if grad_hidden_TH is not None:
-                grad_hidden_TH[chunk] = grad_CV @ weight_VH
-            if grad_weight_VH is not None:
-                if accumulate == hidden_TH.dtype:
-                    grad_weight_VH.addmm_(grad_CV.T, hidden_CH)  # without a [V, H] of its own
-                else:
-                    grad_weight_VH.add_(grad_CV.T @ hidden_CH)
-            if grad_bias_V is not None:
-                grad_bias_V.add_(grad_CV.sum(dim=0))
-        ctx.gradients = (grad_hidden_TH, grad_weight_VH, grad_bias_V)
-        ctx.dtype = weight_VH.dtype
-        ctx.mark_non_differentiable(divergence_T)
-        return (weight_T.to(out) * divergence_T).sum(), divergence_T
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        if ctx.gradients is None:
-            raise RuntimeError("head_divergence keeps its gradients for one backward pass; compute the loss again")
-        hidden_TH, weight_VH, bias_V = cast(tuple[Tensor | None, ...], ctx.gradients)
-        ctx.gradients = None  # handed over, and scaled in place: a copy of a head's gradient is gigabytes
-        return (
-            None if hidden_TH is None else hidden_TH.mul_(grad),
-            None if weight_VH is None else weight_VH.mul_(grad).to(ctx.dtype),
-            None if bias_V is None else bias_V.mul_(grad).to(ctx.dtype),
-            None,
-            None,
-        )
-
-
 def _padded(top_CK: Tensor, tail_C1: Tensor, valid_CK: Tensor, has_tail_C1: Tensor) -> Tensor:
     """[C, K + 1] log-probs of the buckets, PADDING where there is none."""
     top_CK = torch.where(valid_CK, top_CK, PADDING)
     return torch.cat([top_CK, torch.where(has_tail_C1, tail_C1, PADDING)], dim=1)
-
-
-__all__ = ["Bucketed", "HeadDivergence", "Teacher", "TopKTeacher", "WholeTeacher", "head_divergence"]
