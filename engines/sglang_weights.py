@@ -43,6 +43,7 @@ _WAIT_SLICE_S: Final = 0.05
 _JOIN_SLACK_S: Final = 1.0
 """Rank 0's own deadline ends a rendezvous first."""
 _MORE_PATIENCE: Final = 3
+_FORMER_GROUPS: Final = 8
 _BROKEN_WORDS: Final = ("receive weights", "gloo", "nccl", "connection", "timed out", "timeout")
 """In what a server says about a bucket that did not come, in contrast to one that it cannot use."""
 _STUDENT: Final = WeightVersion(0, 0)
@@ -64,6 +65,7 @@ class ServerWeights:
         self._known = engine.weights_known
         self._paused = False
         self._session_open = False
+        self._joined_before = False
         self._group_name: str | None = None
         self._pending: Future[bytes] | None = None
         self._stats = {
@@ -96,6 +98,9 @@ class ServerWeights:
         self._load_from(str(path.parent), ref.version)
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
+        if not self._joined_before:
+            self._joined_before = True
+            self._leave_for_the_dead(plan.group_name)
         self._group_name = plan.group_name
         body = {
             "master_address": plan.host,
@@ -157,6 +162,19 @@ class ServerWeights:
             log.warning("leaving weight group %s: %s", self._group_name, error)
         self._session_open = False
         self._group_name = None
+
+    def _leave_for_the_dead(self, group_name: str) -> None:
+        """Out of the groups of this learner that an actor before this one took the server into, and died: as long as it
+        is in one, servers that wait for it there do not come free."""
+        stem, _, epoch = group_name.rpartition("-")
+        for former in range(max(1, int(epoch) - _FORMER_GROUPS), int(epoch)):
+            try:
+                self._post("/destroy_weights_update_group", {"group_name": f"{stem}-{former}"})
+                log.info("%s: out of weight group %d, which a former actor left it in", self._server.url, former)
+            except RequestRefused:
+                continue  # it is not in this one
+            except ServerUnavailable as error:
+                raise WeightsRefused(str(error)) from error
 
     # --------------------------------------------------------------------------------------- parts of a round
 

@@ -443,7 +443,7 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     ranks_per_member: int = 1
     """Above 1: the tensor-parallel ranks of a server."""
     group_name: str = ""
-    """Of the process group; unique over all learners that a server ever sees."""
+    """Of the process group: unique over all learners that a server ever sees, but for the group epoch at its end."""
 
 
 class PostWeightPlan(msgspec.Struct, frozen=True, tag=True):
