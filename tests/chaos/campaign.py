@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -22,6 +23,8 @@ from tests.chaos.harness import PATIENT, TASK, Run, marked, proxied_run
 from tests.chaos.tap import read_tap
 
 LOOK_EVERY_S: Final = 0.1
+LAST_FAULT_AT: Final = 0.85
+"""Of the steps."""
 LEFTOVER_WAIT_S: Final = 5.0
 LOG_TROUBLE: Final = ("Traceback (most recent call last)", " CRITICAL ", "THE LEDGER DOES NOT BALANCE")
 
@@ -39,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     max_staleness: int = 2
     gap_s: tuple[float, float] = (0.5, 2.5)
-    """Between two faults, evenly drawn."""
+    """Between two faults, evenly drawn; less where the run would be over before the last of them."""
     end_timeout_s: float = 120.0
     """How long the run may take without a step once the faults are over."""
     disk_mib: int = 0
@@ -136,7 +139,8 @@ def _storm(
     missed = 0
     began_s = time.monotonic()
     while len(struck) < plan.faults and run.running:
-        _watch(run, proxy, struck, rng.uniform(*plan.gap_s))
+        due_step = LAST_FAULT_AT * plan.steps * (len(struck) + 1) / plan.faults
+        _watch(run, proxy, struck, rng.uniform(*plan.gap_s), due_step)
         names = {role: run.names(role) for role in ("actor", "teacher", "learner", "buffer")}
         fault = draw(rng, plan.kinds, names, plan.roles)
         if not run.running or len(run.steps()) >= plan.steps:
@@ -150,10 +154,10 @@ def _storm(
     return struck, missed
 
 
-def _watch(run: Run, proxy: Proxy, struck: Sequence[Struck], seconds: float) -> None:
-    """Sleep, and note who is at work again."""
+def _watch(run: Run, proxy: Proxy, struck: Sequence[Struck], seconds: float, step: float = math.inf) -> None:
+    """Sleep so long, or until that step, and note who is at work again."""
     until_s = time.monotonic() + seconds
-    while run.running:
+    while run.running and len(run.steps()) < step:
         useful_s = proxy.look().useful_s
         for one in struck:
             at_work_s = max(useful_s.values(), default=0.0) if one.fault.target in ("run", "buffer-0") else (

@@ -68,6 +68,8 @@ class Run:
     def __init__(self, run_dir: Path, arguments: Sequence[str], mark: str) -> None:
         self.run_dir = run_dir
         self.mark = mark
+        self._steps: list[dict[str, Any]] = []
+        self._read_bytes = 0
         self._output = run_dir.with_name(f"{run_dir.name}.out")
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
@@ -95,11 +97,18 @@ class Run:
             time.sleep(0.02)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Step lines of metrics.jsonl, those of abandoned branches included."""
+        """Step lines of metrics.jsonl so far, those of abandoned branches included."""
         file = self.run_dir / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return [row for row in rows if row["kind"] == "step"]
+        if file.exists():
+            with file.open("rb") as lines:
+                lines.seek(self._read_bytes)
+                for line in lines:
+                    if not line.endswith(b"\n"):  # being written
+                        break
+                    self._read_bytes += len(line)
+                    row = json.loads(line)
+                    self._steps += [row] if row["kind"] == "step" else []
+        return self._steps
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
