@@ -227,7 +227,9 @@ def measure(clients: Sequence[BareClient | Actor], server_pid: int, turn: int) -
         server, client = CpuClock(server_pid), CpuClock(clients[which].process.pid)
         before = server.read_s(), client.read_s()
         tokens, wall_s = clients[which].round()
-        found[kinds[which]] = Figures(tokens, wall_s, server.read_s() - before[0], client.read_s() - before[1])
+        figures = Figures(tokens, wall_s, server.read_s() - before[0], client.read_s() - before[1])
+        print(f"round {turn}: {kinds[which]:>9} {figures.per_s:7,.0f} tokens/s", file=sys.stderr, flush=True)
+        found[kinds[which]] = figures
     return found
 
 
