@@ -49,6 +49,8 @@ class Shape:
     """Rollouts of one actor at a time."""
     pause_s: float = 0.0
     """Of an actor after each segment."""
+    step_s: float = 0.0
+    """What the learner takes for a batch."""
 
     @property
     def n_segments(self) -> int:
@@ -223,6 +225,7 @@ class SyntheticRun:
                     case Received(m.Batch() as batch, arrays) if batch.version == version:
                         version = WeightVersion(0, version.step + 1)
                         self._train(batch, arrays)
+                        time.sleep(shape.step_s)
                         client.send(m.BatchTrained(batch.batch_id, version))
                         self.broadcast = version
                         client.send(m.VersionPublished(version, None))
@@ -267,13 +270,13 @@ class BufferProcess:
         self._process: SpawnProcess | None = None
         self.starts = 0
 
-    def start(self) -> str:
-        """Its address, as soon as it listens."""
+    def start(self, *, disk_full: bool = False) -> str:
+        """Its address, as soon as it listens. `disk_full`: then it cannot tell."""
         self._process = multiprocessing.get_context("spawn").Process(target=_main, args=(self._config, self._run_dir))
         self._process.start()
         self.starts += 1
         deadline_s = time.monotonic() + WAIT_S
-        while (told := self._told()) is None or told.pid != self._process.pid:
+        while (told := self._told()) is None or (not disk_full and told.pid != self._process.pid):
             assert time.monotonic() < deadline_s and self._process.is_alive(), "the buffer does not listen"
             time.sleep(0.01)
         return told.address

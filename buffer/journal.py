@@ -51,7 +51,8 @@ class Journal:
         self._retry_at_s = 0.0
         self.store = Store(folder, sync=sync)
         self._reserve = folder / "reserve"
-        self._keep_reserve()
+        if not self._keep_reserve():
+            self._trouble = f"no room for a reserve of {reserve_bytes >> 20} MiB"
 
     def __repr__(self) -> str:
         state = f"trouble: {self._trouble}" if self._trouble else "taking"

@@ -87,16 +87,16 @@ def main(
         server = _listen(bind, run_dir, beginning, started)
         with SigtermCount() as sigterms:
             loop = BufferLoop(server, started, sigterms, tick_s=config.tick_s)
-            write_atomically(run_dir / "buffer.json", BufferAddress(server.address, os.getpid(), run_id))
+            _tell_address(run_dir, BufferAddress(server.address, os.getpid(), run_id), started)
             log.info("listening at %s", server.address)
             try:
                 loop.run()
             except BaseException as error:
                 loop.tell_all(Shutdown(False, f"the buffer broke: {type(error).__name__}: {error}"[:500]))
+                _write_ledger(run_dir, loop.snapshot(), broken=True)
                 raise
-            finally:
-                final = loop.snapshot()
-                write_atomically(run_dir / "ledger.json", without_infinities(final))
+            final = loop.snapshot()
+            _write_ledger(run_dir, final)
             if started.journal is not None:
                 started.journal.remove()
             return exit_code(final, terminated=loop.terminated)
@@ -131,6 +131,24 @@ def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Star
                     f"{error}; the peers of this run look for the buffer there: end the process that holds the address"
                 ) from error
             time.sleep(0.1)
+
+
+def _write_ledger(run_dir: Path, final: Snapshot, *, broken: bool = False) -> None:
+    try:
+        write_atomically(run_dir / "ledger.json", without_infinities(final))
+    except OSError:
+        if not broken:
+            raise
+        log.exception("no ledger.json")  # what broke the loop is the news
+
+
+def _tell_address(run_dir: Path, told: BufferAddress, started: Started) -> None:
+    try:
+        write_atomically(run_dir / "buffer.json", told)
+    except OSError as error:
+        if started.book is None or _former_address(run_dir, told.run_id) != told.address:
+            raise
+        log.warning("buffer.json keeps a former process id: %s", error)  # the disk is full, and the address is there
 
 
 def _former_address(run_dir: Path, run_id: str) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lmdb
 import msgspec
 import pytest
 
@@ -87,42 +87,52 @@ def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) ->
     assert opened(tmp_path) == (None, [b"%d" % i for i in range(100)])
 
 
-def test_a_tail_that_was_cut_off_is_dropped_whole_turns_at_a_time(tmp_path: Path) -> None:
-    """What the loss of power may leave: the WAL ends anywhere."""
-    code = (
-        "import os, signal, sys; from pathlib import Path; from buffer.store import Store;"
-        "store = Store(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
-        "[store.append([b'%d' % i * 10000]) for i in range(20)]; os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
-    wal = tmp_path / "journal.sqlite-wal"
-    os.truncate(wal, wal.stat().st_size - 30_000)
-    _, turns = opened(tmp_path)
-    assert 0 < len(turns) < 20
-    assert turns == [b"%d" % i * 10000 for i in range(len(turns))]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE log SET body = x'00' WHERE id = 1",
-        "DELETE FROM log WHERE id = 1",
-        "UPDATE log SET last = 0 WHERE id = 2",
-    ],
-)
-def test_damage_in_the_middle_is_an_error(tmp_path: Path, damage: str) -> None:
+def test_a_commit_that_a_dying_process_left_half_written_is_dropped(tmp_path: Path) -> None:
+    """All pages of the last commit but the root page, which LMDB writes last, are there, or half of them."""
     filled(tmp_path)
-    database = sqlite3.connect(tmp_path / "journal.sqlite")
-    database.execute(damage)
-    database.commit()
-    database.close()
+    before = (tmp_path / "data.mdb").read_bytes()
+    store = Store(tmp_path, sync="process")
+    assert list(store.turns()) == BODIES
+    store.append([b"four" * 10_000])
+    store.close()
+    after = (tmp_path / "data.mdb").read_bytes()
+    for cut in (len(before), (len(before) + len(after)) // 2, len(after)):
+        (tmp_path / "data.mdb").write_bytes(before[:8192] + after[8192:cut])
+        assert opened(tmp_path) == (None, BODIES)
+
+
+def spoil(transaction: lmdb.Transaction) -> None:
+    body = bytearray(transaction.get(key(1)) or b"")
+    body[100] ^= 1
+    transaction.put(key(1), bytes(body))
+
+
+def lose(transaction: lmdb.Transaction) -> None:
+    transaction.delete(key(1))
+
+
+def cut(transaction: lmdb.Transaction) -> None:
+    last = bytearray(transaction.get(key(2)) or b"")
+    last[4] = 0
+    transaction.put(key(2), bytes(last))
+
+
+def key(part: int) -> bytes:
+    return b"l" + part.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("damage", [spoil, lose, cut])
+def test_damage_in_the_middle_is_an_error(tmp_path: Path, damage: Callable[[lmdb.Transaction], None]) -> None:
+    filled(tmp_path)
+    with lmdb.open(str(tmp_path)) as database, database.begin(write=True) as transaction:
+        damage(transaction)
     with pytest.raises(StoreCorrupt):
         opened(tmp_path)
 
 
 def test_a_file_that_is_no_database_or_is_cut_off_is_an_error(tmp_path: Path) -> None:
     filled(tmp_path)
-    file = tmp_path / "journal.sqlite"
+    file = tmp_path / "data.mdb"
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(StoreCorrupt):
         opened(tmp_path)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from bench.synthetic_run import BufferProcess, Shape, SyntheticRun
+from bench.synthetic_run import RUN, WAIT_S, BufferProcess, Shape, SyntheticRun
 from buffer.config import BufferConfig
+from protocol import messages as m
+from protocol.client import Client
 
 SHAPE = Shape(n_tasks=150, group_size=2, segments=3, segment_tokens=6, pause_s=0.01)
 
@@ -36,5 +42,101 @@ def test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing(
         run.account.check(SHAPE, process.final())
         assert process.starts > 3
         assert not (tmp_path / "journal").exists()
+    finally:
+        process.close()
+
+
+# ----------------------------------------------------------------------------------------------------- full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"may not mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill_up(folder: Path) -> Path:
+    file = folder / "others"
+    with file.open("ab", buffering=0) as writer:
+        for n in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    writer.write(b"x" * n)
+            except OSError:
+                pass
+    return file
+
+
+def snapshot_when(client: Client, wanted: Callable[[m.Snapshot], bool]) -> m.Snapshot:
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        client.send(m.SnapshotWanted())
+        received = client.recv(1.0)
+        if received is not None and isinstance(received.message, m.Snapshot) and wanted(received.message):
+            return received.message
+        time.sleep(0.02)
+    raise AssertionError("it never came to that")
+
+
+def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothing(small_disk: Path) -> None:
+    config = BufferConfig(
+        heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=2
+    )
+    shape = Shape(n_tasks=100, group_size=1, segments=2, segment_tokens=200, step_s=0.3)
+    process = BufferProcess(config, small_disk)
+    try:
+        address = process.start()
+        run = SyntheticRun(address, shape, config)
+        run.start()
+        hello = m.Hello("launcher", "launcher-0", "first", RUN, "")
+        with Client(address, hello, connect_timeout_s=WAIT_S) as launcher:
+            launcher.connect()
+            snapshot_when(launcher, lambda s: s.version.step >= 3)
+            os.kill(process.pid, signal.SIGSTOP)  # or the space of the reserve would be filled up as well
+            others = fill_up(small_disk)
+            os.kill(process.pid, signal.SIGCONT)
+            stopped = snapshot_when(launcher, lambda s: bool(s.intake_trouble))
+            assert "No space left" in stopped.intake_trouble
+            later = snapshot_when(launcher, lambda s: s.version.step > stopped.version.step)
+            assert later.ledger.segments.accepted == stopped.ledger.segments.accepted, "nothing new was taken in"
+            process.kill()
+            assert process.start(disk_full=True) == address
+            restored = snapshot_when(launcher, lambda s: s.version >= later.version)
+            assert restored.intake_trouble
+            assert restored.ledger.segments.accepted == stopped.ledger.segments.accepted
+            others.unlink()
+            snapshot_when(launcher, lambda s: not s.intake_trouble)
+        run.join()
+        assert process.wait() == 0
+        run.account.check(shape, process.final())
+    finally:
+        process.close()
+
+
+def test_a_buffer_killed_while_it_could_write_nothing_is_refused_by_its_peers(small_disk: Path) -> None:
+    """What it sent last was never written: to go on would be to do it twice."""
+    config = BufferConfig(
+        heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=0
+    )
+    process = BufferProcess(config, small_disk)
+    try:
+        address = process.start()
+        hello = m.Hello("launcher", "launcher-0", "first", RUN, "")
+        with Client(address, hello, connect_timeout_s=WAIT_S) as launcher:
+            launcher.connect()
+            snapshot_when(launcher, lambda s: True)
+            others = fill_up(small_disk)
+            snapshot_when(launcher, lambda s: bool(s.intake_trouble))
+            snapshot_when(launcher, lambda s: bool(s.intake_trouble))
+            process.kill()
+            others.unlink()
+            assert process.start() == address
+            assert process.wait() == 1
     finally:
         process.close()
