@@ -73,6 +73,12 @@ class HostRun:
             start_new_session=True,
         )
 
+    def kill(self, name: str) -> None:
+        """SIGKILL; `start` starts it again."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait(20)
+
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():

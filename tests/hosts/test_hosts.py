@@ -1,4 +1,4 @@
-"""Every role on a host of its own, over a network with delay and loss, and partitions that heal without help."""
+"""Every role on a host of its own, over a network with delay and loss: what breaks heals without help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hosts.conftest import HostRun
 from tests.hosts.network import Network, NotPermitted, hosts
 
 HOSTS: Final = ("buffer", "learner", "actor-a", "actor-b", "teacher")
-STEPS: Final = 120
+STEPS: Final = 100
 """Enough for what happens while the run goes on; while teacher or learner are cut off it stands still."""
 SETTINGS: Final = (
     "--learner.lr=1e-4",
@@ -79,7 +79,7 @@ def partition(run: HostRun, network: Network, host: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_partitions_of_any_host_heal_without_help(run: HostRun, network: Network) -> None:
+def test_partitions_and_a_killed_buffer_heal_without_help(run: HostRun, network: Network) -> None:
     # The only teacher, then the learner: the run waits for them, and goes on.
     for host in ("teacher", "learner"):
         back_at = partition(run, network, host)
@@ -92,6 +92,12 @@ def test_partitions_of_any_host_heal_without_help(run: HostRun, network: Network
     network.connect("actor-b")
     run.until(lambda: members(run) == 2, "actor-b back in the weight group", PATIENCE_S)
     assert "actor actor-1 is gone: silent" in run.log("buffer-0")
+
+    # The buffer's process dies: the one that is started in its place goes on from the journal, and all come back to it.
+    run.kill("buffer-0")
+    died_at = len(run.steps())
+    run.start("buffer", "buffer")
+    run.until(lambda: len(run.steps()) >= died_at + 3, "steps with another buffer", PATIENCE_S)
 
     run.until(lambda: all(p.poll() == 0 for p in run.processes.values()), "a good end of all", 2 * PATIENCE_S)
     final = run.final()

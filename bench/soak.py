@@ -1,0 +1,189 @@
+"""A run at full rate for some minutes: does memory, or any file, keep growing?
+
+    python bench/soak.py --minutes 30 [--actors 2] [--teachers 1] [--report FILE]
+
+Every few seconds: resident memory of each worker (by the pid in its log), and bytes of each kind of file in the run
+folder. What comes before the first third is warming up. Slope: least squares over the means of ten equal stretches of
+time, with its 95 % confidence (Student's t, 8 degrees of freedom; the means, because neighbouring samples depend on one
+another). A role grows when even the lower end is above --bound-mib-h. Journal, weights and checkpoints must be flat in
+the same sense; logs, metrics and TensorBoard grow by line and step, and are held to --bound-kib-step. Exit code 1 if
+anything grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psutil
+
+from tests.chaos.harness import TASK, Run
+
+SAMPLE_S: Final = 2.0
+PROGRESS_S: Final = 15.0
+STRETCHES: Final = 10
+T_95: Final = 2.306
+"""Two-sided 95 % quantile of Student's t with STRETCHES - 2 degrees of freedom."""
+WARM_UP: Final = 1 / 3
+FLAT: Final = frozenset({"journal", "weights", "checkpoints"})
+MIB: Final = 1 << 20
+READY_S: Final = 180.0
+END_S: Final = 90.0
+
+Series = list[tuple[float, float]]
+"""(seconds, bytes)"""
+
+
+class Slope(NamedTuple):
+    """Bytes per second, and half the width of its 95 % confidence interval."""
+
+    per_s: float
+    within: float
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    arguments = [
+        *TASK,
+        f"--actors={args.actors}",
+        f"--teachers={args.teachers}",
+        "--steps=1000000",
+        "--max-staleness=2",
+    ]
+    arguments += ["--learner.eval_every=200", "--learner.checkpoint_every=100", *args.set]
+    run = Run(folder / "run", arguments, f"soak-{secrets.token_hex(4)}")
+    try:
+        run.until(lambda: "workers are ready" in run.text, "all workers to be ready", READY_S)
+        first_step = len(run.steps())
+        memory, files = watch(run, args.minutes * 60)
+        steps = len(run.steps()) - first_step
+        run.process.send_signal(signal.SIGINT)
+        code = run.process.wait(END_S)
+    finally:
+        run.end()
+    text, grows = report(args, memory, files, steps, " ".join(["python", *sys.argv]))
+    if code != 130 or not run.summary()["tokens"]["balanced"]:
+        grows.append(f"the run ended with exit code {code}, expected 130 and a ledger that balances")
+    text += f"\n**{'Nothing grows' if not grows else 'WRONG'}**\n" + "".join(f"- {line}\n" for line in grows)
+    print(f"\n{text}")
+    if args.report:
+        args.report.write_text(text)
+    return 1 if grows else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--teachers", type=int, default=1)
+    parser.add_argument(
+        "--bound-mib-h", type=float, default=30.0, help="of resident memory per process, and flat files"
+    )
+    parser.add_argument(
+        "--bound-kib-step", type=float, default=16.0, help="of files that grow with the steps, together"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="--KEY=VALUE", help="further keys of the run")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--report", type=Path)
+    return parser.parse_args(arguments)
+
+
+def watch(run: Run, seconds: float) -> tuple[dict[str, Series], dict[str, Series]]:
+    """(resident memory by worker, bytes by kind of file) over that time."""
+    memory: defaultdict[str, Series] = defaultdict(list)
+    files: defaultdict[str, Series] = defaultdict(list)
+    names = [name for role in ("buffer", "learner", "teacher", "actor") for name in run.names(role)]
+    pids = {name: pid for name in names if (pid := run.pid(name)) is not None} | {"launcher": run.process.pid}
+    began_s = time.monotonic()
+    told_s = began_s
+    while (now_s := time.monotonic()) - began_s < seconds:
+        assert run.running, f"the run ended by itself:\n{run.text}"
+        for name, pid in pids.items():
+            memory[name].append((now_s - began_s, psutil.Process(pid).memory_info().rss))
+        for kind, size in file_bytes(run.run_dir).items():
+            files[kind].append((now_s - began_s, size))
+        if now_s - told_s > PROGRESS_S:
+            told_s = now_s
+            sizes = ", ".join(f"{name} {series[-1][1] / MIB:.1f}" for name, series in {**memory, **files}.items())
+            print(f"{(now_s - began_s) / 60:5.1f} min  step {len(run.steps())}  MiB: {sizes}", flush=True)
+        time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - now_s)))
+    return dict(memory), dict(files)
+
+
+def file_bytes(run_dir: Path) -> dict[str, int]:
+    """By kind: the folder in the run folder, or the file's own name."""
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for path in run_dir.rglob("*"):
+        try:
+            if path.is_file():
+                sizes[path.relative_to(run_dir).parts[0]] += path.stat().st_size
+        except FileNotFoundError:  # snapshots come and go
+            continue
+    return {kind: size for kind, size in sizes.items() if size > 64 << 10}
+
+
+def slope(series: Series) -> Slope:
+    """After warming up. Zero where there is too little to tell."""
+    end_s = series[-1][0]
+    kept = [(t, y) for t, y in series if t >= WARM_UP * end_s]
+    stretches: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    width_s = (end_s - kept[0][0]) / STRETCHES or 1.0
+    for t, y in kept:
+        stretches[min(STRETCHES - 1, int((t - kept[0][0]) / width_s))].append((t, y))
+    if len(stretches) < STRETCHES:
+        return Slope(0.0, math.inf)
+    means = [(sum(t for t, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches.values()]
+    t_mean, y_mean = (sum(values) / STRETCHES for values in zip(*means, strict=True))
+    spread = sum((t - t_mean) ** 2 for t, _ in means)
+    per_s = sum((t - t_mean) * (y - y_mean) for t, y in means) / spread
+    rest = sum((y - y_mean - per_s * (t - t_mean)) ** 2 for t, y in means)
+    return Slope(per_s, T_95 * math.sqrt(rest / (STRETCHES - 2) / spread))
+
+
+def report(
+    args: argparse.Namespace, memory: dict[str, Series], files: dict[str, Series], steps: int, command: str
+) -> tuple[str, list[str]]:
+    """(Markdown, what grows)."""
+    seconds = max(series[-1][0] for series in memory.values())
+    lines = [
+        f"# Soak: {seconds / 60:.0f} minutes at full rate",
+        "",
+        f"    {command}",
+        "",
+        f"{time.strftime('%Y-%m-%d')}. {args.actors} actors, {args.teachers} teachers, {steps} steps, "
+        f"{steps / seconds:.2f} a second. Bounds: {args.bound_mib_h} MiB/h, {args.bound_kib_step} KiB a step.",
+        "",
+        "| what | MiB at the start | after warming up | at the end | slope MiB/h | 95 % |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    grows: list[str] = []
+    growing_bytes = 0.0
+    for kind, series in {**memory, **files}.items():
+        found = slope(series)
+        mib_h, within = (value * 3600 / MIB for value in found)
+        warm = next(y for t, y in series if t >= WARM_UP * series[-1][0])
+        cells = [f"{y / MIB:.1f}" for y in (series[0][1], warm, series[-1][1])]
+        lines.append(f"| {kind} | {' | '.join(cells)} | {mib_h:+.1f} | ± {within:.1f} |")
+        if (kind in memory or kind in FLAT) and mib_h - within > args.bound_mib_h:
+            grows.append(f"{kind} grows by {mib_h:.0f} MiB/h, at most {args.bound_mib_h} are allowed")
+        if kind in files and kind not in FLAT:
+            growing_bytes += series[-1][1] - series[0][1]
+    kib_step = growing_bytes / 1024 / max(1, steps)
+    lines += ["", f"Logs, metrics and TensorBoard: {kib_step:.1f} KiB a step."]
+    if kib_step > args.bound_kib_step:
+        grows.append(f"logs and metrics take {kib_step:.1f} KiB a step, at most {args.bound_kib_step} are allowed")
+    return "\n".join(lines) + "\n", grows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
