@@ -23,13 +23,14 @@ from typing import Final
 
 from engines.weight_control import Agreed, Answer, AnswerStatus, ControlMember, Go, Joined, Leave, Ready, Round, Waker
 from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightSink, WeightsRefused
+from protocol.keys import ClientKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
 
 
-SETTLE_S: Final = 1.0
-"""Something that failed while a group was made may take this long to come to its end."""
+SETTLE_S: Final = 3.0
+"""What failed while a group was made may take this long to come to its end; rank 0 lets go after half of it."""
 
 
 class WeightReceiverFailed(RuntimeError):
@@ -60,10 +61,12 @@ class WeightReceiver:
         *,
         name: str,
         on_staged: Callable[[], None] = lambda: None,
+        keys: ClientKeys | None = None,
     ) -> None:
         """`name`: this actor's, as plans list it. `on_staged` is called from the receiver's thread whenever there are
-        new weights."""
+        new weights. `keys`: encrypt the control channel."""
         self._sink = sink
+        self._keys = keys
         self._on_staged = on_staged
         self._name = name
         self._figures = _Figures()
@@ -174,7 +177,7 @@ class WeightReceiver:
         self._catch_up_if_told()
         if plan.weights is not None:
             self._load(plan.weights)
-        with ControlMember(plan.control) as control:
+        with ControlMember(plan.control, self._keys) as control:
             control.send(Joined(plan.group_epoch, index + 1, self.version))
             go = self._await_go(control, plan)
             if go is not None:

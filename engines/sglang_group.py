@@ -1,7 +1,8 @@
 """Rank 0 of the update group of SGLang servers. The other ranks are SGLang's own code: all here is as it expects.
 
     rendezvous   TCPStore at the plan's host:port, keys under GROUP, then GROUP/, then cpu/ (gloo) or cuda/ (nccl), as
-                 torch's _new_process_group_helper nests them; gloo connects all with all at once
+                 torch's _new_process_group_helper nests them; gloo connects all with all at once, NCCL in its first
+                 operation
     round        one broadcast per bucket of whole tensors (engines.manifest), and nothing else: no greeting, no sums
 
 A server that waits for the rendezvous or in a broadcast does so with a timeout of its own, of up to half an hour, which
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +26,6 @@ from engines.buckets import PackedLayout
 from engines.group_operations import (
     BUFFERS,
     WAIT_SLICE_S,
-    AnyStore,
     BackendName,
     GroupOperations,
     Store,
@@ -32,6 +34,11 @@ from engines.group_operations import (
     prefixed,
 )
 from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted
+
+T = TypeVar("T")
+
+LATE_S: Final = 1.5
+"""Between telling a server to come and its coming."""
 
 _DEVICE_PREFIX: Final[dict[BackendName, str]] = {"gloo": "cpu/", "nccl": "cuda/"}
 """Of the first device that torch lists for a backend; the group serves all devices."""
@@ -56,30 +63,22 @@ class ServerGroup(GroupOperations):
             rank=0, world_size=world_size, backend=backend, device=device, address=address, interrupted=interrupted
         )
         self._hosted: Store | None = store
+        self._connects_late = backend == "nccl"
+        self._meeting = False
         self._group_name = group_name
 
     def join(self, timeout_s: float) -> None:
         """Meet the servers, which are told over HTTP at the same time. Raises GroupBroken or GroupInterrupted."""
         if self._hosted is None:
             raise GroupBroken(f"{self!r} is closed")
+        self._meeting = True
         # A connection of its own: our end must not keep the store itself alive.
         connection = connect_store(self._hosted.host, self._hosted.port, timeout_s)
         store = prefixed(connection, self._group_name, f"{self._group_name}/", _DEVICE_PREFIX[self._backend])
-        meeting = _Meeting(self, store, timeout_s)
-        deadline_s = time.monotonic() + timeout_s + WAIT_SLICE_S
-        while not meeting.over.wait(WAIT_SLICE_S):
-            reason = self._interrupted()
-            if reason is not None:
-                raise GroupInterrupted(reason)
-            if time.monotonic() > deadline_s:
-                raise GroupBroken(f"{self!r}: not every server came within {timeout_s:.1f} s")
-        if meeting.error is not None:
-            raise GroupBroken(f"{self!r} could not be made: {meeting.error}")
-        self._group = meeting.group
-
-    def make(self, store: AnyStore, timeout_s: float) -> Any:
-        """The process group; blocks until all are connected (gloo)."""
-        return self._make_group(store, timeout_s, lazy=False)
+        self._group = self._patiently(
+            lambda: self._make_group(store, timeout_s, lazy=False), time.monotonic() + timeout_s + WAIT_SLICE_S
+        )
+        self._meeting = self._connects_late  # gloo's ranks have all been here
 
     def send(
         self, round_number: int, layout: PackedLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
@@ -101,26 +100,38 @@ class ServerGroup(GroupOperations):
         self._finish_all(deadline_s)
 
     def close(self) -> None:
-        """Also ends the store: servers that wait for the rendezvous come free."""
+        """Also ends the store: servers that wait for the rendezvous come free. One that has not come to it yet would go
+        on trying for half an hour, so after a failure to meet the store stays for a moment."""
+        if self._meeting:
+            time.sleep(LATE_S)
+        self._meeting = False
         self._hosted = None
         super().close()
 
+    def _start(self, tensor: Tensor, deadline_s: float) -> None:
+        """NCCL's first operation connects all ranks, and blocks until they are there."""
+        if self._connects_late:
+            self._patiently(lambda: super(ServerGroup, self)._start(tensor, deadline_s), deadline_s)
+            self._connects_late = self._meeting = False
+        else:
+            super()._start(tensor, deadline_s)
 
-class _Meeting:
-    """Making the process group, in a thread: it cannot be interrupted. When nobody waits any more it ends at its
-    timeout, or when the store ends."""
+    def _patiently(self, act: Callable[[], T], deadline_s: float) -> T:
+        """Something of torch's that cannot be interrupted, in a thread: when nobody waits any more that is left to end
+        at its own timeout, or when the store or the group ends."""
+        done: Future[T] = Future()
 
-    def __init__(self, owner: ServerGroup, store: AnyStore, timeout_s: float) -> None:
-        self.over = threading.Event()
-        self.group: Any = None
-        self.error: str | None = None
-        self._thread = threading.Thread(target=self._run, args=(owner, store, timeout_s), name="weight-group-join")
-        self._thread.start()
+        def run() -> None:
+            try:
+                done.set_result(act())
+            except (RuntimeError, GroupBroken) as error:
+                done.set_exception(GroupBroken(first_line(error)))
 
-    def _run(self, owner: ServerGroup, store: AnyStore, timeout_s: float) -> None:
-        try:
-            self.group = owner.make(store, timeout_s)
-        except (RuntimeError, GroupBroken) as error:
-            self.error = first_line(error)
-        finally:
-            self.over.set()
+        threading.Thread(target=run, name="weight-group-connect").start()
+        while not wait_for([done], WAIT_SLICE_S).done:
+            reason = self._interrupted()
+            if reason is not None:
+                raise GroupInterrupted(reason)
+            if time.monotonic() > deadline_s:
+                raise GroupBroken(f"{self!r}: not every server came in time")
+        return done.result()
