@@ -7,13 +7,18 @@ The first server gets the port P, the next one P + 1, ... Prints a line per serv
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from sglang_cpu.servers import Server, Servers
+
+GLOO_ON_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Weights come over the interface that the servers listen on; gloo would look up the host's name."""
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +33,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(own)
     log_dir: Path = options.log_dir or Path(tempfile.mkdtemp(prefix="sglang-cpu-"))
     signal.signal(signal.SIGTERM, _leave)
-    with Servers(log_dir) as servers:
+    with Servers(log_dir, environment=GLOO_ON_LOOPBACK if "GLOO_SOCKET_IFNAME" not in os.environ else None) as servers:
         print(f"warm after {servers.warm_s} s; logs in {log_dir}", flush=True)
         started: list[Server] = []
         for index, model in enumerate(options.models):

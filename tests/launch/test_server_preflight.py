@@ -17,6 +17,7 @@ from launch.config_tree import build
 from launch.devices import fill_devices, torch_gpu, visible_gpus
 from launch.errors import ConfigError
 from launch.preflight import check
+from launch.processes import worker_environment
 from launch.run import preload_modules
 from launch.server_plan import interface_of, server_environment, url_of
 from launch.server_preflight import Found, check_servers
@@ -171,7 +172,10 @@ def test_torch_is_preloaded_only_where_a_worker_has_a_model() -> None:
     assert "engines.torch_engine" not in preload_modules(one, ("qwen3",))
 
 
-def test_what_is_preloaded_for_servers_imports_neither_torch_nor_transformers_and_starts_no_thread() -> None:
+def test_what_is_preloaded_for_servers_imports_neither_torch_nor_transformers_and_starts_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHONPATH")
     config = build(RunConfig, {"actor": {"engine": "sglang"}, "teacher": {"engine": "sglang"}})
     code = (
         "import sys; from launch import forkserver; forkserver.preload(sys.argv[1:]);"
@@ -182,8 +186,7 @@ def test_what_is_preloaded_for_servers_imports_neither_torch_nor_transformers_an
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parents[2],
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        env=worker_environment(1),
     )
     assert told.stdout == "set() None\n", told.stderr
 
