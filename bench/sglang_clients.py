@@ -34,6 +34,7 @@ class Client(msgspec.Struct, kw_only=True):
     student: str
     concurrent: int
     max_new_tokens: int
+    stream_tokens: int
     prompts: list[list[int]]
     stops: tuple[int, ...]
     run_dir: str
@@ -59,7 +60,7 @@ def run_actor(client: Client) -> int:
     """The real thing: actors.worker.main."""
     actor = ActorConfig(
         engine="sglang",
-        sglang=SGLangConfig(max_concurrent=client.concurrent),
+        sglang=SGLangConfig(max_concurrent=client.concurrent, stream_tokens=client.stream_tokens),
         max_concurrent_rollouts=client.concurrent,
     )
     config = SimpleNamespace(actor=actor, models=SimpleNamespace(student=client.student))
@@ -95,7 +96,14 @@ async def ask_round_by_round(client: Client) -> None:
 
 
 def request_body(client: Client, prompt: list[int]) -> dict[str, Any]:
-    sampling = {"temperature": 1.0, "max_new_tokens": client.max_new_tokens, "stop_token_ids": client.stops}
+    sampling: dict[str, Any] = {
+        "temperature": 1.0,
+        "max_new_tokens": client.max_new_tokens,
+        "stop_token_ids": client.stops,
+        "skip_special_tokens": False,
+    }
+    if client.kind == "streaming":
+        sampling["stream_interval"] = client.stream_tokens
     return {
         "input_ids": prompt,
         "sampling_params": sampling,

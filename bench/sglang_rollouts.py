@@ -1,6 +1,6 @@
 """Tokens/s of rollouts through an actor on an SGLang server, against the same requests sent to that server bare.
 
-    python -m bench.sglang_rollouts [--rollouts 256] [--concurrent 64] [--rounds 4] [--server-args=--stream-interval,8]
+    python -m bench.sglang_rollouts [--rollouts 256] [--concurrent 64] [--rounds 4] [--stream-tokens 16]
 
     actor        a whole actor process: tickets in over ZeroMQ, environment, segments out; this process is its buffer
     streaming    a client that sends the same requests and reads the chunks
@@ -30,6 +30,7 @@ import psutil
 
 from bench.sglang_clients import Client, Kind, Round
 from builtin import STUDENT_DIR
+from engines.sglang_config import SGLangConfig
 from engines.tokenizer_file import FileTokenizer
 from protocol import messages as m
 from protocol.server import FromPeer, Server
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=256)
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--stream-tokens", type=int, default=SGLangConfig().stream_tokens)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--server-args", default="", help="further arguments of the server, with commas between")
     args = parser.parse_args()
@@ -205,6 +207,7 @@ def main() -> None:
                     student=str(STUDENT_DIR),
                     concurrent=args.concurrent,
                     max_new_tokens=args.max_new_tokens,
+                    stream_tokens=args.stream_tokens,
                     prompts=prompts,
                     stops=FileTokenizer(STUDENT_DIR).stop_token_ids,
                     run_dir=folder,

@@ -19,6 +19,9 @@ class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     none. Servers that the launcher starts get a new key for each run by themselves."""
     max_concurrent: int = 64
     """Requests at the server at one time; the rest wait here."""
+    stream_tokens: int = 16
+    """Tokens per piece of a stream, where the server lets a request say so (else --stream-interval decides). What
+    a piece costs the server hardly depends on its size, so one token at a time is dear."""
     update_mode: SwapMode = "retract"
     """Running requests at a weight swap. `abort`: they are ended, and go on as new ones that recompute their KV cache;
     `in_place`: the same, but they find their old KV cache again; `retract`: the server itself recomputes it, and what
@@ -40,7 +43,7 @@ class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Failures in a row after which nothing is sent until the server answers a health check again."""
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent", "breaker_failures"):
+        for name in ("max_concurrent", "stream_tokens", "breaker_failures"):
             value: int = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name} = {value}; expected at least 1")

@@ -313,7 +313,7 @@ class SGLangEngine:
         live.rid = f"{self._session_id}-{self._n_sent}"
         live.heard_s = time.monotonic()
         live.restarting = False
-        body = generate_body(live.request, live.ids, live.rid, self.features)
+        body = generate_body(live.request, live.ids, live.rid, self.features, self._config.stream_tokens)
         if self._config.update_mode == "in_place":
             # The prefix cache is not flushed: what old weights left there is for those that began under them.
             live.cache_key = live.cache_key or self.labels.of(self._version)

@@ -80,6 +80,8 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """The last chunk says which weights sampled which token."""
     incremental_stream: bool
     """A chunk has the new tokens only, not all so far."""
+    stream_interval: bool
+    """A request may say how many tokens a chunk shall have."""
     logprob_temperature: LogprobTemperature
     """Log-probs of sampled tokens are of softmax(logits / temperature) (`as_sampled`), or at temperature 1 (`one`)."""
     greedy_logprobs_at_one: bool
@@ -97,7 +99,8 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
             "pause and continue": "yes" if self.pausing else "no",
             "checksums": "yes" if self.checksums else "no",
             "versions of tokens": "spans" if self.version_spans else "no spans: requests are cut at every swap",
-            "stream": "incremental" if self.incremental_stream else "cumulative",
+            "stream": ("incremental" if self.incremental_stream else "cumulative")
+            + (", in pieces as asked for" if self.stream_interval else ", in pieces of --stream-interval"),
             "log-probs": "of the temperature sampled at" if self.logprob_temperature == "as_sampled" else "at T = 1",
             "greedy log-probs": "at T = 1" if self.greedy_logprobs_at_one else "not at T = 1: greedy is refused",
         }
@@ -132,7 +135,7 @@ async def detect_features(link: ServerLink) -> Features:
     max_context = msgspec.json.decode(await link.get("/v1/models"), type=_Models).data[0].max_model_len
     at_one, spans = await _top_two(link, 1.0)
     at_probe, _ = await _top_two(link, _PROBE_TEMPERATURE)
-    incremental, greedy = await _probe_stream(link, info)
+    incremental, interval, greedy = await _probe_stream(link, info)
     return Features(
         version=info.version,
         weights_label=model.weight_version,
@@ -148,13 +151,16 @@ async def detect_features(link: ServerLink) -> Features:
         checksums=await link.has_endpoint("/weights_checker"),
         version_spans=spans,
         incremental_stream=incremental,
+        stream_interval=interval,
         logprob_temperature=_logprob_temperature(at_one, at_probe),
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
     )
 
 
-def _body(temperature: float, n_tokens: int, **more: Any) -> dict[str, Any]:
-    sampling = {"temperature": temperature, "max_new_tokens": n_tokens, "ignore_eos": True}
+def _body(temperature: float, n_tokens: int, interval: int = 0, **more: Any) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": n_tokens, "ignore_eos": True}
+    if interval:
+        sampling["stream_interval"] = interval
     return {"input_ids": _PROMPT, "sampling_params": sampling, "return_logprob": True, **more}
 
 
@@ -180,18 +186,28 @@ def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, flo
     return "one" if abs(at_probe[0] - at_one[0]) < _SAME_NATS else "as_sampled"
 
 
-async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, float]:
-    """Whether chunks are increments, and the log-prob of the first greedy token."""
-    async with asyncio.timeout(link.config.stall_timeout_s):
-        async with aclosing(link.stream("/generate", _body(0.0, _STREAM_TOKENS, stream=True))) as texts:
-            chunks = [decode_chunk(text) async for text in texts]
+async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, bool, float]:
+    """Whether chunks are increments, whether a request may set their size, and the log-prob of the first greedy
+    token. Servers refuse sampling parameters that they do not know."""
+    may_set = True
+    try:
+        chunks = await _greedy_stream(link, interval=2)
+    except RequestRefused:
+        may_set = False
+        chunks = await _greedy_stream(link, interval=0)
     entries = [entry for chunk in chunks for entry in chunk.meta_info.output_token_logprobs]
     if not entries or entries[0][0] is None:
         raise StreamError("the server's stream has no log-probs")
     incremental = chunks_are_increments(chunks)
     if incremental is None:
         incremental = bool(info.incremental_streaming_output)
-    return incremental, entries[0][0]
+    return incremental, may_set, entries[0][0]
+
+
+async def _greedy_stream(link: ServerLink, interval: int) -> list[Chunk]:
+    body = _body(0.0, _STREAM_TOKENS, interval, stream=True)
+    async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
+        return [decode_chunk(text) async for text in texts]
 
 
 def chunks_are_increments(chunks: Sequence[Chunk]) -> bool | None:

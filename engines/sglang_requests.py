@@ -65,17 +65,22 @@ def tokens_left(request: GenerationRequest, n_answered: int, features: Features)
     return max(0, min(request.max_new_tokens - n_answered, features.max_context - n_prompt))
 
 
-def generate_body(request: GenerationRequest, answered: list[int], rid: str, features: Features) -> dict[str, Any]:
+def generate_body(
+    request: GenerationRequest, answered: list[int], rid: str, features: Features, stream_tokens: int
+) -> dict[str, Any]:
     """Body of POST /generate that goes on after the tokens `answered`."""
+    sampling: dict[str, Any] = {
+        "temperature": request.sampling.temperature,
+        "max_new_tokens": tokens_left(request, len(answered), features),
+        "stop_token_ids": request.stop_token_ids,
+        "skip_special_tokens": False,
+    }
+    if features.stream_interval:
+        sampling["stream_interval"] = stream_tokens
     return {
         "rid": rid,
         "input_ids": [*np.asarray(request.prompt_ids).tolist(), *answered],
-        "sampling_params": {
-            "temperature": request.sampling.temperature,
-            "max_new_tokens": tokens_left(request, len(answered), features),
-            "stop_token_ids": request.stop_token_ids,
-            "skip_special_tokens": False,
-        },
+        "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
     }

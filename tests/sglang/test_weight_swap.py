@@ -80,7 +80,9 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def swap_in_the_middle(server: Server, path: Path, mode: SwapMode) -> tuple[SGLangEngine, dict[str, Answer], float]:
     """Eight requests that all have a few tokens when new weights come, and four that begin after them. Also: seconds
     from pause to resume."""
-    engine = SGLangEngine(server.url, SGLangConfig(max_concurrent=8, update_mode=mode), vocab_size=VOCAB)
+    engine = SGLangEngine(
+        server.url, SGLangConfig(max_concurrent=8, update_mode=mode, stream_tokens=2), vocab_size=VOCAB
+    )
     answers = {f"r{i}": Answer() for i in range(12)}
     for i in range(8):
         engine.submit(request(f"r{i}", prompt_of(i), 400))
@@ -235,7 +237,7 @@ def test_a_server_that_another_one_has_replaced_is_lost(own_student: Server, oth
 def test_tokens_behind_a_swap_are_handed_on_while_their_request_still_runs(
     own_student: Server, other_weights: Path, mode: SwapMode
 ) -> None:
-    engine = SGLangEngine(own_student.url, SGLangConfig(update_mode=mode), vocab_size=VOCAB)
+    engine = SGLangEngine(own_student.url, SGLangConfig(update_mode=mode, stream_tokens=2), vocab_size=VOCAB)
     name = "long"
     engine.submit(request(name, [100, 65], 900))
     versions: list[WeightVersion] = []
