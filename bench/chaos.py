@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import statistics
 import sys
 import tempfile
@@ -39,6 +40,7 @@ KL_SLACK = 0.3
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(143))  # so that whatever was started ends with us
     args = parse(sys.argv[1:])
     kinds = cast(tuple[Kind, ...], tuple(args.kinds.split(",")))
     if unknown := set(kinds) - set(KINDS):

@@ -51,6 +51,7 @@ class Slope(NamedTuple):
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(143))  # so that whatever was started ends with us
     args = parse(sys.argv[1:])
     folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     arguments = [

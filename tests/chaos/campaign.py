@@ -18,7 +18,7 @@ from launch.supervisor import RESTARTABLE
 from tests.chaos.audit import Audit, audit
 from tests.chaos.commands import Proxy
 from tests.chaos.disk import mounted_at, small_disk
-from tests.chaos.faults import Fault, Kind, Striker, draw
+from tests.chaos.faults import PROCESSES, Fault, Kind, Striker, draw
 from tests.chaos.harness import PATIENT, TASK, Run, marked, proxied_run
 from tests.chaos.tap import read_tap
 
@@ -141,7 +141,7 @@ def _storm(
     while len(struck) < plan.faults and run.running:
         due_step = LAST_FAULT_AT * plan.steps * (len(struck) + 1) / plan.faults
         _watch(run, proxy, struck, rng.uniform(*plan.gap_s), due_step)
-        names = {role: run.names(role) for role in ("actor", "teacher", "learner", "buffer")}
+        names = {"launcher": ["launcher"]} | {role: run.names(role) for role in PROCESSES}
         fault = draw(rng, plan.kinds, names, plan.roles)
         if not run.running or len(run.steps()) >= plan.steps:
             break

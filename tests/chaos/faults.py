@@ -27,8 +27,10 @@ again are hit. The others heal by themselves."""
 UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version"})
 """Not among the kinds that are drawn unless asked for. disk: the run folder needs a file system of its own. version: a
 Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends."""
-LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner")
-"""Roles with a link to the buffer."""
+LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "launcher")
+"""Who has a link to the buffer."""
+PROCESSES: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "buffer")
+"""Whose process may be killed or stopped."""
 HUGE_DELAY_S: Final = 0.3
 SLOW_BYTES_PER_S: Final = 4000.0
 
@@ -58,8 +60,7 @@ def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]],
     if kind == "stranger":
         return Fault(kind, "buffer-0", seed=rng.randrange(1 << 30))
     roles = [role for role in names if names[role] and (role in restartable or kind not in DEADLY)]
-    if kind not in ("kill", "stop"):
-        roles = [role for role in roles if role in LINKS]
+    roles = [role for role in roles if role in (PROCESSES if kind in ("kill", "stop") else LINKS)]
     if not roles:
         raise ValueError(f"no role may be hit by {kind}; started again are {sorted(restartable)}")
     target = rng.choice([name for role in roles for name in names[role]])
@@ -110,7 +111,7 @@ class Striker:
         for timer in self._timers:
             timer.cancel()
             timer.join()
-        for role in (*LINKS, "buffer"):
+        for role in PROCESSES:
             for name in self._run.names(role):
                 self._run.signal_worker(name, signal.SIGCONT)
         if self._disk is not None:

@@ -73,10 +73,11 @@ class ProxyServer:
     # ---------------------------------------------------------------------------------------------- commands
 
     async def command_line(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            self._obey(self._commands.decode(line))
-            writer.write(msgspec.json.encode(self._seen()) + b"\n")
-            await writer.drain()
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):  # the proxy ends, or its owner has
+            while line := await reader.readline():
+                self._obey(self._commands.decode(line))
+                writer.write(msgspec.json.encode(self._seen()) + b"\n")
+                await writer.drain()
         writer.close()
 
     def _obey(self, command: Command) -> None:
