@@ -63,7 +63,7 @@ def test_what_was_trained_after_the_checkpoint_is_done_again_and_what_waits_is_n
 
 
 @BUFFERS
-def test_a_batch_that_the_former_learner_held_goes_to_the_next_and_cannot_be_trained_by_both(interlude: Interlude) -> None:
+def test_a_batch_that_the_former_learner_held_goes_to_the_next_and_is_not_trained_by_both(interlude: Interlude) -> None:
     driver = Driver(batch=1, staleness=2)
     driver.offer(0, 1)
     driver.roll(0)
@@ -84,7 +84,7 @@ def test_a_batch_that_the_former_learner_held_goes_to_the_next_and_cannot_be_tra
 
 
 @BUFFERS
-def test_a_group_half_of_which_was_trained_after_the_checkpoint_is_finished_not_begun_again(interlude: Interlude) -> None:
+def test_a_group_half_of_which_was_trained_after_the_checkpoint_is_finished(interlude: Interlude) -> None:
     driver = Driver(batch=1, staleness=3)
     driver.offer(0, group=2)
     driver.roll(0)
@@ -124,14 +124,8 @@ def test_a_learner_that_was_only_cut_off_asks_again_and_goes_on(interlude: Inter
     interlude(driver)
     driver.join("learner", "learner", "1")
     again = driver.want(0)
-    assert batch is not None and again == msg_without_snapshot(again, batch)
+    assert batch is not None and again is not None
+    assert (again.batch_id, again.items) == (batch.batch_id, batch.items)
     driver.trained(batch)
     driver.trained(batch)
     assert driver.ledger.tokens.trained == 2 and not driver.ledger.rejected
-
-
-def msg_without_snapshot(message: m.Batch | None, other: m.Batch) -> m.Batch:
-    """`other` with the snapshot of `message`: the rest must be the same."""
-    assert message is not None
-    fields = {name: getattr(other, name) for name in other.__struct_fields__}
-    return m.Batch(**{**fields, "snapshot": message.snapshot})
