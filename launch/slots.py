@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from protocol.context import WorkerRole
+from protocol.context import ExitCode, WorkerRole
 from protocol.messages import Snapshot
 
 
@@ -75,4 +75,6 @@ def said(code: int) -> str:
     """An exit code in words."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
+    if code == ExitCode.SERVER_LOST:
+        return "found its inference server dead or stuck"
     return f"ended with exit code {code}"
