@@ -114,11 +114,10 @@ class GroupHost:
         self._epoch += 1
         self._control.begin(self._epoch)
         self._heard.clear()
-        store = self._store_of_group()
-        post_plan(self._plan(seats, weights, store))
+        post_plan(self._plan(seats, weights))
         deadline_s = time.monotonic() + self._config.join_timeout_s
         joined = self._collect(seats, Joined, deadline_s)
-        result = self._unless_all(seats, joined, "no_join") or self._connect(seats, store)
+        result = self._unless_all(seats, joined, "no_join") or self._connect(seats)
         if result.error is not None:
             return result
         self._seats = seats
@@ -155,14 +154,11 @@ class GroupHost:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _store_of_group(self) -> Store:
+    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None) -> WeightPlan:
         """Embedded members keep their connection to one store; one that servers wait at has to end with its group."""
         if self._members.kind == "servers":
-            return host_store(self._config.host, self._config.store_port)
-        self._store = self._store or host_store(self._config.host, self._config.store_port)
-        return self._store
-
-    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None, store: Store) -> WeightPlan:
+            self._store = None
+        store = self._store = self._store or host_store(self._config.host, self._config.store_port)
         return WeightPlan(
             group_epoch=self._epoch,
             host=self._config.host,
@@ -185,11 +181,15 @@ class GroupHost:
     def _world_size(self, seats: tuple[Seat, ...]) -> int:
         return 1 + len(seats) * self._members.ranks_each
 
-    def _make_group(self, seats: tuple[Seat, ...], store: Store) -> WeightGroup | ServerGroup:
+    def _make_group(self, seats: tuple[Seat, ...]) -> WeightGroup | ServerGroup:
         def interrupted() -> str | None:
             return self._stop_reason(seats)
 
+        store = self._store
+        if store is None:
+            raise RuntimeError("a group is made from a plan that names its store")
         if self._members.kind == "servers":
+            self._store = None  # the group's alone: it must be able to end it
             return ServerGroup(
                 store,
                 group_name=self._group_name,
@@ -210,11 +210,10 @@ class GroupHost:
             interrupted=interrupted,
         )
 
-    def _connect(self, seats: tuple[Seat, ...], store: Store) -> Result:
+    def _connect(self, seats: tuple[Seat, ...]) -> Result:
         timeout_s = self._config.join_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        self._group = self._make_group(seats, store)
-        del store
+        self._group = self._make_group(seats)
         self._control.send(Go(self._epoch, timeout_s))
         error: str | None = None
         try:
