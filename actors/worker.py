@@ -199,7 +199,8 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         student = source.start(client.wake)
         stack.callback(student.engine.close)
         welcome = client.connect()
-        receiver = WeightReceiver(student.weights, name=ctx.name, on_staged=client.wake)
+        keys = run_client_keys(ctx.run_dir, "actor", "learner")
+        receiver = WeightReceiver(student.weights, name=ctx.name, on_staged=client.wake, keys=keys)
         receiver.start()
         stack.callback(receiver.close)
         if welcome.weights is not None:

@@ -30,7 +30,13 @@ import msgspec
 import zmq
 
 from engines.manifest import Manifest
+from protocol.connections import ConnectionFault
+from protocol.encryption import encrypt_client
+from protocol.keys import ClientKeys, ServerKeys
 from protocol.messages import WeightsRef, WeightVersion
+from protocol.ratelimit import RateLimitedLog, in_one_line
+from protocol.router import Router, address_of
+from protocol.sockets import FromRouter, new_socket
 
 log = logging.getLogger(__name__)
 
@@ -126,21 +132,24 @@ _encode = msgspec.msgpack.Encoder().encode
 class ControlHost:
     """Rank 0's end, for all groups of its life. One thread uses it."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Listens on `host` (port 0: the system chooses)."""
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    def __init__(self, host: str, port: int, keys: ServerKeys | None = None) -> None:
+        """Listens on `host` (port 0: the system chooses). `keys` None: not encrypted, and everybody may come. Raises
+        LocalProtocolError when it cannot."""
         bracketed = f"[{host}]" if ":" in host else socket.gethostbyname(host)
-        self._socket.bind(f"tcp://{bracketed}:{port or '*'}")
-        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.endpoint: Final = f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rpartition(':')[2]}"
+        self._log = RateLimitedLog(log)
+        self._router = Router(f"tcp://{bracketed}:{port or '*'}", keys=keys, log=self._log)
+        port_taken = self._router.address.rpartition(":")[2]
+        self.endpoint: Final = f"tcp://{f'[{host}]' if ':' in host else host}:{port_taken}"
         """For WeightPlan.control."""
         self._decoder = msgspec.msgpack.Decoder(FromMember)
         self._routes: dict[int, bytes] = {}
         self._group_epoch = 0
         self.unreadable_total = 0
+
+    @property
+    def refused(self) -> dict[ConnectionFault, int]:
+        """Connections turned away or cut, by reason."""
+        return self._router.refused
 
     def begin(self, group_epoch: int) -> None:
         """From now on only messages of this group count."""
@@ -149,47 +158,46 @@ class ControlHost:
 
     def poll(self, timeout_s: float) -> list[FromMember]:
         """Messages of the present group; waits up to `timeout_s` for the first."""
-        if not self._socket.poll(max(0, round(timeout_s * 1000))):
-            return []
+        self._router.wait(max(0.0, timeout_s))
         messages: list[FromMember] = []
-        with contextlib.suppress(zmq.Again):  # that is how ZeroMQ says that nothing more is there
-            while True:
-                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                message = self._read(frames)
-                if message is not None and message.group_epoch == self._group_epoch:
-                    if isinstance(message, Joined):
-                        self._routes[message.rank] = route
-                    messages.append(message)
+        while (received := self._router.receive()) is not None:
+            message = self._read(received)
+            if message is not None and message.group_epoch == self._group_epoch:
+                if isinstance(message, Joined):
+                    self._routes[message.rank] = received.identity
+                messages.append(message)
         return messages
 
     def send(self, message: FromRankZero) -> None:
         """To every member that has joined."""
         frame = _encode(message)
         for route in self._routes.values():
-            self._socket.send_multipart((route, frame))
+            self._router.send(route, [frame])  # a member that is gone again is found missing by its silence
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        self._router.close(_LINGER_MS / 1000)
 
-    def _read(self, frames: list[bytes]) -> FromMember | None:
+    def _read(self, received: FromRouter) -> FromMember | None:
         try:
-            return self._decoder.decode(b"".join(frames))
-        except msgspec.DecodeError as error:
+            return self._decoder.decode(b"".join(received.frames))
+        except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors and UnicodeDecodeError too
             self.unreadable_total += 1
-            log.warning("unreadable message on the weight control channel: %s", error)
+            who, what = address_of(received.source), in_one_line(str(error))
+            self._log.warning(f"unreadable message from {who} on the weight control channel: {what}")
             return None
 
 
 class ControlMember:
     """A member's end, for one group. `wake` may be called from any thread, everything else from one."""
 
-    def __init__(self, endpoint: str) -> None:
-        """`endpoint`: WeightPlan.control. Connecting goes on in the background."""
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+        """`endpoint`: WeightPlan.control. `keys` None: not encrypted. Connecting goes on in the background."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context, zmq.DEALER)
+        self._socket.set(zmq.IPV6, "[" in endpoint)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
+        if keys is not None:
+            encrypt_client(self._socket, keys)
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromRankZero)
         self._held: deque[FromRankZero] = deque()

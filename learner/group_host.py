@@ -31,6 +31,7 @@ from learner.members import EMBEDDED, AnyLayout, Members
 from learner.publish_config import PublishConfig
 from learner.roster import Seat
 from learner.staged_weights import StagedWeights
+from protocol.keys import ServerKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class GroupHost:
         gone: Callable[[Iterable[Seat]], frozenset[Seat]],
         closing: Callable[[], bool],
         members: Members = EMBEDDED,
+        control_keys: ServerKeys | None = None,
     ) -> None:
         self._config = config
         self._members = members
@@ -75,7 +77,7 @@ class GroupHost:
         self._gone = gone
         self._closing = closing
         self._store: Store | None = None
-        self._control = ControlHost(config.host, config.control_port)
+        self._control = ControlHost(config.host, config.control_port, control_keys)
         self._heard: list[FromMember] = []
         """Read inside a collective, for `_collect`."""
         self._token = secrets.token_hex(4)

@@ -27,8 +27,8 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Address of this machine at which the actors reach the learner; the store, the control channel and gloo listen on
     it and on nothing else."""
     allow_plain_network: bool = False
-    """Needed where other machines reach `host`: neither torch's store nor gloo nor NCCL can encrypt or ask who comes: who
-    reaches them can read the weights and disturb their sending. Say it on a private network only."""
+    """Needed where other machines reach `host`: neither torch's store nor gloo nor NCCL can encrypt or ask who comes;
+    others can read the weights and disturb their sending. Say it on a private network only."""
     store_port: int = 0
     """TCP port of the store. 0: the system chooses (it is told in every WeightPlan). For SGLang servers each group has
     a store of its own, one after the other on this port."""

@@ -39,6 +39,7 @@ from learner.publish_stats import PublisherStats, PublishFigures
 from learner.roster import Roster, Seat
 from learner.staged_weights import StagedWeights
 from learner.weight_checks import CheckSchedule, expected_checksums
+from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -70,11 +71,12 @@ class Publisher:
         expected_actors: int = 0,
         device: torch.device | str = "cpu",
         members: Members = EMBEDDED,
+        control_keys: ServerKeys | None = None,
     ) -> None:
         """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
         the publisher's thread. `expected_actors`: the group is made without delay once so many are connected (0 =
-        unknown). `device`: where the weights are. `members`: what the actors' engines are. Raises ValueError for a
-        backend that this machine has not."""
+        unknown). `device`: where the weights are. `members`: what the actors' engines are. `control_keys`:
+        encrypt the control channel. Raises ValueError for a backend that this machine has not."""
         self._config = config
         self._members = members
         self._snapshot_dir = snapshot_dir
@@ -88,6 +90,7 @@ class Publisher:
             gone=self._gone,
             closing=lambda: self._closing,
             members=members,
+            control_keys=control_keys,
         )
         self._roster = Roster(config, expected_actors)
         # Shared between the threads, under this lock.

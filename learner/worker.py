@@ -28,7 +28,7 @@ from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
-from protocol.keys import run_client_keys
+from protocol.keys import run_client_keys, run_server_keys
 from protocol.messages import (
     Hello,
     PostWeightPlan,
@@ -240,6 +240,7 @@ def _make_loop(
             expected_actors=config.actors,
             device=start.trainer.model.device,
             members=members,
+            control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
         )
     )
     loop = LearnerLoop(

@@ -89,6 +89,12 @@ def run_client_keys(run_dir: Path, role: Role, server: Owner = "server") -> Clie
     return load_client_keys(folder, role, server) if folder.is_dir() else None
 
 
+def run_server_keys(run_dir: Path, owner: Owner, allowed: Sequence[Role]) -> ServerKeys | None:
+    """The same for a listening end. Raises KeysUnusable."""
+    folder = run_dir / KEYS
+    return load_server_keys(folder, owner, allowed) if folder.is_dir() else None
+
+
 def _read_pair(folder: Path, owner: Owner) -> tuple[bytes, bytes]:
     file = folder / f"{owner}.key_secret"
     try:

@@ -203,6 +203,7 @@ class Link(threading.Thread):
             self._socket.close(linger=0)
         self._socket = new_socket(context, zmq.DEALER)
         self._door = DoorReport(self._socket)
+        self._socket.set(zmq.IPV6, "[" in self._address)
         if self._keys is not None:
             encrypt_client(self._socket, self._keys)
         self._poller.register(self._socket, zmq.POLLIN)

@@ -40,6 +40,7 @@ class Router:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a connection that is gone must fail, not vanish
         self._socket.set(zmq.SNDHWM, 0)  # bounded by the server in bytes instead: they are what fills memory
         self._socket.set(zmq.RCVHWM, WAITING_MESSAGES)
+        self._socket.set(zmq.IPV6, "[" in bind)
         self._gatekeeper: Gatekeeper | None = None
         if keys is not None:
             encrypt_server(self._socket, keys)
