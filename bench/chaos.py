@@ -2,11 +2,11 @@
 
     python bench/chaos.py --faults 300 --seed 0 [--roles actor,teacher] [--kinds kill,stop,cut] [--report FILE]
 
-Kinds: kill (SIGKILL), stop (SIGSTOP for a while), cut and reset of a link, blackhole, delay, throttle of a link for a
-while, and in place of one message: duplicate, corrupt, truncate, garbage, version, tear, noise (tests.chaos.meddling);
-stranger (who does not belong to the run knocks at the buffer's door); disk (the run folder is full for a while, with
---disk-mib). What may kill its target strikes only the roles that the launcher starts again, unless --roles says others.
-The same seed draws the same faults.
+Kinds: kill (SIGKILL), stop (SIGSTOP for a while), hang (SIGSTOP, until the launcher kills it); cut and reset of a link,
+blackhole, delay and throttle of a link for a while; in place of one message: duplicate, corrupt, truncate, garbage,
+version, tear, noise (tests.chaos.meddling); stranger (who does not belong to the run knocks at the buffer's door); disk
+(the run folder is full for a while, with --disk-mib). What may kill its target strikes only the roles that the launcher
+starts again, unless --roles says others. The same seed draws the same faults.
 
 Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
 the wire by the proxy, evaluation as that of a run without faults within noise (--no-reference leaves it out), and no

@@ -17,11 +17,13 @@ from tests.chaos.meddling import Meddling
 from tests.chaos.stranger import knock
 
 Kind: TypeAlias = Literal[
-    "kill", "stop", "cut", "reset", "blackhole", "delay", "throttle",
+    "kill", "stop", "hang", "cut", "reset", "blackhole", "delay", "throttle",
     "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "stranger", "disk",
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-DEADLY: Final[frozenset[Kind]] = frozenset({"kill", "duplicate", "corrupt", "truncate", "garbage", "version", "noise"})
+DEADLY: Final[frozenset[Kind]] = frozenset(
+    {"kill", "hang", "duplicate", "corrupt", "truncate", "garbage", "version", "noise"}
+)
 """The target may die of it, by the signal or because it is told that it talks nonsense; so only roles that are started
 again are hit. The others heal by themselves."""
 UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version"})
@@ -33,6 +35,8 @@ PROCESSES: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "buffer")
 """Whose process may be killed or stopped."""
 HUGE_DELAY_S: Final = 0.3
 SLOW_BYTES_PER_S: Final = 4000.0
+WATCHED: Final[tuple[str, ...]] = ("actor", "teacher", "learner")
+"""Of whom the launcher notices, through the buffer, that they hang (launch.silent_kill_s)."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -53,17 +57,18 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]], restartable: frozenset[str]) -> Fault:
-    """Kind first, so that each kind has its share; then the target among those it may hit."""
+    """Kind first, then role, then worker: each kind and each role has its share."""
     kind = rng.choice(list(kinds))
     if kind == "disk":
         return Fault(kind, "run", rng.uniform(1.0, 4.0))
     if kind == "stranger":
         return Fault(kind, "buffer-0", seed=rng.randrange(1 << 30))
     roles = [role for role in names if names[role] and (role in restartable or kind not in DEADLY)]
-    roles = [role for role in roles if role in (PROCESSES if kind in ("kill", "stop") else LINKS)]
+    able = {"kill": PROCESSES, "stop": PROCESSES, "hang": WATCHED}.get(kind, LINKS)
+    roles = [role for role in roles if role in able]
     if not roles:
         raise ValueError(f"no role may be hit by {kind}; started again are {sorted(restartable)}")
-    target = rng.choice([name for role in roles for name in names[role]])
+    target = rng.choice(list(names[rng.choice(roles)]))
     lasting = {"stop": (0.5, 7.0), "blackhole": (0.5, 7.0), "delay": (1.0, 4.0), "throttle": (1.0, 4.0)}
     seconds = rng.uniform(*lasting[kind]) if kind in lasting else 0.0
     return Fault(kind, target, seconds, rng.choice(("up", "up", "down")), rng.randrange(1 << 30))
@@ -86,6 +91,8 @@ class Striker:
                 return self._run.signal_worker(name, signal.SIGKILL)
             case "stop":
                 return self._stop_for(name, fault.seconds)
+            case "hang":
+                return self._run.signal_worker(name, signal.SIGSTOP)
             case "cut" | "reset":
                 return self._connected(name) and bool(self._proxy.tell(Break(name, reset=fault.kind == "reset")))
             case "blackhole":

@@ -55,7 +55,7 @@ PATIENT: Final = (
     "--launch.max_restarts=100000",
     "--launch.restart_backoff_s=0.2",
     "--launch.restart_backoff_max_s=1",
-    "--launch.silent_kill_s=15",
+    "--launch.silent_kill_s=8",
 )
 """Deadlines in seconds where a real run has tens of them, and no end to restarts: a fault every other second is no
 reason to give up."""
