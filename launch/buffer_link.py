@@ -11,6 +11,7 @@ import msgspec
 from buffer.server import BufferAddress
 from protocol.client import Client
 from protocol.errors import LinkError, ProtocolError
+from protocol.keys import ClientKeys
 from protocol.messages import Hello, Shutdown, Snapshot, SnapshotWanted
 
 CONNECT_TIMEOUT_S: Final = 30.0
@@ -28,10 +29,10 @@ def read_address(file: Path, run_id: str) -> str | None:
 class BufferLink:
     """The newest snapshot, and how the run ended, as far as the buffer has told."""
 
-    def __init__(self, address: str, run_id: str, incarnation: str) -> None:
-        """Connects; raises protocol errors when that fails."""
+    def __init__(self, address: str, run_id: str, incarnation: str, keys: ClientKeys | None = None) -> None:
+        """Connects; raises protocol errors when that fails. `keys` None: not encrypted."""
         hello = Hello(role="launcher", name="launcher", incarnation=incarnation, run_id=run_id, vocab_fingerprint="")
-        self._client = Client(address, hello, connect_timeout_s=CONNECT_TIMEOUT_S)
+        self._client = Client(address, hello, keys=keys, connect_timeout_s=CONNECT_TIMEOUT_S)
         self.snapshot: Snapshot | None = None
         self.shutdown: Shutdown | None = None
         self.lost: str | None = None

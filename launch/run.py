@@ -83,6 +83,7 @@ def run(
 ) -> int:
     """Run in an open folder; leaves summary.json there whatever happens. Returns the exit code."""
     write_config(config, folder.config_path)
+    folder.keep_keys(encrypted=config.buffer.encrypted)
     _log_to(folder.logs / "launcher.log")
     status = make_status(config.launch.status, config.launch.status_every_s)
     status.say(_headline(config, folder, resume=resume))

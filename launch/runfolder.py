@@ -3,6 +3,7 @@
 runs/<name>/   config.yaml    the resolved configuration; a run can be started again from it
                run.json       RunRecord: run id, state, exit code
                lock           held by the launcher while it lives
+               keys/          of the encrypted links (protocol.keys); not there when they are not
                logs/          <role>-<i>.log, forkserver.log, launcher.log
                buffer.json    where the buffer listens
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
@@ -25,6 +26,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from launch.errors import LaunchError
+from protocol.keys import KEYS, make_keys
 from protocol.messages import WeightVersion
 
 RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted"]
@@ -102,6 +104,18 @@ class RunFolder:
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r}, {_describe(self.record)})"
+
+    def keep_keys(self, *, encrypted: bool) -> None:
+        """Make this run's keys, or keep those it has; put them aside for a launch without encryption, because who
+        finds keys uses them."""
+        keys, unused = self.path / KEYS, self.path / f"{KEYS}.unused"
+        if encrypted and not keys.is_dir():
+            if unused.is_dir():
+                unused.rename(keys)
+            else:
+                make_keys(keys)
+        elif not encrypted and keys.is_dir():
+            keys.rename(unused)
 
     @property
     def config_path(self) -> Path:

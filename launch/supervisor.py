@@ -39,6 +39,7 @@ from launch.slots import Ending, Outcome, ServerEnd, Worker, said
 from launch.status import StatusView
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
+from protocol.keys import run_client_keys
 from protocol.messages import Snapshot
 
 BUFFER: Final = "buffer-0"
@@ -144,7 +145,8 @@ class Supervisor:
         if not self._until(self._buffer_listens, BUFFER_START_S, lambda: f"the buffer to listen; see {BUFFER}.log"):
             return
         try:
-            self._link = BufferLink(self._crew.address, self._folder.record.run_id, secrets.token_hex(8))
+            keys = run_client_keys(self._folder.path, "launcher")
+            self._link = BufferLink(self._crew.address, self._folder.record.run_id, secrets.token_hex(8), keys)
         except ProtocolError as error:
             self._end(False, f"no connection to the buffer: {error}", ExitCode.FAILED, tail_of=(BUFFER,))
             return
