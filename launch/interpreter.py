@@ -11,7 +11,7 @@ from typing import Final
 from engines.sglang_config import ServerConfig
 from sglang_cpu.servers import DEFAULT_PYTHON
 
-LOOK: Final = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+LOOK: Final = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
 LOOK_TIMEOUT_S: Final = 30.0
 
 
@@ -30,13 +30,20 @@ def needs_shim(server: ServerConfig, python: Path) -> bool:
 
 def lacks_sglang(key: str, server: ServerConfig, python: Path) -> str | None:
     """What to tell the user when `python` cannot run servers, else None. Does not import SGLang: that takes seconds."""
+    on_gpu_without_shim = server.device == "cuda" and python == DEFAULT_PYTHON
     make = "; `make sglang-cpu` makes one" if server.device == "cpu" else "; name one that has it"
     if not python.is_file() or not os.access(python, os.X_OK):
         return f"{key}.server.python: no interpreter {python}{make}"
     try:
-        done = subprocess.run([python, "-c", LOOK], capture_output=True, timeout=LOOK_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [python, "-c", LOOK, "sglang", *(["triton"] if on_gpu_without_shim else [])],
+            capture_output=True,
+            text=True,
+            timeout=LOOK_TIMEOUT_S,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"{key}.server.python: {python} cannot be run: {error}"
-    if done.returncode == 0:
+    if not (missing := " and no ".join(done.stdout.split())):
         return None
-    return f"{key}.server.python: {python} has no sglang, expected an interpreter that can import it{make}"
+    return f"{key}.server.python: {python} has no {missing}, expected an interpreter that can run SGLang{make}"

@@ -196,3 +196,10 @@ def test_on_a_cpu_servers_are_forked_from_the_environment_made_for_it() -> None:
     report = found({"python": ""}, device="cpu")
     assert report.mistakes == []
     assert all(plan.shim and plan.python == DEFAULT_PYTHON for plan in report.plans)
+
+
+@pytest.mark.skipif(not DEFAULT_PYTHON.exists(), reason="no .venv-sglang: make sglang-cpu")
+def test_the_environment_made_for_cpus_is_not_taken_for_gpus() -> None:
+    (mistake, _) = found({"python": ""}, device="cuda", actors=1).mistakes
+    assert f"actor.server.python: {DEFAULT_PYTHON} has no triton" in mistake
+    assert mistake.endswith("name one that has it")
