@@ -22,7 +22,7 @@ class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stream_tokens: int = 16
     """Tokens per piece of a stream, where the server lets a request say so (else --stream-interval decides). What
     a piece costs the server hardly depends on its size, so one token at a time is dear."""
-    update_mode: SwapMode = "retract"
+    update_mode: SwapMode = "abort"
     """Running requests at a weight swap. `abort`: they are ended, and go on as new ones that recompute their KV cache;
     `in_place`: the same, but they find their old KV cache again; `retract`: the server itself recomputes it, and what
     it samples behind the swap is held back until the request ends, for only then does it say which weights sampled

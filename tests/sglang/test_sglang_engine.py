@@ -250,7 +250,7 @@ def test_nothing_of_it_imports_torch() -> None:
 def test_the_health_check_does_not_lie_while_generation_is_paused(servers: Servers) -> None:
     server = servers.start("paused", STUDENT)
     servers.wait_ready([server], READY_S)
-    engine = SGLangEngine(server.url, SGLangConfig(health_every_s=0.05), vocab_size=VOCAB)
+    engine = SGLangEngine(server.url, SGLangConfig(health_every_s=0.05, update_mode="retract"), vocab_size=VOCAB)
     answers = {"a": Answer()}
     engine.submit(request("a", PROMPT, 300))
     while not answers["a"].ids:

@@ -188,7 +188,8 @@ def test_a_successor_of_one_who_died_in_an_update_sends_nothing_before_whole_wei
     own_student: Server, other_weights: Path
 ) -> None:
     """Nobody knows how much of the update has arrived, and the server is still paused."""
-    dead = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB, run_id="run-1")
+    paused = SGLangConfig(update_mode="retract")
+    dead = SGLangEngine(own_student.url, paused, vocab_size=VOCAB, run_id="run-1")
     dead.submit(request("left", [65, 66], 900))
     while not dead.poll(0.1):
         pass
