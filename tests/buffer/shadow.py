@@ -17,7 +17,7 @@ from buffer.state import BufferState, Outgoing
 from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
 from protocol import messages as m
 from protocol.codec import Array, Received, encode
-from protocol.errors import EncodeError
+from protocol.errors import RemoteProtocolError
 from protocol.handshake import Doorkeeper
 from protocol.messages import Role, WeightVersion
 from protocol.server import FromPeer
@@ -88,7 +88,7 @@ class ShadowedState:
         turn = Turn(now_s, entries, tick_s)
         try:
             read_again = decode_turn(encode_turn(turn))
-        except EncodeError:  # the simulation also sends what no wire can carry
+        except RemoteProtocolError:  # the simulation also sends what no wire can carry
             read_again = turn
         outgoing = self.core.apply(turn)
         assert on_the_wire(self.shadow.apply(read_again)) == on_the_wire(outgoing)
