@@ -149,7 +149,8 @@ def main() -> None:
         )
         ratios = [plain["cpu_s"] / ours["cpu_s"] for plain, ours in pairs]
         print(
-            f"| {name} | {plain_mib:,.0f}, {plain_s:.1f} | {ours_mib:,.0f}, {ours_s:.1f} | {ours_mib / plain_mib:.3f} | "
+            f"| {name} | {plain_mib:,.0f}, {plain_s:.1f} | {ours_mib:,.0f}, {ours_s:.1f} | "
+            f"{ours_mib / plain_mib:.3f} | "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f}) |",
             flush=True,
         )

@@ -23,10 +23,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from protocol.topk_codec import LOG_TAIL_FLOOR
+
 PADDING = -1e4
 """As a log-prob: exp of it is 0 in float32 and float64, and differences of it are 0 and not NaN."""
-LOG_TAIL_FLOOR = math.log(1e-7)
-"""A teacher's tail is never less: 1 - sum of float32 probabilities says nothing about smaller ones."""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engines.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
 from engines.one_pass import one_pass_loss
-from learner.objectives.distributions import LOG_TAIL_FLOOR, PADDING, DistributionFn, DistributionOptions
+from learner.objectives.distributions import PADDING, DistributionFn, DistributionOptions
+from protocol.topk_codec import LOG_TAIL_FLOOR, TopK
 
 MASS_ROUNDING = 1e-3
 """The probabilities of a top-k set may sum to this much more than 1."""
@@ -97,6 +99,13 @@ class TopKTeacher:
                 f"the teacher's log-probs at {int((~fine_T).sum())} positions (first: {int((~fine_T).int().argmax())}) "
                 "are not finite, or their probabilities sum to more than 1; they are not used"
             )
+
+    @classmethod
+    def of(cls, top: TopK, device: torch.device | str = "cpu") -> TopKTeacher:
+        """From what came over the wire."""
+        ids_TK, logprobs_TK = top.padded()
+        arrays = (ids_TK, logprobs_TK, top.tail_T, top.counts_T)
+        return cls(*(torch.from_numpy(np.require(array, requirements="W")).to(device) for array in arrays))
 
     def check(self, n_tokens: int, vocab_tokens: int) -> None:
         if self.ids_TK.shape[0] != n_tokens:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from learner.objectives.distributions import (
-    LOG_TAIL_FLOOR,
     PADDING,
     DistributionFn,
     DistributionOptions,
@@ -21,6 +20,7 @@ from learner.objectives.distributions import (
     reverse_kl,
 )
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
+from protocol.topk_codec import LOG_TAIL_FLOOR
 
 V = 6
 OPTIONS = DistributionOptions(weight=0.3, beta=0.2)
