@@ -32,6 +32,10 @@ DRAIN_S: Final = 30.0
 """After the end: workers may have a checkpoint to finish or an engine to stop before they say goodbye."""
 DRAIN_TERMINATED_S: Final = 5.0
 """The same after SIGTERM: whoever sent it waits, and kills in the end."""
+REPLAY_S: Final = 5.0
+"""CPU seconds that the core may have spent on turns before an image spares the next process to spend them again; more
+when images are so large that they would cost more than a tenth of it."""
+IMAGE_SHARE: Final = 10
 STATUS_EVERY_S: Final = 30.0
 """Seconds between two lines of log on how things stand."""
 
@@ -76,6 +80,9 @@ class BufferLoop:
         self._refused_before = dict(started.core.refused)
         self._refused_here: dict[str, int] = {}
         self._put_off_total = 0
+        self._applied_s = 0.0
+        """CPU time of the core since the last image."""
+        self._image_s = 0.0
         self.terminated = False
         """SIGTERM came before the learner had finished the run."""
 
@@ -131,18 +138,23 @@ class BufferLoop:
     def _take(self, turn: Turn) -> None:
         if turn.empty:
             return
+        began_s = time.thread_time()
         outgoing = self._core.apply(turn)
+        self._applied_s += time.thread_time() - began_s
         journal = self._journal
         if journal is not None:
             journal.write(encode_turn(turn), time.monotonic())
         self._send(outgoing)
-        if journal is not None and journal.wants_image:
-            self._put_image(journal, turn.now_s)
+        if journal is not None and not journal.trouble:
+            long_replay = self._applied_s > max(REPLAY_S, IMAGE_SHARE * self._image_s)
+            if long_replay or journal.wants_image:
+                self._put_image(journal, turn.newest_s)
 
     def _put_image(self, journal: Journal, now_s: float) -> None:
-        began_s = time.monotonic()
+        began_s, began_cpu_s = time.monotonic(), time.thread_time()
         image = make_image(self._core, self._server.book, now_s)
         journal.put_image(image)
+        self._applied_s, self._image_s = 0.0, time.thread_time() - began_cpu_s
         log.info("an image of %d KiB in %.2f s", len(image) >> 10, time.monotonic() - began_s)
 
     def _send(self, messages: Sequence[Outgoing]) -> None:

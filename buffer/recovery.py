@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,14 +67,12 @@ def start(folder: Path, beginning: Beginning) -> Started:
     if not config.journal:
         return Started(beginning.core(), None, None, None)
     try:
+        _forget_other_run(folder, beginning.run_id)
         journal = _open(folder, config)
         try:
             found = journal.store.meta()
-            former = None if found is None else _beginning(found, folder)
-            if former is not None and former.run_id == beginning.run_id:
-                return _restored(journal, former, beginning, folder)
-            if former is not None:
-                log.warning("the journal of %s is given up: this is %s", former.run_id, beginning.run_id)
+            if found is not None:
+                return _restored(journal, _beginning(found, folder), beginning, folder)
             journal.store.begin(msgspec.msgpack.encode(beginning))
             return Started(beginning.core(), None, None, journal)
         except BaseException:
@@ -107,6 +106,20 @@ def _open(folder: Path, config: BufferConfig) -> Journal:
         reserve_bytes=config.journal_reserve_mb << 20,
         memory_bytes=config.journal_memory_mb << 20,
     )
+
+
+def _forget_other_run(folder: Path, run_id: str) -> None:
+    """Without opening what a loss of power may have damaged: a run that was resumed does not need it."""
+    told = folder / "run_id"
+    try:
+        if told.exists() and told.read_text() != run_id:
+            log.warning("the journal of %s is removed: this is %s", told.read_text(), run_id)
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not told.exists():
+            told.write_text(run_id)
+    except OSError as error:
+        raise StoreUnwritable(str(error)) from error
 
 
 def _beginning(body: bytes, folder: Path) -> Beginning:

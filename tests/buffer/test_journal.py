@@ -197,6 +197,7 @@ def test_the_clock_goes_on_where_it_stopped_whatever_the_systems_clock_says() ->
 def test_the_journal_of_another_run_is_removed(tmp_path: Path) -> None:
     begun(tmp_path, joined_turn(5.0))
     other = msgspec.structs.replace(BEGINNING, run_id="run-2")
+    (tmp_path / "data.mdb").write_bytes(b"damaged by a loss of power")
     assert restarted(tmp_path, other).book is None
     assert restarted(tmp_path, other).newest_s is None
 
