@@ -215,6 +215,8 @@ class SGLangEngine:
         features = await detect_features(self.server)
         self._gate = asyncio.Event()
         self._paused_s = self._version_set_s = time.monotonic()
+        self._silent_since_s = 0.0
+        """When a request was sent and nothing of any has come since; 0 else."""
         self._slots = asyncio.Semaphore(self._config.max_concurrent)
         version = self.labels.parse(features.weights_label)
         self._version = version or WeightVersion(0, 0)
@@ -301,6 +303,7 @@ class SGLangEngine:
             try:
                 return await self._read(live, stream)
             except ServerUnavailable:
+                self._silent_since_s = 0.0
                 if stream.n_seen or time.monotonic() + backoff_s >= deadline_s:
                     raise
             finally:
@@ -310,6 +313,7 @@ class SGLangEngine:
 
     async def _read(self, live: _Live, stream: TokenStream) -> bool:
         self._n_sent += 1
+        self._silent_since_s = self._silent_since_s or time.monotonic()
         live.rid = f"{self._session_id}-{self._n_sent}"
         live.heard_s = time.monotonic()
         live.restarting = False
@@ -321,6 +325,7 @@ class SGLangEngine:
         async with aclosing(self.server.stream("/generate", body)) as texts:
             async for text in texts:
                 live.heard_s = time.monotonic()
+                self._silent_since_s = 0.0
                 chunk = decode_chunk(text)
                 self._totals.chunks += 1
                 self._give(live, stream.take(chunk))
@@ -411,10 +416,15 @@ class SGLangEngine:
             log.warning("abort of %s: %s", rid, error)  # _watch ends it by disconnecting
 
     async def _watch(self) -> None:
-        """End requests that are silent for too long, and aborted ones that go on."""
+        """End requests that are silent for too long, and aborted ones that go on. A server of which nothing at all is
+        heard, though it answers health checks, is lost."""
+        longest_s = self._config.stall_timeout_s + self._config.start_timeout_s
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             now_s = time.monotonic()
+            if self._gate.is_set() and self._silent_since_s and now_s - self._silent_since_s > longest_s:
+                self.server.declare_lost(f"no token of any request for {longest_s:g} s, though it answers questions")
+                self._say()
             for live in self._live.values():
                 live.given_up = live.given_up or self._why_give_up(live, now_s)
                 overdue = live.aborting_since_s is not None and now_s - live.aborting_since_s > _ABORT_GRACE_S
@@ -476,6 +486,7 @@ class SGLangEngine:
         if not self._cuts:
             await self.server.post("/continue_generation", {})
         self._set_version(version, label)
+        self._silent_since_s = 0.0
         for live in self._live.values():
             live.heard_s = time.monotonic()
         self._gate.set()

@@ -11,11 +11,12 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from engines.sglang_config import SGLangConfig
 from engines.sglang_engine import SGLangEngine
-from engines.sglang_http import ServerUnavailable
+from engines.sglang_http import ServerLost, ServerUnavailable
 from protocol.messages import Sampling, VersionSpan, WeightVersion
 from sglang_cpu.servers import SERVER_ARGS, Server, Servers
 from tests.sglang.conftest import (
@@ -202,6 +203,26 @@ def test_a_server_that_falls_silent_costs_its_requests_and_comes_back(servers: S
     assert all(answer.finish_reason in ("error", "stop") for answer in answers.values())
     assert any(answer.error and "stall_timeout_s" in answer.error for answer in answers.values())
     assert later["later"].error is None and later["later"].ids
+
+
+def test_a_server_that_answers_questions_but_samples_nothing_is_lost(servers: Servers) -> None:
+    """Its scheduler hangs; the process that speaks HTTP is well."""
+    server = servers.start("hung", STUDENT)
+    servers.wait_ready([server], READY_S)
+    config = SGLangConfig(stall_timeout_s=0.5, start_timeout_s=0.5, health_every_s=0.1)
+    engine = SGLangEngine(server.url, config, vocab_size=VOCAB)
+    schedulers = [p for p in psutil.Process(server.pid).children(recursive=True) if "schedul" in p.name()]
+    assert len(schedulers) == 1
+    schedulers[0].suspend()
+    engine.submit(request("a", PROMPT, 5))
+    with pytest.raises(ServerLost, match="no token of any request"):
+        while True:
+            for delta in engine.poll(0.1):
+                assert delta.finish_reason == "error"
+                engine.submit(request("a", PROMPT, 5))
+    engine.close()
+    schedulers[0].resume()
+    servers.stop(server, grace_s=0.0)
 
 
 def test_a_killed_server_gives_errors_not_silence_and_its_successor_is_found(servers: Servers) -> None:
