@@ -19,11 +19,14 @@ Offsets: token offsets are absolute within the rollout, half-open. Offset 0 is t
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 PROTOCOL_VERSION = 1
+MAX_EPOCH = 65_535
+"""The buffer remembers each; no run is resumed that often."""
+MAX_STEP = 2**40
 
 Role: TypeAlias = Literal["actor", "teacher", "learner", "launcher"]
 TaskKind: TypeAlias = Literal["train", "eval"]
@@ -33,8 +36,8 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A point on the run's clock. `step` optimizer steps were applied to make these weights; `epoch` rises by one
     each time a learner starts from a checkpoint, so that versions of an abandoned branch stay distinguishable."""
 
-    epoch: int
-    step: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.step}"
