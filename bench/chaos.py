@@ -4,9 +4,10 @@
 
 Kinds: kill (SIGKILL), stop (SIGSTOP for a while), hang (SIGSTOP, until the launcher kills it); cut and reset of a link,
 blackhole, delay and throttle of a link for a while; in place of one message: duplicate, corrupt, truncate, garbage,
-version, tear, noise (tests.chaos.meddling); stranger (who does not belong to the run knocks at the buffer's door); disk
-(the run folder is full for a while, with --disk-mib). What may kill its target strikes only the roles that the launcher
-starts again, unless --roles says others. The same seed draws the same faults.
+version, tear, noise (tests.chaos.meddling); stranger (who does not belong to the run knocks at the buffer's door). Only
+if asked for: disk (the run folder is full for a while, with --disk-mib); relaunch (SIGKILL of the launcher, --resume).
+What may kill its target strikes only the roles that the launcher starts again, unless --roles says others. The same
+seed draws the same faults.
 
 Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
 the wire by the proxy, evaluation as that of a run without faults within noise (--no-reference leaves it out), and no
@@ -54,6 +55,7 @@ def main() -> int:
         teachers=args.teachers,
         steps=args.steps or max(60, STEPS_PER_FAULT * args.faults),
         max_staleness=args.max_staleness,
+        gap_s=(args.gap[0], args.gap[1]),
         disk_mib=args.disk_mib,
         arguments=tuple(args.set),
     )
@@ -80,6 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--teachers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help=f"default: {STEPS_PER_FAULT} for each fault")
     parser.add_argument("--max-staleness", type=int, default=2)
+    parser.add_argument("--gap", type=float, nargs=2, default=[0.5, 2.5], help="seconds between faults, evenly drawn")
     parser.add_argument("--disk-mib", type=int, default=0, help="the run folder is a tmpfs of this size")
     parser.add_argument("--set", action="append", default=[], metavar="--KEY=VALUE", help="further keys of the run")
     parser.add_argument("--no-reference", action="store_true", help="no second run without faults")

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from tests.chaos.harness import TASK, Run
+from tests.chaos.harness import READY, READY_S, TASK, Run
 
 SAMPLE_S: Final = 2.0
 PROGRESS_S: Final = 15.0
@@ -36,7 +36,6 @@ T_95: Final = 2.306
 WARM_UP: Final = 1 / 3
 FLAT: Final = frozenset({"journal", "weights", "checkpoints"})
 MIB: Final = 1 << 20
-READY_S: Final = 180.0
 END_S: Final = 90.0
 
 Series = list[tuple[float, float]]
@@ -61,10 +60,10 @@ def main() -> int:
         "--steps=1000000",
         "--max-staleness=2",
     ]
-    arguments += ["--learner.eval_every=200", "--learner.checkpoint_every=100", *args.set]
+    arguments += ["--learner.eval_every=200", *args.set]
     run = Run(folder / "run", arguments, f"soak-{secrets.token_hex(4)}")
     try:
-        run.until(lambda: "workers are ready" in run.text, "all workers to be ready", READY_S)
+        run.until(lambda: READY in run.text, "all workers to be ready", READY_S)
         first_step = len(run.steps())
         memory, files = watch(run, args.minutes * 60)
         steps = len(run.steps()) - first_step

@@ -19,7 +19,7 @@ from tests.chaos.audit import Audit, audit
 from tests.chaos.commands import Proxy
 from tests.chaos.disk import mounted_at, small_disk
 from tests.chaos.faults import PROCESSES, Fault, Kind, Striker, draw
-from tests.chaos.harness import PATIENT, TASK, Run, marked, proxied_run
+from tests.chaos.harness import PATIENT, READY, READY_S, TASK, Run, marked, proxied_run
 from tests.chaos.tap import read_tap
 
 LOOK_EVERY_S: Final = 0.1
@@ -90,7 +90,7 @@ def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdi
         run, proxy = stack.enter_context(proxied_run(run_dir, _arguments(plan), mark))
         striker = Striker(run, proxy, disk)
         stack.callback(striker.heal)
-        run.until(lambda: "workers are ready" in run.text, "all workers to be ready", 90.0)
+        run.until(lambda: READY in run.text, "all workers to be ready", READY_S)
         began_s = time.monotonic()
         struck, missed = _storm(plan, run, proxy, striker, say)
         faults_s = time.monotonic() - began_s
@@ -143,21 +143,21 @@ def _storm(
         _watch(run, proxy, struck, rng.uniform(*plan.gap_s), due_step)
         names = {"launcher": ["launcher"]} | {role: run.names(role) for role in PROCESSES}
         fault = draw(rng, plan.kinds, names, plan.roles)
-        if not run.running or len(run.steps()) >= plan.steps:
+        if not run.running or run.step >= plan.steps:
             break
         if not striker.strike(fault):
             missed += 1
             continue
         now_s = time.monotonic()
         struck.append(Struck(now_s - began_s, fault, now_s + fault.seconds))
-        say(f"{now_s - began_s:7.1f} s  step {len(run.steps()):4d}/{plan.steps}  {len(struck):4d}  {fault}")
+        say(f"{now_s - began_s:7.1f} s  step {run.step:4d}/{plan.steps}  {len(struck):4d}  {fault}")
     return struck, missed
 
 
 def _watch(run: Run, proxy: Proxy, struck: Sequence[Struck], seconds: float, step: float = math.inf) -> None:
     """Sleep so long, or until that step, and note who is at work again."""
     until_s = time.monotonic() + seconds
-    while run.running and len(run.steps()) < step:
+    while run.running and run.step < step:
         useful_s = proxy.look().useful_s
         for one in struck:
             at_work_s = max(useful_s.values(), default=0.0) if one.fault.target in ("run", "buffer-0") else (
@@ -176,8 +176,8 @@ def _await_end(plan: Plan, run: Run, proxy: Proxy, struck: Sequence[Struck], say
     steps, since_s = -1, time.monotonic()
     while run.running:
         _watch(run, proxy, struck, 1.0)
-        if len(run.steps()) != steps:
-            steps, since_s = len(run.steps()), time.monotonic()
+        if run.step != steps:
+            steps, since_s = run.step, time.monotonic()
             say(f"         faults are over, step {steps}/{plan.steps}")
         elif time.monotonic() - since_s > plan.end_timeout_s:
             return [f"the run stood still at step {steps} for {plan.end_timeout_s:.0f} s after the last fault"]

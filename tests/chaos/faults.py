@@ -18,7 +18,7 @@ from tests.chaos.stranger import knock
 
 Kind: TypeAlias = Literal[
     "kill", "stop", "hang", "cut", "reset", "blackhole", "delay", "throttle",
-    "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "stranger", "disk",
+    "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "stranger", "disk", "relaunch",
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DEADLY: Final[frozenset[Kind]] = frozenset(
@@ -26,9 +26,10 @@ DEADLY: Final[frozenset[Kind]] = frozenset(
 )
 """The target may die of it, by the signal or because it is told that it talks nonsense; so only roles that are started
 again are hit. The others heal by themselves."""
-UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version"})
+UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version", "relaunch"})
 """Not among the kinds that are drawn unless asked for. disk: the run folder needs a file system of its own. version: a
-Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends."""
+Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends.
+relaunch: half a minute each."""
 LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "launcher")
 """Who has a link to the buffer."""
 PROCESSES: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "buffer")
@@ -44,7 +45,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     kind: Kind
     target: str
-    """A worker; `run` for the disk."""
+    """A worker; `run` for its disk and its launcher."""
     seconds: float = 0.0
     """How long it lasts; 0: a moment."""
     direction: Literal["up", "down"] = "up"
@@ -59,6 +60,8 @@ class Fault(msgspec.Struct, frozen=True):
 def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]], restartable: frozenset[str]) -> Fault:
     """Kind first, then role, then worker: each kind and each role has its share."""
     kind = rng.choice(list(kinds))
+    if kind == "relaunch":
+        return Fault(kind, "run")
     if kind == "disk":
         return Fault(kind, "run", rng.uniform(1.0, 4.0))
     if kind == "stranger":
@@ -103,6 +106,8 @@ class Striker:
                 self._proxy.tell(Weather(fault.seconds, name, bytes_per_s=SLOW_BYTES_PER_S))
             case "stranger":
                 assert knock(self._proxy.address, Random(fault.seed)), "strangers were not answered"
+            case "relaunch":
+                self._run.relaunch(self._proxy.address)
             case "disk":
                 assert self._disk is not None, "a full disk needs a disk of its own"
                 self._disk.fill()

@@ -34,6 +34,7 @@ TASK: Final = (
     "--buffer.batch_rollouts=16",
     "--actor.segment_tokens=16",
     "--learner.tasks.group_size=4",
+    "--learner.checkpoint_every=20",
     "--learner.tasks.eval_greedy=64",
     "--learner.tasks.eval_sampled=256",
     "--launch.status=plain",
@@ -60,6 +61,10 @@ PATIENT: Final = (
 """Deadlines in seconds where a real run has tens of them, and no end to restarts: a fault every other second is no
 reason to give up."""
 ADDRESS_WAIT_S: Final = 30.0
+READY: Final = "workers are ready after"
+STARTS: Final = " starts, pid "
+READY_S: Final = 120.0
+GONE_S: Final = 15.0
 
 
 class Run:
@@ -71,15 +76,50 @@ class Run:
         self._steps: list[dict[str, Any]] = []
         self._read_bytes = 0
         self._output = run_dir.with_name(f"{run_dir.name}.out")
+        self._arguments = [*arguments]
+        self.process = self._launch()
+
+    def _launch(self, *more: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(ROOT / "launch" / "cluster.py"), "--run-dir", str(self.run_dir)]
         with self._output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "launch" / "cluster.py"), "--run-dir", str(run_dir), *arguments],
-                cwd=run_dir.parent,
+            return subprocess.Popen(
+                [*command, *self._arguments, *more],
+                cwd=self.run_dir.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: self.mark},
             )
+
+    def relaunch(self, proxy_address: str) -> None:
+        """SIGKILL the launcher, whose workers die with it, and go on with the run by --resume."""
+        former = self.run_id
+        self.process.kill()
+        self.process.wait(20)
+        deadline_s = time.monotonic() + GONE_S
+        while (left := marked(self.mark)) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert not left, f"{left} outlived their launcher by {GONE_S} s"
+        ready, buffer_log = self.text.count(READY), self.run_dir / "logs" / "buffer-0.log"
+        starts = buffer_log.read_text().count(STARTS)
+        self.process = self._launch("--resume")
+        # Only when the buffer's process is there: this time the launcher has to do something for it to be forked, which
+        # it would not while it waits for an answer from the address that it has found.
+        self.until(lambda: buffer_log.read_text().count(STARTS) > starts, "a buffer that starts", READY_S)
+        name_proxy(self, proxy_address, former)
+        self.until(lambda: self.text.count(READY) > ready, "all workers to be ready again", READY_S)
+
+    @property
+    def run_id(self) -> str:
+        """Of the present launch; empty before it has one."""
+        record = self.run_dir / "run.json"
+        return json.loads(record.read_bytes())["run_id"] if record.exists() else ""
+
+    @property
+    def step(self) -> int:
+        """The newest."""
+        rows = self.steps()
+        return int(rows[-1]["step"]) if rows else 0
 
     @property
     def running(self) -> bool:
@@ -120,7 +160,7 @@ class Run:
         """Of the worker's present process, as its log says; None when there is none of this run."""
         file = self.run_dir / "logs" / f"{name}.log"
         lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-        started = [line for line in lines if " starts, pid " in line]
+        started = [line for line in lines if STARTS in line]
         if not started:
             return None
         pid = int(started[-1].rsplit(" ", 1)[1])
@@ -181,11 +221,6 @@ def proxied_run(run_dir: Path, arguments: Sequence[str], mark: str) -> Generator
 
 def name_proxy(run: Run, address: str, former_run_id: str = "") -> None:
     """Put down a buffer.json that names the proxy, as soon as this launch has a run id."""
-    record = run.run_dir / "run.json"
-
-    def run_id() -> str:
-        return json.loads(record.read_bytes())["run_id"] if record.exists() else ""
-
-    run.until(lambda: run_id() not in ("", former_run_id), "run.json", ADDRESS_WAIT_S)
-    told = BufferAddress(address, run.process.pid, run_id())
+    run.until(lambda: run.run_id not in ("", former_run_id), "run.json", ADDRESS_WAIT_S)
+    told = BufferAddress(address, run.process.pid, run.run_id)
     write_atomic(run.run_dir / "buffer.json", msgspec.json.encode(told))

@@ -107,19 +107,19 @@ class ProxyServer:
     # ------------------------------------------------------------------------------------------- connections
 
     async def accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A worker connects; ends with its link."""
+        """A worker connects; ends with its link, or with the proxy."""
         self._accepted += 1
-        upstream = await self._connect()
-        if upstream is None:
-            writer.close()
-            return
-        connection = Connection((reader, writer), upstream)
+        with contextlib.suppress(asyncio.CancelledError):
+            upstream = await self._connect()
+            if upstream is not None:
+                await self._carry(Connection((reader, writer), upstream))
+        writer.close()
+
+    async def _carry(self, connection: Connection) -> None:
         self._connections.add(connection)
         pumps = [asyncio.create_task(self._pump(connection, direction)) for direction in ("up", "down")]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the proxy ends
-            pass
         finally:
             connection.end(reset=False)
             for pump in pumps:
