@@ -85,12 +85,12 @@ def _abandoned(version: WeightVersion, trained: Mapping[WeightVersion, BatchSeen
 
 
 def _once(batches: Iterable[BatchSeen], complaints: list[str]) -> None:
-    taken: dict[str, set[int]] = {}
+    taken: dict[tuple[str, str], set[int]] = {}
     twice = Counter[str]()
     for batch in {id(batch): batch for batch in batches}.values():
         for item in batch.items:
             tokens = {position for start, end in item.runs for position in range(start, end)}
-            before = taken.setdefault(item.rollout_id, set())
+            before = taken.setdefault((batch.run_id, item.rollout_id), set())
             if both := tokens & before:
                 twice[item.rollout_id] += len(both)
             before |= tokens

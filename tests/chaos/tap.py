@@ -39,6 +39,8 @@ class BatchSeen(msgspec.Struct, frozen=True, tag=True):
     items: list[ItemSeen]
     digest: str
     """Of ids, masks and log-probs."""
+    run_id: str = ""
+    """Of the launch: after --resume a rollout that was under way is written anew, under the same name."""
 
 
 class TrainedSeen(msgspec.Struct, frozen=True, tag=True):
@@ -58,6 +60,7 @@ class Tap:
     def __init__(self, file: Path | None) -> None:
         self._file = file.open("ab", buffering=0) if file is not None else None
         self._tag = msgspec.msgpack.Decoder(_Tag)
+        self._run_id = ""
         self.useful_s: dict[str, float] = {}
 
     def close(self) -> None:
@@ -70,7 +73,10 @@ class Tap:
             message = decode(list(bodies(unit))).message
         except RemoteProtocolError:
             return ""
-        return message.name if isinstance(message, Hello) else ""
+        if not isinstance(message, Hello):
+            return ""
+        self._run_id = message.run_id if message.role == "learner" else self._run_id
+        return message.name
 
     def passed(self, name: str, unit: Unit) -> None:
         """A message of this peer, or to it, was passed on."""
@@ -87,7 +93,7 @@ class Tap:
         assert self._file is not None
         match received.message:
             case Batch() as batch if batch.items:
-                self._file.write(msgspec.json.encode(_batch_seen(batch, received)) + b"\n")
+                self._file.write(msgspec.json.encode(_batch_seen(batch, received, self._run_id)) + b"\n")
             case BatchTrained(batch_id, version):
                 self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version)) + b"\n")
             case _:
@@ -100,7 +106,7 @@ def read_tap(file: Path) -> list[BatchSeen | TrainedSeen]:
     return [decoder.decode(line) for line in lines]
 
 
-def _batch_seen(batch: Batch, received: Received) -> BatchSeen:
+def _batch_seen(batch: Batch, received: Received, run_id: str) -> BatchSeen:
     digest = hashlib.sha256()
     items: list[ItemSeen] = []
     for index, item in enumerate(batch.items):
@@ -111,4 +117,4 @@ def _batch_seen(batch: Batch, received: Received) -> BatchSeen:
         edges = np.flatnonzero(np.diff(np.concatenate(([0], train_T != 0, [0]))))
         runs = [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
         items.append(ItemSeen(item.rollout_id, runs, item.spans))
-    return BatchSeen(batch.batch_id, batch.version, batch.staleness, items, digest.hexdigest())
+    return BatchSeen(batch.batch_id, batch.version, batch.staleness, items, digest.hexdigest(), run_id)

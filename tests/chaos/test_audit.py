@@ -45,6 +45,11 @@ def test_the_same_token_in_two_trained_batches() -> None:
     assert found.complaints == ["1 tokens of train-1-0-0 were trained twice"]
 
 
+def test_a_rollout_written_anew_after_a_resume_is_another_one() -> None:
+    anew = msgspec.structs.replace(batch(3, step=2, sampled=2, rollout="train-1-0-0"), run_id="the next launch")
+    assert audit([*CLEAN[:-1], anew, trained(3, made=3)], summary(12), []).complaints == []
+
+
 def test_a_token_beyond_the_bound_whatever_the_batch_says_of_it() -> None:
     stale = msgspec.structs.replace(batch(3, step=2, sampled=0), staleness={1: 4})
     found = audit([*CLEAN[:-1], stale, trained(3, made=3)], summary(12), [])
