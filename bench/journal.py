@@ -1,7 +1,7 @@
 """What the journal costs, and how fast a buffer is back.
 
     python bench/journal.py                 all of it, three to five minutes
-    python bench/journal.py --only stores   stores | cost | replay | image
+    python bench/journal.py --only stores   stores | cost | replay | image | kills
 
 stores   commits per second and MB/s of LMDB (what the journal uses) and of SQLite, by size of turn, with one commit per
          turn, without (`process`) and with (`disk`) waiting for the disk
@@ -9,13 +9,13 @@ cost     a synthetic run (`bench.synthetic_run`: real processes and clients) wit
          seconds of the buffer's process per accepted segment, and segments per second of wall time
 replay   a buffer killed in the middle of such a run is started again: how long until it listens, without imports
 image    how long the loop stands still for an image, by number of rollouts held
+kills    a run whose buffer is killed `--kills` times at random moments; raises when anything was lost or came twice
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import statistics
 import tempfile
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
@@ -80,7 +81,7 @@ def median_of(n: int, measure: Callable[[], tuple[float, float]]) -> tuple[float
 
 
 def cost(folder: Path, pairs: int) -> None:
-    for tokens, n_tasks in ((32, 400), (512, 300), (4096, 100)):
+    for tokens, n_tasks in ((32, 600), (512, 300), (4096, 150)):
         shape = Shape(n_tasks=n_tasks, group_size=2, segments=3, segment_tokens=tokens, n_actors=3, capacity=32)
         ratios: list[tuple[float, float]] = []
         for pair in range(pairs):
@@ -98,26 +99,30 @@ def cost(folder: Path, pairs: int) -> None:
 
 
 def _run(folder: Path, shape: Shape, *, journal: bool) -> tuple[float, float]:
-    """(CPU seconds of the buffer, wall seconds) of a whole run."""
+    """(CPU seconds of the buffer, wall seconds) of a run, without its beginning and end."""
     path = Path(tempfile.mkdtemp(dir=folder))
     config = msgspec.structs.replace(CONFIG, journal=journal)
     process = BufferProcess(config, path)
     try:
-        run = SyntheticRun(process.start(), shape, config)
-        began = psutil.Process(process.pid).cpu_times()
-        began_s = time.perf_counter()
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        address = process.start()
+        buffer = psutil.Process(process.pid)
+        at: list[tuple[float, float]] = []
+
+        def look() -> None:
+            cpu = buffer.cpu_times()
+            at.append((cpu.user + cpu.system, time.perf_counter()))
+
+        run = SyntheticRun(address, shape, config, at_end=look)
+        look()
         run.start()
         run.join()
-        seconds = time.perf_counter() - began_s
         assert process.wait() == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         run.account.check(shape, process.final())
     finally:
         process.close()
         shutil.rmtree(path, ignore_errors=True)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime - began.user - began.system
-    return cpu_s, seconds
+    (cpu_before_s, before_s), (cpu_after_s, after_s) = at
+    return cpu_after_s - cpu_before_s, after_s - before_s
 
 
 def replay(folder: Path) -> None:
@@ -158,6 +163,36 @@ def _beginning(config: BufferConfig) -> Beginning:
         carried=None,
         vocab_fingerprint=VOCAB,
         vocab_size=None,
+    )
+
+
+def kills(folder: Path, n: int, seed: int) -> None:
+    rng = Random(seed)
+    shape = Shape(n_tasks=20 * n, group_size=2, segments=3, segment_tokens=16, n_actors=3, capacity=16, pause_s=0.02)
+    config = msgspec.structs.replace(CONFIG, journal_log_mb=1, heartbeat_s=0.2)
+    path = Path(tempfile.mkdtemp(dir=folder))
+    process = BufferProcess(config, path)
+    back_s: list[float] = []
+    try:
+        run = SyntheticRun(process.start(), shape, config, seed=seed)
+        run.start()
+        while not run.finished and len(back_s) < n:
+            time.sleep(rng.uniform(0.0, 0.5))
+            if not process.kill():
+                break
+            began_s = time.perf_counter()
+            process.start()
+            back_s.append(time.perf_counter() - began_s)
+        run.join()
+        assert process.wait() == 0
+        run.account.check(shape, process.final())
+    finally:
+        process.close()
+    ledger = process.final().ledger
+    print(
+        f"{len(back_s)} kills (seed {seed}) over {run.account.steps} steps: {ledger.segments.accepted} segments and "
+        f"{ledger.tokens.accepted} tokens accepted, {ledger.tokens.trained} trained, {ledger.tokens.masked} masked, "
+        f"nothing lost, repeated or past the bound; back after {statistics.median(back_s):.2f} s (median, with imports)"
     )
 
 
@@ -205,8 +240,10 @@ def _full_core(n_rollouts: int, n_segments: int, n_tokens: int) -> Core:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("stores", "cost", "replay", "image"))
+    parser.add_argument("--only", choices=("stores", "cost", "replay", "image", "kills"))
     parser.add_argument("--pairs", type=int, default=5, help="runs with and without journal")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -215,6 +252,7 @@ def main() -> None:
             "cost": lambda: cost(Path(folder), options.pairs),
             "replay": lambda: replay(Path(folder)),
             "image": image,
+            "kills": lambda: kills(Path(folder), options.kills, options.seed),
         }
         for name, part in parts.items():
             if options.only in (None, name):

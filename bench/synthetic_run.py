@@ -8,6 +8,7 @@ process of its own (`BufferProcess`) that may be killed and started again while 
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import threading
 import time
@@ -81,7 +82,10 @@ class Account:
             self.stale[:3],
             self.cancelled[:3],
         )
-        assert ledger.balanced and not ledger.rejected, ledger
+        rejected = set(ledger.rejected) - {
+            "failed_handshake"
+        }  # strangers, who tried our port for a former one of theirs
+        assert ledger.balanced and not rejected, ledger
         n_rollouts = shape.n_tasks * shape.group_size
         rollouts = {rollout_id for rollout_id, _ in self.sampled}
         assert len(rollouts) == n_rollouts, f"{len(rollouts)} rollouts were begun, expected {n_rollouts}"
@@ -96,7 +100,17 @@ class Account:
 class SyntheticRun:
     """Start with `start`, wait with `join`; then `account` is complete."""
 
-    def __init__(self, address: str, shape: Shape, config: BufferConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        address: str,
+        shape: Shape,
+        config: BufferConfig,
+        *,
+        seed: int = 0,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`at_end` is called when all is trained, before the buffer is told so."""
+        self._at_end = at_end
         self._address = address
         self._shape = shape
         self._config = config
@@ -238,6 +252,7 @@ class SyntheticRun:
                     case _:
                         pass
             assert client.flush(WAIT_S)
+            self._at_end()
             client.send(m.RunFinished(True, "done"))
             while not isinstance((got := client.recv(WAIT_S)) and got.message, m.Shutdown):
                 assert got is not None, "no Shutdown came"
@@ -286,11 +301,12 @@ class BufferProcess:
         assert self._process is not None and self._process.pid is not None
         return self._process.pid
 
-    def kill(self) -> None:
-        """SIGKILL."""
+    def kill(self) -> bool:
+        """SIGKILL. False: it had ended before."""
         assert self._process is not None
         self._process.kill()
         self._process.join()
+        return self._process.exitcode == -signal.SIGKILL
 
     def wait(self) -> int:
         """Its exit code."""

@@ -1,0 +1,151 @@
+"""Sessions that outlive the process of the buffer: replayed, restored from an image, taken over by a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from buffer.config import BufferConfig
+from buffer.core import Core, replay
+from buffer.state import BufferState
+from buffer.turns import Entry, Joined, Left, Turn
+from protocol import messages as m
+from protocol.codec import Frame, Received, decode, encode
+from protocol.errors import PeerAhead
+from protocol.messages import WeightVersion
+from protocol.server import FromPeer, Server
+from protocol.session import PeerId
+from protocol.session_book import SessionBook
+from tests.buffer.shadow import new_book
+
+ACTOR = PeerId("actor", "a")
+WAIT_S = 20.0
+
+
+def hello(incarnation: str = "1", *, received_total: int = 0, connection: int = 0) -> m.Hello:
+    return m.Hello("actor", "a", incarnation, "run-1", "ab" * 32, "", received_total, connection)
+
+
+def new_core() -> Core:
+    return Core(BufferState(BufferConfig(), version=WeightVersion(0, 0)))
+
+
+def turn(*entries: Entry) -> Turn:
+    return Turn(1.0, entries)
+
+
+def said(message: m.Message) -> FromPeer:
+    return FromPeer("actor", "a", Received(message, ()))
+
+
+def asked(n: int) -> list[Turn]:
+    return [turn(said(m.SnapshotWanted())) for _ in range(n)]
+
+
+def test_replayed_turns_leave_the_messages_that_the_peer_has_not_confirmed() -> None:
+    book, core = new_book(), new_core()
+    replay(core, book, [turn(Joined(hello(received_total=5))), *asked(3)])
+    replay(core, book, [turn(said(m.Heartbeat(None, {}, received_total=7)))])
+    session = book.sessions[ACTOR]
+    assert (session.confirmed_total, session.sent_total, session.unconfirmed) == (7, 8, 1)
+    assert isinstance(decode(session.unconfirmed_frames()[0]).message, m.Snapshot)
+
+
+def test_a_peer_that_left_has_no_session_and_one_that_was_replaced_may_not_come_back() -> None:
+    book = new_book()
+    replay(new_core(), book, [turn(Joined(hello("1"))), turn(Left("actor", "a"), Joined(hello("2")))])
+    refused = book.door.objection(hello("1"))
+    assert refused is not None and refused.code == "duplicate_name"
+    assert book.sessions[ACTOR].hello.incarnation == "2" and book.opened_total == 2
+    replay(new_core(), book, [turn(Left("actor", "a"))])
+    assert not book.sessions and book.door.objection(hello("2")) is None, "it was only lost"
+
+
+def test_an_image_of_the_sessions_restores_them_and_the_door() -> None:
+    book = new_book()
+    replay(new_core(), book, [turn(Joined(hello("1"))), turn(Left("actor", "a"), Joined(hello("2"))), *asked(2)])
+    again = new_book()
+    again.restore(book.image())
+    assert again.image() == book.image()
+    assert again.door.objection(hello("1")) == book.door.objection(hello("1"))
+    other = m.Hello("actor", "b", "1", "run-1", "cd" * 32)
+    objection = again.door.objection(other)
+    assert objection is not None and objection.code == "vocab_fingerprint"
+
+
+def kept(book: SessionBook, *messages: m.Message) -> None:
+    for message in messages:
+        frames: list[Frame] = encode(message)
+        book.keep(ACTOR, frames)
+
+
+def taken_over(book: SessionBook) -> Server:
+    return Server(
+        "tcp://127.0.0.1:0", run_id="run-1", vocab_fingerprint=None, heartbeat_s=0.1, peer_timeout_s=10.0, restored=book
+    )
+
+
+class RawPeer:
+    """A DEALER that says what it is told to."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(server.address)
+
+    def say(self, message: m.Message) -> None:
+        self.socket.send_multipart([bytes(frame) for frame in encode(message)])
+
+    def hear(self, n: int) -> list[m.Message]:
+        got: list[m.Message] = []
+        deadline_s = time.monotonic() + WAIT_S
+        while len(got) < n and time.monotonic() < deadline_s:
+            assert self.server.poll(0.02) == [], "coming back is no event"
+            while self.socket.poll(0):
+                got.append(decode(list[Frame](self.socket.recv_multipart())).message)
+        return got
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def peer() -> Iterator[RawPeer]:
+    """Of a server that took over a session with three messages, the first of which was confirmed."""
+    book = new_book()
+    book.open(hello())
+    kept(book, *[m.CancelRollout(f"r{i}", "why") for i in range(3)])
+    book.confirm(ACTOR, 1)
+    server = taken_over(book)
+    peer = RawPeer(server)
+    yield peer
+    peer.close()
+    server.close()
+
+
+def test_a_server_goes_on_behind_what_the_peer_has(peer: RawPeer) -> None:
+    assert peer.server.peers == (ACTOR,)
+    peer.server.send("actor", "a", m.CancelRollout("r3", "while it was away"))
+    peer.say(hello(received_total=2, connection=1))
+    welcome, *rest = peer.hear(3)
+    assert isinstance(welcome, m.Welcome)
+    assert rest == [m.CancelRollout("r2", "why"), m.CancelRollout("r3", "while it was away")]
+
+
+def test_a_message_on_a_connection_of_the_former_process_is_no_refusal(peer: RawPeer) -> None:
+    peer.say(m.Heartbeat(None, {}))
+    (told,) = peer.hear(1)
+    assert isinstance(told, m.Refused) and told.code == "not_hello_first"
+    assert peer.server.refused == {} and peer.server.overtaken == 1
+
+
+def test_a_peer_that_has_more_than_the_journal_ends_the_server(peer: RawPeer) -> None:
+    peer.say(hello(received_total=4, connection=1))
+    with pytest.raises(PeerAhead, match="has received 4 messages, of which the journal knows 3"):
+        peer.hear(1)
