@@ -11,7 +11,7 @@ import pytest
 
 from engines.base import ScoreRequest
 from engines.sglang_config import SGLangConfig
-from engines.sglang_http import ServerUnavailable
+from engines.sglang_http import ServerLost
 from engines.sglang_scorer import SGLangScorer
 from sglang_cpu.servers import Server, Servers
 from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference
@@ -95,6 +95,6 @@ def test_a_killed_server_is_an_error_in_time(servers: Servers) -> None:
     assert len(scorer.score([request] * 4)) == 4
     os.killpg(server.pid, signal.SIGKILL)
 
-    with pytest.raises(ServerUnavailable):
+    with pytest.raises(ServerLost):
         scorer.score([request] * 4)
     scorer.close()
