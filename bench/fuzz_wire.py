@@ -178,10 +178,7 @@ class Intake:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: list[tuple[m.Role | None, zmq.Socket[bytes]]] = []
-        for role in (None, *ROLES):
-            peer = new_socket(self._context, zmq.DEALER)
-            peer.connect(self._server.address)
-            self._peers.append((role, peer))
+        self._connect()
         self._turn = 0
         self._incarnation = 0
         self.balanced = True
@@ -189,15 +186,13 @@ class Intake:
     @property
     def outcomes(self) -> dict[str, int]:
         self._add_rejected()
-        return {**self._server.refused, **self._rejected}
+        return {**self._server.refused, **self._rejected, "overtaken": self._server.overtaken}
 
     def take(self, frames: Frames) -> None:
         self._turn += 1
         role, peer = self._peers[self._turn % len(self._peers)]
         if role is not None and (role, f"{role}-0") not in self._server.peers:
-            self._incarnation += 1  # the last one said Goodbye, or something worse
-            hello = m.Hello(role, f"{role}-0", f"i{self._incarnation}", RUN, VOCAB)
-            send_frames(peer, encode(hello))
+            self._greet(role, peer)  # the last one said Goodbye, or something worse
         if frames:
             send_frames(peer, list(frames))
         self._serve()
@@ -222,11 +217,28 @@ class Intake:
         for role, name, message, arrays in self._state.tick(time.monotonic()):
             self._server.send(role, name, message, arrays)
 
+    def _connect(self) -> None:
+        for role in (None, *ROLES):
+            peer = new_socket(self._context, zmq.DEALER)
+            peer.connect(self._server.address)
+            self._peers.append((role, peer))
+
+    def _greet(self, role: m.Role, peer: zmq.Socket[bytes]) -> None:
+        self._incarnation += 1
+        send_frames(peer, encode(m.Hello(role, f"{role}-0", f"i{self._incarnation}", RUN, VOCAB)))
+
     def _renew(self) -> None:
         self._add_rejected()
         self._state = new_state()
         for role, name in self._server.peers:
             self._state.peer_joined(time.monotonic(), role, name, "again", "")
+        for _, peer in self._peers:  # one may have said another's Hello: then that one's connection counts no longer
+            peer.close(linger=0)
+        self._peers.clear()
+        self._connect()
+        for role, peer in self._peers:
+            if role is not None:
+                self._greet(role, peer)
 
     def _add_rejected(self) -> None:
         ledger = self._state.snapshot(time.monotonic()).ledger
