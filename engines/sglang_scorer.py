@@ -149,7 +149,7 @@ class SGLangScorer:
         self._answered_s = time.monotonic()
         meta = _DECODER.decode(text).meta_info
         self._cached_tokens += meta.cached_tokens
-        return read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k)
+        return read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k, self._vocab_size)
 
     def _check(self, index: int, request: ScoreRequest) -> None:
         ids, length = request.token_ids, len(request.token_ids)
@@ -164,13 +164,20 @@ class SGLangScorer:
 
 
 def read_scores(
-    request: ScoreRequest, entries: Sequence[_Entry], top: Sequence[list[_Entry] | None] | None, top_k: int
+    request: ScoreRequest,
+    entries: Sequence[_Entry],
+    top: Sequence[list[_Entry] | None] | None,
+    top_k: int,
+    vocab_size: int,
 ) -> ScoreResult:
     """The server's entries start at `start - 1`, whose own log-prob it was not asked for. Raises StreamError when they
-    are not those of the tokens asked for, or not numbers."""
+    are not those of the tokens asked for, or not numbers. The last id of the vocabulary comes back as 0, with the
+    log-prob that is its own: SGLang (0.5.17 to 0.5.23) takes it for padding."""
     wanted_N = request.token_ids[request.start :]
     entries = entries[1:]
     got_N = np.array([entry[1] for entry in entries], np.int32)
+    if len(got_N) == len(wanted_N):
+        got_N[(wanted_N == vocab_size - 1) & (got_N == 0)] = vocab_size - 1
     if not np.array_equal(got_N, wanted_N):
         raise StreamError(f"asked for log-probs of {len(wanted_N)} tokens, got {len(got_N)} or of other tokens")
     logprobs_N = _finite([entry[0] for entry in entries])

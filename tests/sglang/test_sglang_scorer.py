@@ -63,6 +63,15 @@ def test_a_growing_rollout_is_graded_from_where_it_grew(scorer: SGLangScorer, te
     assert cached >= sum(end - 52 for end in range(150, 401, 50))  # all but the first piece found its prefix
 
 
+def test_the_last_token_of_the_vocabulary_is_graded_like_any_other(
+    scorer: SGLangScorer, teacher_reference: Reference
+) -> None:
+    ids = [65, VOCAB - 1, 66, VOCAB - 1, 67]
+    (result,) = scorer.score([ScoreRequest(np.array(ids, np.int32), 1)])
+
+    np.testing.assert_allclose(result.logprobs, teacher_reference.of_tokens(ids, 1), atol=TOLERANCE)
+
+
 def test_nothing_asked_is_nothing_answered(scorer: SGLangScorer) -> None:
     empty, one = scorer.score([ScoreRequest(random_ids(5), 5), ScoreRequest(random_ids(5), 4)], top_k=3)
 
