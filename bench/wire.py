@@ -1,12 +1,13 @@
-"""What the protocol costs over bare pyzmq: the same Segment frames, actor -> buffer, each acknowledged.
+"""What the protocol costs over bare pyzmq, and encryption over the protocol: the same Segment frames, actor -> buffer,
+each acknowledged.
 
     python bench/wire.py [--seconds 2] [--rounds 3]
 
 Two processes on loopback TCP. "bare" is a DEALER and a ROUTER that pass ready-made frames and look at nothing: no
 codec, no checks, no heartbeats, no copy kept for a resend, no second thread. "ours" is protocol.Client and
-protocol.Server with all of that. Both keep at most WINDOW messages unacknowledged. Rounds alternate; medians are shown.
-"cpu us" is the processor time of both processes per message; the round trip is one message at a time, until its answer
-is in the caller's hands.
+protocol.Server with all of that; "curve" is ours with the keys of a run. All keep at most WINDOW messages
+unacknowledged. Rounds alternate; medians are shown. "cpu us" is the processor time of both processes per message; the
+round trip is one message at a time, until its answer is in the caller's hands.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +30,7 @@ import zmq
 
 from protocol.client import Client
 from protocol.codec import encode
+from protocol.keys import load_client_keys, load_server_keys, make_keys
 from protocol.messages import Heartbeat, HeartbeatReply, Hello, Segment, SegmentAck, VersionSpan, WeightVersion
 from protocol.server import FromPeer, Server
 from protocol.sockets import new_socket
@@ -63,9 +68,16 @@ class Load:
 # ---------------------------------------------------------------------------------------------- the buffer's side
 
 
-def serve_ours(ready: Connection, n_tokens: int, reject: bool) -> None:
+def serve_ours(ready: Connection, n_tokens: int, reject: bool, keys: Path | None = None) -> None:
     """Acknowledge until told to stop. Rejections reach the caller of the client, which the round trip needs."""
-    server = Server("tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=1.0, peer_timeout_s=30.0)
+    server = Server(
+        "tcp://127.0.0.1:0",
+        run_id=RUN,
+        vocab_fingerprint=VOCAB,
+        heartbeat_s=1.0,
+        peer_timeout_s=30.0,
+        keys=None if keys is None else load_server_keys(keys),
+    )
     ready.send(server.address)
     while not ready.poll():
         for event in server.poll(0.05):
@@ -100,11 +112,15 @@ def serve_bare(ready: Connection, n_tokens: int, reject: bool) -> None:
 # ----------------------------------------------------------------------------------------------- the actor's side
 
 
-def drive_ours(address: str, load: Load, seconds: float) -> int:
+def our_client(address: str, load: Load, keys: Path | None) -> Client:
+    hello = Hello("actor", "actor-0", "i", RUN, VOCAB)
+    own = None if keys is None else load_client_keys(keys, "actor")
+    return Client(address, hello, keys=own, max_unconfirmed_bytes=WINDOW * load.n_bytes)
+
+
+def drive_ours(address: str, load: Load, seconds: float, keys: Path | None = None) -> int:
     """Messages acknowledged within about `seconds`."""
-    with Client(
-        address, Hello("actor", "actor-0", "i", RUN, VOCAB), max_unconfirmed_bytes=WINDOW * load.n_bytes
-    ) as client:
+    with our_client(address, load, keys) as client:
         client.connect()
         index = 0
         end_s = time.perf_counter() + seconds
@@ -116,8 +132,8 @@ def drive_ours(address: str, load: Load, seconds: float) -> int:
         return index
 
 
-def round_trips_ours(address: str, load: Load, n: int) -> list[float]:
-    with Client(address, Hello("actor", "actor-0", "i", RUN, VOCAB)) as client:
+def round_trips_ours(address: str, load: Load, n: int, keys: Path | None = None) -> list[float]:
+    with our_client(address, load, keys) as client:
         client.connect()
         times_s: list[float] = []
         for index in range(n):
@@ -176,6 +192,15 @@ BARE = Way(serve_bare, drive_bare, round_trips_bare)
 OURS = Way(serve_ours, drive_ours, round_trips_ours)
 
 
+def encrypted(keys: Path) -> Way:
+    """OURS with the keys in this folder."""
+    return Way(
+        partial(serve_ours, keys=keys),
+        partial(drive_ours, keys=keys),
+        partial(round_trips_ours, keys=keys),
+    )
+
+
 @contextmanager
 def server_process(way: Way, load: Load, *, reject: bool) -> Generator[tuple[str, psutil.Process]]:
     """Its address and itself; ends with the block."""
@@ -214,18 +239,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-trips", type=int, default=500)
     arguments = parser.parse_args()
-    print(f"{'tokens':>7} {'way':>5} {'messages/s':>11} {'MB/s':>8} {'cpu us':>7} {'round trip us':>14}")
+    with tempfile.TemporaryDirectory() as folder:
+        make_keys(Path(folder) / "keys")
+        ways = {"bare": BARE, "ours": OURS, "curve": encrypted(Path(folder) / "keys")}
+        compare(ways, arguments.seconds, arguments.rounds, arguments.round_trips)
+
+
+def compare(ways: dict[str, Way], seconds: float, rounds: int, round_trips: int) -> None:
+    print(f"{'tokens':>7} {'way':>10} {'messages/s':>11} {'MB/s':>8} {'cpu us':>7} {'round trip us':>14}")
     for n_tokens in TOKENS:
         load = Load(n_tokens)
-        results: dict[str, list[Result]] = {"bare": [], "ours": []}
-        for _ in range(arguments.rounds):
-            for name, way in (("bare", BARE), ("ours", OURS)):
-                results[name].append(measure(way, load, arguments.seconds, arguments.round_trips))
+        results: dict[str, list[Result]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, way in ways.items():
+                results[name].append(measure(way, load, seconds, round_trips))
         medians = {name: Result(*map(statistics.median, zip(*rows, strict=True))) for name, rows in results.items()}
         for name, row in medians.items():
-            print(f"{n_tokens:7d} {name:>5} {row[0]:11.0f} {row[1]:8.1f} {row[2]:7.0f} {row[3]:14.0f}")
-        ratios = [ours / bare for ours, bare in zip(medians["ours"], medians["bare"], strict=True)]
-        print(f"{n_tokens:7d} ratio {ratios[0]:11.2f} {ratios[1]:8.2f} {ratios[2]:7.2f} {ratios[3]:14.2f}")
+            print(f"{n_tokens:7d} {name:>10} {row[0]:11.0f} {row[1]:8.1f} {row[2]:7.0f} {row[3]:14.0f}")
+        for name, base in (("ours", "bare"), ("curve", "ours")):
+            ratios = [of / over for of, over in zip(medians[name], medians[base], strict=True)]
+            what = f"{name}/{base}"
+            print(f"{n_tokens:7d} {what:>10} {ratios[0]:11.2f} {ratios[1]:8.2f} {ratios[2]:7.2f} {ratios[3]:14.2f}")
 
 
 if __name__ == "__main__":
