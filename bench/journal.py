@@ -168,7 +168,7 @@ def _beginning(config: BufferConfig) -> Beginning:
 
 def kills(folder: Path, n: int, seed: int) -> None:
     rng = Random(seed)
-    shape = Shape(n_tasks=20 * n, group_size=2, segments=3, segment_tokens=16, n_actors=3, capacity=16, pause_s=0.02)
+    shape = Shape(n_tasks=60 * n, group_size=2, segments=3, segment_tokens=16, n_actors=3, capacity=16, pause_s=0.02)
     config = msgspec.structs.replace(CONFIG, journal_log_mb=1, heartbeat_s=0.2)
     path = Path(tempfile.mkdtemp(dir=folder))
     process = BufferProcess(config, path)

@@ -112,7 +112,10 @@ class Journal:
     def remove(self) -> None:
         """The run is over, and what became of everything is written elsewhere."""
         self.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        gone = self._folder.with_name(f"{self._folder.name}.gone")  # at once or not at all, should we die now
+        shutil.rmtree(gone, ignore_errors=True)
+        self._folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def _commit(self, now_s: float) -> bool:
         """With the reserve's space, if need be."""

@@ -81,6 +81,9 @@ def main(
         vocab_fingerprint=vocab_fingerprint,
         vocab_size=vocab_size,
     )
+    ended = _ended_before(run_dir, run_id)
+    if ended is not None:
+        return exit_code(ended, terminated=False)
     started = start(run_dir / JOURNAL, beginning)
     server = None
     try:
@@ -131,6 +134,14 @@ def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Star
                     f"{error}; the peers of this run look for the buffer there: end the process that holds the address"
                 ) from error
             time.sleep(0.1)
+
+
+def _ended_before(run_dir: Path, run_id: str) -> Snapshot | None:
+    """The last word of a process of this run that died after it had said it, and removed its journal."""
+    ledger = run_dir / "ledger.json"
+    if (run_dir / JOURNAL).exists() or not ledger.exists() or _former_address(run_dir, run_id) is None:
+        return None
+    return msgspec.json.decode(ledger.read_bytes(), type=Snapshot)
 
 
 def _write_ledger(run_dir: Path, final: Snapshot, *, broken: bool = False) -> None:

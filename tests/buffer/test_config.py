@@ -34,3 +34,22 @@ def test_unknown_keys_and_policies_are_refused() -> None:
         msgspec.convert({"max_stalenes": 1}, BufferConfig)
     with pytest.raises(msgspec.ValidationError, match="release"):
         msgspec.convert({"release": "sometimes"}, BufferConfig)
+
+
+@pytest.mark.parametrize(
+    ("settings", "encrypted"),
+    [
+        ({}, False),
+        ({"encrypt": "on"}, True),
+        ({"bind": "tcp://0.0.0.0:5555"}, True),
+        ({"bind": "tcp://10.0.0.1:5555", "allow_plain_network": True}, True),
+        ({"bind": "tcp://10.0.0.1:5555", "encrypt": "off", "allow_plain_network": True}, False),
+    ],
+)
+def test_links_that_other_machines_reach_are_encrypted(settings: dict[str, Any], encrypted: bool) -> None:
+    assert BufferConfig(**settings).encrypted == encrypted
+
+
+def test_no_encryption_on_a_network_must_be_said_twice() -> None:
+    with pytest.raises(ValueError, match="allow_plain_network"):
+        BufferConfig(bind="tcp://*:5555", encrypt="off")

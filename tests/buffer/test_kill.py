@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from bench.synthetic_run import RUN, WAIT_S, BufferProcess, Shape, SyntheticRun
+from bench.synthetic_run import RUN, VOCAB, WAIT_S, BufferProcess, Shape, SyntheticRun
 from buffer.config import BufferConfig
 from protocol import messages as m
 from protocol.client import Client
@@ -45,6 +45,42 @@ def test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing(
         assert not (tmp_path / "journal").exists()
     finally:
         process.close()
+
+
+def test_a_buffer_killed_after_the_end_says_how_the_run_ended_however_often_it_is_started(tmp_path: Path) -> None:
+    config = BufferConfig(heartbeat_s=0.1, peer_timeout_s=1.0, tick_s=0.01)
+    process = BufferProcess(config, tmp_path)
+    try:
+        address = process.start()
+        learner = connected(address, "learner")
+        actor = connected(address, "actor")
+        learner.send(m.RunFinished(True, "enough"))
+        assert told(learner, m.Shutdown) == told(actor, m.Shutdown) == m.Shutdown(True, "enough")
+        learner.close("done")
+        assert process.kill(), "it waits for the actor's goodbye"
+        process.start()
+        assert process.wait() == 0
+        assert process.final().phase == "finished"
+        process.start(disk_full=True)  # once more, by mistake
+        assert process.wait() == 0
+        actor.close("done")
+    finally:
+        process.close()
+
+
+def connected(address: str, role: m.Role) -> Client:
+    hello = m.Hello(role, f"{role}-0", "first", RUN, "" if role == "launcher" else VOCAB)
+    client = Client(address, hello, connect_timeout_s=WAIT_S)
+    client.connect()
+    return client
+
+
+def told(client: Client, kind: type[m.Shutdown]) -> m.Shutdown:
+    while True:
+        received = client.recv(WAIT_S)
+        assert received is not None, f"no {kind.__name__} came"
+        if isinstance(received.message, kind):
+            return received.message
 
 
 # ----------------------------------------------------------------------------------------------------- full disk
