@@ -9,6 +9,7 @@ import pytest
 
 from launch.errors import LaunchError
 from launch.runfolder import RunFolder, read_record
+from protocol.keys import ClientKeys, run_client_keys
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +106,15 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     assert folder.last_words("actor-0") == "line 4999"
     assert folder.log_tail("actor-1") == "    (no log)"
     folder.close()
+
+
+def test_keys_are_made_once_kept_over_launches_and_out_of_sight_while_links_are_plain(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    seen: list[ClientKeys | None] = []
+    for resume, encrypted in ((False, True), (True, True), (True, False), (True, True)):
+        folder = RunFolder.open(path, resume=resume)
+        folder.keep_keys(encrypted=encrypted)
+        seen.append(run_client_keys(path, "actor"))
+        folder.close()
+    assert seen[0] is not None
+    assert seen == [seen[0], seen[0], None, seen[0]]

@@ -42,3 +42,9 @@ def test_a_backend_that_cannot_be_had_is_refused_and_auto_falls_back_to_gloo_on_
 def test_settings_and_roster_load_without_torch() -> None:
     code = "import sys, learner.publish_config, learner.roster; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_weights_go_over_a_network_in_plain_text_only_where_that_is_said() -> None:
+    with pytest.raises(ValueError, match="allow_plain_network"):
+        PublishConfig(host="10.0.0.1")
+    assert PublishConfig(host="10.0.0.1", allow_plain_network=True).host == "10.0.0.1"
