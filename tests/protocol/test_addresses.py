@@ -6,7 +6,6 @@ import pytest
 
 from protocol.addresses import is_local
 
-
 LOCAL = (
     *("tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://127.8.8.8:5555", "tcp://[::1]:5555", "tcp://localhost:1"),
     *("ipc:///tmp/x", "inproc://x", "127.0.0.1", "::1", "[::1]", "localhost"),
