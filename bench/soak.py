@@ -2,8 +2,8 @@
 
     python bench/soak.py --minutes 30 [--actors 2] [--teachers 1] [--report FILE]
 
-Every few seconds: resident memory of each worker (by the pid in its log), and bytes of each kind of file in the run
-folder. What comes before the first third is warming up. Slope: least squares over the means of ten equal stretches of
+Every few seconds: resident memory of each worker (by the pid in its log; without pages of files, for the journal is
+mapped), and bytes of each kind of file in the run folder. What comes before the first third is warming up. Slope: least squares over the means of ten equal stretches of
 time, with its 95 % confidence (Student's t, 8 degrees of freedom; the means, because neighbouring samples depend on one
 another). A role grows when even the lower end is above --bound-mib-h. Journal, weights and checkpoints must be flat in
 the same sense; logs, metrics and TensorBoard grow by line and step, and are held to --bound-kib-step. Exit code 1 if
@@ -33,6 +33,8 @@ PROGRESS_S: Final = 15.0
 STRETCHES: Final = 10
 T_95: Final = 2.306
 """Two-sided 95 % quantile of Student's t with STRETCHES - 2 degrees of freedom."""
+JOURNAL_MB: Final = 4
+"""So small that it begins anew every minute or two; the default would show a few minutes of one long rise."""
 WARM_UP: Final = 1 / 3
 FLAT: Final = frozenset({"journal", "weights", "checkpoints"})
 MIB: Final = 1 << 20
@@ -60,7 +62,7 @@ def main() -> int:
         "--steps=1000000",
         "--max-staleness=2",
     ]
-    arguments += ["--learner.eval_every=200", *args.set]
+    arguments += ["--learner.eval_every=200", f"--buffer.journal_log_mb={JOURNAL_MB}", *args.set]
     run = Run(folder / "run", arguments, f"soak-{secrets.token_hex(4)}")
     try:
         run.until(lambda: READY in run.text, "all workers to be ready", READY_S)
@@ -109,7 +111,8 @@ def watch(run: Run, seconds: float) -> tuple[dict[str, Series], dict[str, Series
     while (now_s := time.monotonic()) - began_s < seconds:
         assert run.running, f"the run ended by itself:\n{run.text}"
         for name, pid in pids.items():
-            memory[name].append((now_s - began_s, psutil.Process(pid).memory_info().rss))
+            figures = psutil.Process(pid).memory_info()
+            memory[name].append((now_s - began_s, figures.rss - figures.shared))
         for kind, size in file_bytes(run.run_dir).items():
             files[kind].append((now_s - began_s, size))
         if now_s - told_s > PROGRESS_S:

@@ -82,7 +82,6 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdict:
     """Raises AssertionError when the run does not even start."""
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
     fds_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     mark = f"chaos-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
@@ -106,7 +105,6 @@ def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdi
 
 def reference(plan: Plan, run_dir: Path) -> dict[str, Any]:
     """Summary of the same run without a fault, and without a proxy."""
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
     run = Run(run_dir, _arguments(plan), f"chaos-{secrets.token_hex(4)}")
     try:
         code = run.process.wait(120.0 + plan.steps)

@@ -75,6 +75,7 @@ class Run:
         self.mark = mark
         self._steps: list[dict[str, Any]] = []
         self._read_bytes = 0
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._output = run_dir.with_name(f"{run_dir.name}.out")
         self._arguments = [*arguments]
         self.process = self._launch()

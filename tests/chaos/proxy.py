@@ -146,10 +146,12 @@ class ProxyServer:
                 self._mechanisms[mechanism(greeting)] += 1
             while True:
                 unit = await read_unit(reader)
+                known = bool(connection.name)
                 if direction == "up" and not connection.name and is_message(unit):
                     connection.name = self._tap.name_of(unit)
                 await self._delayed(connection)
-                passed = self._changed(connection, direction, unit)
+                # A Hello stays as it is: who is refused at the door is refused for good, and rightly ends the run.
+                passed = self._changed(connection, direction, unit) if known else Passed(wire_bytes(unit))
                 await self._write(connection, writer, passed.data)
                 if passed.cut:
                     return
