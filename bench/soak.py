@@ -3,11 +3,11 @@
     python bench/soak.py --minutes 30 [--actors 2] [--teachers 1] [--report FILE]
 
 Every few seconds: resident memory of each worker (by the pid in its log; without pages of files, for the journal is
-mapped), and bytes of each kind of file in the run folder. What comes before the first third is warming up. Slope: least squares over the means of ten equal stretches of
-time, with its 95 % confidence (Student's t, 8 degrees of freedom; the means, because neighbouring samples depend on one
-another). A role grows when even the lower end is above --bound-mib-h. Journal, weights and checkpoints must be flat in
-the same sense; logs, metrics and TensorBoard grow by line and step, and are held to --bound-kib-step. Exit code 1 if
-anything grows.
+mapped), and bytes of each kind of file in the run folder. What comes before the first third is warming up. Slope: least
+squares over the means of ten equal stretches of time, with its 95 % confidence (Student's t, 8 degrees of freedom; the
+means, because neighbouring samples depend on one another). A role grows when even the lower end is above --bound-mib-h.
+Journal, weights and checkpoints must be flat in the same sense; logs, metrics and TensorBoard grow by line and step,
+and are held to --bound-kib-step. Exit code 1 if anything grows.
 """
 
 from __future__ import annotations
