@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Received, encode
+from protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
 from protocol.errors import LocalProtocolError, NotConnected, SendTimeout
 from protocol.flow import UNTRACKED, ack_keys
 from protocol.keys import ClientKeys
@@ -48,6 +48,7 @@ class Client:
         resend_s: float = 5.0,
         send_timeout_s: float = 60.0,
         max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
+        max_inbox_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._address = address
         self._hello = hello
@@ -56,7 +57,7 @@ class Client:
         self._reconnect_timeout_s = connect_timeout_s if reconnect_timeout_s is None else reconnect_timeout_s
         self._send_timeout_s = send_timeout_s
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
-        self._state = LinkState(Outbox(resend_s=resend_s))
+        self._state = LinkState(Outbox(resend_s=resend_s), max_inbox_bytes=max_inbox_bytes)
         self._link: Link | None = None
         self._woken = False
 
@@ -161,7 +162,12 @@ class Client:
                 if left_s <= 0:
                     return None
                 self._state.changed.wait(left_s)
-            return self._state.inbox.popleft()
+            received, n_bytes = self._state.inbox.popleft()
+            was_full = self._state.inbox_full
+            self._state.inbox_bytes -= n_bytes
+            if was_full:
+                self._wake()
+            return received
 
     def set_heartbeat(self, version: WeightVersion | None, stats: Mapping[str, float]) -> None:
         """What the following heartbeats say."""

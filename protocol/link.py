@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from protocol.codec import Received, decode, encode
+from protocol.codec import MAX_MESSAGE_BYTES, Received, decode, encode
 from protocol.encryption import encrypt_client
 from protocol.errors import ConnectTimeout, HandshakeRefused, LinkError, MessageRefused, PeerLost, UnexpectedMessage
 from protocol.flow import UNNUMBERED, acked_keys, tells_the_caller
@@ -62,7 +62,11 @@ class LinkState:
 
     outbox: Outbox
     changed: threading.Condition = field(default_factory=threading.Condition)
-    inbox: deque[Received] = field(default_factory=deque[Received])
+    inbox: deque[tuple[Received, int]] = field(default_factory=deque[tuple[Received, int]])
+    """With the bytes of each."""
+    inbox_bytes: int = 0
+    max_inbox_bytes: int = MAX_MESSAGE_BYTES
+    """From there on nothing is read until the caller has taken something: then the buffer keeps what it has to say."""
     welcome: Welcome | None = None
     published: WeightVersion | None = None
     failure: Exception | None = None
@@ -75,6 +79,10 @@ class LinkState:
     asleep: bool = False
     """The thread sleeps, or is about to: what is put now needs a wake-up."""
     connects_total: int = 0
+
+    @property
+    def inbox_full(self) -> bool:
+        return self.inbox_bytes >= self.max_inbox_bytes
 
 
 class Link(threading.Thread):
@@ -198,7 +206,8 @@ class Link(threading.Thread):
 
     def _open_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         if self._socket is not None and self._door is not None:
-            self._poller.unregister(self._socket)
+            if self._socket in self._poller:
+                self._poller.unregister(self._socket)
             self._door.close()
             self._socket.close(linger=0)
         self._socket = new_socket(context, zmq.DEALER)
@@ -290,7 +299,10 @@ class Link(threading.Thread):
             if self._state.goodbye is not None or self._state.heartbeat_at_once or at_work:
                 timeout_s = 0.0
             self._state.asleep = timeout_s > 0
-        self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if want_room else 0))
+            full = self._known and self._state.inbox_full
+        if full:
+            self._unanswered_s = math.inf  # we do not listen: that is not the buffer's silence
+        self._poller.register(self._socket, (0 if full else zmq.POLLIN) | (zmq.POLLOUT if want_room else 0))
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
         with self._state.changed:
             self._state.asleep = False
@@ -301,9 +313,14 @@ class Link(threading.Thread):
 
     def _read(self) -> None:
         assert self._socket is not None
-        told: list[Received] = []
+        told: list[tuple[Received, int]] = []
+        told_bytes = 0
+        with self._state.changed:
+            room_bytes = self._state.max_inbox_bytes - self._state.inbox_bytes
         try:
             for _ in range(BATCH):
+                if self._known and told_bytes >= room_bytes:
+                    return
                 frames = receive_frames(self._socket)
                 if frames is None:
                     return
@@ -313,7 +330,9 @@ class Link(threading.Thread):
                     self._take_unnumbered(received.message)
                 else:
                     self._take_numbered(received.message)
-                    told.append(received)
+                    n_bytes = sum(map(len, frames))
+                    told_bytes += n_bytes
+                    told.append((received, n_bytes))
         finally:  # also what came before an error
             self._hand_over(told)
 
@@ -324,14 +343,15 @@ class Link(threading.Thread):
         if isinstance(message, Shutdown):
             self._shutdown = message
 
-    def _hand_over(self, numbered: list[Received]) -> None:
+    def _hand_over(self, numbered: list[tuple[Received, int]]) -> None:
         if not numbered:
             return
         with self._state.changed:
-            for received in numbered:
+            for received, n_bytes in numbered:
                 self._state.outbox.acknowledged(acked_keys(received.message))
                 if tells_the_caller(received.message):
-                    self._state.inbox.append(received)
+                    self._state.inbox.append((received, n_bytes))
+                    self._state.inbox_bytes += n_bytes
             self._state.changed.notify_all()
 
     def _take_unnumbered(self, message: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -366,6 +367,24 @@ def test_a_message_is_sent_again_until_its_acknowledgement_arrives(buffer: Buffe
     assert client.flush(WAIT_S)
     assert len(buffer.got(m.Segment)) >= 3
     assert set(buffer.got(m.Segment)) == {segment(0)}
+
+
+def test_a_caller_that_does_not_read_holds_the_buffer_up_and_stays_connected(
+    make_buffer: MakeBuffer, make_client: MakeClient
+) -> None:
+    buffer = make_buffer(heartbeat_s=0.05, peer_timeout_s=0.5)
+    client = make_client(buffer.address, max_inbox_bytes=2000)
+    client.connect()
+    sent = [m.CancelRollout(f"r{n}", "x" * 100) for n in range(200)]
+    for message in sent:
+        buffer.send("actor", "actor-0", message)
+    n = len(buffer.wait_for_messages(m.Heartbeat, 1))
+    buffer.wait_for_messages(m.Heartbeat, n + 40)  # about two seconds: many times the peer timeout
+    in_inbox = re.search(r"inbox=(\d+)", repr(client))
+    assert in_inbox is not None
+    assert int(in_inbox[1]) < 40
+    assert [receive(client) for _ in sent] == sent
+    assert client.connects_total == 1
 
 
 def test_send_blocks_while_too_much_is_unconfirmed_and_gives_up_in_time(
