@@ -78,7 +78,8 @@ class Crew:
             run_id=self._folder.record.run_id,
             run_dir=str(self._folder.path),
             buffer_address=self.address,
-            resume=self._resume or bool(worker.exit_codes),
+            # A buffer that is started again has its journal.
+            resume=self._resume or (bool(worker.exit_codes) and worker.role != "buffer"),
             log_path=str(self._folder.log_path(worker.name)),
             config_path=str(self._folder.config_path),
             parent_pid=0,

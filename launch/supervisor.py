@@ -57,8 +57,10 @@ SERVER_GRACE_S: Final = 5.0
 """How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
 KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
-RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset({"actor", "teacher"})
-"""Roles that are started again when they die. The others' death ends the run."""
+RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset(ROLES)
+"""Roles that are started again when they die: actors and teachers however they died; the buffer when it was killed (it
+goes on from its journal, where what broke it once would break it again); the learner, from its last checkpoint, when it
+was killed, or failed after all were ready. Else their death ends the run."""
 
 
 class Supervisor:
@@ -236,13 +238,24 @@ class Supervisor:
             worker.excused = False
             self._budget.excused(worker.name)
             self._crew.start(worker)
-        elif worker.role in self._restartable and event.code != ExitCode.USELESS:
+        elif self._may_restart(worker, event.code):
             self._restart(worker, event.code)
         elif event.code in (ExitCode.OK, ExitCode.FAILED) and self._link is not None:
             # The buffer's word may be on its way: it tells everybody at once.
             self._left = self._left or (worker.name, time.monotonic(), event.code)
         else:
             self._end(False, f"{worker.name} {said(event.code)}", ExitCode.FAILED, tail_of=(worker.name,))
+
+    def _may_restart(self, worker: Worker, code: int) -> bool:
+        if worker.role not in self._restartable or code == ExitCode.USELESS:
+            return False
+        match worker.role:
+            case "buffer":
+                return code < 0 and self._config.buffer.journal and self._link is not None
+            case "learner":
+                return code < 0 and self._link is not None
+            case _:
+                return True
 
     def _restart(self, worker: Worker, code: int) -> None:
         now_s = time.monotonic()
@@ -310,11 +323,16 @@ class Supervisor:
                 self._processes.signal(worker.name, signal.SIGKILL)
 
     def _end_without_word(self, now_s: float) -> None:
-        """Learner or buffer left, and nobody has said why the run is over."""
+        """Learner or buffer left, and nobody has said why the run is over. A learner that failed may try again."""
         if self._left is None:
             return
         name, left_s, code = self._left
         if code != ExitCode.OK and now_s - left_s > FAILED_WORD_S:
+            worker = self._crew.workers[name]
+            if worker.role == "learner" and "learner" in self._restartable and self._ready_s is not None:
+                self._left = None
+                self._restart(worker, code)
+                return
             self._end(False, f"{name} {said(code)}", ExitCode.FAILED, tail_of=(name,))
         elif now_s - left_s > WORD_S:
             reason = f"{name} left {WORD_S:.0f} s ago, and the run was not said to be over"

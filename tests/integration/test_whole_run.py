@@ -57,6 +57,38 @@ def test_actor_and_teacher_killed_in_the_middle_leave_a_balanced_ledger(launch: 
     assert not alive(victims)
 
 
+def test_a_killed_buffer_comes_back_with_all_it_had(launch: Launch) -> None:
+    run = launch("--actors=2", "--teachers=1", "--steps=12", "--max-staleness=2", "--learner.eval_every=0")
+    for step in (3, 7):
+        run.until(lambda step=step: len(run.steps()) >= step, f"step {step}")
+        run.workers("buffer")[-1].send_signal(signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    summary = run.summary()
+    assert_balanced(summary)
+    assert summary["workers"]["buffer-0"]["restarts"] == 2
+    assert [summary["workers"][name]["restarts"] for name in ("learner-0", "teacher-0", "actor-0", "actor-1")] == [
+        0
+    ] * 4
+    assert [row["step"] for row in run.steps()] == list(range(1, 13))
+    assert summary["tokens"]["trained"] == sum(row["train/tokens"] for row in run.steps())
+
+
+def test_a_killed_learner_goes_on_from_its_checkpoint_while_the_others_stay(launch: Launch) -> None:
+    run = launch(
+        *("--actors=2", "--teachers=1", "--steps=12", "--max-staleness=2", "--learner.eval_every=0"),
+        "--learner.checkpoint_every=4",
+    )
+    run.until(lambda: len(run.steps()) >= 6, "step 6")
+    run.workers("learner")[0].send_signal(signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    summary = run.summary()
+    assert_balanced(summary)
+    assert summary["steps"] == 12 and summary["workers"]["learner-0"]["restarts"] == 1
+    assert [summary["workers"][name]["restarts"] for name in ("buffer-0", "teacher-0", "actor-0", "actor-1")] == [0] * 4
+    again = [row["step"] for row in run.steps() if row["epoch"] == 1]
+    assert again == list(range(again[0], 13)) and again[0] in (5, 9)
+
+
 def test_a_killed_launcher_leaves_nobody_and_the_run_goes_on_from_the_last_checkpoint(launch: Launch) -> None:
     arguments = ("--actors=2", "--teachers=1", "--steps=12", "--learner.checkpoint_every=4", "--learner.eval_every=0")
     run = launch(*arguments)

@@ -74,12 +74,15 @@ def test_the_run_fails_when_the_learner_goes_without_a_word(start_launcher: Star
     assert launcher.leftovers() == []
 
 
-def test_the_run_fails_when_the_buffer_is_killed(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher()
+@pytest.mark.parametrize("settings", [{"launch": {"max_restarts": 0}}, {"buffer": {"journal": False}}])
+def test_the_run_fails_when_the_buffer_is_killed_and_may_not_come_back(
+    start_launcher: StartLauncher, settings: dict[str, dict[str, object]]
+) -> None:
+    launcher = start_launcher(settings=settings)
     launcher.until_ready()
     os.kill(launcher.pids("buffer-0")[0], signal.SIGKILL)
     assert launcher.wait() == 1
-    assert "buffer-0 was killed by SIGKILL" in launcher.summary()["reason"]
+    assert "buffer-0" in launcher.summary()["reason"] and "killed by SIGKILL" in launcher.summary()["reason"]
     assert launcher.summary()["ledger"]["source"] == "last_seen"
     assert launcher.leftovers() == []
 
