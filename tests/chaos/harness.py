@@ -208,6 +208,7 @@ def marked(mark: str) -> list[psutil.Process]:
 @contextmanager
 def proxied_run(run_dir: Path, arguments: Sequence[str], mark: str) -> Generator[tuple[Run, Proxy]]:
     """Start the run and its proxy; both are gone afterwards. The proxy's tap is RUN.tap beside the run folder."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
     with running_proxy(
         port, tap=run_dir.with_name(f"{run_dir.name}.tap"), environment={MARK: f"{mark}-proxy"}
