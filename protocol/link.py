@@ -48,6 +48,8 @@ from protocol.sockets import new_socket, receive_frames, send_frames
 FIRST_GREETING_S = 1.0
 """How long the first Hello waits for its answer before a fresh socket tries again; doubles with every attempt."""
 LONGEST_GREETING_S = 4.0
+AFTER_A_STOP_S = 0.2
+"""When this process was stopped for a while, ZeroMQ's own thread needs a moment to bring what came meanwhile."""
 BATCH = 64
 """Messages read, or sent, before the other things get their turn again."""
 LINGER_S = 1.0
@@ -251,7 +253,10 @@ class Link(threading.Thread):
         while self._known and not self._closing():
             now_s = time.monotonic()
             if now_s - self._unanswered_s > silence_s:
-                return
+                self._sleep(AFTER_A_STOP_S, want_room=False)
+                self._read()
+                if now_s - self._unanswered_s > silence_s:
+                    return
             with self._state.changed:
                 due_s = self._state.outbox.requeue_overdue(now_s)
             room = self._send_queued(BATCH)
