@@ -210,7 +210,10 @@ def test_tail_of_a_sure_student_keeps_its_gradient() -> None:
     )
     for name in ("forward_kl", "mixed", "jsd"):
         weight_VH.grad = None
-        head_divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(1), _member(name)).loss.backward()
+        got = head_divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(1), _member(name))
+        got.loss.backward()
+        if name == "forward_kl":  # log p of the tail is log 3 - 20, which 1 - sum cannot say
+            assert got.divergence_T.item() == pytest.approx(math.log(0.5) + 0.5 * (20 - math.log(3)), rel=1e-5)
         assert weight_VH.grad is not None
         if name == "jsd":  # bounded: its gradient falls with p_tail, but is there
             assert float(weight_VH.grad[1]) < 0
