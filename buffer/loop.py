@@ -25,7 +25,8 @@ from buffer.outgoing import Outgoing
 from buffer.recovery import CoreClock, Started
 from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
 from protocol.flow import ack_keys
-from protocol.messages import Segment, Shutdown, Snapshot, TasksOffered
+from protocol.messages import Message, Refused, ScoresAck, Segment, SegmentAck, Shutdown, Snapshot, TasksOffered
+from protocol.ratelimit import RateLimitedLog, in_one_line
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 
 DRAIN_S: Final = 30.0
@@ -65,6 +66,20 @@ class SigtermCount:
         self.count += 1
 
 
+def refusal_in(message: Message) -> str:
+    """What of a peer's data this answer refuses, and why; empty when nothing."""
+    match message:
+        case SegmentAck(rollout_id, index, "rejected", reason):
+            return f"segment {index} of {rollout_id}: {reason}"
+        case ScoresAck(leases, statuses, reasons) if "rejected" in statuses:
+            refused = [f"{lease}: {why}" for lease, why in zip(leases, reasons, strict=True) if why is not None]
+            return f"grades of leases {', '.join(refused)}"
+        case Refused(code, text, got, expected):
+            return f"{code}: {text}; got {got}, expected {expected}"
+        case _:
+            return ""
+
+
 class BufferLoop:
     """One thread; the only caller of server, core and journal."""
 
@@ -80,6 +95,7 @@ class BufferLoop:
         self._refused_before = dict(started.core.refused)
         self._refused_here: dict[str, int] = {}
         self._put_off_total = 0
+        self._refusals = RateLimitedLog(log)
         self._applied_s = 0.0
         """CPU time of the core since the last image."""
         self._image_s = 0.0
@@ -160,6 +176,8 @@ class BufferLoop:
     def _send(self, messages: Sequence[Outgoing]) -> None:
         for role, name, message, arrays in messages:
             self._server.send(role, name, message, arrays)
+            if refused := refusal_in(message):
+                self._refusals.warning(f"refused from {role} {name}: {in_one_line(refused)}")
 
     # -------------------------------------------------------------------------------------------------- entries
 

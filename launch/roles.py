@@ -216,7 +216,20 @@ def run_buffer(ctx: RoleContext[RunConfig]) -> int:
         run_dir=ctx.run_dir,
         version=carried.version,
         carried=carried.ledger,
+        vocab_size=_vocab_size(Path(ctx.config.models.student)),
     )
+
+
+class _ModelShape(msgspec.Struct, frozen=True):
+    """Of a model's config.json, the part that the buffer needs."""
+
+    vocab_size: int | None = None
+
+
+def _vocab_size(model: Path) -> int | None:
+    """Rows of the student's embedding: no id can be above. None when the folder does not say."""
+    file = model / "config.json"
+    return msgspec.json.decode(file.read_bytes(), type=_ModelShape).vocab_size if file.is_file() else None
 
 
 def main() -> NoReturn:
