@@ -76,6 +76,8 @@ class Figures:
     ending: str | None
     servers_up: int
     servers: int
+    intake_trouble: str = ""
+    """Why the buffer takes nothing in (its disk is full, say); empty: it does."""
 
     def rate(self, role: str) -> float:
         return self.tokens_per_s.get(role, math.nan)
@@ -118,6 +120,7 @@ class Rates:
             ending=view.ending,
             servers_up=view.servers_up,
             servers=view.servers,
+            intake_trouble=snapshot.intake_trouble if snapshot is not None else "",
         )
 
     def _remember(self, snapshot: Snapshot) -> None:

@@ -133,6 +133,8 @@ def line(f: Figures) -> str:
         parts.append(_lost(f))
     if f.servers_up < f.servers:
         parts.append(_servers(f))
+    if f.intake_trouble:
+        parts.append(f"NO INTAKE: {f.intake_trouble}")
     parts.append(f"eta {clock(f.eta_s)}" if f.eta_s is not None else "eta ?")
     return " | ".join(parts) + _ending(f)
 
@@ -167,6 +169,8 @@ def table(f: Figures) -> Table:
     grid.add_row("workers", f"{f.running} of {f.expected} run, {f.restarts} restarts, peak memory {memory}")
     if f.servers:
         grid.add_row("servers", _servers(f))
+    if f.intake_trouble:
+        grid.add_row("no intake", f.intake_trouble)
     if f.ending is not None:
         grid.add_row("ending", f.ending)
     return grid

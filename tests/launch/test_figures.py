@@ -154,6 +154,13 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
         assert said in text, said
 
 
+def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
+    told = snapshot(1.0, 3, peer("learner", 0, 5))
+    full = msgspec.structs.replace(told, intake_trouble="No space left on device")
+    assert "NO INTAKE" not in line(Rates().figures(view(told)))
+    assert "NO INTAKE: No space left on device" in line(Rates().figures(view(full)))
+
+
 def test_before_the_learner_is_there_the_status_says_who_is() -> None:
     assert "starting: 1 of 4 workers" in line(Rates().figures(view(snapshot(1.0, 0, peer("actor", 0)))))
     assert "starting: 0 of 4 workers" in line(Rates().figures(view(None)))
