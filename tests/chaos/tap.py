@@ -16,7 +16,7 @@ import numpy as np
 
 from protocol.codec import Received, decode
 from protocol.errors import RemoteProtocolError
-from protocol.messages import Batch, BatchTrained, Hello, VersionSpan, WeightVersion
+from protocol.messages import Batch, BatchTrained, BatchTrainedAck, Hello, VersionSpan, WeightVersion
 from tests.chaos.zmtp import Unit, bodies
 
 USEFUL: Final = frozenset({"Segment", "RolloutFailed", "Scores", "BatchTrained", "TasksOffered", "Snapshot"})
@@ -44,10 +44,12 @@ class BatchSeen(msgspec.Struct, frozen=True, tag=True):
 
 
 class TrainedSeen(msgspec.Struct, frozen=True, tag=True):
-    """learner -> buffer."""
+    """learner -> buffer, and back."""
 
     batch_id: int
     version: WeightVersion
+    acknowledged: bool = False
+    """The buffer's answer."""
 
 
 class _Tag(msgspec.Struct):
@@ -86,7 +88,7 @@ class Tap:
             return
         if kind in USEFUL:
             self.useful_s[name] = time.monotonic()
-        if kind in ("Batch", "BatchTrained") and self._file is not None:
+        if kind in ("Batch", "BatchTrained", "BatchTrainedAck") and self._file is not None:
             self._write(decode(list(bodies(unit))))
 
     def _write(self, received: Received) -> None:
@@ -96,6 +98,8 @@ class Tap:
                 self._file.write(msgspec.json.encode(_batch_seen(batch, received, self._run_id)) + b"\n")
             case BatchTrained(batch_id, version):
                 self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version)) + b"\n")
+            case BatchTrainedAck(batch_id, version):
+                self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version, True)) + b"\n")
             case _:
                 pass
 

@@ -19,7 +19,7 @@ def batch(batch_id: int, *, step: int, sampled: int, run: tuple[int, int] = (2, 
 
 
 def trained(batch_id: int, *, made: int) -> TrainedSeen:
-    return TrainedSeen(batch_id, WeightVersion(0, made))
+    return TrainedSeen(batch_id, WeightVersion(0, made), acknowledged=True)
 
 
 def row(step: int, tokens: int) -> dict[str, Any]:
@@ -64,7 +64,22 @@ def test_accounts_that_differ() -> None:
     assert "its batch had 4" in audit(CLEAN, summary(8), [row(2, 5)]).complaints[0]
 
 
-def test_an_abandoned_branch_does_not_count() -> None:
-    anew = BatchSeen(1, WeightVersion(1, 1), {}, [ItemSeen("train-2-0-0", [(2, 6)], ())], "anew")
-    found = audit([*CLEAN, anew, TrainedSeen(1, WeightVersion(1, 2))], summary(8), [])
+def test_what_went_with_a_launch_does_not_count() -> None:
+    items = [ItemSeen("train-2-0-0", [(2, 6)], ())]
+    anew = BatchSeen(1, WeightVersion(1, 1), {}, items, "anew", run_id="the next launch")
+    found = audit([*CLEAN, anew, TrainedSeen(1, WeightVersion(1, 2), True)], summary(8), [])
     assert (found.complaints, found.batches) == ([], 2)
+
+
+def test_a_buffer_that_lived_on_counts_what_another_learner_had_trained_and_gives_it_to_nobody_else() -> None:
+    other = BatchSeen(1, WeightVersion(1, 1), {}, [ItemSeen("train-9-0-0", [(2, 6)], ())], "other")
+    assert audit([*CLEAN, other, TrainedSeen(1, WeightVersion(1, 2), True)], summary(12), []).complaints == []
+    again = msgspec.structs.replace(other, items=[ItemSeen("train-2-0-0", [(2, 6)], ())])
+    found = audit([*CLEAN, again, TrainedSeen(1, WeightVersion(1, 2), True)], summary(12), [])
+    assert found.complaints == ["4 tokens of train-2-0-0 were trained twice"]
+
+
+def test_what_was_said_and_not_answered_may_or_may_not_count() -> None:
+    said = [*CLEAN, TrainedSeen(3, WeightVersion(0, 3))]
+    assert audit(said, summary(8), []).complaints == audit(said, summary(12), []).complaints == []
+    assert "the ledger says 13" in audit(said, summary(13), []).complaints[0]
