@@ -63,7 +63,7 @@ def receive(router: Router) -> FromRouter:
 def zmtp_connection(router: Router) -> socket.socket:
     """A DEALER made by hand, for what no ZeroMQ library would send. The handshake of RFC 23, without encryption."""
     host, port = router.address.removeprefix("tcp://").split(":")
-    tcp = socket.create_connection((host, int(port)), timeout=20.0)
+    tcp = socket.create_connection((host, int(port)), timeout=5.0)
     tcp.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
     assert len(tcp.recv(64, socket.MSG_WAITALL)) == 64
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -78,7 +78,7 @@ def send_parts(tcp: socket.socket, at_most_bytes: int) -> int:
     while sent_bytes < at_most_bytes:
         try:
             tcp.sendall(frame)
-        except ConnectionError:
+        except OSError:  # reset, or on a busy machine no longer read
             break
         sent_bytes += len(frame)
     return sent_bytes
