@@ -20,6 +20,9 @@ from protocol.messages import Task
 LOGPROB_TOLERANCE = 1e-3
 """A log-prob may be this much above 0 (rounding of a near-certain token); more cannot be one."""
 
+LOGPROB_ABSURD = 1e4
+"""No log-prob of a token is further from 0: such a number is a broken one, and the loss of it would be infinite."""
+
 
 class SegmentChecker:
     """The door for segments. `vocab_size` None: only negative token ids are refused."""
@@ -125,7 +128,7 @@ def ids_in_range(ids_N: Array, vocab_size: int | None) -> bool:
 
 
 def _logprob_refusal(logprobs_N: Array, sampled_N: Array) -> RejectReason | None:
-    """Finite everywhere (a NaN times a mask of 0 is still NaN), and not above 0 where sampled.
+    """Finite and of a sensible size everywhere (a NaN times a mask of 0 is still NaN), and not above 0 where sampled.
 
     The maximum finds NaN and +inf, the minimum finds -inf: two passes and no temporary for the usual, good case."""
     if len(logprobs_N) == 0:
@@ -135,6 +138,8 @@ def _logprob_refusal(logprobs_N: Array, sampled_N: Array) -> RejectReason | None
         return RejectReason.NAN_LOGPROB
     if highest == np.inf or lowest == -np.inf:
         return RejectReason.INF_LOGPROB
+    if max(highest, -lowest) > LOGPROB_ABSURD:
+        return RejectReason.ABSURD_LOGPROB
     if highest > LOGPROB_TOLERANCE and (logprobs_N[sampled_N.astype(bool)] > LOGPROB_TOLERANCE).any():
         return RejectReason.POSITIVE_LOGPROB
     return None
@@ -144,4 +149,5 @@ _SCORE_REASONS = {
     RejectReason.NAN_LOGPROB: RejectReason.NAN_SCORE,
     RejectReason.INF_LOGPROB: RejectReason.INF_SCORE,
     RejectReason.POSITIVE_LOGPROB: RejectReason.POSITIVE_SCORE,
+    RejectReason.ABSURD_LOGPROB: RejectReason.ABSURD_SCORE,
 }

@@ -27,7 +27,15 @@ import zmq
 
 from protocol.codec import MAX_MESSAGE_BYTES, Received, decode, encode
 from protocol.encryption import encrypt_client
-from protocol.errors import ConnectTimeout, HandshakeRefused, LinkError, MessageRefused, PeerLost, UnexpectedMessage
+from protocol.errors import (
+    ConnectTimeout,
+    HandshakeRefused,
+    LinkError,
+    MessageRefused,
+    PeerLost,
+    RemoteProtocolError,
+    UnexpectedMessage,
+)
 from protocol.flow import UNNUMBERED, acked_keys, tells_the_caller
 from protocol.keys import ClientKeys
 from protocol.messages import (
@@ -50,6 +58,9 @@ FIRST_GREETING_S = 1.0
 LONGEST_GREETING_S = 4.0
 AFTER_A_STOP_S = 0.2
 """When this process was stopped for a while, ZeroMQ's own thread needs a moment to bring what came meanwhile."""
+UNREADABLE_IN_WINDOW = 5
+"""Messages of the buffer that cannot be read, within `UNREADABLE_WINDOW_S`, after which the link gives up."""
+UNREADABLE_WINDOW_S = 30.0
 BATCH = 64
 """Messages read, or sent, before the other things get their turn again."""
 LINGER_S = 1.0
@@ -111,6 +122,7 @@ class Link(threading.Thread):
         self._connections = 0
         self._last_heard_s = 0.0
         self._shutdown: Shutdown | None = None
+        self._unreadable_s: list[float] = []
         # Of the present connection:
         self._socket: zmq.Socket[bytes] | None = None
         self._door: DoorReport | None = None
@@ -140,13 +152,25 @@ class Link(threading.Thread):
         try:
             self._greet(context, self._connect_timeout_s, ConnectTimeout)
             while not self._closing():
-                self._serve()
+                try:
+                    self._serve()
+                except RemoteProtocolError as error:
+                    self._note_unreadable(error)
                 if not self._closing():
                     self._reconnect(context)
         except Exception as error:  # whatever it is, the caller must see it: recv and send raise it
             self._fail(error)
         finally:
             self._leave(context)
+
+    def _note_unreadable(self, error: RemoteProtocolError) -> None:
+        """What it was is not counted as received, so a new connection brings it again. Raises `error` when that happens
+        again and again: then it is not the network."""
+        now_s = time.monotonic()
+        self._unreadable_s = [at_s for at_s in self._unreadable_s if now_s - at_s < UNREADABLE_WINDOW_S] + [now_s]
+        log.warning("%s: the buffer's message cannot be read: %s", self._hello.name, error)
+        if len(self._unreadable_s) > UNREADABLE_IN_WINDOW:
+            raise error
 
     def _closing(self) -> bool:
         with self._state.changed:
@@ -230,7 +254,13 @@ class Link(threading.Thread):
     def _await_welcome(self, until_s: float) -> bool:
         while not self._known and not self._closing() and (left_s := until_s - time.monotonic()) > 0:
             self._sleep(left_s, want_room=False)
-            self._read()
+            try:
+                self._read()
+            except RemoteProtocolError as error:
+                if not self._known:
+                    raise
+                self._note_unreadable(error)  # behind the Welcome
+                return False
             self._look_at_door()
         return self._known
 
@@ -363,7 +393,7 @@ class Link(threading.Thread):
         match message:
             case Refused(code="not_hello_first"):
                 self._known = False
-            case Refused(code="malformed" | "too_large" | "role") if self._known:
+            case Refused(code=code) if self._known and code not in ("duplicate_name", "key"):
                 raise MessageRefused(message)
             case Refused():
                 raise HandshakeRefused(message)

@@ -130,7 +130,13 @@ def test_repeated_scores_get_the_same_answer_and_count_once(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("value", "n_extra", "reason"),
-    [(np.nan, 0, "nan_score"), (-np.inf, 0, "inf_score"), (0.1, 0, "positive_score"), (-1.0, 1, "score_length")],
+    [
+        (np.nan, 0, "nan_score"),
+        (-np.inf, 0, "inf_score"),
+        (0.1, 0, "positive_score"),
+        (-1e30, 0, "absurd_score"),
+        (-1.0, 1, "score_length"),
+    ],
 )
 def test_bad_scores_are_refused_counted_and_asked_of_another_teacher(
     make: Make, value: float, n_extra: int, reason: str

@@ -33,6 +33,7 @@ from protocol.errors import (
     PeerLost,
     SendTimeout,
 )
+from protocol.link import UNREADABLE_IN_WINDOW
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sockets import new_socket, receive_frames, send_frames
 
@@ -322,29 +323,42 @@ def test_nobody_at_the_address_is_a_connect_timeout(make_buffer: MakeBuffer, mak
         make_client(gone.address, connect_timeout_s=0.1).connect()
 
 
-def test_an_unreadable_message_of_the_buffer_is_raised_after_those_before_it(make_client: MakeClient) -> None:
+@pytest.mark.parametrize("n_garbled", [2, UNREADABLE_IN_WINDOW + 1])
+def test_an_unreadable_message_makes_a_new_connection_and_too_many_are_raised(
+    make_client: MakeClient, n_garbled: int
+) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = new_socket(context, zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
+    received_totals: list[int] = []
 
     def answer_badly() -> None:
-        router.poll(int(WAIT_S * 1000))
-        frames = receive_frames(router)
-        assert frames is not None
-        identity = frames[0]
-        assert isinstance(decode(frames[1:]).message, m.Hello)
-        for message in (m.Welcome(1, 60.0, 120.0, VERSION, None), m.CancelRollout("r", "x")):
-            send_frames(router, [identity, *encode(message)])
-        send_frames(router, [identity, b"garbage"])
+        while len(received_totals) <= n_garbled and router.poll(int(WAIT_S * 1000)):
+            frames = receive_frames(router)
+            assert frames is not None
+            identity, hello = frames[0], decode(frames[1:]).message
+            if not isinstance(hello, m.Hello):
+                continue  # a heartbeat
+            n_before = len(received_totals)
+            received_totals.append(hello.received_total)
+            for message in (m.Welcome(1, 60.0, 120.0, VERSION, None), m.CancelRollout(f"r{n_before}", "x")):
+                send_frames(router, [identity, *encode(message)])
+            if n_before < n_garbled:
+                send_frames(router, [identity, b"garbage"])
+            if n_before == UNREADABLE_IN_WINDOW:
+                return
 
     thread = threading.Thread(target=answer_badly)
     thread.start()
     client = make_client(f"tcp://127.0.0.1:{port}")
     client.connect()
-    assert receive(client) == m.CancelRollout("r", "x")
-    with pytest.raises(MalformedMessage):
-        client.recv(WAIT_S)
+    for n in range(min(n_garbled, UNREADABLE_IN_WINDOW) + 1):
+        assert receive(client) == m.CancelRollout(f"r{n}", "x")
+    if n_garbled > UNREADABLE_IN_WINDOW:
+        with pytest.raises(MalformedMessage):
+            client.recv(WAIT_S)
     thread.join()
+    assert received_totals == list(range(len(received_totals)))  # the garbled ones are not counted
     context.destroy(linger=0)
 
 
