@@ -2,8 +2,8 @@
 
 An engine is driven by polling, from one thread: `submit` requests, then call `poll`, which does some work (the
 embedded engine: one decode step) or hands over what came meanwhile (a remote one). Weights arrive in another thread. An
-engine that holds them itself is a `TakesWeights`: they are handed to it, and swapped in inside `poll`, between two decode
-steps. One whose weights are on a server is a `SwapsRemotely`: it stands back while the server takes them.
+engine that holds them itself is a `TakesWeights`: they are handed to it, and swapped in inside `poll`, between two
+decode steps. One whose weights are on a server is a `SwapsRemotely`: it stands back while the server takes them.
 
 Shapes: n = tokens of the item at hand. Log-probs are natural, float32.
 """
