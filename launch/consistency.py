@@ -30,6 +30,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
         mistakes=[
             *_pools(config),
             *_environments(config),
+            *_advantages_of_parts(config),
             *_groups_that_never_fit(config),
             *(_context_window(config, student) if student is not None else ()),
         ],
@@ -79,6 +80,16 @@ def _working_directory_importable() -> Generator[None]:
         yield
     finally:
         sys.path.remove(here)
+
+
+def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
+    """An advantage compares the rewards of whole rollouts; the other release policies hand out parts of them."""
+    advantage, release = config.learner.advantage, config.buffer.release
+    if advantage != "none" and release != "rollout":
+        yield (
+            f"learner.advantage: got {advantage!r} with buffer.release = {release}, expected buffer.release = rollout; "
+            "it needs whole rollouts, and the first batch with parts of one would end the run"
+        )
 
 
 def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:

@@ -99,6 +99,16 @@ def test_a_group_that_could_never_begin_is_refused_for_whole_groups_only() -> No
     assert mistakes(buffer=buffer, learner={"tasks": tasks}) == []
 
 
+def test_an_advantage_of_parts_of_rollouts_is_refused() -> None:
+    assert mistakes(learner={"advantage": "grpo"}, buffer={"release": "segment"}) == [
+        "learner.advantage: got 'grpo' with buffer.release = segment, expected buffer.release = rollout; it needs "
+        "whole rollouts, and the first batch with parts of one would end the run"
+    ]
+    (told,) = mistakes(learner={"advantage": "reinforce_pp"})
+    assert told.startswith("learner.advantage: got 'reinforce_pp' with buffer.release = deadline")
+    assert mistakes(learner={"advantage": "grpo"}, buffer={"release": "rollout"}) == []
+
+
 def test_batches_that_whole_groups_do_not_fill_evenly_are_warned_of() -> None:
     (told,) = warnings(buffer={"batch_rollouts": 12, "release": "rollout"})
     assert told.startswith("buffer.batch_rollouts: 12 is no multiple of learner.tasks.group_size = 8")
