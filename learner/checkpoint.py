@@ -42,6 +42,7 @@ MANIFEST: Final = "manifest.json"
 TRAINER: Final = "trainer.json"
 OPTIMIZER: Final = "optimizer.safetensors"
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
+_RUST_ERRNO = re.compile(r"os error (\d+)|Os \{ code: (\d+)")
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _READ_BYTES = 1 << 20
 
@@ -116,7 +117,7 @@ def save_checkpoint(
     """Write a checkpoint of `state.version` under `root`, then delete all but the `keep` newest and those of the
     `pinned` steps. Returns its folder. A version that is there already, whole, is left as it is.
 
-    Raises OSError (disk full, no permission): the former checkpoints are untouched.
+    Raises OSError (disk full, no permission): the former checkpoints are untouched, and nothing is left of this one.
     """
     root.mkdir(parents=True, exist_ok=True)
     _sweep(root)
@@ -133,11 +134,16 @@ def save_checkpoint(
         (temporary / TRAINER).write_bytes(msgspec.json.encode(_trainer_file(state)))
         _write_manifest(temporary, state.version)
         temporary.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if (number := _system_error(error)) is not None:
+            raise OSError(number, os.strerror(number), str(temporary)) from error
         raise
     _flush(root)
-    prune(root, keep=keep, pinned=pinned)
+    try:
+        prune(root, keep=keep, pinned=pinned)
+    except OSError as error:  # this checkpoint is there: not for want of deleting another is it lost
+        _log.error("checkpoints older than the %d newest could not be deleted: %s", keep, error)
     return target
 
 
@@ -241,6 +247,15 @@ def _trainer_file(state: LearnerState) -> _TrainerFile:
         rng=state.rng,
         metrics={name: _finite_or_none(value) for name, value in state.metrics.items()},
     )
+
+
+def _system_error(error: BaseException) -> int | None:
+    """The errno in what safetensors and tokenizers, written in Rust, raise when they cannot write: SafetensorError, and
+    Exception itself."""
+    if not isinstance(error, SafetensorError) and type(error) is not Exception:
+        return None
+    told = _RUST_ERRNO.search(str(error))
+    return int(told[1] or told[2]) if told else None
 
 
 def _finite_or_none(value: float | None) -> float | None:

@@ -74,6 +74,8 @@ class Progress:
     last: StepMetrics | None = None
     checkpoint: Path | None = None
     """Folder of the newest."""
+    checkpoints_failed: int = 0
+    """Checkpoints that could not be written."""
 
 
 class LearnerLoop:
@@ -123,8 +125,9 @@ class LearnerLoop:
         return self._version
 
     def run(self) -> None:
-        """All steps, the evaluations around them and the checkpoints. Raises RunStopped when the buffer ends the run,
-        LearnerStalled when nothing to train comes, and whatever a step raises."""
+        """All steps, the evaluations around them and the checkpoints. Raises RunStopped when the buffer ends the
+        run, also when it does so because the last checkpoint could not be written, LearnerStalled when nothing to train
+        comes, and whatever a step raises."""
         self._publisher.publish(self._version, self._trainer.model.named_parameters())
         self._inbox.tasks_wanted = 1  # the first acknowledgement says how many more
         self._offer_tasks()
@@ -231,11 +234,25 @@ class LearnerLoop:
             result.reverse_kl,
         )
 
-    def _checkpoint(self, batch_id: int) -> None:
-        """Model, optimizer, stream and ledger of one and the same step."""
+    def _checkpoint(self, batch_id: int) -> OSError | None:
+        """Model, optimizer, stream and ledger of one and the same step. Returns why it could not be written: training
+        goes on then, and the next one may find room."""
         with self._clock.waiting("checkpoint"):
             snapshot = self._snapshot_after(batch_id)
-            self._save_checkpoint(self._version, snapshot)
+            try:
+                self._save_checkpoint(self._version, snapshot)
+            except OSError as error:
+                self.progress.checkpoints_failed += 1
+                log.error(
+                    "the checkpoint of step %d could not be written (%d so far): %s; the newest one is %s",
+                    self._version.step,
+                    self.progress.checkpoints_failed,
+                    error,
+                    self.progress.checkpoint or "none of this process",
+                )
+                self._heartbeat()
+                return error
+        return None
 
     def _snapshot_after(self, batch_id: int) -> Snapshot:
         """A snapshot in which the batch counts as trained."""
@@ -259,16 +276,20 @@ class LearnerLoop:
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:
             self._evaluate_and_wait()
-        if self._last_batch_id is not None:
-            self._checkpoint(self._last_batch_id)
+        lost = self._checkpoint(self._last_batch_id) if self._last_batch_id is not None else None
         self._heartbeat()
-        self._client.send(RunFinished(ok=True, reason=f"{self._version.step} steps done"))
+        reason = f"{self._version.step} steps done"
+        if lost is not None:
+            reason += f", but the last checkpoint could not be written: {lost}; make room and go on by --resume"
+        self._client.send(RunFinished(ok=lost is None, reason=reason))
         deadline_s = time.monotonic() + GOODBYE_S
         while time.monotonic() < deadline_s:
             try:
                 self._inbox.pump(PUMP_S)
-            except RunStopped:
-                return
+            except RunStopped as stopped:
+                if stopped.shutdown.ok:
+                    return
+                raise
         raise LearnerStalled(f"the buffer did not end the run within {GOODBYE_S:.0f} s of RunFinished")
 
     def _record(self, delivered: Delivered, figures: StepMetrics) -> None:
@@ -310,6 +331,8 @@ class LearnerLoop:
             "step": float(self._version.step),
             "steps_total": float(self._steps),
             "tokens_trained_total": float(progress.tokens_trained),
+            "metrics_unwritten_rows_total": float(self._metrics.unwritten.rows_total),
+            "checkpoints_failed_total": float(progress.checkpoints_failed),
             **total.gauges(),
         }
         if progress.last is not None:

@@ -9,6 +9,9 @@ Keys of a line are the TensorBoard tags (`train/loss`). Evaluation generations a
 
 A number that is not finite is written as such: "NaN", "Infinity", "-Infinity" (strings, since JSON has no such
 numbers; `float()` reads them), NaN in TensorBoard; and it is counted in `health/nonfinite_total`.
+
+Reports never end the training: rows that cannot be written (disk full) are counted, in `health/unwritten_rows_total` of
+the rows that can, and are not written later; what comes after them is.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 
+from learner.append_file import AppendFile, Unwritten
 from learner.evaluation import EvalSample, EvaluationResult
+from learner.event_file import EventFile
 from learner.rates import TokenRates
 from learner.wait_clock import WaitReport
 from protocol.messages import LedgerCounts, Snapshot, WeightVersion
@@ -34,7 +39,6 @@ from protocol.messages import LedgerCounts, Snapshot, WeightVersion
 METRICS_FILE: Final = "metrics.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 TENSORBOARD_FOLDER: Final = "tensorboard"
-_FLUSH_S: Final = 10
 _BLOCK_BYTES: Final = 64 << 10
 
 Row = dict[str, Any]
@@ -45,26 +49,25 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, *, resume: WeightVersion | None = None) -> None:
         """`resume` is the version that the learner goes on from (its epoch already risen): writing goes on in the
-        files that are there. Raises FileExistsError if there are metrics of a run and `resume` is None."""
+        files that are there. Raises FileExistsError if there are metrics of a run and `resume` is None. What cannot be
+        written is counted in `unwritten`."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics_file = folder / METRICS_FILE
-        self._samples_file = folder / SAMPLES_FILE
-        if resume is None and self._metrics_file.exists() and self._metrics_file.stat().st_size:
-            raise FileExistsError(f"{self._metrics_file} holds another run's metrics; resume it, or take a new folder")
-        torn_bytes = _cut_torn_line(self._metrics_file)
-        _cut_torn_line(self._samples_file)
+        metrics_file, samples_file = folder / METRICS_FILE, folder / SAMPLES_FILE
+        if resume is None and metrics_file.exists() and metrics_file.stat().st_size:
+            raise FileExistsError(f"{metrics_file} holds another run's metrics; resume it, or take a new folder")
+        torn_bytes = _cut_torn_line(metrics_file)
+        _cut_torn_line(samples_file)
+        self.unwritten = Unwritten()
         self._rates = TokenRates()
         self._nonfinite_total = 0
         self._epoch = resume.epoch if resume else 0
-        self._metrics = self._metrics_file.open("a", encoding="utf-8")
-        self._samples = self._samples_file.open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(folder / TENSORBOARD_FOLDER),
-            purge_step=resume.step + 1 if resume else None,
-            flush_secs=_FLUSH_S,
+        # Without its resume line the lines of two branches would be one to a reader: it is owed before any other.
+        resumed = self._row("resume", resume.step, {"torn_bytes": torn_bytes}) if resume else None
+        self._metrics = AppendFile(metrics_file, self.unwritten, first=_json_line(resumed) if resumed else b"")
+        self._samples = AppendFile(samples_file, self.unwritten)
+        self._board = EventFile(
+            folder / TENSORBOARD_FOLDER, self.unwritten, purge_step=resume.step + 1 if resume else None
         )
-        if resume is not None:
-            self._write_row("resume", resume.step, {"torn_bytes": torn_bytes})
 
     @property
     def nonfinite_total(self) -> int:
@@ -83,7 +86,7 @@ class MetricsWriter:
         tasks_dropped: Mapping[str, int],
         tasks_done: Sequence[int] = (),
     ) -> Row:
-        """Record optimizer step `step`; returns the line written.
+        """Record optimizer step `step`; returns its line.
 
         `train`: figures of the step (reverse_kl, loss, ratio_mean, ratio_max, truncated_fraction, ess, ...), as
         `train/<name>`. `staleness`: the batch's distance -> tokens. `waits`: wall time of this step. `weights`: figures
@@ -99,34 +102,32 @@ class MetricsWriter:
             **{f"tasks/dropped_{reason}_total": n for reason, n in tasks_dropped.items()},
             **{f"weights/{name}": value for name, value in weights.items()},
         }
-        self._add_histogram("staleness/tokens", staleness, step)
         extra = {
             "staleness": {str(distance): n for distance, n in sorted(staleness.items())},
             "tasks_done": list(tasks_done),
         }
-        return self._record("step", step, scalars, extra)
+        return self._record("step", step, scalars, extra, _histogram("staleness/tokens", staleness))
 
     def evaluation(self, result: EvaluationResult) -> Row:
-        """Record one evaluation, and its samples as text; returns the line written. What could not be measured is
+        """Record one evaluation, and its samples as text; returns its line. What could not be measured is
         null in the line and left out of TensorBoard."""
         figures = {
             name: value for name, value in msgspec.to_builtins(result).items() if name not in ("step", "samples")
         }
         version_min = result.version_min
         figures["version_min"] = None if version_min is None else version_min.step
-        for sample in result.samples:
-            self._samples.write(_json_line({"step": result.step, **msgspec.to_builtins(sample)}))
-        self._samples.flush()
-        if result.samples:
-            self._board.add_text("eval/samples", _samples_table(result.samples), result.step)
+        lines = [_json_line({"step": result.step, **msgspec.to_builtins(sample)}) for sample in result.samples]
+        self._samples.append(b"".join(lines), rows=len(lines))
+        shown = [text("eval/samples", _samples_table(result.samples))] if result.samples else []
         scalars = {f"eval/{name}": value for name, value in figures.items() if value is not None}
         nothing = {f"eval/{name}": None for name, value in figures.items() if value is None}
-        return self._record("eval", result.step, scalars, nothing)
+        return self._record("eval", result.step, scalars, nothing, shown)
 
     def close(self) -> None:
         self._board.close()
         self._metrics.close()
         self._samples.close()
+        self.unwritten.close()
 
     def __enter__(self) -> Self:
         return self
@@ -136,37 +137,22 @@ class MetricsWriter:
     ) -> None:
         self.close()
 
-    def _record(self, kind: str, step: int, scalars: Mapping[str, float], extra: Row) -> Row:
+    def _record(self, kind: str, step: int, scalars: Mapping[str, float], extra: Row, summaries: Sequence[Any]) -> Row:
+        """`summaries`: what TensorBoard gets besides the scalars. The line comes first, in one write: a killed learner
+        leaves whole ones and at most one torn one at the end."""
         self._nonfinite_total += sum(not math.isfinite(value) for value in scalars.values())
-        scalars = {**scalars, "health/nonfinite_total": self._nonfinite_total}
-        for tag, value in scalars.items():
-            self._board.add_scalar(tag, float(value), step)
-        return self._write_row(kind, step, {**scalars, **extra})
-
-    def _write_row(self, kind: str, step: int, figures: Row) -> Row:
-        row: Row = {"kind": kind, "step": step, "epoch": self._epoch, "unix_s": time.time(), **figures}
-        # One write per line, flushed: a killed learner leaves whole lines and at most one torn one at the end.
-        self._metrics.write(_json_line(row))
-        self._metrics.flush()
+        health = {
+            "health/nonfinite_total": self._nonfinite_total,
+            "health/unwritten_rows_total": self.unwritten.rows_total,
+        }
+        scalars = {**scalars, **health}
+        row = self._row(kind, step, {**scalars, **extra})
+        self._metrics.append(_json_line(row), rows=1)
+        self._board.add([*summaries, *(scalar(tag, float(value)) for tag, value in scalars.items())], step)
         return row
 
-    def _add_histogram(self, tag: str, counts: Mapping[int, int], step: int) -> None:
-        """One bucket per distance, from half below to half above it."""
-        if not sum(counts.values()):
-            return
-        distances = np.arange(min(counts), max(counts) + 1)
-        tokens = np.array([counts.get(int(distance), 0) for distance in distances])
-        self._board.add_histogram_raw(
-            tag,
-            min=int(distances[0]),
-            max=int(distances[-1]),
-            num=int(tokens.sum()),
-            sum=int((tokens * distances).sum()),
-            sum_squares=int((tokens * distances**2).sum()),
-            bucket_limits=(distances + 0.5).tolist(),
-            bucket_counts=tokens.tolist(),
-            global_step=step,
-        )
+    def _row(self, kind: str, step: int, figures: Row) -> Row:
+        return {"kind": kind, "step": step, "epoch": self._epoch, "unix_s": time.time(), **figures}
 
 
 def read_metrics(folder: Path) -> list[Row]:
@@ -188,6 +174,25 @@ def _read_lines(file: Path) -> Iterator[Row]:
         for line in lines:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def _histogram(tag: str, counts: Mapping[int, int]) -> list[Any]:
+    """Of TensorBoard: one bucket per distance, from half below to half above it. Nothing of no token."""
+    if not sum(counts.values()):
+        return []
+    distances = np.arange(min(counts), max(counts) + 1)
+    tokens = np.array([counts.get(int(distance), 0) for distance in distances])
+    summary = histogram_raw(
+        tag,
+        min=int(distances[0]),
+        max=int(distances[-1]),
+        num=int(tokens.sum()),
+        sum=int((tokens * distances).sum()),
+        sum_squares=int((tokens * distances**2).sum()),
+        bucket_limits=(distances + 0.5).tolist(),
+        bucket_counts=tokens.tolist(),
+    )
+    return [summary]
 
 
 def _staleness_scalars(staleness: Mapping[int, int]) -> dict[str, float]:
@@ -224,9 +229,9 @@ def _samples_table(samples: tuple[EvalSample, ...]) -> str:
     return "\n\n".join(parts)
 
 
-def _json_line(row: Row) -> str:
+def _json_line(row: Row) -> bytes:
     named = {key: _named(value) if isinstance(value, float) else value for key, value in row.items()}
-    return json.dumps(named, ensure_ascii=False, allow_nan=False) + "\n"
+    return (json.dumps(named, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _named(value: float) -> float | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
@@ -13,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from engines.models import load_causal_lm, resolve_device
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
+from learner.account import AccountFile
 from learner.checkpoint import LearnerState, latest, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig
 from learner.eval_desk import EvalDesk
-from learner.evaluation import EvalPrompt, Evaluation, render_eval_set, teacher_accuracy
+from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set, teacher_accuracy
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
 from learner.members import EMBEDDED, Members
@@ -44,7 +46,6 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS: Final = "checkpoints"
 SNAPSHOTS: Final = "weights"
-ACCOUNT_FILE: Final = "learner.json"
 ACCOUNT_EVAL_FIELDS: Final = (
     "step",
     "accuracy_greedy",
@@ -138,7 +139,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
         client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "learner")))
         welcome = client.connect()
         version = _first_version(start, welcome)
-        loop = _make_loop(ctx, start, client, version, stack)
+        loop, write_account = _make_loop(ctx, start, client, version, stack)
         try:
             # A fork of the history, if it is one, has to be known before any task is offered under it.
             client.send(VersionPublished(version=version, weights=None))
@@ -148,7 +149,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
             log.warning("%s", stopped)
             ended_well = stopped.shutdown.ok
         finally:
-            _write_account(ctx, start, loop)
+            write_account()
         client.flush(FLUSH_TIMEOUT_S)
     return ExitCode.OK if ended_well else ExitCode.FAILED
 
@@ -195,7 +196,8 @@ def _first_version(start: Start, welcome: Welcome) -> WeightVersion:
 
 def _make_loop(
     ctx: RoleContext[LearnerRunConfig], start: Start, client: Client, version: WeightVersion, stack: ExitStack
-) -> LearnerLoop:
+) -> tuple[LearnerLoop, Callable[[], None]]:
+    """The loop, and what writes its account: with each checkpoint and each evaluation, and at the end."""
     config, learner = ctx.config, ctx.config.learner
 
     def post_plan(plan: WeightPlan) -> None:
@@ -216,14 +218,25 @@ def _make_loop(
         root = ctx.run_dir / CHECKPOINTS
         path = save_checkpoint(root, start.trainer.model, start.tokenizer, state, keep=learner.keep_checkpoints)
         loop.progress.checkpoint = path
-        _write_account(ctx, start, loop)
+        write_account()
         log.info("checkpoint %s", path)
 
     def make_evaluation(version: WeightVersion) -> Evaluation:
         return Evaluation(learner.tasks, start.eval_prompts, start.tokenizer, version=version, seed=config.seed)
 
+    def make_eval_desk(on_result: Callable[[EvaluationResult], None]) -> EvalDesk:
+        def noted(result: EvaluationResult) -> None:
+            on_result(result)
+            write_account()
+
+        return EvalDesk(make_evaluation, client.send, noted)
+
+    def write_account() -> None:
+        account.write(_account(ctx, loop))
+
     resume = version if start.version is not None or version.epoch else None
     metrics = stack.enter_context(MetricsWriter(ctx.run_dir, resume=resume))
+    account = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
     publish = learner.publish
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
@@ -249,13 +262,13 @@ def _make_loop(
         stream=start.stream,
         publisher=publisher,
         metrics=metrics,
-        make_eval_desk=lambda on_result: EvalDesk(make_evaluation, client.send, on_result),
+        make_eval_desk=make_eval_desk,
         save_checkpoint=save,
         config=learner,
         version=version,
         steps=config.steps,
     )
-    return loop
+    return loop, write_account
 
 
 def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, str]:
@@ -268,11 +281,11 @@ def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, s
     return Members(kind="servers", ranks_each=actor.server.tp, check_by=check_by), actor.server.device
 
 
-def _write_account(ctx: RoleContext[LearnerRunConfig], start: Start, loop: LearnerLoop) -> None:
-    """learner.json, for the launcher's summary; written with each checkpoint and at the end."""
+def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:
+    """This learner's own part of the run (`learner.account`)."""
     progress, times = loop.progress, loop.clock.total()
     teacher = teacher_accuracy(ctx.config.models.teacher)
-    account: dict[str, Any] = {
+    return {
         "steps": loop.version.step,
         "eval": [{name: getattr(result, name) for name in ACCOUNT_EVAL_FIELDS} for result in progress.evaluations],
         "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
@@ -283,6 +296,3 @@ def _write_account(ctx: RoleContext[LearnerRunConfig], start: Start, loop: Learn
         "checkpoint": str(progress.checkpoint) if progress.checkpoint else None,
         "tensorboard": str(ctx.run_dir / TENSORBOARD_FOLDER),
     }
-    temporary = ctx.run_dir / f".{ACCOUNT_FILE}.tmp"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(account), indent=2))
-    temporary.replace(ctx.run_dir / ACCOUNT_FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -35,6 +36,7 @@ from learner.packing import TrainItem
 from learner.rng import capture_rng, restore_rng
 from learner.train_step import Trainer
 from protocol.messages import Ledger, LedgerCounts, WeightVersion
+from tests.learner.full_disk import small_disk
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -220,6 +222,30 @@ def test_failed_write_leaves_no_trace(save: Save, tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space left"):
         save(20)
     assert list(tmp_path.iterdir()) == [good] and latest(tmp_path).path == good
+
+
+@pytest.mark.parametrize("size_kib", [4, 12, 20, 28, 36, 44, 60])
+def test_a_full_disk_is_an_os_error_and_leaves_no_trace(trainer: Trainer, tmp_path: Path, size_kib: int) -> None:
+    """Whichever file it is that does not fit: some are written by Python, some by Rust, with errors of their own."""
+    with small_disk(tmp_path / "disk", size_kib << 10) as disk:
+        root = disk / "checkpoints"
+        with pytest.raises(OSError, match="No space left on device") as told:
+            save_checkpoint(root, trainer.model, _tokenizer(), _state(trainer, 20), keep=1)
+        assert told.value.errno == errno.ENOSPC
+        assert not root.exists() or list(root.iterdir()) == []
+
+
+def test_a_checkpoint_is_not_lost_because_an_older_one_cannot_be_deleted(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stuck(_: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    save(10)
+    monkeypatch.setattr(checkpoint, "_delete", stuck)
+    newer = save(20, keep=1)
+    assert latest(tmp_path).path == newer
+    assert "could not be deleted" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------- sudden death

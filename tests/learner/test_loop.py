@@ -66,6 +66,8 @@ class Learner:
     client: Client
     folder: Path
     saved: list[Saved] = field(default_factory=list[Saved])
+    no_room_at: set[int] = field(default_factory=set[int])
+    """Steps whose checkpoint finds the disk full."""
 
 
 Learning = Callable[..., Any]
@@ -106,6 +108,8 @@ def learning(
                 return Evaluation(tasks, evaluated, small_tokenizer, version=version, seed=1)
 
             def save(version: m.WeightVersion, snapshot: m.Snapshot) -> None:
+                if version.step in made.no_room_at:
+                    raise OSError(28, "No space left on device")
                 made.saved.append(Saved(version, snapshot, stream.state(), trainer.steps_done))
 
             loop = LearnerLoop(
@@ -185,6 +189,56 @@ def no_thread_left() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------- the real buffer
+
+
+def gauges(folder: Path) -> dict[str, float]:
+    """The learner's last, as the buffer had them when the run was over."""
+    final = msgspec.json.decode((folder / "ledger.json").read_bytes(), type=m.Snapshot)
+    (stats,) = [peer.stats for peer in final.peers if peer.role == "learner"]
+    return stats
+
+
+def test_a_checkpoint_without_room_is_counted_and_training_goes_on_to_the_next(
+    learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=4, checkpoint_every=1) as made, crowd(address):
+            made.no_room_at = {1, 2}
+            made.loop.run()
+        assert ended.result(WAIT_S) == 0
+    assert [saved.version.step for saved in made.saved] == [3, 4] and made.loop.version.step == 4
+    assert made.loop.progress.checkpoints_failed == 2
+    assert "the checkpoint of step 2 could not be written (2 so far): [Errno 28] No space left" in caplog.text
+    assert gauges(tmp_path)["checkpoints_failed_total"] == 2.0
+
+
+def test_without_room_for_the_last_checkpoint_the_run_has_failed_and_says_why(
+    learning: Learning, tmp_path: Path
+) -> None:
+    expected = "4 steps done, but the last checkpoint could not be written: .*No space left on device; make room"
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=4, checkpoint_every=2) as made, crowd(address):
+            made.no_room_at = {4}
+            with pytest.raises(RunStopped, match=expected) as stopped:
+                made.loop.run()
+        assert ended.result(WAIT_S) == 1
+    assert not stopped.value.shutdown.ok and [saved.version.step for saved in made.saved] == [2]
+
+
+def test_reports_that_cannot_be_written_cost_no_step(
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=3) as made, crowd(address):
+
+            def full(*_: object) -> int:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr("learner.append_file.AppendFile._write", full)
+            made.loop.run()
+        assert ended.result(WAIT_S) == 0
+    assert made.trainer.steps_done == 3 and read_metrics(tmp_path) == []
+    assert gauges(tmp_path)["metrics_unwritten_rows_total"] == 6.0  # a line and its TensorBoard events each
 
 
 def test_steps_run_and_all_that_was_trained_is_in_the_books(learning: Learning, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from learner.metrics import MetricsWriter, read_metrics
 from learner.rates import TokenRates
 from learner.wait_clock import WaitClock, WaitReport
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
+from tests.learner.full_disk import fill, small_disk
 
 WAITS = WaitReport(
     wall_s=2.0, busy_s=1.5, wait_s={"data": 0.25, "scoring": 0.25, "weights": 0.0, "eval": 0.0, "checkpoint": 0.0}
 )
+FIGURES = ("accuracy", "reward", "mean_length")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NO_COUNTS = LedgerCounts(0, 0, {}, {}, 0, 0)
 
 
@@ -222,6 +226,59 @@ def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path: Path) ->
         write_step(writer, 1)
     with pytest.raises(FileExistsError, match="another run's metrics"):
         MetricsWriter(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ full disk
+
+
+def test_a_full_disk_loses_rows_and_nothing_else(tmp_path: Path) -> None:
+    """Steps 2 to 4 fall into the time without room: they are missed by both, counted, and the others are whole."""
+    samples = (EvalSample("greedy", 7, "1+2=", "3" * 5000, "3", 1.0, "stop"),)
+    with small_disk(tmp_path / "disk", 256 << 10) as disk:
+        with MetricsWriter(disk) as writer:
+            write_step(writer, 1, loss=1.0)
+            ballast = fill(disk)
+            short = dict.fromkeys((f"{name}_{half}" for name in FIGURES for half in ("greedy", "sampled")), 1)
+            for _ in range(20):  # shorter than all that follow: they fill what is left of the last pages
+                write_step(writer, 2, loss=2.0)
+                writer.evaluation(evaluation(2, **short))
+            before = writer.unwritten.rows_total
+            write_step(writer, 3, loss=3.0)
+            writer.evaluation(evaluation(3, samples=samples))
+            write_step(writer, 4, loss=4.0)
+            assert writer.unwritten.rows_total == before + 7  # metrics.jsonl and TensorBoard, and a sample
+            ballast.unlink()
+            row = write_step(writer, 5, loss=5.0)
+            writer.evaluation(evaluation(5, samples=samples))
+        rows = read_metrics(disk)
+        assert [(row["kind"], row["step"]) for row in rows if row["step"] != 2] == [
+            ("step", 1),
+            ("step", 5),
+            ("eval", 5),
+        ]
+        assert row["health/unwritten_rows_total"] == before + 7
+        assert [value for value in scalar_series(disk, "train/loss") if value[0] != 2] == [(1, 1.0), (5, 5.0)]
+        assert scalar_series(disk, "health/unwritten_rows_total")[-1] == (5, before + 7)
+        (sample,) = (disk / "samples.jsonl").read_text().splitlines()
+        assert json.loads(sample)["step"] == 5
+
+
+def test_a_learner_that_goes_on_with_a_full_disk_says_so_in_the_file_before_its_first_row(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        with MetricsWriter(disk) as writer:
+            for step in (1, 2, 3):
+                write_step(writer, step, loss=float(step))
+        ballast = fill(disk)
+        size = (disk / "metrics.jsonl").stat().st_size
+        with (disk / "metrics.jsonl").open("a") as stream:
+            stream.write((" " * (-size % PAGE_BYTES))[1:] + "\n" * (size % PAGE_BYTES > 0))  # the rest of its page
+        with MetricsWriter(disk, resume=WeightVersion(1, 1)) as writer:
+            write_step(writer, 2, loss=20.0)
+            ballast.unlink()
+            write_step(writer, 3, loss=30.0)
+        lines = [line for line in (disk / "metrics.jsonl").read_text().splitlines() if line.strip()]
+        assert [(row["kind"], row["step"]) for row in map(json.loads, lines[3:])] == [("resume", 1), ("step", 3)]
+        assert scalar_series(disk, "train/loss") == [(1, 1.0), (3, 30.0)]
 
 
 # ------------------------------------------------------------------------------------------------ rates
