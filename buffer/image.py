@@ -17,6 +17,7 @@ from buffer import (
     arrivals,
     config,
     core,
+    ended,
     evals,
     learner_desk,
     ledger,
@@ -26,6 +27,7 @@ from buffer import (
     peers,
     release,
     rollouts,
+    runs,
     scoring,
     state,
     task_book,
@@ -39,8 +41,9 @@ from protocol import codec, flow, messages, session, session_book
 from protocol.session_book import BookImage, SessionBook
 
 _STATE_MODULES = (
-    arrivals, config, core, evals, learner_desk, ledger, lifecycle, outgoing, pacing, peers, release, rollouts,
-    scoring, state, task_book, tickets, tokens, validation, versions, codec, flow, messages, session, session_book,
+    arrivals, config, core, ended, evals, learner_desk, ledger, lifecycle, outgoing, pacing, peers, release, rollouts,
+    runs, scoring, state, task_book, tickets, tokens, validation, versions, codec, flow, messages, session,
+    session_book,
 )  # fmt: skip
 
 _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
@@ -48,6 +51,7 @@ _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
         core.Core,
         state.BufferState,
         arrivals.Arrivals,
+        ended.EndedRollouts,
         evals.EvalDesk,
         evals.Evaluation,
         learner_desk.LearnerDesk,
@@ -67,6 +71,7 @@ _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
         rollouts.Segment,
         rollouts.Slot,
         rollouts.TaskRecord,
+        runs.Runs,
         scoring.ScoreDesk,
         scoring.Pool,
         task_book.TaskBook,

@@ -6,10 +6,10 @@ Every change of a `SegmentState` happens in `Lifecycle`, together with the ledge
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from buffer.ended import EndedRollouts
 from buffer.ledger import CONTEXT, STALE, Held, KindHeld, LedgerBook
 from buffer.pacing import Pacing
 from buffer.rollouts import Rollout, Segment, SegmentState, Slot
@@ -18,9 +18,6 @@ from buffer.tokens import Array
 from buffer.versions import VersionTable
 from protocol.messages import Segment as SegmentMessage
 from protocol.messages import TaskKind, Ticket, WeightVersion
-
-MAX_ENDED_REMEMBERED = 65_536
-"""Ended rollouts whose late or repeated segments are still recognised."""
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ class Lifecycle:
         self._book = book
         self._pacing = pacing
         self._tasks = tasks
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._ended = EndedRollouts()
         self._finished_rollouts = 0
         self._finished_tokens = 0
 
@@ -260,6 +257,7 @@ class Lifecycle:
 
     def _make_scored(self, rollout: Rollout, segment: Segment) -> None:
         segment.state = SegmentState.SCORED
+        segment.jobs.clear()
         rollout.n_unscored -= 1
         self._advance_front(rollout)
 
@@ -301,6 +299,7 @@ class Lifecycle:
             counts.mask(1, segment.masked_reason or CONTEXT)
         rollout.n_unsettled -= 1
         if was is SegmentState.UNSCORED:
+            segment.jobs.clear()
             rollout.n_unscored -= 1
             self._advance_front(rollout)
         elif was is SegmentState.IN_BATCH:
@@ -327,7 +326,5 @@ class Lifecycle:
             else:
                 counts.mask(1, rollout.masked_reason or CONTEXT)
         del self.rollouts[rollout.rollout_id]
-        self._ended[rollout.rollout_id] = len(rollout.segments)
-        if len(self._ended) > MAX_ENDED_REMEMBERED:
-            self._ended.popitem(last=False)
+        self._ended.put(rollout.rollout_id, len(rollout.segments))
         rollout.slot.rollout = None

@@ -24,6 +24,7 @@ import numpy as np
 from buffer.config import BufferConfig
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Rollout, Segment, Slot, TaskRecord
+from buffer.runs import Runs
 from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from buffer.versions import VersionTable
@@ -64,8 +65,8 @@ class BatchDesk:
         self.wanted: WeightVersion | None = None
         """The learner waits for a batch of this step."""
         self.leased: dict[int, LeasedBatch] = {}
-        self.trained: dict[int, WeightVersion] = {}
-        """Every batch that was trained, and into which version."""
+        self.trained: Runs[int] = Runs()
+        """Every batch that was trained, and in which epoch."""
         self._wanted_since_s = 0.0
         self._idle = False
         self._weights: dict[int, float] = {}
@@ -145,7 +146,7 @@ class BatchDesk:
     def settle(self, batch: LeasedBatch, version: WeightVersion) -> None:
         """The learner trained it into `version`."""
         del self.leased[batch.batch_id]
-        self.trained[batch.batch_id] = version
+        self.trained.put(batch.batch_id, version.epoch)
         for piece in batch.pieces:
             self._life.train(piece.rollout, piece.segments)
         self._tasks.reported(batch.tasks_done)

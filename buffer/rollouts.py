@@ -91,6 +91,7 @@ class Segment:
         self.state = SegmentState.UNSCORED
         self.unscored_pools = n_pools
         self.jobs: list[ScoreJob] = []
+        """While UNSCORED. They lead back here: kept longer, they would leave each rollout to the garbage collector."""
 
     def __repr__(self) -> str:
         return f"Segment({self.index}, [{self.start}, {self.end}), {self.state.name}, open={self.n_open})"

@@ -14,7 +14,7 @@ and is not overtaken, so that it cannot starve.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,12 +23,13 @@ from buffer.config import BufferConfig
 from buffer.ledger import LedgerBook, RejectReason
 from buffer.peers import Lease, TeacherPeer
 from buffer.rollouts import Rollout, ScoreJob, Segment
+from buffer.runs import Runs
 from buffer.tokens import Array
 from buffer.validation import score_refusal
 from protocol.messages import ScoreItem, ScoreWork
 
-MAX_ANSWERS_REMEMBERED = 65_536
-"""Leases answered, kept so that repeated Scores get the same answer."""
+MAX_ANSWER_RUNS = 65_536
+"""Of leases in a row that were answered alike, kept so that repeated Scores get the same answer."""
 _MAX_PASSED_OVER = 32
 """Jobs that no teacher with room may take (they failed it) looked past in one go."""
 
@@ -69,7 +70,9 @@ class ScoreDesk:
         self._pools: dict[str, Pool] = {}
         self._leases: dict[int, Lease] = {}
         self._by_deadline: deque[tuple[float, int]] = deque()
-        self._answers: OrderedDict[int, Answer] = OrderedDict()
+        """Begins with a lease that is out, or was when time was last looked at."""
+        self._answers: Runs[Answer] = Runs()
+        """By lease."""
         self._dirty: dict[str, None] = {}
         """Pools in which something may be leased."""
         self._unpardoned: dict[str, None] = {}
@@ -136,7 +139,7 @@ class ScoreDesk:
         for i, lease_id in enumerate(lease_ids):
             lease = self._lease_of(teacher, lease_id)
             if lease is None:
-                answers.append(self._answers.get(lease_id, Answer("expired")))
+                answers.append(self._answers.get(lease_id) or Answer("expired"))
                 continue
             refusal = self._keep_scores(lease, arrays, i, len(lease_ids))
             if refusal is not None:
@@ -158,7 +161,7 @@ class ScoreDesk:
         for lease_id in lease_ids:
             lease = self._lease_of(teacher, lease_id)
             if lease is None:
-                answers.append(self._answers.get(lease_id, Answer("expired")))
+                answers.append(self._answers.get(lease_id) or Answer("expired"))
                 continue
             answers.append(self._answered(lease_id, Answer("accepted")))
             given_up += self._fail(now_s, lease, blame=True)
@@ -167,8 +170,12 @@ class ScoreDesk:
     def expire(self, now_s: float) -> list[ScoreJob]:
         """Leases past their deadline end; returns the jobs given up."""
         given_up: list[ScoreJob] = []
-        while self._by_deadline and self._by_deadline[0][0] <= now_s:
-            lease = self._leases.get(self._by_deadline.popleft()[1])
+        while self._by_deadline:
+            deadline_s, lease_id = self._by_deadline[0]
+            lease = self._leases.get(lease_id)
+            if lease is not None and deadline_s > now_s:
+                break
+            self._by_deadline.popleft()
             if lease is not None:
                 given_up += self._fail(now_s, lease, blame=True)
         self._dirty.update(self._unpardoned)
@@ -260,9 +267,9 @@ class ScoreDesk:
         return refusal
 
     def _answered(self, lease_id: int, answer: Answer) -> Answer:
-        self._answers[lease_id] = answer
-        if len(self._answers) > MAX_ANSWERS_REMEMBERED:
-            self._answers.popitem(last=False)
+        self._answers.put(lease_id, answer)
+        if self._answers.n_runs > MAX_ANSWER_RUNS:
+            self._answers.forget_lowest()
         return answer
 
     def _fail(self, now_s: float, lease: Lease, *, blame: bool) -> list[ScoreJob]:

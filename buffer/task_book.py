@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 from buffer.rollouts import Slot, TaskRecord
+from buffer.runs import Runs
 from buffer.tokens import Int32s
 from protocol.messages import Task, TaskKind, WeightVersion
 
@@ -39,7 +40,8 @@ class TaskBook:
         self._capacity = capacity
         self._max_attempts = max_attempts
         self._active: dict[TaskKey, TaskRecord] = {}
-        self._done: dict[TaskKey, Done] = {}
+        self._done: dict[TaskKind, Runs[Done]] = {"train": Runs(), "eval": Runs()}
+        """By task id: the learner numbers train tasks in order, and those of an evaluation too."""
         self._unreported: dict[int, None] = {}
         """Settled train tasks that no trained batch has told of, oldest first."""
         self._queues: dict[TaskKind, deque[TaskRecord]] = {"train": deque(), "eval": deque()}
@@ -48,7 +50,7 @@ class TaskBook:
 
     def __repr__(self) -> str:
         queued = {kind: len(queue) for kind, queue in self._queues.items()}
-        return f"TaskBook(active={len(self._active)}, queued={queued}, done={len(self._done)})"
+        return f"TaskBook(active={len(self._active)}, queued={queued}, done={self._done})"
 
     @property
     def n_queued(self) -> int:
@@ -81,14 +83,15 @@ class TaskBook:
         if key in self._active:
             self._active[key].generation = self.generation
             return None
-        done = self._done.get(key)
+        finished = self._done[task.kind]
+        done = finished.get(task.task_id)
         if done is not None:
             if done.generation == self.generation:
                 return None
             if task.kind == "train" and task.task_id in self._unreported:
-                self._done[key] = Done(self.generation, done.next_attempt)
+                finished.put(task.task_id, Done(self.generation, done.next_attempt))
                 return None
-            del self._done[key]
+            finished.discard(task.task_id)
         record = TaskRecord(
             task,
             prompt_T,
@@ -140,13 +143,14 @@ class TaskBook:
             return
         key: TaskKey = (record.task.kind, record.task.task_id)
         del self._active[key]
-        self._done[key] = self._done_record(record)
+        self._finish(record)
         if record.task.kind == "train":
             self._unreported[record.task.task_id] = None
 
     def to_report(self) -> list[int]:
         """Settled train tasks that this learner has offered and no trained batch has told of, oldest first."""
-        return [i for i in self._unreported if self._done["train", i].generation == self.generation]
+        done = self._done["train"]
+        return [i for i in self._unreported if (known := done.get(i)) and known.generation == self.generation]
 
     def may_report(self, record: TaskRecord) -> bool:
         """Has this learner offered it?"""
@@ -163,7 +167,7 @@ class TaskBook:
         self._again["eval"].clear()
         for key, record in [(key, record) for key, record in self._active.items() if key[0] == "eval"]:
             del self._active[key]
-            self._done[key] = self._done_record(record)
+            self._finish(record)
 
     def clear(self) -> list[Slot]:
         """The run is over: no further ticket. Returns the samples that waited for another attempt."""
@@ -175,5 +179,6 @@ class TaskBook:
         self.stream_ended = True
         return waiting
 
-    def _done_record(self, record: TaskRecord) -> Done:
-        return Done(record.generation, record.first_attempt + self._max_attempts)
+    def _finish(self, record: TaskRecord) -> None:
+        done = Done(record.generation, record.first_attempt + self._max_attempts)
+        self._done[record.task.kind].put(record.task.task_id, done)
