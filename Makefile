@@ -8,6 +8,7 @@
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then command -v $$python; break; fi; \
 	done)
+TEST_PROCESSES ?= 3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
@@ -33,7 +34,7 @@ demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, ab
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
 test: $(INSTALLED)  ## the tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 check: $(INSTALLED)  ## lint, format, types, import arrows, tests, leftovers: what a change must pass
 	scripts/check

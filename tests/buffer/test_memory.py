@@ -130,7 +130,7 @@ def test_rollouts_that_are_over_are_freed_without_the_garbage_collector() -> Non
     gc.disable()
     try:
         run.run_until(600)
-        left = sum(isinstance(each, (Rollout, Segment, ScoreJob)) for each in gc.get_objects())
+        left = sum(type(each) in (Rollout, Segment, ScoreJob) for each in gc.get_objects())
     finally:
         gc.enable()
     held = run.ledger.rollouts.waiting + run.ledger.rollouts.in_flight + len(run.tickets)
