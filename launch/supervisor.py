@@ -86,7 +86,7 @@ class Supervisor:
         self._began_s = began_s
         self._restartable = restartable
         self._budget = RestartBudget(config.launch)
-        api_key = secrets.token_urlsafe(32)
+        api_key = secrets.token_hex(32)  # of letters and digits: a key that began with - would be taken for an argument
         self._processes = Processes(
             method=config.launch.start_method,
             log_dir=folder.logs,

@@ -72,7 +72,8 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     watched = Watched(tmp_path)
     yield watched
     watched.processes.close()
-    assert not [p for p in psutil.Process().children(recursive=True) if "zygote" in " ".join(p.cmdline())]
+    ours = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    assert not [line for line in ours if "zygote" in line and str(tmp_path) in line]
 
 
 def test_forked_servers_answer_who_has_the_key_and_keep_it_out_of_their_logs(watched: Watched) -> None:
