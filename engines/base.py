@@ -77,6 +77,14 @@ class ScoreResult:
     top_logprobs: Float32s | None = None
     """[n, k]"""
 
+    @staticmethod
+    def empty(top_k: int) -> ScoreResult:
+        """For a request of no tokens, n = 0."""
+        none = np.zeros(0, np.float32)
+        if not top_k:
+            return ScoreResult(none)
+        return ScoreResult(none, np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

@@ -122,7 +122,7 @@ class SGLangScorer:
 
         async def score_in_turn(request: ScoreRequest) -> ScoreResult:
             if request.start == len(request.token_ids):
-                return _empty(top_k)
+                return ScoreResult.empty(top_k)
             async with slots:
                 return await self._score_one(request, top_k)
 
@@ -196,10 +196,3 @@ def _finite(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float
     if not np.isfinite(array).all():
         raise StreamError(f"log-prob {int(np.flatnonzero(~np.isfinite(array))[0])} of a reply is not a finite number")
     return array
-
-
-def _empty(top_k: int) -> ScoreResult:
-    none = np.zeros(0, np.float32)
-    if not top_k:
-        return ScoreResult(none)
-    return ScoreResult(none, np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32))

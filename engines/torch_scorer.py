@@ -65,7 +65,7 @@ class TorchScorer:
             self._check(index, request)
         if not 0 <= top_k <= self._vocab_size:
             raise ValueError(f"top_k {top_k}; expected 0 (off) to {self._vocab_size} (vocabulary)")
-        results = [_empty(top_k)] * len(requests)
+        results = [ScoreResult.empty(top_k)] * len(requests)
         busy = [i for i, request in enumerate(requests) if request.start < len(request.token_ids)]
         inputs = [len(requests[i].token_ids) - 1 for i in busy]
         for pack in first_fit_decreasing(inputs, self._max_batch_tokens):
@@ -143,10 +143,3 @@ def _split(scores: TokenScores, counts: Sequence[int]) -> list[ScoreResult]:
         )
         start += count
     return results
-
-
-def _empty(top_k: int) -> ScoreResult:
-    none = np.zeros(0, np.float32)
-    if not top_k:
-        return ScoreResult(none)
-    return ScoreResult(none, np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32))

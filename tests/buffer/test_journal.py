@@ -19,6 +19,7 @@ from buffer.store import PART_BYTES, Store, StoreCorrupt, StoreUnwritable
 from buffer.turns import Joined, Turn, encode_turn
 from protocol import messages as m
 from protocol.messages import WeightVersion
+from tests.full_disk import fill, small_disk
 
 BEGINNING = Beginning(
     release="r1",
@@ -232,36 +233,16 @@ def test_without_a_journal_nothing_is_written(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"may not mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_disk(tmp_path / "disk", 4 << 20) as folder:
+        yield folder
 
 
-def fill_up(folder: Path) -> Path:
-    """Until not a byte is free."""
-    file = folder / "others"
-    with file.open("ab", buffering=0) as writer:
-        for n in (1 << 16, 1 << 12, 1):
-            try:
-                while True:
-                    writer.write(b"x" * n)
-            except OSError:
-                pass
-    return file
-
-
-def test_a_full_disk_is_trouble_but_the_reserve_still_takes_turns(small_disk: Path) -> None:
-    journal = Journal(
-        small_disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=1 << 20, memory_bytes=1 << 20
-    )
+def test_a_full_disk_is_trouble_but_the_reserve_still_takes_turns(disk: Path) -> None:
+    journal = Journal(disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=1 << 20, memory_bytes=1 << 20)
     journal.write(b"before", 0.0)
-    others = fill_up(small_disk)
+    others = fill(disk)
     written = [b"before"]
     for i in range(20):  # a page or two may still have been free
         written.append(b"%d" % i * 5000)
@@ -275,12 +256,12 @@ def test_a_full_disk_is_trouble_but_the_reserve_still_takes_turns(small_disk: Pa
     journal.mend(20.0)
     assert not journal.trouble
     journal.close()
-    assert opened(small_disk / "journal")[1] == written
+    assert opened(disk / "journal")[1] == written
 
 
-def test_without_a_reserve_turns_wait_in_memory_up_to_a_bound_and_are_written_in_order(small_disk: Path) -> None:
-    journal = Journal(small_disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=0, memory_bytes=1 << 20)
-    others = fill_up(small_disk)
+def test_without_a_reserve_turns_wait_in_memory_up_to_a_bound_and_are_written_in_order(disk: Path) -> None:
+    journal = Journal(disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=0, memory_bytes=1 << 20)
+    others = fill(disk)
     written: list[bytes] = []
     while not journal.blocked:
         written.append(os.urandom(100_000))
@@ -290,4 +271,4 @@ def test_without_a_reserve_turns_wait_in_memory_up_to_a_bound_and_are_written_in
     journal.mend(100.0)
     assert not journal.trouble and not journal.blocked and journal.waiting_bytes == 0
     journal.close()
-    assert opened(small_disk / "journal")[1] == written
+    assert opened(disk / "journal")[1] == written

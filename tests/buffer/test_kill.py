@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from bench.synthetic_run import RUN, VOCAB, WAIT_S, BufferProcess, Shape, Synthe
 from buffer.config import BufferConfig
 from protocol import messages as m
 from protocol.client import Client
+from tests.full_disk import fill, small_disk
 
 FULL = ("No space left", "Input/output error")
 """What LMDB says of a disk that is full: the second when it could write a part of a page."""
@@ -89,27 +89,10 @@ def told(client: Client, kind: type[m.Shutdown]) -> m.Shutdown:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"may not mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill_up(folder: Path) -> Path:
-    file = folder / "others"
-    with file.open("ab", buffering=0) as writer:
-        for n in (1 << 16, 1 << 12, 1):
-            try:
-                while True:
-                    writer.write(b"x" * n)
-            except OSError:
-                pass
-    return file
+    with small_disk(tmp_path / "disk", 16 << 20) as folder:
+        yield folder
 
 
 def snapshot_when(client: Client, wanted: Callable[[m.Snapshot], bool]) -> m.Snapshot:
@@ -123,12 +106,12 @@ def snapshot_when(client: Client, wanted: Callable[[m.Snapshot], bool]) -> m.Sna
     raise AssertionError("it never came to that")
 
 
-def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothing(small_disk: Path) -> None:
+def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothing(disk: Path) -> None:
     config = BufferConfig(
         heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=2
     )
     shape = Shape(n_tasks=100, group_size=1, segments=2, segment_tokens=200, step_s=0.3)
-    process = BufferProcess(config, small_disk)
+    process = BufferProcess(config, disk)
     try:
         address = process.start()
         run = SyntheticRun(address, shape, config)
@@ -138,7 +121,7 @@ def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothin
             launcher.connect()
             snapshot_when(launcher, lambda s: s.version.step >= 3)
             os.kill(process.pid, signal.SIGSTOP)  # or the space of the reserve would be filled up as well
-            others = fill_up(small_disk)
+            others = fill(disk)
             os.kill(process.pid, signal.SIGCONT)
             stopped = snapshot_when(launcher, lambda s: bool(s.intake_trouble))
             assert any(words in stopped.intake_trouble for words in FULL)
@@ -158,19 +141,19 @@ def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothin
         process.close()
 
 
-def test_a_buffer_killed_while_it_could_write_nothing_is_refused_by_its_peers(small_disk: Path) -> None:
+def test_a_buffer_killed_while_it_could_write_nothing_is_refused_by_its_peers(disk: Path) -> None:
     """What it sent last was never written: to go on would be to do it twice."""
     config = BufferConfig(
         heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=0
     )
-    process = BufferProcess(config, small_disk)
+    process = BufferProcess(config, disk)
     try:
         address = process.start()
         hello = m.Hello("launcher", "launcher-0", "first", RUN, "")
         with Client(address, hello, connect_timeout_s=WAIT_S) as launcher:
             launcher.connect()
             snapshot_when(launcher, lambda s: True)
-            others = fill_up(small_disk)
+            others = fill(disk)
             snapshot_when(launcher, lambda s: bool(s.intake_trouble))
             snapshot_when(launcher, lambda s: bool(s.intake_trouble))
             process.kill()

@@ -12,7 +12,7 @@ import pytest
 
 from learner import append_file
 from learner.append_file import AppendFile, Unwritten
-from tests.learner.full_disk import fill, small_disk
+from tests.full_disk import fill, small_disk
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -36,7 +36,7 @@ from learner.packing import TrainItem
 from learner.rng import capture_rng, restore_rng
 from learner.train_step import Trainer
 from protocol.messages import Ledger, LedgerCounts, WeightVersion
-from tests.learner.full_disk import small_disk
+from tests.full_disk import small_disk
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]

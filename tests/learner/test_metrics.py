@@ -16,7 +16,7 @@ from learner.metrics import MetricsWriter, read_metrics
 from learner.rates import TokenRates
 from learner.wait_clock import WaitClock, WaitReport
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
-from tests.learner.full_disk import fill, small_disk
+from tests.full_disk import fill, small_disk
 
 WAITS = WaitReport(
     wall_s=2.0, busy_s=1.5, wait_s={"data": 0.25, "scoring": 0.25, "weights": 0.0, "eval": 0.0, "checkpoint": 0.0}

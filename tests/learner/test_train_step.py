@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from learner.config import LearnerConfig
 from learner.packing import BatchError, EmptyBatchError, TrainItem
 from learner.train_step import NonFiniteError, Trainer
+from tests.learner.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -30,19 +31,6 @@ def _items(make_item: Make) -> list[TrainItem]:
         make_item("d", [0] * 10 + [1] * 20, teachers=("style",)),
         make_item("e", [0, 1, 1], teachers=()),
     ]
-
-
-def _gradients(trainer: Trainer, items: Sequence[TrainItem]) -> dict[str, Tensor]:
-    """The gradient a step hands to AdamW."""
-    seen: dict[str, Tensor] = {}
-
-    def look(*_: Any) -> None:
-        seen.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
-
-    hook = trainer._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
-    trainer.step(items)
-    hook.remove()
-    return seen
 
 
 def _slow_gradients(model: PreTrainedModel, items: Sequence[TrainItem], config: LearnerConfig) -> dict[str, Tensor]:
@@ -67,7 +55,7 @@ def test_gradient_equals_the_slow_reference(tiny_student: Student, make_item: Ma
     config = LearnerConfig(**SGD_LIKE, pack_tokens=16, logprob_chunk_tokens=5)
     items = _items(make_item)
     trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10)
-    got = _gradients(trainer, items)
+    got = step_gradients(trainer, items)
     expected = _slow_gradients(tiny_student("eager", torch.float64), items, config)
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -79,9 +67,9 @@ def test_packing_and_order_do_not_change_the_gradient(tiny_student: Student, mak
     """Items of very different numbers of trained tokens: a mean of microbatch means would give something else."""
     items = _items(make_item)
     student = tiny_student(dtype=torch.float64)
-    whole = _gradients(Trainer(student, LearnerConfig(**SGD_LIKE), total_steps=10), items)
+    whole = step_gradients(Trainer(student, LearnerConfig(**SGD_LIKE), total_steps=10), items)
     config = LearnerConfig(**SGD_LIKE, pack_tokens=pack_tokens, logprob_chunk_tokens=3)
-    parts = _gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items[::-1])
+    parts = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items[::-1])
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
@@ -92,7 +80,7 @@ def test_environment_tokens_are_context_and_not_policy(tiny_student: Student, ma
 
     def gradient(train_item: TrainItem) -> Tensor:
         trainer = Trainer(tiny_student(), config, total_steps=10)
-        return torch.cat([g.flatten() for g in _gradients(trainer, [train_item]).values()])
+        return torch.cat([g.flatten() for g in step_gradients(trainer, [train_item]).values()])
 
     plain = make_item("a", [0, 1, 1, 0, 0, 1])
     noisy = replace(plain, behaviour_L=plain.behaviour_L.copy(), teacher_ML=plain.teacher_ML.copy())

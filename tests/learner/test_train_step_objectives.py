@@ -17,6 +17,7 @@ from learner.config import LearnerConfig
 from learner.packing import BatchError, TrainItem
 from learner.task_config import TaskConfig
 from learner.train_step import Trainer
+from tests.learner.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -50,18 +51,6 @@ def _near_the_student(items: Sequence[TrainItem], model: PreTrainedModel) -> lis
     return list(items)
 
 
-def _gradients(trainer: Trainer, items: Sequence[TrainItem]) -> dict[str, Tensor]:
-    seen: dict[str, Tensor] = {}
-
-    def look(*_: Any) -> None:
-        seen.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
-
-    hook = trainer._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
-    trainer.step(items)
-    hook.remove()
-    return seen
-
-
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "k2": {"divergence": "k2"},
     "k3": {"divergence": "k3", "coef": 0.3, "teacher_coefs": {"math": 2.0}},
@@ -89,9 +78,9 @@ def test_packing_and_order_do_not_change_the_gradient(
     tiny_student: Student, make_item: Make, fields: dict[str, Any], pack_tokens: int
 ) -> None:
     items = _near_the_student(_items(make_item), tiny_student("eager"))
-    whole = _gradients(Trainer(tiny_student(dtype=torch.float64), _config(**fields), total_steps=10), items)
+    whole = step_gradients(Trainer(tiny_student(dtype=torch.float64), _config(**fields), total_steps=10), items)
     config = _config(**fields, pack_tokens=pack_tokens, logprob_chunk_tokens=3)
-    parts = _gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items[::-1])
+    parts = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items[::-1])
     assert any(bool(gradient.any()) for gradient in whole.values())
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
@@ -120,7 +109,9 @@ def _slow_gspo(model: PreTrainedModel, items: Sequence[TrainItem]) -> dict[str, 
 
 def test_gspo_is_the_published_objective(tiny_student: Student, make_item: Make) -> None:
     items = _near_the_student(_items(make_item), tiny_student("eager"))
-    got = _gradients(Trainer(tiny_student(dtype=torch.float64), _config(**OBJECTIVES["gspo"]), total_steps=10), items)
+    got = step_gradients(
+        Trainer(tiny_student(dtype=torch.float64), _config(**OBJECTIVES["gspo"]), total_steps=10), items
+    )
     expected = _slow_gspo(tiny_student("eager", torch.float64), items)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
@@ -162,7 +153,7 @@ def test_mixed_mode_with_several_teachers_is_one_sum_after_the_other(tiny_studen
         ratio_high=1.2,
         pack_tokens=16,
     )
-    got = _gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
+    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
     expected = _slow_mixed(tiny_student("eager", torch.float64), items)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)

@@ -1,4 +1,4 @@
-"""A file system of a few kilobytes that a test can fill, and make room on again."""
+"""A small file system that a test can fill, and make room on again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fill(folder: Path) -> Path:
     """Take all the room that is left; delete the file to give it back."""
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as stream:
-        for block in (4096, 1):
+        for block in (1 << 16, 1 << 12, 1):
             try:
                 while True:
                     stream.write(b"x" * block)
