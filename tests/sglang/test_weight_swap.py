@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,9 +76,9 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return json.loads(reply.read())
 
 
-def swap_in_the_middle(server: Server, path: Path, mode: SwapMode) -> tuple[SGLangEngine, dict[str, Answer], float]:
-    """Eight requests that all have a few tokens when new weights come, and four that begin after them. Also: seconds
-    from pause to resume."""
+def swap_in_the_middle(server: Server, path: Path, mode: SwapMode) -> tuple[SGLangEngine, dict[str, Answer], int]:
+    """Eight requests that all have a few tokens when new weights come, and four that begin after them. Also: how
+    many of the eight had not ended when the weights came."""
     engine = SGLangEngine(
         server.url, SGLangConfig(max_concurrent=8, update_mode=mode, stream_tokens=2), vocab_size=VOCAB
     )
@@ -88,15 +87,15 @@ def swap_in_the_middle(server: Server, path: Path, mode: SwapMode) -> tuple[SGLa
         engine.submit(request(f"r{i}", prompt_of(i), 400))
     while not all(len(answers[f"r{i}"].ids) >= 4 or answers[f"r{i}"].finish_reason for i in range(8)):
         take(engine, answers, 0.1)
-    began_s = time.monotonic()
     engine.pause(20.0)
+    take(engine, answers, 0.0)
+    n_open = sum(answers[f"r{i}"].finish_reason is None for i in range(8))
     update_from_disk(server, path, NEW, flush_cache=mode != "in_place")  # refused while requests hold their cache
     engine.resume(NEW, 20.0)
-    took_s = time.monotonic() - began_s
     for i in range(8, 12):
         engine.submit(request(f"r{i}", prompt_of(i), 400))
     collect(engine, answers)
-    return engine, answers, took_s
+    return engine, answers, n_open
 
 
 def differences(answer: Answer, prompt: list[int], old: Reference, new: Reference) -> list[tuple[WeightVersion, float]]:
@@ -114,7 +113,7 @@ def differences(answer: Answer, prompt: list[int], old: Reference, new: Referenc
 def test_every_token_was_sampled_under_the_weights_it_says(
     own_student: Server, other_weights: Path, student_reference: Reference, mode: SwapMode
 ) -> None:
-    engine, answers, _ = swap_in_the_middle(own_student, other_weights, mode)
+    engine, answers, n_open = swap_in_the_middle(own_student, other_weights, mode)
     new_reference = Reference(other_weights)
     found = [
         differences(answer, prompt_of(i), student_reference, new_reference) for i, answer in enumerate(answers.values())
@@ -126,16 +125,17 @@ def test_every_token_was_sampled_under_the_weights_it_says(
     assert engine.version == NEW and stats.weight_swaps_total == 1
     assert [len(rows) for rows in found] == [len(answer.ids) for answer in answers.values()]
     assert max(difference for rows in found for _, difference in rows) < TOLERANCE
-    assert sum({version for version, _ in rows} == {OLD, NEW} for rows in found) >= 3
+    n_crossed = sum({version for version, _ in rows} == {OLD, NEW} for rows in found)
+    assert n_crossed == n_open > 0 if mode == "abort" else n_crossed >= 6  # a retracting server stops a little later
     if mode == "abort":
-        assert stats.extra["restarted_requests_total"] >= 3
+        assert stats.extra["restarted_requests_total"] == n_open
 
 
 def test_in_place_each_answer_goes_from_the_old_weights_to_the_new_ones(
     own_student: Server, other_weights: Path, student_reference: Reference
 ) -> None:
     """Behind the swap the KV cache is still the old one's, so log-probs are those of no full recompute."""
-    engine, answers, _ = swap_in_the_middle(own_student, other_weights, "in_place")
+    engine, answers, n_open = swap_in_the_middle(own_student, other_weights, "in_place")
     engine.close()
     new_reference = Reference(other_weights)
 
@@ -149,7 +149,7 @@ def test_in_place_each_answer_goes_from_the_old_weights_to_the_new_ones(
         n_crossed += len(set(versions)) == 2
         if set(versions) == {NEW}:
             assert max(difference for _, difference in rows) < TOLERANCE
-    assert n_crossed >= 3  # on a busy machine some end before the swap
+    assert n_crossed == n_open > 0
 
 
 def test_requests_submitted_during_a_pause_are_sampled_under_the_new_weights(
