@@ -65,7 +65,11 @@ def zmtp_connection(router: Router) -> socket.socket:
     host, port = router.address.removeprefix("tcp://").split(":")
     tcp = socket.create_connection((host, int(port)), timeout=5.0)
     tcp.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
-    assert len(tcp.recv(64, socket.MSG_WAITALL)) == 64
+    greeting = b""
+    while len(greeting) < 64:  # it comes in pieces; MSG_WAITALL does not wait on a socket with a timeout
+        piece = tcp.recv(64 - len(greeting))
+        assert piece, "closed in the handshake"
+        greeting += piece
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     tcp.sendall(bytes([4, len(ready)]) + ready)
     return tcp
