@@ -31,8 +31,8 @@ class PublisherStats:
     """Members left out, by `learner.group_host.DropReason`."""
     control_unreadable_total: int
     """Messages on the control channel that were not ours."""
-    checked_versions_total: int
-    """Versions whose receipt SGLang servers proved by checksums."""
+    check_requests_total: int
+    """Versions that SGLang servers were asked to prove. The actors' `weight_checks_*_total` say whether they could."""
 
 
 @dataclass(slots=True)
@@ -49,4 +49,4 @@ class PublishFigures:
     snapshot_failures: int = 0
     rebuilds: int = 0
     failed_groups: int = 0
-    checked_versions: int = 0
+    check_requests: int = 0

@@ -201,7 +201,7 @@ class Publisher:
                 skipped_versions_total=self._skipped,
                 dropped_total=dict(self._dropped),
                 control_unreadable_total=self._host.control_unreadable_total,
-                checked_versions_total=figures.checked_versions,
+                check_requests_total=figures.check_requests,
             )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -327,7 +327,7 @@ class Publisher:
         if result.error is None:
             broadcast_s = time.monotonic() - began_s
             self._checks.sent(seats, checked=check is not None)
-            self._figures.checked_versions += check is not None
+            self._figures.check_requests += check is not None
             self._roster.confirm(self._host.seats)
             self._figures.broadcasts += 1
             self._figures.broadcast_s = broadcast_s
