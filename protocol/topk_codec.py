@@ -2,7 +2,8 @@
 16 bits, and always the mass of the tokens left out. Packed 1-D, numpy only.
 
     payload   header | counts uint16 [T] | tails uint16 [T] | words, w bits each, without gaps [S]      little-endian
-    header    "TK", version uint8, log-prob bits b uint8, T uint32, V uint32
+              and with rest bits: | ranges uint16 [T, 2] | codes of all other tokens, without ids, in order of ids [R]
+    header    "TK", version uint8, log-prob bits b uint8, rest bits uint8, T uint32, V uint32
     word      id in bits(V - 1) bits, above it the log-prob's code in b bits;   w = both together
 
 A log-prob's code is sqrt(-logprob) in equal steps up to sqrt(40): fine where the probability is large, coarse where it
@@ -10,7 +11,11 @@ is small. A tail's is its logarithm in equal steps from log 1 down to log 1e-7; 
 Decoded, a position's probabilities sum to exactly 1: those sent are scaled to what the tail leaves, or where the tail
 holds more than half, it becomes what they leave. That takes the common part of the rounding out.
 
-Legend: T positions, K columns of the given likeliest tokens, S tokens kept at all positions together, V vocabulary.
+The *rest* is for small vocabularies: a few bits for every other token, in equal steps between the position's lowest and
+highest (in 1/1024 nat). A tail bucket cannot tell where in it the student errs; docs/results has what that costs.
+
+Legend: T positions, K columns of the given likeliest tokens, S words at all positions together, R tokens of the rest at
+all positions together, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from protocol.bit_packing import Bytes, n_bytes, pack_words, unpack_words
 from protocol.errors import EncodeError, MalformedMessage
 
 LOG_TAIL_FLOOR: Final = math.log(1e-7)
@@ -30,15 +36,17 @@ LOG_TAIL_FLOOR: Final = math.log(1e-7)
 MAX_TOKENS_KEPT: Final = 4096
 """At one position."""
 MASS_ROUNDING: Final = 1e-3
-_HEADER: Final = struct.Struct("<2sBBII")
+REST_BITS: Final = 5
+"""On the built-in teacher (V = 312) 234 bytes in all and an error of the KL below 1e-3: 4 bits miss the error, 6 cost
+more than 256 bytes."""
+SMALL_VOCABULARY: Final = 384
+"""Tokens: up to here the rest costs at most 240 bytes per position."""
+_HEADER: Final = struct.Struct("<2sBBBII")
 _MAGIC: Final = b"TK"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SQRT_RANGE: Final = math.sqrt(40.0)
 _TAIL_STEP: Final = -LOG_TAIL_FLOOR / 65_534
-_LANES: Final = 8
-"""Words of w bits that fill w bytes."""
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+_RANGE_STEP: Final = 1.0 / 1024
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class TopK:
     counts_T: npt.NDArray[np.int64]
     """At least 1 each; S in all."""
     ids_S: npt.NDArray[np.int32]
-    """Position by position, likeliest first; all different within one."""
+    """Position by position, all different within one, the likeliest first of all."""
     logprobs_S: npt.NDArray[np.float32]
     tail_T: npt.NDArray[np.float32]
     """log of the mass of all other tokens; -inf where there is no other."""
@@ -70,14 +78,17 @@ def encode_top_k(
     mass: float = 0.999,
     max_k: int = 256,
     logprob_bits: int = 12,
+    rest_bits: int = 0,
 ) -> bytes:
     """The smallest sets covering `mass`, of at most `max_k` tokens, from the K likeliest tokens, likeliest first.
 
+    `rest_bits` above 0: all other tokens too, in so many bits each; K must then be V, at most MAX_TOKENS_KEPT.
     Raises EncodeError for log-probs that are not finite or not sorted, probabilities that sum to more than 1, ids
     outside the vocabulary or named twice, and options that cannot be: nothing is sent that would be refused."""
-    _check_options(ids_TK, logprobs_TK, vocab_size, mass, max_k, logprob_bits)
+    _check_options(ids_TK, logprobs_TK, vocab_size, mass, max_k, logprob_bits, rest_bits)
+    all_ids_TK, all_logprobs_TK = ids_TK, logprobs_TK
     ids_TK, logprobs_TK = ids_TK[:, :max_k], logprobs_TK[:, :max_k]
-    _check_rows(ids_TK, logprobs_TK, vocab_size)
+    _check_rows(*((all_ids_TK, all_logprobs_TK) if rest_bits else (ids_TK, logprobs_TK)), vocab_size)
     covered_TK = np.exp(logprobs_TK.astype(np.float64)).cumsum(axis=1)
     n_tokens, k = ids_TK.shape
     counts_T = np.minimum((covered_TK < mass).sum(axis=1) + 1, k)
@@ -89,20 +100,24 @@ def encode_top_k(
     roots_S = np.sqrt(np.maximum(-logprobs_TK[kept_TK].astype(np.float64), 0.0))
     codes_S = np.rint(np.minimum(roots_S / _SQRT_RANGE, 1.0) * largest_code).astype(np.uint64)
     words_S = ids_TK[kept_TK].astype(np.uint64) | (codes_S << np.uint64(id_bits))
-    header = _HEADER.pack(_MAGIC, _VERSION, logprob_bits, n_tokens, vocab_size)
-    body = _pack_words(words_S, id_bits + logprob_bits)
-    return b"".join((header, counts_T.astype("<u2").tobytes(), tail_codes_T.tobytes(), body.tobytes()))
+    header = _HEADER.pack(_MAGIC, _VERSION, logprob_bits, rest_bits, n_tokens, vocab_size)
+    body = pack_words(words_S, id_bits + logprob_bits)
+    parts = [header, counts_T.astype("<u2").tobytes(), tail_codes_T.tobytes(), body.tobytes()]
+    if rest_bits:
+        parts += _encode_rest(all_ids_TK, all_logprobs_TK, counts_T, rest_bits)
+    return b"".join(parts)
 
 
 def decode_top_k(payload: bytes | memoryview) -> TopK:
     """Raises MalformedMessage, and nothing else whatever the bytes are. Takes memory in proportion to the payload."""
-    counts_T, tail_codes_T, vocab_size, logprob_bits, body = _read_parts(payload)
-    id_bits = _id_bits(vocab_size)
-    words_S = _unpack_words(body, int(counts_T.sum()), id_bits + logprob_bits)
+    parts = _read_parts(payload)
+    counts_T, tail_codes_T, logprob_bits = parts.counts_T, parts.tail_codes_T, parts.logprob_bits
+    id_bits = _id_bits(parts.vocab_size)
+    words_S = unpack_words(parts.body, int(counts_T.sum()), id_bits + logprob_bits)
     ids_S = (words_S & np.uint64((1 << id_bits) - 1)).astype(np.int64)
     codes_S = (words_S >> np.uint64(id_bits)).astype(np.float64)
     firsts_T = np.cumsum(counts_T) - counts_T
-    _refuse_ids(ids_S, counts_T, vocab_size)
+    _refuse_ids(ids_S, counts_T, parts.vocab_size)
     step = _SQRT_RANGE / ((1 << logprob_bits) - 1)
     logprobs_S = -np.square(codes_S * step)
     tail_T = np.where(tail_codes_T == 0, -np.inf, -(tail_codes_T.astype(np.float64) - 1.0) * _TAIL_STEP)
@@ -121,52 +136,74 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
     logprobs_S += np.repeat(np.where(mostly_sent_T, np.log(rest_T / covered_T), 0.0), counts_T)
     tail_T = np.where(mostly_sent_T, tail_T, np.log1p(-np.minimum(covered_T, 0.9)))
     logprobs_S = np.minimum(logprobs_S, 0.0).astype(np.float32)
-    return TopK(counts_T, ids_S.astype(np.int32), logprobs_S, tail_T.astype(np.float32))
+    top = TopK(counts_T, ids_S.astype(np.int32), logprobs_S, tail_T.astype(np.float32))
+    return _with_rest(top, parts) if parts.rest_bits else top
 
 
-# ---------------------------------------------------------------------------------------------------------- bits
+def check_payload(payload: bytes | memoryview) -> int:
+    """T of a payload whose lengths fit its header; what the words say is not looked at. Raises MalformedMessage."""
+    return len(_read_parts(payload).counts_T)
 
 
-def _pack_words(words_S: npt.NDArray[np.uint64], width: int) -> Bytes:
-    """Words of `width` <= 48 bits one behind the other, lowest bit first."""
-    n_words = len(words_S)
-    padded = np.zeros(-(-n_words // _LANES) * _LANES, np.uint64)
-    padded[:n_words] = words_S
-    lanes = padded.reshape(-1, _LANES)
-    packed = np.zeros((len(lanes), width), np.uint8)
-    for lane in range(_LANES):
-        first_byte, shift = divmod(lane * width, 8)
-        value = lanes[:, lane] << np.uint64(shift)
-        for byte in range(-(-(shift + width) // 8)):
-            packed[:, first_byte + byte] |= (value >> np.uint64(8 * byte)).astype(np.uint8)
-    return packed.reshape(-1)[: _n_bytes(n_words, width)]
+# ---------------------------------------------------------------------------------------------------------- rest
 
 
-def _unpack_words(packed: Bytes, n_words: int, width: int) -> npt.NDArray[np.uint64]:
-    blocks = np.zeros((-(-n_words // _LANES), width), np.uint8)
-    blocks.reshape(-1)[: len(packed)] = packed
-    words = np.zeros((len(blocks), _LANES), np.uint64)
-    for lane in range(_LANES):
-        first_byte, shift = divmod(lane * width, 8)
-        value = np.zeros(len(blocks), np.uint64)
-        for byte in range(-(-(shift + width) // 8)):
-            value |= blocks[:, first_byte + byte].astype(np.uint64) << np.uint64(8 * byte)
-        words[:, lane] = (value >> np.uint64(shift)) & np.uint64((1 << width) - 1)
-    return words.reshape(-1)[:n_words]
+def _encode_rest(ids_TV: Any, logprobs_TV: Any, counts_T: npt.NDArray[np.int64], rest_bits: int) -> list[bytes]:
+    """Ranges and codes of what is behind the first `counts_T`."""
+    n_tokens, vocab_size = ids_TV.shape
+    rest_TV = np.arange(vocab_size) >= counts_T[:, None]
+    by_id_TV = np.full((n_tokens, vocab_size), np.nan)
+    np.put_along_axis(by_id_TV, ids_TV.astype(np.int64), np.where(rest_TV, logprobs_TV, np.nan), axis=1)
+    rest_by_id_TV = ~np.isnan(by_id_TV)
+    distance_TV = np.where(rest_TV, -logprobs_TV.astype(np.float64), np.nan)
+    some_T = counts_T < vocab_size
+    ranges_T2 = np.zeros((n_tokens, 2), np.int64)
+    if some_T.any():
+        # sorted: the likeliest of the rest is the first behind the set, the least likely the last of all
+        nearest_T = distance_TV[some_T, counts_T[some_T]]
+        steps_T2 = np.stack([np.floor(nearest_T / _RANGE_STEP), np.ceil(distance_TV[some_T, -1] / _RANGE_STEP)], axis=1)
+        ranges_T2[some_T] = np.clip(steps_T2, 0, 65_535)
+    near_T, width_T = ranges_T2[:, 0] * _RANGE_STEP, (ranges_T2[:, 1] - ranges_T2[:, 0]) * _RANGE_STEP
+    counts_R = vocab_size - counts_T
+    share_R = (-by_id_TV[rest_by_id_TV] - np.repeat(near_T, counts_R)) / np.repeat(np.maximum(width_T, 1e-9), counts_R)
+    codes_R = np.rint(np.clip(share_R, 0.0, 1.0) * ((1 << rest_bits) - 1)).astype(np.uint64)
+    return [ranges_T2.astype("<u2").tobytes(), pack_words(codes_R, rest_bits).tobytes()]
 
 
-def _n_bytes(n_words: int, width: int) -> int:
-    return -(-n_words * width // 8)
+def _with_rest(top: TopK, parts: _Parts) -> TopK:
+    """The whole vocabulary at every position; the rest's probabilities are scaled to the tail."""
+    vocab_size, counts_T = parts.vocab_size, top.counts_T
+    counts_R = vocab_size - counts_T
+    position_S = np.repeat(np.arange(len(counts_T)), counts_T)
+    rest_TV = np.ones((len(counts_T), vocab_size), np.bool_)
+    rest_TV[position_S, top.ids_S] = False
+    position_R, ids_R = np.nonzero(rest_TV)
+    codes_R = unpack_words(parts.rest_body, len(ids_R), parts.rest_bits).astype(np.float64)
+    near_T, far_T = (parts.ranges_T2 * _RANGE_STEP).T
+    step_T = np.maximum(far_T - near_T, 0.0) / ((1 << parts.rest_bits) - 1)
+    weights_R = -codes_R * np.repeat(step_T, counts_R)
+    mass_T = np.bincount(position_R, weights=np.exp(weights_R), minlength=len(counts_T))
+    scale_T = np.where(counts_R > 0, top.tail_T - np.log(np.maximum(mass_T, 1e-300)), 0.0)
+    logprobs_R = weights_R + np.repeat(scale_T, counts_R)
+    order = np.argsort(np.concatenate([position_S, position_R]), kind="stable")
+    return TopK(
+        np.full(len(counts_T), vocab_size, np.int64),
+        np.concatenate([top.ids_S, ids_R.astype(np.int32)])[order],
+        np.concatenate([top.logprobs_S, logprobs_R.astype(np.float32)])[order],
+        np.full(len(counts_T), -np.inf, np.float32),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- checks
 
 
 def _id_bits(vocab_size: int) -> int:
     return max(1, (vocab_size - 1).bit_length())
 
 
-# -------------------------------------------------------------------------------------------------------- checks
-
-
-def _check_options(ids_TK: Any, logprobs_TK: Any, vocab_size: int, mass: float, max_k: int, logprob_bits: int) -> None:
+def _check_options(
+    ids_TK: Any, logprobs_TK: Any, vocab_size: int, mass: float, max_k: int, logprob_bits: int, rest_bits: int
+) -> None:
     if ids_TK.ndim != 2 or ids_TK.shape != logprobs_TK.shape or ids_TK.shape[1] < 1:
         raise EncodeError(f"top-k ids {ids_TK.shape}, log-probs {logprobs_TK.shape}; expected [T, K] twice, K >= 1")
     if not 1 <= vocab_size < 1 << 31:
@@ -177,6 +214,13 @@ def _check_options(ids_TK: Any, logprobs_TK: Any, vocab_size: int, mass: float, 
         raise EncodeError(f"max_k {max_k}; expected 1 to {MAX_TOKENS_KEPT}")
     if not 8 <= logprob_bits <= 16:
         raise EncodeError(f"logprob_bits {logprob_bits}; expected 8 to 16")
+    if not 0 <= rest_bits <= 8:
+        raise EncodeError(f"rest_bits {rest_bits}; expected 0 (a tail) to 8")
+    if rest_bits and not ids_TK.shape[1] == vocab_size <= MAX_TOKENS_KEPT:
+        raise EncodeError(
+            f"rest_bits {rest_bits} with {ids_TK.shape[1]} tokens of {vocab_size} per position; expected all of them, "
+            f"and at most {MAX_TOKENS_KEPT}"
+        )
 
 
 def _check_rows(ids_TK: Any, logprobs_TK: Any, vocab_size: int) -> None:
@@ -195,22 +239,42 @@ def _check_rows(ids_TK: Any, logprobs_TK: Any, vocab_size: int) -> None:
         raise EncodeError("a token is named twice at one position")
 
 
-def _read_parts(payload: bytes | memoryview) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint16], int, int, Bytes]:
-    """(counts, tail codes, vocabulary size, log-prob bits, packed words), lengths checked."""
+class _Parts(NamedTuple):
+    """A payload, lengths checked."""
+
+    counts_T: npt.NDArray[np.int64]
+    tail_codes_T: npt.NDArray[np.uint16]
+    vocab_size: int
+    logprob_bits: int
+    rest_bits: int
+    body: Bytes
+    ranges_T2: npt.NDArray[np.uint16]
+    rest_body: Bytes
+
+
+def _read_parts(payload: bytes | memoryview) -> _Parts:
     if len(payload) < _HEADER.size:
         raise MalformedMessage("top-k payload", got=f"{len(payload)} bytes", expected=f"at least {_HEADER.size}")
-    magic, version, logprob_bits, n_tokens, vocab_size = _HEADER.unpack_from(payload)
+    magic, version, logprob_bits, rest_bits, n_tokens, vocab_size = _HEADER.unpack_from(payload)
     if (magic, version) != (_MAGIC, _VERSION):
         raise MalformedMessage("top-k payload", got=f"{magic!r} {version}", expected=f"{_MAGIC!r} {_VERSION}")
-    if not (8 <= logprob_bits <= 16 and 1 <= vocab_size < 1 << 31):
-        got = f"{logprob_bits} log-prob bits, a vocabulary of {vocab_size}"
-        raise MalformedMessage("top-k payload", got=got, expected="8 to 16 bits, 1 to 2^31 - 1 tokens")
+    most = min(vocab_size, MAX_TOKENS_KEPT)
+    if not (
+        8 <= logprob_bits <= 16
+        and rest_bits <= 8
+        and 1 <= vocab_size < 1 << 31
+        and (not rest_bits or most == vocab_size)
+    ):
+        raise MalformedMessage(
+            "top-k payload",
+            got=f"{logprob_bits} log-prob bits, {rest_bits} rest bits, a vocabulary of {vocab_size}",
+            expected=f"8 to 16, 0 to 8, and 1 to 2^31 - 1 tokens (with rest bits {MAX_TOKENS_KEPT})",
+        )
     body_at = _HEADER.size + 4 * n_tokens
     if len(payload) < body_at:
         raise MalformedMessage("top-k payload", got=f"{len(payload)} bytes", expected=f"at least {body_at}")
     counts_T = np.frombuffer(payload, "<u2", n_tokens, _HEADER.size).astype(np.int64)
     tail_codes_T = np.frombuffer(payload, "<u2", n_tokens, _HEADER.size + 2 * n_tokens)
-    most = min(vocab_size, MAX_TOKENS_KEPT)
     if n_tokens and not 1 <= counts_T.min() <= counts_T.max() <= most:
         got = f"{counts_T.min()} to {counts_T.max()} tokens at a position"
         raise MalformedMessage("top-k payload", got=got, expected=f"1 to {most}")
@@ -220,11 +284,24 @@ def _read_parts(payload: bytes | memoryview) -> tuple[npt.NDArray[np.int64], npt
             got="no tail where tokens are left out, or one where none are",
             expected="one where some are",
         )
-    width = _id_bits(vocab_size) + logprob_bits
-    expected = body_at + _n_bytes(int(counts_T.sum()), width)
+    n_words = int(counts_T.sum())
+    ranges_at = body_at + n_bytes(n_words, _id_bits(vocab_size) + logprob_bits)
+    rest_at = ranges_at + (4 * n_tokens if rest_bits else 0)
+    expected = rest_at + (n_bytes(n_tokens * vocab_size - n_words, rest_bits) if rest_bits else 0)
     if len(payload) != expected:
         raise MalformedMessage("top-k payload", got=f"{len(payload)} bytes", expected=f"{expected}")
-    return counts_T, tail_codes_T, vocab_size, logprob_bits, np.frombuffer(payload, np.uint8, offset=body_at)
+    whole = np.frombuffer(payload, np.uint8)
+    ranges_T2 = np.frombuffer(payload, "<u2", (rest_at - ranges_at) // 2, ranges_at)
+    return _Parts(
+        counts_T,
+        tail_codes_T,
+        vocab_size,
+        logprob_bits,
+        rest_bits,
+        whole[body_at:ranges_at],
+        ranges_T2.reshape(-1, 2),
+        whole[rest_at:],
+    )
 
 
 def _refuse_ids(ids_S: npt.NDArray[np.int64], counts_T: npt.NDArray[np.int64], vocab_size: int) -> None:

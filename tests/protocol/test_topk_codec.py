@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_codec import LOG_TAIL_FLOOR, decode_top_k, encode_top_k
+from protocol.topk_codec import LOG_TAIL_FLOOR, check_payload, decode_top_k, encode_top_k
 
 
 def _rows(n: int, k: int, vocab: int, seed: int = 0) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -25,10 +25,19 @@ def _rows(n: int, k: int, vocab: int, seed: int = 0) -> tuple[npt.NDArray[np.int
     return ids_TK, np.take_along_axis(logprobs_TV, ids_TK, 1).astype(np.float32)
 
 
-def _slow_encode(ids_TK: Any, logprobs_TK: Any, vocab: int, mass: float, max_k: int, bits: int) -> bytes:
+def _bits(words: list[int], width: int) -> bytes:
+    number = sum(word << (i * width) for i, word in enumerate(words))
+    return number.to_bytes(-(-len(words) * width // 8), "little")
+
+
+def _slow_encode(
+    ids_TK: Any, logprobs_TK: Any, vocab: int, mass: float, max_k: int, bits: int, rest_bits: int = 0
+) -> bytes:
     """Position by position, one long number of bits."""
     id_bits = max(1, (vocab - 1).bit_length())
-    counts, tails, words = b"", b"", []
+    counts, tails, ranges = b"", b"", b""
+    words: list[int] = []
+    others: list[int] = []
     for ids, logprobs in zip(ids_TK.tolist(), logprobs_TK.tolist(), strict=True):
         covered, k = 0.0, 0
         while k < min(max_k, len(ids)) and (k == 0 or covered < mass):
@@ -40,10 +49,14 @@ def _slow_encode(ids_TK: Any, logprobs_TK: Any, vocab: int, mass: float, max_k: 
         tail = min(0.0, max(LOG_TAIL_FLOOR, math.log(max(1 - covered, 1e-300))))
         counts += k.to_bytes(2, "little")
         tails += (0 if k == vocab else 1 + round(-tail / (-LOG_TAIL_FLOOR / 65534))).to_bytes(2, "little")
-    number, width = sum(word << (i * (id_bits + bits)) for i, word in enumerate(words)), id_bits + bits
-    body = number.to_bytes(-(-len(words) * width // 8), "little")
-    head = b"TK\x01" + bytes([bits]) + len(ids_TK).to_bytes(4, "little") + vocab.to_bytes(4, "little")
-    return head + counts + tails + body
+        if rest_bits:
+            rest = sorted(zip(ids[k:], logprobs[k:], strict=True))
+            near = math.floor(min((-lp for _, lp in rest), default=0.0) * 1024)
+            far = math.ceil(max((-lp for _, lp in rest), default=0.0) * 1024)
+            ranges += near.to_bytes(2, "little") + far.to_bytes(2, "little")
+            others += [round((-lp * 1024 - near) / (far - near) * (2**rest_bits - 1)) for _, lp in rest]
+    head = b"TK\x02" + bytes([bits, rest_bits]) + len(ids_TK).to_bytes(4, "little") + vocab.to_bytes(4, "little")
+    return head + counts + tails + _bits(words, id_bits + bits) + ranges + _bits(others, rest_bits)
 
 
 @pytest.mark.parametrize("bits", [8, 11, 16])
@@ -53,6 +66,38 @@ def test_bytes_equal_those_of_the_slow_encoder(bits: int, vocab: int, k: int, ma
     ids_TK, logprobs_TK = _rows(13, k, vocab)
     got = encode_top_k(ids_TK, logprobs_TK, vocab_size=vocab, mass=mass, max_k=max_k, logprob_bits=bits)
     assert got == _slow_encode(ids_TK, logprobs_TK, vocab, mass, max_k, bits)
+
+
+@pytest.mark.parametrize("rest_bits", [1, 5, 8])
+@pytest.mark.parametrize(("vocab", "mass", "max_k"), [(2, 0.9, 1), (9, 1.0, 256), (300, 0.99, 256), (300, 1.0, 7)])
+def test_bytes_with_the_rest_equal_those_of_the_slow_encoder(
+    rest_bits: int, vocab: int, mass: float, max_k: int
+) -> None:
+    rows = _rows(13, vocab, vocab)
+    got = encode_top_k(*rows, vocab_size=vocab, mass=mass, max_k=max_k, rest_bits=rest_bits)
+    assert got == _slow_encode(*rows, vocab, mass, max_k, 12, rest_bits)
+
+
+def test_with_the_rest_every_token_is_known_and_the_tail_is_nothing() -> None:
+    """All ids once; of the rest each within half a step, but for what scaling to the tail corrects."""
+    ids_TV, logprobs_TV = _rows(50, 300, 300)
+    top = decode_top_k(encode_top_k(ids_TV, logprobs_TV, vocab_size=300, mass=0.9, max_k=40, rest_bits=6))
+    assert (top.counts_T == 300).all() and np.isneginf(top.tail_T).all()
+    decoded_ids_TV, decoded_TV = top.padded()
+    np.testing.assert_array_equal(np.sort(decoded_ids_TV, axis=1), np.tile(np.arange(300), (50, 1)))
+    np.testing.assert_allclose(np.exp(decoded_TV.astype(float)).sum(axis=1), 1.0, atol=1e-6)
+    by_id_TV, exact_TV = np.empty((50, 300)), np.empty((50, 300))
+    np.put_along_axis(by_id_TV, decoded_ids_TV, decoded_TV.astype(float), 1)
+    np.put_along_axis(exact_TV, ids_TV, logprobs_TV.astype(float), 1)
+    kept_T = np.minimum((np.exp(logprobs_TV.astype(float)).cumsum(axis=1) < 0.9).sum(axis=1) + 1, 40)
+    width_T = logprobs_TV[np.arange(50), kept_T] - logprobs_TV[:, -1]
+    assert (np.abs(by_id_TV - exact_TV).max(axis=1) < np.maximum(width_T / 63, 0.02)).all()
+
+
+def test_the_check_of_lengths_gives_the_number_of_positions() -> None:
+    assert check_payload(GOOD) == 6
+    with pytest.raises(MalformedMessage, match="bytes, expected"):
+        check_payload(GOOD[:-1])
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.11), (12, 0.007), (16, 4.5e-4)])
@@ -114,6 +159,8 @@ def test_numbers_that_cannot_be_are_not_sent(logprobs: Any, message: str) -> Non
         ([[1, 2]], {"max_k": 0}, "max_k 0"),
         ([[1, 2]], {"logprob_bits": 7}, "logprob_bits 7"),
         ([[1, 2]], {"vocab_size": 0}, "vocab_size 0"),
+        ([[1, 2]], {"rest_bits": 9}, "rest_bits 9"),
+        ([[1, 2]], {"rest_bits": 4}, "2 tokens of 9 per position; expected all of them"),
     ],
 )
 def test_sets_and_options_that_cannot_be_are_not_sent(ids: Any, options: dict[str, Any], message: str) -> None:
@@ -123,6 +170,7 @@ def test_sets_and_options_that_cannot_be_are_not_sent(ids: Any, options: dict[st
 
 
 GOOD = encode_top_k(*_rows(6, 20, 300), vocab_size=300, mass=0.99)
+WITH_REST = encode_top_k(*_rows(6, 40, 40), vocab_size=40, mass=0.9, rest_bits=3)
 
 
 def _assert_a_payload_or_refused(payload: bytes) -> None:
@@ -141,38 +189,42 @@ def _assert_a_payload_or_refused(payload: bytes) -> None:
 @settings(deadline=None)
 def test_bytes_from_anywhere_are_refused_with_a_typed_error(payload: bytes) -> None:
     _assert_a_payload_or_refused(payload)
-    _assert_a_payload_or_refused(GOOD[:12] + payload)
+    _assert_a_payload_or_refused(GOOD[:13] + payload)
+    _assert_a_payload_or_refused(WITH_REST[:13] + payload)
 
 
-@given(st.integers(0, len(GOOD) - 1), st.integers(0, 255), st.integers(0, len(GOOD)))
+@given(st.sampled_from([GOOD, WITH_REST]), st.integers(0, 2000), st.integers(0, 255), st.integers(0, 2000))
 @settings(deadline=None)
-def test_damaged_payload_is_refused_or_still_a_distribution(place: int, value: int, length: int) -> None:
-    _assert_a_payload_or_refused(GOOD[:place] + bytes([value]) + GOOD[place + 1 :])
-    _assert_a_payload_or_refused(GOOD[:length])
-    _assert_a_payload_or_refused(GOOD + GOOD[:length])
+def test_damaged_payload_is_refused_or_still_a_distribution(good: bytes, place: int, value: int, length: int) -> None:
+    place %= len(good)
+    _assert_a_payload_or_refused(good[:place] + bytes([value]) + good[place + 1 :])
+    _assert_a_payload_or_refused(good[:length])
+    _assert_a_payload_or_refused(good + good[:length])
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (0, 0, "expected b'TK' 1"),
-        (2, 2, "expected b'TK' 1"),
+        (0, 0, "expected b'TK' 2"),
+        (2, 1, "expected b'TK' 2"),
         (3, 7, "7 log-prob bits"),
-        (4, 255, "bytes, expected at least"),
-        (8, 5, "expected"),  # a smaller vocabulary: other widths, another length
-        (12, 0, "expected"),  # the first position's count
-        (24, 0, "expected"),  # its tail
+        (4, 9, "9 rest bits"),
+        (4, 4, "bytes, expected"),  # a rest that is not there
+        (5, 255, "bytes, expected at least"),
+        (9, 5, "expected"),  # a smaller vocabulary: other widths, another length
+        (13, 0, "expected"),  # the first position's count
+        (25, 0, "expected"),  # its tail
     ],
 )
 def test_what_is_wrong_is_said(place: int, value: int, message: str) -> None:
     damaged = bytearray(GOOD)
     damaged[place] = value
-    if place == 24:
-        damaged[25] = 0
+    if place == 25:
+        damaged[26] = 0
     with pytest.raises(MalformedMessage, match=message):
         decode_top_k(bytes(damaged))
 
 
 def test_length_promised_but_not_sent_takes_no_memory() -> None:
     with pytest.raises(MalformedMessage, match="at least"):
-        decode_top_k(b"TK\x01\x0c" + (2**32 - 1).to_bytes(4, "little") + (300).to_bytes(4, "little"))
+        decode_top_k(b"TK\x02\x0c\x00" + (2**32 - 1).to_bytes(4, "little") + (300).to_bytes(4, "little"))
