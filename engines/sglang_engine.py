@@ -1,6 +1,6 @@
 """A student on an SGLang server: requests go out over HTTP, tokens come back as a stream.
 
-    submit --> a task per request: gate --> slot (max_concurrent) --> POST /generate, chunk by chunk --> outbox --> poll
+    submit --> a task per request: gate --> slot (max_concurrent) --> POST /generate, chunk by chunk --> deltas --> poll
                                     ^
     pause, resume (weights) --------+
 
@@ -19,7 +19,6 @@ import asyncio
 import logging
 import math
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -28,6 +27,7 @@ from typing import Final
 
 from engines.base import EngineStats, GenerationDelta, GenerationRequest
 from engines.sglang_config import SGLangConfig
+from engines.sglang_deltas import DeltaBox
 from engines.sglang_features import Features, detect_features
 from engines.sglang_http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
 from engines.sglang_labels import START_LABEL, Labels
@@ -35,7 +35,6 @@ from engines.sglang_requests import EngineTotals, check_request, generate_body, 
 from engines.sglang_stream import (
     FinishReason,
     NewTokens,
-    Outgoing,
     StreamError,
     TokenStream,
     decode_chunk,
@@ -50,8 +49,6 @@ _ABORT_GRACE_S: Final = 2.0
 _ABORT_REPEAT_S: Final = 0.2
 """An abort that overtakes its request is ignored by the server: it is said again."""
 _CUT_POLL_S: Final = 0.005
-_SAY_EVERY_S: Final = 0.01
-"""Tokens of many requests arrive one by one; whoever waits for them is woken for several at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,14 +90,7 @@ class SGLangEngine:
         self._config = config
         self._vocab_size = vocab_size
         self.labels: Final = Labels(run_id)
-        self._on_output = on_output
-        self._saying = False
-        self._said_s = 0.0
-        self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)
-        self._names: set[str] = set()
-        """Requests whose last delta has not been polled."""
-        self._outbox: dict[str, Outgoing] = {}
+        self._deltas = DeltaBox(on_output)
         self._totals = EngineTotals()
         self._live: dict[str, _Live] = {}
         self._session_id = secrets.token_hex(4)
@@ -137,8 +127,7 @@ class SGLangEngine:
         """`decode_steps_total` counts stream chunks: a server's steps are not visible from here."""
         totals = self._totals
         now_s = time.monotonic()
-        with self._lock:
-            n_known = len(self._names)
+        n_known = len(self._deltas)
         running = sum(1 for live in list(self._live.values()) if live.rid)
         return EngineStats(
             running=running,
@@ -164,10 +153,7 @@ class SGLangEngine:
         RuntimeError after close(). The seed is not used: a server's random stream is its own."""
         self._refuse_closed()
         check_request(request, self.features, self._vocab_size)
-        with self._lock:
-            if request.request_id in self._names:
-                raise ValueError(f"request id {request.request_id!r} is in use; expected a new one")
-            self._names.add(request.request_id)
+        self._deltas.open(request.request_id)
         self.server.call_soon(self._begin, _Live(request))
 
     def abort(self, request_id: str) -> None:
@@ -179,14 +165,7 @@ class SGLangEngine:
         Raises ServerLost."""
         self._refuse_closed()
         self.server.raise_if_lost()
-        with self._arrived:
-            if not self._outbox and timeout_s > 0:
-                self._arrived.wait(timeout_s)
-            outbox, self._outbox = self._outbox, {}
-            for request_id, outgoing in outbox.items():
-                if outgoing.finish_reason is not None:
-                    self._names.discard(request_id)
-        return [outgoing.delta(request_id) for request_id, outgoing in outbox.items()]
+        return self._deltas.take(timeout_s)
 
     def pause(self, timeout_s: float) -> None:
         """Before new weights: send nothing more, and bring running requests to where the server can take them. Call it
@@ -252,7 +231,7 @@ class SGLangEngine:
             self.server.declare_lost(
                 f"its weights were {self._label!r} and are {label!r} now: not the same server any more"
             )
-            self._say()
+            self._deltas.say()
         else:
             self._set_version(version, label)
 
@@ -366,10 +345,7 @@ class SGLangEngine:
             return
         live.ids += new.ids
         self._totals.sampled_tokens += len(new.ids)
-        with self._arrived:
-            self._outbox.setdefault(live.request.request_id, Outgoing()).tokens.extend(new)
-            self._arrived.notify()
-        self._say_soon()
+        self._deltas.give(live.request.request_id, new)
 
     def _end(self, live: _Live, reason: FinishReason, error: str | None = None) -> None:
         name = live.request.request_id
@@ -377,27 +353,7 @@ class SGLangEngine:
         if not self._live:
             self._totals.busy_s += time.monotonic() - self._totals.busy_since_s
             self._totals.busy_since_s = 0.0
-        with self._arrived:
-            outgoing = self._outbox.setdefault(name, Outgoing())
-            outgoing.finish_reason, outgoing.error = reason, error
-            self._arrived.notify()
-        self._say_soon()
-
-    def _say_soon(self) -> None:
-        """Tell whoever waits, at once or together with what comes in the next moments."""
-        if self._on_output is None or self._saying:
-            return
-        self._saying = True
-        wait_s = self._said_s + _SAY_EVERY_S - time.monotonic()
-        if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._say)
-        else:
-            self._say()
-
-    def _say(self) -> None:
-        self._saying, self._said_s = False, time.monotonic()
-        if self._on_output is not None:
-            self._on_output()
+        self._deltas.end(name, reason, error)
 
     def _abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -424,7 +380,7 @@ class SGLangEngine:
             now_s = time.monotonic()
             if self._gate.is_set() and self._silent_since_s and now_s - self._silent_since_s > longest_s:
                 self.server.declare_lost(f"no token of any request for {longest_s:g} s, though it answers questions")
-                self._say()
+                self._deltas.say()
             for live in self._live.values():
                 live.given_up = live.given_up or self._why_give_up(live, now_s)
                 overdue = live.aborting_since_s is not None and now_s - live.aborting_since_s > _ABORT_GRACE_S

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
-import numpy as np
 
-from engines.base import GenerationDelta
 from engines.sglang_labels import Labels
 from protocol.messages import VersionSpan, WeightVersion
 
@@ -95,25 +93,6 @@ class NewTokens:
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "error"]
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """What the next poll returns of one request."""
-
-    tokens: NewTokens = field(default_factory=NewTokens)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-    def delta(self, request_id: str) -> GenerationDelta:
-        return GenerationDelta(
-            request_id,
-            np.array(self.tokens.ids, np.int32),
-            np.array(self.tokens.logprobs, np.float32),
-            tuple(self.tokens.spans),
-            self.finish_reason,
-            self.error,
-        )
 
 
 class TokenStream:

@@ -126,9 +126,11 @@ def test_every_token_was_sampled_under_the_weights_it_says(
     assert [len(rows) for rows in found] == [len(answer.ids) for answer in answers.values()]
     assert max(difference for rows in found for _, difference in rows) < TOLERANCE
     n_crossed = sum({version for version, _ in rows} == {OLD, NEW} for rows in found)
-    assert n_crossed == n_open > 0 if mode == "abort" else n_crossed >= 6  # a retracting server stops a little later
     if mode == "abort":
+        assert n_crossed == n_open > 0
         assert stats.extra["restarted_requests_total"] == n_open
+    else:
+        assert 1 <= n_crossed <= n_open  # a retracting server stops a little later: some may have ended by then
 
 
 def test_in_place_each_answer_goes_from_the_old_weights_to_the_new_ones(
