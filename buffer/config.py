@@ -53,6 +53,9 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longer segments are rejected."""
     max_rollout_tokens: int = 131_072
     """A segment that would make its rollout longer is rejected."""
+    max_top_k_bytes: int = 1024
+    """Per token. Top-k sets of teachers (teacher.top_k) that take more are refused. They are held in memory here until
+    they are trained, and are part of the journal."""
     max_held_segments: int = 64
     """Segments of one rollout that may arrive ahead of a missing one and wait for it; one more is rejected."""
 
@@ -95,6 +98,7 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_segment_tokens": self.max_segment_tokens,
             "max_rollout_tokens": self.max_rollout_tokens,
             "journal_log_mb": self.journal_log_mb,
+            "max_top_k_bytes": self.max_top_k_bytes,
         }
         above_zero = {
             "heartbeat_s": self.heartbeat_s,

@@ -37,13 +37,13 @@ from buffer import (
     versions,
 )
 from buffer.freezer import Custom, Freezer
-from protocol import codec, flow, messages, session, session_book
+from protocol import bit_packing, codec, flow, messages, session, session_book, topk_codec
 from protocol.session_book import BookImage, SessionBook
 
 _STATE_MODULES = (
     arrivals, config, core, ended, evals, learner_desk, ledger, lifecycle, outgoing, pacing, peers, release, rollouts,
-    runs, scoring, state, task_book, tickets, tokens, validation, versions, codec, flow, messages, session,
-    session_book,
+    runs, scoring, state, task_book, tickets, tokens, validation, versions, bit_packing, codec, flow, messages,
+    session, session_book, topk_codec,
 )  # fmt: skip
 
 _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(

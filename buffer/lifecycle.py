@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from buffer.ended import EndedRollouts
 from buffer.ledger import CONTEXT, STALE, Held, KindHeld, LedgerBook
 from buffer.pacing import Pacing
@@ -38,6 +40,8 @@ class Recount:
     tokens_scoring: int = 0
     tokens_scored: int = 0
     tokens_in_batch: int = 0
+    top_k_bytes: int = 0
+    """Payloads of teachers' top-k sets."""
 
     @property
     def held(self) -> KindHeld:
@@ -81,7 +85,11 @@ class Lifecycle:
         """Store a segment that passed `buffer.validation`; the final one closes the rollout."""
         ids_N, logprobs_N, loss_mask_N = arrays
         n_sampled = int(loss_mask_N.sum())
-        segment = Segment(message, n_sampled, len(rollout.affinity))
+        sampled_N = np.flatnonzero(loss_mask_N)
+        top_range = (message.start, message.start)
+        if rollout.kind == "train" and n_sampled:
+            top_range = (message.start + int(sampled_N[0]), message.start + int(sampled_N[-1]) + 1)
+        segment = Segment(message, n_sampled, len(rollout.affinity), top_range)
         counts = self._book.of(rollout.kind)
         if not rollout.segments:
             counts.rollouts.accept()
@@ -228,6 +236,8 @@ class Lifecycle:
                 state = segment.state
                 if state >= SegmentState.TRAINED:
                     continue
+                for payload in segment.top_k.values():
+                    count.top_k_bytes += len(payload)
                 if state is SegmentState.SCORED:
                     count.segments_waiting += 1
                     count.tokens_scored += segment.n_open
@@ -287,6 +297,7 @@ class Lifecycle:
     def _settle_segment(self, rollout: Rollout, segment: Segment) -> None:
         """Its last open token is gone."""
         counts = self._book.of(rollout.kind).segments
+        segment.top_k.clear()
         was = segment.state
         if segment.n_trained > 0:
             segment.state = SegmentState.TRAINED

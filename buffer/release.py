@@ -28,7 +28,7 @@ from buffer.runs import Runs
 from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from buffer.versions import VersionTable
-from protocol.messages import BatchItem, WeightVersion
+from protocol.messages import BatchItem, TopKPiece, WeightVersion
 
 _ROUNDING = 1e-9
 """Weights of the pieces of a rollout add up to 1 but for rounding."""
@@ -269,7 +269,7 @@ class BatchDesk:
 
 
 def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:
-    """The wire form of these segments of a rollout with all before them: the item and its four arrays.
+    """The wire form of these segments of a rollout with all before them: the item and its four or five arrays.
 
     When nothing open follows them the item reaches to the rollout's end, so that it carries reward and finish."""
     last = segments[-1] if segments else None
@@ -280,6 +280,7 @@ def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchIte
     train_mask_T = np.zeros(end, np.uint8)
     for segment in segments:
         train_mask_T[segment.start : segment.end] = rollout.tokens.open_mask(segment.start, segment.end)
+    pieces, payloads = _top_k(segments)
     task = rollout.slot.task.task
     final = rollout.final and n_segments == len(rollout.segments)
     item = BatchItem(
@@ -295,9 +296,22 @@ def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchIte
         finish_reason=rollout.finish_reason if final else None,
         reward=rollout.reward if final else None,
         n_turns=rollout.n_turns,
+        top_k=pieces,
     )
     tokens = rollout.tokens
-    return item, (tokens.ids(end), tokens.logprobs(end), train_mask_T, tokens.teacher_logprobs(end))
+    arrays = (tokens.ids(end), tokens.logprobs(end), train_mask_T, tokens.teacher_logprobs(end))
+    return item, (*arrays, np.frombuffer(b"".join(payloads), np.uint8)) if pieces else arrays
+
+
+def _top_k(segments: Iterable[Segment]) -> tuple[tuple[TopKPiece, ...], list[bytes]]:
+    """What teachers sent for the segments, and its frames."""
+    pieces: list[TopKPiece] = []
+    payloads: list[bytes] = []
+    for segment in segments:
+        for pool_index, payload in sorted(segment.top_k.items()):
+            pieces.append(TopKPiece(pool_index, segment.top_start, segment.top_end, len(payload)))
+            payloads.append(payload)
+    return tuple(pieces), payloads
 
 
 def _whole_group(task: TaskRecord) -> list[Rollout]:

@@ -74,10 +74,15 @@ class Segment:
         "spans",
         "start",
         "state",
+        "top_end",
+        "top_k",
+        "top_start",
         "unscored_pools",
     )
 
-    def __init__(self, message: SegmentMessage, n_sampled: int, n_pools: int) -> None:
+    def __init__(
+        self, message: SegmentMessage, n_sampled: int, n_pools: int, top_range: tuple[int, int] = (0, 0)
+    ) -> None:
         self.index = message.index
         self.start = message.start
         self.end = message.end
@@ -92,6 +97,10 @@ class Segment:
         self.unscored_pools = n_pools
         self.jobs: list[ScoreJob] = []
         """While UNSCORED. They lead back here: kept longer, they would leave each rollout to the garbage collector."""
+        self.top_start, self.top_end = top_range
+        """Where top-k sets are of use: the narrowest range with all tokens that may be trained, or an empty one."""
+        self.top_k: dict[int, bytes] = {}
+        """Pool index -> payload of that range, where its teacher sent one. Until the segment is settled."""
 
     def __repr__(self) -> str:
         return f"Segment({self.index}, [{self.start}, {self.end}), {self.state.name}, open={self.n_open})"

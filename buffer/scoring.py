@@ -25,8 +25,8 @@ from buffer.peers import Lease, TeacherPeer
 from buffer.rollouts import Rollout, ScoreJob, Segment
 from buffer.runs import Runs
 from buffer.tokens import Array
-from buffer.validation import score_refusal
-from protocol.messages import ScoreItem, ScoreWork
+from buffer.validation import score_refusal, top_k_refusal
+from protocol.messages import ScoreItem, Scores, ScoreWork
 
 MAX_ANSWER_RUNS = 65_536
 """Of leases in a row that were answered alike, kept so that repeated Scores get the same answer."""
@@ -130,18 +130,19 @@ class ScoreDesk:
     # -------------------------------------------------------------------------------------------------- answers
 
     def scores(
-        self, now_s: float, teacher: TeacherPeer, lease_ids: tuple[int, ...], arrays: tuple[Array, ...]
+        self, now_s: float, teacher: TeacherPeer, message: Scores, arrays: tuple[Array, ...]
     ) -> tuple[list[Answer], list[ScoreJob], list[ScoreJob]]:
         """Scores came. Returns the answers, the jobs done and the jobs given up."""
         answers: list[Answer] = []
         done: list[ScoreJob] = []
         given_up: list[ScoreJob] = []
-        for i, lease_id in enumerate(lease_ids):
+        n_each = 2 if message.top_k else 1
+        for i, lease_id in enumerate(message.leases):
             lease = self._lease_of(teacher, lease_id)
             if lease is None:
                 answers.append(self._answers.get(lease_id) or Answer("expired"))
                 continue
-            refusal = self._keep_scores(lease, arrays, i, len(lease_ids))
+            refusal = self._keep_scores(lease, arrays[n_each * i : n_each * (i + 1)], n_each)
             if refusal is not None:
                 self._book.reject(refusal)
                 answers.append(self._answered(lease_id, Answer("rejected", refusal.value)))
@@ -249,21 +250,29 @@ class ScoreDesk:
         job.rollout.affinity[job.pool_index] = teacher.name
         segment = job.segment
         teacher.item_sent(lease, segment.end)
-        item = ScoreItem(lease.lease_id, job.rollout.rollout_id, segment.start, segment.end)
+        item = ScoreItem(
+            lease.lease_id, job.rollout.rollout_id, segment.start, segment.end, segment.top_start, segment.top_end
+        )
         return item, job.rollout.tokens.ids(segment.end)
 
     def _lease_of(self, teacher: TeacherPeer, lease_id: int) -> Lease | None:
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.teacher is teacher else None
 
-    def _keep_scores(self, lease: Lease, arrays: tuple[Array, ...], i: int, n_leases: int) -> RejectReason | None:
-        if len(arrays) != n_leases:
+    def _keep_scores(self, lease: Lease, arrays: tuple[Array, ...], n_expected: int) -> RejectReason | None:
+        """`arrays`: the log-probs, and behind them the top-k payload where there is one."""
+        if len(arrays) != n_expected:
             return RejectReason.SCORE_LENGTH
-        segment, tokens = lease.job.segment, lease.job.rollout.tokens
-        refusal = score_refusal(segment, tokens.sampled_mask(segment.start, segment.end), arrays[i])
+        segment, tokens, pool_index = lease.job.segment, lease.job.rollout.tokens, lease.job.pool_index
+        refusal = score_refusal(segment, tokens.sampled_mask(segment.start, segment.end), arrays[0])
+        payloads = [array.tobytes() for array in arrays[1:]]
+        for payload in payloads:
+            refusal = refusal or top_k_refusal(segment, payload, self._config.max_top_k_bytes)
         if refusal is None:
-            scores_N = arrays[i].astype(np.float32, copy=False)
-            tokens.set_scores(lease.job.pool_index, segment.start, segment.end, scores_N)
+            scores_N = arrays[0].astype(np.float32, copy=False)
+            tokens.set_scores(pool_index, segment.start, segment.end, scores_N)
+            if segment.top_start < segment.top_end:
+                segment.top_k.update((pool_index, payload) for payload in payloads)
         return refusal
 
     def _answered(self, lease_id: int, answer: Answer) -> Answer:

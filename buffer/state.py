@@ -228,6 +228,7 @@ class BufferState:
                 "tokens_scoring": train.tokens_scoring,
                 "tokens_scored": train.tokens_scored,
                 "tokens_in_batch": train.tokens_in_batch,
+                "top_k_bytes": train.top_k_bytes,
                 "tickets_free": self._pacing.free,
                 "rollouts_live": self._pacing.live,
                 "rollouts_reissued_total": self._arrivals.reissued_total,
@@ -297,7 +298,7 @@ class BufferState:
         self._scoring.credit_changed(teacher)
 
     def _scores(self, now_s: float, teacher: TeacherPeer, message: m.Scores, arrays: tuple[Array, ...]) -> None:
-        answers, done, given_up = self._scoring.scores(now_s, teacher, message.leases, arrays)
+        answers, done, given_up = self._scoring.scores(now_s, teacher, message, arrays)
         teacher.done_total += len(done)
         teacher.tokens_total += sum(job.segment.n_sampled for job in done)
         self._arrivals.jobs_done(done)

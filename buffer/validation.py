@@ -14,8 +14,10 @@ from buffer.ledger import RejectReason
 from buffer.rollouts import Rollout, Segment
 from buffer.tokens import Array
 from buffer.versions import VersionTable
+from protocol.errors import MalformedMessage
 from protocol.messages import Segment as SegmentMessage
 from protocol.messages import Task
+from protocol.topk_codec import HEADER_BYTES, check_payload
 
 LOGPROB_TOLERANCE = 1e-3
 """A log-prob may be this much above 0 (rounding of a near-certain token); more cannot be one."""
@@ -95,6 +97,19 @@ def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> Reject
         return RejectReason.SCORE_LENGTH
     refusal = _logprob_refusal(scores_N, sampled_N)
     return None if refusal is None else _SCORE_REASONS[refusal]
+
+
+def top_k_refusal(segment: Segment, payload: bytes, max_bytes: int) -> RejectReason | None:
+    """Is this a payload for the segment's top-k range, of at most `max_bytes` per token? What its words say is not
+    looked at: the learner reads them."""
+    n = segment.top_end - segment.top_start
+    if len(payload) > HEADER_BYTES + n * max_bytes:
+        return RejectReason.TOP_K_SIZE
+    try:
+        fits = check_payload(payload) == n
+    except MalformedMessage:
+        fits = False
+    return None if fits else RejectReason.TOP_K_MALFORMED
 
 
 def task_fault(task: Task, prompt_T: Array, vocab_size: int | None) -> tuple[str, str] | None:

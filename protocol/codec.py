@@ -26,8 +26,8 @@ Frame: TypeAlias = bytes | memoryview
 
 MAX_ITEMS = 16_384
 """Rollouts, tickets or leases in one message: eight times the largest batch of published recipes (2,048 rollouts)."""
-MAX_FRAMES = 1 + 4 * MAX_ITEMS
-"""A Batch has four arrays per rollout, the most of all messages."""
+MAX_FRAMES = 1 + 5 * MAX_ITEMS
+"""A Batch has up to five arrays per rollout, the most of all messages."""
 MAX_HEADER_BYTES = 512 * MAX_ITEMS
 """8 MiB. A BatchItem takes some 200 bytes, and 12 more per version span. The whole header is parsed before anything
 can be checked, so this bounds what a stranger can make us parse."""
@@ -35,7 +35,8 @@ MAX_FRAME_BYTES = 64 << 20
 """The largest array of use is a rollout's teacher log-probs: a million tokens x 16 teachers x float32. Also given to
 ZeroMQ, which then drops the connection before it takes memory for a larger frame."""
 MAX_MESSAGE_BYTES = 1 << 30
-"""1,024 rollouts x 64k tokens x 13 bytes (ids, two kinds of log-probs, mask) is 0.8 GiB."""
+"""1,024 rollouts x 64k tokens x 13 bytes (ids, two kinds of log-probs, mask) is 0.8 GiB. Top-k payloads come on top
+(launch.consistency)."""
 MAX_TO_BUFFER_BYTES = 256 << 20
 """The same for messages to the buffer, which come from many and are smaller: 64 prompts of a million tokens."""
 
@@ -87,14 +88,21 @@ def _context_per_item(message: m.ScoreWork) -> Iterator[FrameSpec]:
 def _scores_per_lease(message: m.Scores) -> Iterator[FrameSpec]:
     for lease_id in message.leases:
         yield FrameSpec(f"log-probs of lease {lease_id}", _FLOAT32, None)
+        if message.top_k:
+            yield FrameSpec(f"top-k payload of lease {lease_id}", _UINT8, None)
 
 
-def _four_per_item(message: m.Batch | m.EvalResult) -> Iterator[FrameSpec]:
+def _four_or_five_per_item(message: m.Batch | m.EvalResult) -> Iterator[FrameSpec]:
     for item in message.items:
         yield FrameSpec(f"token ids of {item.rollout_id}", _INT32, (item.end,))
         yield FrameSpec(f"behaviour log-probs of {item.rollout_id}", _FLOAT32, (item.end,))
         yield FrameSpec(f"train mask of {item.rollout_id}", _UINT8, (item.end,))
         yield FrameSpec(f"teacher log-probs of {item.rollout_id}", _FLOAT32, (len(item.teachers), item.end))
+        if item.top_k:
+            sizes = [piece.n_bytes for piece in item.top_k]
+            if min(sizes) < 1:
+                raise ValueError(f"a top-k payload of {min(sizes)} bytes in {item.rollout_id}")
+            yield FrameSpec(f"top-k payloads of {item.rollout_id}", _UINT8, (sum(sizes),))
 
 
 FRAMES: dict[type[Any], Callable[[Any], Iterator[FrameSpec]]] = {
@@ -103,8 +111,8 @@ FRAMES: dict[type[Any], Callable[[Any], Iterator[FrameSpec]]] = {
     m.ScoreWork: _context_per_item,
     m.Scores: _scores_per_lease,
     m.TasksOffered: _prompt_per_task,
-    m.Batch: _four_per_item,
-    m.EvalResult: _four_per_item,
+    m.Batch: _four_or_five_per_item,
+    m.EvalResult: _four_or_five_per_item,
 }
 """Messages with array frames. All others are a header alone."""
 

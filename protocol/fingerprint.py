@@ -25,3 +25,8 @@ def vocab_fingerprint(vocab: Mapping[str, int]) -> str:
         digest.update(b"%d:%d:" % (token_id, len(token_bytes)))
         digest.update(token_bytes)
     return digest.hexdigest()
+
+
+def vocab_tokens(vocab: Mapping[str, int]) -> int:
+    """Ids are below this. The rows of an embedding may be more."""
+    return max(vocab.values()) + 1

@@ -23,7 +23,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_EPOCH = 65_535
 """The buffer remembers each; no run is resumed that often."""
 MAX_STEP = 2**40
@@ -282,6 +282,10 @@ class ScoreItem(msgspec.Struct, frozen=True):
     rollout_id: str
     start: int
     end: int
+    top_start: int = 0
+    """Top-k sets are of use at [top_start, top_end), inside [start, end): from the first token that may be trained to
+    the last. Empty where none may."""
+    top_end: int = 0
 
 
 class ScoreWork(msgspec.Struct, frozen=True, tag=True):
@@ -292,9 +296,11 @@ class ScoreWork(msgspec.Struct, frozen=True, tag=True):
 
 class Scores(msgspec.Struct, frozen=True, tag=True):
     """teacher -> buffer, acknowledged. Frames: one float32 [end - start] per lease, in order: log-probs of the given
-    tokens (any finite number where the token was not sampled)."""
+    tokens (any finite number where the token was not sampled). With `top_k` two per lease: behind the log-probs the
+    teacher's likeliest tokens at each of [top_start, top_end) as a payload of `protocol.topk_codec`, uint8 [n]."""
 
     leases: tuple[int, ...]
+    top_k: bool = False
 
 
 class ScoreFailed(msgspec.Struct, frozen=True, tag=True):
@@ -340,9 +346,20 @@ class BatchWanted(msgspec.Struct, frozen=True, tag=True):
     version: WeightVersion
 
 
+class TopKPiece(msgspec.Struct, frozen=True, array_like=True):
+    """One teacher's payload (`protocol.topk_codec`) for the tokens [start, end) of a rollout."""
+
+    teacher: int
+    """Index into the item's `teachers`."""
+    start: int
+    end: int
+    n_bytes: int
+
+
 class BatchItem(msgspec.Struct, frozen=True):
     """Tokens [0, end) of one rollout. Frames, each [end]: token ids int32; behaviour log-probs float32; train mask
-    uint8 (1 = train this token in this batch); teacher log-probs float32 [n_teachers, end] (0 where not scored).
+    uint8 (1 = train this token in this batch); teacher log-probs float32 [n_teachers, end] (0 where not scored). Where
+    `top_k` is not empty a fifth: its payloads one behind the other, uint8.
 
     Tokens with mask 0 are context: the prompt, environment text, tokens trained in an earlier batch, or masked ones."""
 
@@ -359,10 +376,12 @@ class BatchItem(msgspec.Struct, frozen=True):
     finish_reason: str | None
     reward: float | None
     n_turns: int
+    top_k: tuple[TopKPiece, ...] = ()
+    """Of segments with tokens to train, where teachers sent them."""
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):
-    """buffer -> learner. Frames: four per item, in order (see BatchItem).
+    """buffer -> learner. Frames: four or five per item, in order (see BatchItem).
 
     Without items (batch_id 0, nothing to train or acknowledge): the stream ended and nothing is left to train."""
 
@@ -537,7 +556,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     ledger: Ledger
     queues: dict[str, int]
     """tasks_queued, tickets_outstanding, rollouts_waiting, tokens_unscored, tokens_scoring, tokens_scored,
-    tokens_in_batch, tickets_free (what pacing would still issue)."""
+    tokens_in_batch, tickets_free (what pacing would still issue), top_k_bytes (payloads held)."""
     staleness_hist: dict[int, int]
     """Trained tokens by distance, since the start."""
     max_staleness: int

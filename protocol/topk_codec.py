@@ -42,6 +42,7 @@ more than 256 bytes."""
 SMALL_VOCABULARY: Final = 384
 """Tokens: up to here the rest costs at most 240 bytes per position."""
 _HEADER: Final = struct.Struct("<2sBBBII")
+HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = b"TK"
 _VERSION: Final = 2
 _SQRT_RANGE: Final = math.sqrt(40.0)

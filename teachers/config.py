@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
+from protocol.topk_codec import MAX_TOKENS_KEPT
 
 
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +31,15 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Context tokens graded in one packed forward pass."""
     credit_batches: float = 2.0
     """Work asked for ahead, in batches: 2 keeps one batch on its way while another is graded."""
+    top_k: int = 0
+    """Likeliest tokens per position, at most, of which the teacher sends its log-probs: the divergences between
+    distributions need them (learner.divergence = reverse_kl, forward_kl, mixed, jsd). 256 is a good cap: see top_mass.
+    0: of the sampled tokens only."""
+    top_mass: float = 0.999
+    """A position's set is the smallest whose probabilities sum to this, up to top_k tokens."""
+    tail: Literal["auto", "pooled", "each"] = "auto"
+    """The tokens behind the set. pooled: their mass together. each: every one, in 5 bits, so 5 / 8 of the vocabulary in
+    bytes per position (at most 4,096 tokens). auto: each where the vocabulary has at most 384 tokens."""
     gather_s: float = 0.005
     """How long a lone request waits for company before it is graded, seconds."""
 
@@ -40,6 +50,10 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"teacher.credit_batches is {self.credit_batches}; expected at least 1")
         if self.gather_s < 0:
             raise ValueError(f"teacher.gather_s is {self.gather_s}; expected 0 or more seconds")
+        if not 0 <= self.top_k <= MAX_TOKENS_KEPT:
+            raise ValueError(f"teacher.top_k is {self.top_k}; expected 0 (off) to {MAX_TOKENS_KEPT}")
+        if not 0 < self.top_mass <= 1:
+            raise ValueError(f"teacher.top_mass is {self.top_mass}; expected a share in (0, 1]")
         if not self.pool:
             raise ValueError("teacher.pool is empty; expected a name, e.g. default")
         check_urls(self.urls)

@@ -23,12 +23,16 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from engines.base import Float32s, Int32s, ScoreRequest, ScoringEngine
+from engines.base import Float32s, Int32s, ScoreRequest, ScoreResult, ScoringEngine
 from protocol.client import Client
+from protocol.codec import Array
 from protocol.context import ExitCode, RoleContext
+from protocol.errors import EncodeError
+from protocol.fingerprint import vocab_tokens
 from protocol.keys import run_client_keys
 from protocol.messages import Hello, ScoreCredit, ScoreFailed, ScoreItem, Scores, ScoresAck, ScoreWork, Shutdown
 from teachers.config import TeacherConfig
+from teachers.top_k import TopKSets
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +52,28 @@ class Held:
     token_ids: Int32s
 
 
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """What is sent for an item."""
+
+    logprobs: Float32s
+    payload: bytes | None
+    """None: the run asks for no top-k sets."""
+
+
 class TeacherWorker:
     """Grades what the buffer leases to it until Shutdown, or until `stop` is set."""
 
-    def __init__(self, client: Client, engine: ScoringEngine, config: TeacherConfig) -> None:
+    def __init__(
+        self, client: Client, engine: ScoringEngine, config: TeacherConfig, *, vocab_tokens: int | None = None
+    ) -> None:
+        """`vocab_tokens`: ids that the tokenizer has, where they are fewer than the engine's rows."""
         self._client = client
         self._engine = engine
         self._config = config
+        self._sets: TopKSets | None = None
+        if config.top_k:
+            self._sets = TopKSets.of(config, vocab_tokens or engine.vocab_size, engine.vocab_size)
         self._held: deque[Held] = deque()
         self._held_tokens = 0
         self._received_total = 0
@@ -66,6 +85,7 @@ class TeacherWorker:
             "batches_total": 0.0,
             "failed_items_total": 0.0,
             "expired_items_total": 0.0,
+            "top_k_bytes_total": 0.0,
             "busy_s_total": 0.0,
         }
         self._started_s = time.monotonic()
@@ -132,13 +152,15 @@ class TeacherWorker:
 
     def _grade(self, batch: list[Held]) -> None:
         began_s = time.monotonic()
-        fit = [held for held in batch if self._fits(held)]
-        graded = self._score(fit)
-        good = [(held, logprobs) for held, logprobs in graded if isinstance(logprobs, np.ndarray)]
+        graded = self._score([held for held in batch if self._fits(held)])
+        good = [(held, outcome) for held, outcome in graded if isinstance(outcome, Graded)]
         if good:
-            self._client.send(Scores(leases=tuple(h.item.lease_id for h, _ in good)), [lp for _, lp in good])
+            self._client.send(
+                Scores(leases=tuple(held.item.lease_id for held, _ in good), top_k=self._sets is not None),
+                [frame for _, one in good for frame in _frames(one)],
+            )
         for held, outcome in graded:
-            if not isinstance(outcome, np.ndarray):
+            if isinstance(outcome, str):
                 self._fail(held, outcome)
         totals = self._totals
         totals["busy_s_total"] += time.monotonic() - began_s
@@ -146,6 +168,7 @@ class TeacherWorker:
         totals["scored_items_total"] += len(good)
         totals["scored_tokens_total"] += sum(h.item.end - h.item.start for h, _ in good)
         totals["context_tokens_total"] += sum(h.item.end for h, _ in good)
+        totals["top_k_bytes_total"] += sum(len(one.payload or b"") for _, one in good)
 
     def _fits(self, held: Held) -> bool:
         """Refuse what this teacher cannot grade, by reason: the engine must not see it."""
@@ -158,26 +181,50 @@ class TeacherWorker:
             return True
         return False
 
-    def _score(self, batch: list[Held]) -> list[tuple[Held, Float32s | str]]:
-        """Grades per item, or the reason why there are none. A failing batch is graded one by one, so that one bad
-        item does not take its neighbours with it. Position 0 has no grade: nothing stands before it."""
+    def _score(self, batch: list[Held]) -> list[tuple[Held, Graded | str]]:
+        """Grades per item, or the reason why there are none. Items without a token to train (evaluation, tool output)
+        are graded apart where the others need top-k sets, which are dear on a server."""
+        if self._sets is None:
+            return self._score_alike(batch, 0)
+        wanted = [held for held in batch if held.item.top_start < held.item.top_end]
+        others = [held for held in batch if held.item.top_start >= held.item.top_end]
+        return self._score_alike(wanted, self._sets.asked) + self._score_alike(others, 0)
+
+    def _score_alike(self, batch: list[Held], top_k: int) -> list[tuple[Held, Graded | str]]:
+        """A failing batch is graded one by one, so that one bad item does not take its neighbours with it. Position 0
+        has no grade: nothing stands before it."""
         if not batch:
             return []
         requests = [ScoreRequest(held.token_ids, max(1, held.item.start)) for held in batch]
         try:
-            results = self._engine.score(requests)
+            results = self._engine.score(requests, top_k=top_k)
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [(batch[0], f"engine_error: {error}")]
             log.exception("grading %d items together failed; grading them one by one", len(batch))
-            return [pair for held in batch for pair in self._score([held])]
-        graded: list[tuple[Held, Float32s | str]] = []
-        for held, result in zip(batch, results, strict=True):
-            logprobs = result.logprobs
-            if held.item.start == 0:
-                logprobs = np.concatenate([np.zeros(1, np.float32), logprobs])
-            graded.append((held, logprobs if np.isfinite(logprobs).all() else "non_finite_logprob"))
-        return graded
+            return [pair for held in batch for pair in self._score_alike([held], top_k)]
+        return [(held, self._graded(held.item, result)) for held, result in zip(batch, results, strict=True)]
+
+    def _graded(self, item: ScoreItem, result: ScoreResult) -> Graded | str:
+        logprobs = result.logprobs
+        if item.start == 0:
+            logprobs = np.concatenate([np.zeros(1, np.float32), logprobs])
+        if not np.isfinite(logprobs).all():
+            return "non_finite_logprob"
+        try:
+            return Graded(logprobs, self._payload(item, result))
+        except EncodeError as error:
+            return f"top_k: {error}"
+
+    def _payload(self, item: ScoreItem, result: ScoreResult) -> bytes | None:
+        """Raises EncodeError."""
+        if self._sets is None:
+            return None
+        if result.top_ids is None or result.top_logprobs is None:
+            return self._sets.nothing()
+        first = max(1, item.start)
+        place = slice(item.top_start - first, item.top_end - first)
+        return self._sets.payload(result.top_ids[place], result.top_logprobs[place])
 
     def _fail(self, held: Held, reason: str) -> None:
         log.error("lease %d (rollout %s): %s", held.item.lease_id, held.item.rollout_id, reason)
@@ -198,6 +245,12 @@ class TeacherWorker:
         self._client.set_heartbeat(None, stats)
 
 
+def _frames(graded: Graded) -> list[Array]:
+    """As `protocol.messages.Scores` says."""
+    payload = graded.payload
+    return [graded.logprobs, *([] if payload is None else [np.frombuffer(payload, np.uint8)])]
+
+
 class TeacherRunConfig(Protocol):
     """The parts of the run's configuration that a teacher reads."""
 
@@ -214,9 +267,10 @@ class TeacherModels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraderSource:
-    """The fingerprint of the teacher's vocabulary, and how to get its engine."""
+    """The fingerprint of the teacher's vocabulary, how many ids it has, and how to get its engine."""
 
     fingerprint: str
+    vocab_tokens: int
     start: Callable[[], ScoringEngine]
 
 
@@ -227,7 +281,11 @@ def embedded(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
 
     path = ctx.config.models.teacher
     tokenizer = load_tokenizer(path)
-    return GraderSource(token_map_fingerprint(tokenizer), lambda: TorchScorer.load(path, ctx.config.teacher))
+    return GraderSource(
+        token_map_fingerprint(tokenizer),
+        vocab_tokens(tokenizer.get_vocab()),
+        lambda: TorchScorer.load(path, ctx.config.teacher),
+    )
 
 
 def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
@@ -250,7 +308,8 @@ def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
         write_features(ctx.run_dir, ctx.name, ctx.server_url, scorer.features)
         return scorer
 
-    return GraderSource(FileTokenizer(path).fingerprint, start)
+    tokenizer = FileTokenizer(path)
+    return GraderSource(tokenizer.fingerprint, vocab_tokens(tokenizer.get_vocab()), start)
 
 
 def main(ctx: RoleContext[TeacherRunConfig]) -> int:
@@ -279,7 +338,7 @@ def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) 
     keys = run_client_keys(ctx.run_dir, "teacher")
     with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello, keys=keys) as client:
         client.connect()
-        ended_well = TeacherWorker(client, engine, config).run()
+        ended_well = TeacherWorker(client, engine, config, vocab_tokens=source.vocab_tokens).run()
         client.flush(FLUSH_TIMEOUT_S)
         client.close("run over")
     return ExitCode.OK if ended_well else ExitCode.FAILED

@@ -168,6 +168,13 @@ class Driver:
         out = self.send("teacher", name, m.Scores((lease,)), scores)
         return next(o.message for o in out if isinstance(o.message, m.ScoresAck))
 
+    def answer_top_k(self, lease: int, payload: bytes, value: float = -1.0) -> m.ScoresAck:
+        """Log-probs, and a payload for the item's top-k range."""
+        name, item, _ = self.work.pop(lease)
+        scores = np.full(item.end - item.start, value, np.float32)
+        out = self.send("teacher", name, m.Scores((lease,), top_k=True), scores, np.frombuffer(payload, np.uint8))
+        return next(o.message for o in out if isinstance(o.message, m.ScoresAck))
+
     def refuse_work(self, lease: int) -> m.ScoresAck:
         name, _, _ = self.work.pop(lease)
         out = self.send("teacher", name, m.ScoreFailed((lease,), "no memory"))

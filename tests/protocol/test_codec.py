@@ -65,7 +65,7 @@ EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.CancelRollout("train-3-0-1", "stale"), ()),
     (m.ScoreCredit(4096, 2, 1), ()),
     (m.ScoreWork((m.ScoreItem(1, "a", 0, 5), m.ScoreItem(2, "b", 1, 2))), (ids(5), ids(2))),
-    (m.Scores((1, 2)), (logprobs(5), logprobs(1))),
+    (m.Scores((1, 2), True), (logprobs(5), mask(9), logprobs(1), mask(13))),
     (m.ScoreFailed((1, 2), "out of memory"), ()),
     (m.ScoresAck((1, 2), ("accepted", "rejected"), (None, "nan_logprob")), ()),
     (m.TasksOffered((TASK, TASK), True), (ids(4), ids(1))),

@@ -60,12 +60,12 @@ class Fake:
 
 @contextmanager
 def teacher(
-    address: str, engine: ScoringEngine, config: TeacherConfig = CONFIG
+    address: str, engine: ScoringEngine, config: TeacherConfig = CONFIG, *, vocab_tokens: int | None = None
 ) -> Generator[tuple[Future[bool], Client]]:
     """A teacher at work in a thread."""
     with ExitStack() as stack:
         client = stack.enter_context(connected(address, "teacher", "default"))
-        yield stack.enter_context(running(TeacherWorker(client, engine, config).run)), client
+        yield stack.enter_context(running(TeacherWorker(client, engine, config, vocab_tokens=vocab_tokens).run)), client
 
 
 def work(*items: tuple[int, Sequence[int]]) -> tuple[m.ScoreWork, list[Int32s]]:
