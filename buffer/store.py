@@ -24,8 +24,9 @@ import lmdb
 
 from buffer.config import Sync
 
-PART_BYTES: Final = 4 << 20
-"""A part needs as many free pages in a row."""
+PART_BYTES: Final = 32 << 10
+"""A part needs as many free pages in a row. Where images came in parts of 4 MiB, there was seldom a row as long as the
+last one, and the file grew with each."""
 MAP_BYTES: Final = 16 << 30
 """Address space, not memory. Doubles when the database needs more."""
 

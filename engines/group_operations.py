@@ -198,6 +198,9 @@ class GroupOperations:
     def _make_group(self, store: AnyStore, timeout_s: float, *, lazy: bool) -> Any:
         """`lazy`: gloo's connections are made on first use; all ranks must do the same. NCCL always does."""
         timeout = timedelta(seconds=timeout_s)
+        # torch would note the last 2000 operations for a dump that nobody here asks for: 2 MB that fill over a run's
+        # first thousand versions and look like a leak.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         if self._backend == "gloo":
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # pyright: ignore
             options._devices = [ProcessGroupGloo.create_device(hostname=self._address, lazy_init=lazy)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import lmdb
 import msgspec
@@ -70,12 +71,26 @@ def test_turns_are_read_back_in_order_and_an_image_takes_their_place(tmp_path: P
 
 def test_what_is_larger_than_a_row_is_kept_in_parts(tmp_path: Path) -> None:
     store = Store(tmp_path, sync="process")
-    long = os.urandom(1 << 20) * (PART_BYTES // (1 << 20)) + b"tail"
+    long = os.urandom(PART_BYTES) + b"tail"
     store.append([b"a", long, b"b"])
     store.put_image(long)
     store.append([long])
     store.close()
     assert opened(tmp_path) == (long, [long])
+
+
+def test_the_file_does_not_grow_with_the_images(tmp_path: Path) -> None:
+    """Turns and images of any size follow one another, of which it holds one image and one log at a time."""
+    log_bytes, image_bytes, rng = 1 << 20, 600_000, Random(1)
+    store = Store(tmp_path, sync="process")
+    store.begin(b"meta")
+    for _ in range(60):
+        while store.log_bytes < log_bytes:
+            store.append([bytes(rng.choice((300, 2_000, 9_000, 15_000, 40_000)))])
+        store.put_image(bytes(image_bytes // 2 + rng.randrange(image_bytes // 2)))
+    file_bytes = store.file_bytes
+    store.close()
+    assert file_bytes < 3 * (log_bytes + image_bytes), "what is free is used again"
 
 
 def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) -> None:
@@ -113,9 +128,11 @@ def lose(transaction: lmdb.Transaction) -> None:
 
 
 def cut(transaction: lmdb.Transaction) -> None:
-    last = bytearray(transaction.get(key(2)) or b"")
+    n_parts = sum(-(-len(body) // PART_BYTES) for body in BODIES)
+    last = bytearray(transaction.get(key(n_parts - 1)) or b"")
+    assert last[4] == 1
     last[4] = 0
-    transaction.put(key(2), bytes(last))
+    transaction.put(key(n_parts - 1), bytes(last))
 
 
 def key(part: int) -> bytes:
