@@ -7,8 +7,8 @@
                 still written. The owner must stop taking in new work; what is small (scores, trained batches, credit)
                 goes on.
     in memory   The reserve is used up too, or no help (read-only, broken): turns wait in memory. What was sent in the
-                meantime is known to the peers only. A buffer that dies now is refused by them
-                (`protocol.errors.PeerAhead`) instead of doing anything twice.
+                meantime is known to the peers only. Should the buffer die now, the next one refuses those peers
+                (`peer_ahead`) instead of doing anything twice.
     blocked     As many bytes wait as may: the owner must not go on.
 
 Trouble ends when everything is written and the reserve is whole again.

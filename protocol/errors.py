@@ -5,13 +5,13 @@ ProtocolError
 │   ├── EncodeError                 message and arrays do not fit each other, or exceed the size limits
 │   ├── NotConnected                the client was used before `connect` or after `close`
 │   ├── KeysUnusable                the files with this process's keys are missing, broken, or open to others
-│   ├── MessageRefused              the buffer refused a message that we sent after the handshake
-│   └── PeerAhead                   a peer has more of the buffer's messages than the restored buffer knows of
+│   └── MessageRefused              the buffer refused a message that we sent after the handshake
 ├── RemoteProtocolError         the peer's fault: what it sent cannot be; carries a `Refused` code to answer with
 │   ├── MalformedMessage            not a message of this protocol, or its frames do not fit its header
 │   ├── MessageTooLarge             above the size limits
 │   └── UnexpectedMessage           a fine message at the wrong moment or from the wrong role
-├── HandshakeRefused            the two do not belong together (run, vocabulary, version, name): exit, do not retry
+├── HandshakeRefused            the two do not belong together (run, vocabulary, version, name), or no longer (the
+│                               buffer's journal is behind what it told us): exit, do not retry
 └── LinkError                   nobody's fault: the network, or a process that is gone or too slow
     ├── ConnectTimeout              the buffer never answered the first Hello
     ├── PeerLost                    the buffer fell silent and could not be reached again
@@ -34,6 +34,7 @@ RefusalCode: TypeAlias = Literal[
     "role",
     "key",
     "duplicate_name",
+    "peer_ahead",
 ]
 
 
@@ -59,11 +60,6 @@ class MessageRefused(LocalProtocolError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(_told(refused))
         self.refused = refused
-
-
-class PeerAhead(LocalProtocolError):
-    """The buffer was restored, and a peer has received messages that it does not know it sent: its journal is behind.
-    To go on would train twice what those messages settled."""
 
 
 class KeysUnusable(LocalProtocolError):

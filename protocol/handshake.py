@@ -11,6 +11,9 @@ from protocol.session import PeerId
 
 REMEMBERED_INCARNATIONS: Final = 16
 """Of one peer, that were replaced and must not come back."""
+REMEMBERED_PEERS: Final = 4096
+"""Of which incarnations were replaced. Who makes up names cannot fill the memory: the peer replaced longest ago is
+forgotten first."""
 _LONGEST: Final = 100
 """Characters of a name."""
 _NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST}}}")
@@ -33,7 +36,7 @@ class Doorkeeper:
         return self._vocab_fingerprint
 
     def replaced_incarnations(self) -> list[tuple[PeerId, list[str]]]:
-        """Of each peer, those that must not come back."""
+        """Of each peer, those that must not come back; the peer replaced last is last."""
         return [(peer, list(incarnations)) for peer, incarnations in self._replaced.items()]
 
     def restore(self, vocab_fingerprint: str, replaced: list[tuple[PeerId, list[str]]]) -> None:
@@ -48,7 +51,11 @@ class Doorkeeper:
     def replaced(self, former: Hello) -> None:
         """Another incarnation has taken this one's place for good."""
         peer = PeerId(former.role, former.name)
-        self._replaced.setdefault(peer, deque(maxlen=REMEMBERED_INCARNATIONS)).append(former.incarnation)
+        incarnations = self._replaced.pop(peer, None) or deque(maxlen=REMEMBERED_INCARNATIONS)
+        incarnations.append(former.incarnation)
+        self._replaced[peer] = incarnations  # the newest is last
+        if len(self._replaced) > REMEMBERED_PEERS:
+            del self._replaced[next(iter(self._replaced))]
 
     def objection(self, hello: Hello) -> Refused | None:
         """Why not to let this peer in."""
@@ -75,3 +82,14 @@ class Doorkeeper:
 
 def wrong_version(version: int) -> Refused:
     return Refused("protocol_version", "another version of Stillhouse", str(version), str(PROTOCOL_VERSION))
+
+
+def ahead_of_journal(hello: Hello, known_total: int) -> Refused:
+    """The peer has messages that the restored buffer does not know it sent: what they said would be done again, and
+    numbers (rollouts, leases, batches) given out twice. The session stays as it is, for who says so may be lying: it
+    ends by silence, or with the peer's next incarnation."""
+    message = (
+        "the buffer came back from a journal that could not be written when it died (disk full or unwritable; or the "
+        "power failed, with buffer.journal_sync=process); resume the run from its last checkpoint"
+    )
+    return Refused("peer_ahead", message, f"{hello.received_total} messages received", f"at most {known_total}")

@@ -156,6 +156,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
         "role",
         "key",
         "duplicate_name",
+        "peer_ahead",
     ]
     message: str
     got: str

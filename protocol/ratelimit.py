@@ -1,9 +1,10 @@
-"""Log lines about what a peer does, bounded in rate: a flood of bad messages must not become a flood of log."""
+"""Lines of log and answers to what a peer does, bounded in rate: a flood of bad messages must not become another."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 LONGEST_QUOTE = 200
@@ -54,3 +55,29 @@ class RateLimitedLog:
             text += f" (and {self._left_out} lines left out before)"
             self._left_out = 0
         self._log.log(level, "%s", text)
+
+
+class OncePerInterval:
+    """Says yes to each key once per interval. Remembers the keys of the last interval only, and `at_most` of those."""
+
+    def __init__(self, interval_s: float, *, at_most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = interval_s
+        self._at_most = at_most
+        self._clock = clock
+        self._said_s: OrderedDict[bytes, float] = OrderedDict()
+        """When yes was said; the oldest is first."""
+
+    def __len__(self) -> int:
+        """Keys remembered."""
+        return len(self._said_s)
+
+    def due(self, key: bytes) -> bool:
+        now_s = self._clock()
+        while self._said_s and now_s - next(iter(self._said_s.values())) >= self._interval_s:
+            self._said_s.popitem(last=False)
+        if key in self._said_s:
+            return False
+        self._said_s[key] = now_s
+        if len(self._said_s) > self._at_most:
+            self._said_s.popitem(last=False)
+        return True

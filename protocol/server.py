@@ -24,9 +24,9 @@ import msgspec
 import zmq
 
 from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Frame, Received, claimed_version, decode, encode
-from protocol.errors import PeerAhead, RemoteProtocolError
+from protocol.errors import RemoteProtocolError
 from protocol.flow import SENDERS, UNNUMBERED
-from protocol.handshake import Doorkeeper, wrong_version
+from protocol.handshake import Doorkeeper, ahead_of_journal, wrong_version
 from protocol.keys import ServerKeys
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -40,7 +40,7 @@ from protocol.messages import (
     WeightVersion,
     Welcome,
 )
-from protocol.ratelimit import RateLimitedLog, in_one_line
+from protocol.ratelimit import OncePerInterval, RateLimitedLog, in_one_line
 from protocol.router import Router, address_of
 from protocol.session import PeerId, Session
 from protocol.session_book import SessionBook
@@ -119,7 +119,7 @@ class Server:
         self._undeliverable = 0
         self._retired: OrderedDict[bytes, None] = OrderedDict()
         self._overtaken = 0
-        self._told: OrderedDict[bytes, float] = OrderedDict()
+        self._tellings = OncePerInterval(REFUSAL_INTERVAL_S, at_most=REMEMBERED_CONNECTIONS, clock=clock)
         self._log = RateLimitedLog(log)
         self._peer_log = RateLimitedLog(log, lines=200)  # a big run comes and goes at once
         self._polled_at_s = clock()
@@ -330,11 +330,8 @@ class Server:
                 self._resume(former, identity, hello)
                 return
             if former.restored and hello.received_total > former.sent_total:
-                raise PeerAhead(
-                    f"{peer} has received {hello.received_total} messages, of which the journal knows "
-                    f"{former.sent_total}: it could not be written when the buffer died (disk full or unwritable; or "
-                    "the power failed, with buffer.journal_sync=process); resume the run from its last checkpoint"
-                )
+                self._refuse(identity, ahead_of_journal(hello, former.sent_total))
+                return
         if former is not None:
             if former.hello.incarnation != hello.incarnation:
                 self._door.replaced(former.hello)
@@ -392,11 +389,5 @@ class Server:
         self._tell(identity, refused)
 
     def _tell(self, identity: bytes, refused: Refused) -> None:
-        now_s = self._clock()
-        if now_s - self._told.get(identity, -math.inf) < REFUSAL_INTERVAL_S:
-            return
-        self._told[identity] = now_s
-        self._told.move_to_end(identity)
-        if len(self._told) > REMEMBERED_CONNECTIONS:
-            self._told.popitem(last=False)
-        self._router.send(identity, encode(refused))
+        if self._tellings.due(identity):
+            self._router.send(identity, encode(refused))

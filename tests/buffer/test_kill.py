@@ -15,6 +15,7 @@ from bench.synthetic_run import RUN, VOCAB, WAIT_S, BufferProcess, Shape, Synthe
 from buffer.config import BufferConfig
 from protocol import messages as m
 from protocol.client import Client
+from protocol.errors import HandshakeRefused
 from tests.full_disk import fill, small_disk
 
 FULL = ("No space left", "Input/output error")
@@ -141,8 +142,8 @@ def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothin
         process.close()
 
 
-def test_a_buffer_killed_while_it_could_write_nothing_is_refused_by_its_peers(disk: Path) -> None:
-    """What it sent last was never written: to go on would be to do it twice."""
+def test_a_buffer_killed_while_it_could_write_nothing_refuses_who_knows_more_and_lets_in_others(disk: Path) -> None:
+    """What it sent last was never written: to go on with that peer would be to do it twice."""
     config = BufferConfig(
         heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=0
     )
@@ -159,6 +160,11 @@ def test_a_buffer_killed_while_it_could_write_nothing_is_refused_by_its_peers(di
             process.kill()
             others.unlink()
             assert process.start() == address
-            assert process.wait() == 1
+            with pytest.raises(HandshakeRefused, match="resume the run from its last checkpoint") as refused:
+                snapshot_when(launcher, lambda s: False)
+            assert refused.value.refused.code == "peer_ahead"
+        with connected(address, "actor") as actor:
+            restored = snapshot_when(actor, lambda s: True)
+            assert restored.ledger.rejected["peer_ahead"] == 1
     finally:
         process.close()

@@ -14,9 +14,8 @@ from buffer.state import BufferState
 from buffer.turns import Entry, Joined, Left, Turn
 from protocol import messages as m
 from protocol.codec import Frame, Received, decode, encode
-from protocol.errors import PeerAhead
 from protocol.messages import WeightVersion
-from protocol.server import FromPeer, Server
+from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.session import PeerId
 from protocol.session_book import SessionBook
 from tests.buffer.shadow import new_book
@@ -145,7 +144,24 @@ def test_a_message_on_a_connection_of_the_former_process_is_no_refusal(peer: Raw
     assert peer.server.refused == {} and peer.server.overtaken == 1
 
 
-def test_a_peer_that_has_more_than_the_journal_ends_the_server(peer: RawPeer) -> None:
+def test_a_peer_that_has_more_than_the_journal_is_refused_and_counted_and_the_server_goes_on(peer: RawPeer) -> None:
     peer.say(hello(received_total=4, connection=1))
-    with pytest.raises(PeerAhead, match="has received 4 messages, of which the journal knows 3"):
-        peer.hear(1)
+    (told,) = peer.hear(1)
+    assert isinstance(told, m.Refused) and told.code == "peer_ahead"
+    assert (told.got, told.expected) == ("4 messages received", "at most 3")
+    assert peer.server.refused == {"peer_ahead": 1}
+    assert peer.server.peers == (ACTOR,), "what it says is no proof: an honest one may still come back"
+    peer.say(hello(received_total=3, connection=2))
+    (told,) = peer.hear(1)
+    assert isinstance(told, m.Welcome)
+
+
+def test_after_it_was_refused_its_next_process_begins_anew(peer: RawPeer) -> None:
+    peer.say(hello(received_total=4, connection=1))
+    peer.hear(1)
+    peer.say(hello("2"))
+    events: list[Event] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while len(events) < 2 and time.monotonic() < deadline_s:
+        events += peer.server.poll(0.02)
+    assert [type(event) for event in events] == [PeerDown, PeerUp]
