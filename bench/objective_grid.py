@@ -1,0 +1,54 @@
+"""The grid of docs/results/objectives.md: which runs are made, as words of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+BATCH_ROLLOUTS: Final = 64
+TOP_K: Final = ("--teacher.top_k=256",)
+WHOLE_GROUPS: Final = ("--buffer.release=rollout",)
+GRPO: Final = ("--learner.advantage=grpo", "--learner.importance=ppo", "--learner.ratio_low=0.8",
+               "--learner.ratio_high=1.2", *WHOLE_GROUPS)  # fmt: skip
+STALENESS: Final = (0, 1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting, run once per seed. Each row of a table sees as many rollouts as the others."""
+
+    table: str
+    name: str
+    arguments: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        return f"{self.table}/{self.name.replace(' ', '_').replace(',', '')}"
+
+
+def objectives() -> list[Row]:
+    rows = {
+        "OPD, k1": (),
+        "OPD, k3": ("--learner.divergence=k3",),
+        "OPD, top-k reverse KL": ("--learner.divergence=reverse_kl", *TOP_K),
+        "OPD, top-k forward KL": ("--learner.divergence=forward_kl", *TOP_K),
+        "OPD, top-k JSD": ("--learner.divergence=jsd", *TOP_K),
+        "RL, GRPO": ("--learner.coef=0", *GRPO),
+        "OPD k1 + GRPO": ("--learner.coef=1", *GRPO),
+    }
+    return [Row("objectives", name, arguments) for name, arguments in rows.items()]
+
+
+def staleness() -> list[Row]:
+    """The bound, with and without weights, and where the student's log-prob in the cost comes from."""
+    kinds = {
+        "truncated, current": (),
+        "no weights, current": ("--learner.importance=none",),
+        "truncated, behaviour": ("--learner.kl_student=behaviour",),
+        "no weights, behaviour": ("--learner.importance=none", "--learner.kl_student=behaviour"),
+    }
+    return [
+        Row("staleness", f"{bound} {name}", (f"--buffer.max_staleness={bound}", *arguments))
+        for name, arguments in kinds.items()
+        for bound in STALENESS
+    ]
