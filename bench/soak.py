@@ -15,6 +15,7 @@ checkpoints must be flat in the same sense; logs, metrics and TensorBoard grow b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import secrets
@@ -162,12 +163,10 @@ def watch(run: Run, seconds: float) -> Samples:
 def file_bytes(run_dir: Path) -> dict[str, int]:
     """By kind: the folder in the run folder, or the file's own name."""
     sizes: defaultdict[str, int] = defaultdict(int)
-    for path in run_dir.rglob("*"):
-        try:
-            if path.is_file():
+    for folder, _, names in os.walk(run_dir):  # which passes over folders that go meanwhile, as snapshots do
+        for path in (Path(folder) / name for name in names):
+            with contextlib.suppress(FileNotFoundError):
                 sizes[path.relative_to(run_dir).parts[0]] += path.stat().st_size
-        except FileNotFoundError:  # snapshots come and go
-            continue
     return {kind: size for kind, size in sizes.items() if size > 64 << 10}
 
 
