@@ -8,12 +8,15 @@ harm in silence, so both is watched here, counted by reason and logged at a boun
                                 the kernel says how many bytes came in on a connection, we know how many of them we have
                                 read, and a connection that is too far ahead of us is cut
 
-The second needs Linux (TCP_INFO). One thread.
+A frame takes 64 bytes of memory, and without encryption an empty one is two bytes on the wire; how many frames an
+unfinished message has ZeroMQ tells nobody. So bytes count, and who has not said Hello, which is short, may be ahead by
+little: all of them together by MAX_STRANGERS_UNREAD_BYTES. The second needs Linux (TCP_INFO). One thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket as stdlib_socket
 import struct
@@ -28,10 +31,12 @@ import zmq
 from protocol.monitor import HANDSHAKE_EVENTS, Monitor
 from protocol.ratelimit import RateLimitedLog
 
-ConnectionFault: TypeAlias = Literal["no_key", "wrong_key", "failed_handshake", "endless_message"]
+ConnectionFault: TypeAlias = Literal["no_key", "wrong_key", "failed_handshake", "endless_message", "no_hello"]
 
 MAX_UNREAD_BYTES: Final = 512 << 20
 """Default bound of what one connection has sent and we have not read: twice the largest message to the buffer."""
+MAX_STRANGERS_UNREAD_BYTES: Final = 16 << 20
+"""What all connections whose peer was not let in yet have sent and we have not read; at worst 0.6 GB of memory."""
 CHECK_S: Final = 0.1
 """How often that is looked at: at 1 GB/s 100 MB more arrive meanwhile."""
 FRAME_OVERHEAD_BYTES: Final = 42
@@ -51,6 +56,8 @@ class _Connection:
     """None: it was closed again before we could ask."""
     heard: bool = False
     """A message came from it, after ZeroMQ told us of it."""
+    let_in: bool = False
+    cut: bool = False
     read_bytes: int = 0
 
 
@@ -64,12 +71,17 @@ class Connections:
         encrypted: bool,
         log: RateLimitedLog,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
+        max_strangers_unread_bytes: int = MAX_STRANGERS_UNREAD_BYTES,
+        known_from_s: float = -math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Before `known_from_s` strangers may be peers of the process before this one, in the middle of a message."""
         self._encrypted = encrypted
         self._no_handshake: ConnectionFault = "no_key" if encrypted else "failed_handshake"
         self._log = log
         self._max_unread_bytes = max_unread_bytes
+        self._max_strangers_unread_bytes = max_strangers_unread_bytes
+        self._known_from_s = known_from_s
         self._clock = clock
         self._open: dict[int, _Connection] = {}  # by file descriptor
         self._failing: ConnectionFault | None = None
@@ -97,6 +109,12 @@ class Connections:
             connection.heard = True
             self._unheard -= 1
 
+    def let_in(self, source: zmq.Frame) -> None:
+        """The sender of this frame is a peer: it may send large messages."""
+        connection = self._open.get(int(source.get(_SOURCE_FD)))
+        if connection is not None:
+            connection.let_in = True
+
     def watch(self) -> None:
         """Take what ZeroMQ tells; look for connections that are too far ahead."""
         for event, value in self._monitor.events():
@@ -107,8 +125,7 @@ class Connections:
         now_s = self._clock()
         if sys.platform == "linux" and now_s - self._checked_s >= CHECK_S:
             self._checked_s = now_s
-            for fd, connection in self._open.items():
-                self._check(fd, connection)
+            self._check_all(now_s)
 
     def _take(self, event: int, value: int) -> None:
         """`value`: file descriptor, protocol error or ZAP status. A failure is followed by its connection's end."""
@@ -136,21 +153,40 @@ class Connections:
         if fault is not None:
             self._refuse(fault, connection.address)
 
-    def _check(self, fd: int, connection: _Connection) -> None:
-        if connection.address is None:
+    def _check_all(self, now_s: float) -> None:
+        strangers: list[tuple[int, int]] = []
+        for fd, connection in self._open.items():
+            unread_bytes = self._unread_bytes(fd, connection)
+            if unread_bytes > self._max_unread_bytes:
+                self._cut(fd, connection, "endless_message")
+            elif not connection.let_in:
+                strangers.append((unread_bytes, fd))
+        if now_s < self._known_from_s:
             return
-        with _tcp_socket(fd) as tcp:
-            if tcp is None or tcp.getpeername() != connection.address:
-                return  # closed, perhaps reused; ZeroMQ is about to tell us
+        together_bytes = sum(unread_bytes for unread_bytes, _ in strangers)
+        for unread_bytes, fd in sorted(strangers, reverse=True):
+            if together_bytes <= self._max_strangers_unread_bytes:
+                break
+            self._cut(fd, self._open[fd], "no_hello")
+            together_bytes -= unread_bytes
+
+    def _unread_bytes(self, fd: int, connection: _Connection) -> int:
+        """Of what this connection has brought; 0 when it is closed, perhaps reused, and ZeroMQ is about to say so."""
+        with _connected(fd, connection) as tcp:
+            if tcp is None:
+                return 0
             info = tcp.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 256)
-            (received_bytes,) = struct.unpack_from("=Q", info, _TCP_INFO_BYTES_RECEIVED_AT)
-            unread_bytes = received_bytes - connection.read_bytes
-            if unread_bytes < 0:  # the assumed overhead is more than the real one: that gives nobody a credit
-                connection.read_bytes = received_bytes
-            elif unread_bytes > self._max_unread_bytes:
+        (received_bytes,) = struct.unpack_from("=Q", info, _TCP_INFO_BYTES_RECEIVED_AT)
+        # The assumed overhead may be more than the real one: that gives nobody a credit.
+        connection.read_bytes = min(connection.read_bytes, received_bytes)
+        return received_bytes - connection.read_bytes
+
+    def _cut(self, fd: int, connection: _Connection, fault: ConnectionFault) -> None:
+        with _connected(fd, connection) as tcp:
+            if tcp is not None:
                 tcp.shutdown(stdlib_socket.SHUT_RDWR)  # ZeroMQ drops the connection, and the parts it has of a message
-                connection.read_bytes = received_bytes
-                self._refuse("endless_message", connection.address)
+        connection.cut = True
+        self._refuse(fault, connection.address)
 
     def _refuse(self, fault: ConnectionFault, address: _Address | None) -> None:
         self.refused[fault] = self.refused.get(fault, 0) + 1
@@ -164,12 +200,23 @@ _MEANING: Final[dict[ConnectionFault, str]] = {
     "wrong_key": "its key is not of this run, or it takes us for another run",
     "failed_handshake": "it encrypts and we do not, or it does not speak ZeroMQ, or hung up",
     "endless_message": "it sent more than fits a message without ending it; cut",
+    "no_hello": "it sent much and did not say who it is; cut",
 }
 
 
 def _peer_address(fd: int) -> _Address | None:
     with _tcp_socket(fd) as tcp:
         return None if tcp is None else tcp.getpeername()
+
+
+@contextlib.contextmanager
+def _connected(fd: int, connection: _Connection) -> Generator[stdlib_socket.socket | None]:
+    """None when it is not, or no longer, this connection that has the descriptor, or it was cut."""
+    if connection.address is None or connection.cut:
+        yield None
+        return
+    with _tcp_socket(fd) as tcp:
+        yield tcp if tcp is not None and tcp.getpeername() == connection.address else None
 
 
 @contextlib.contextmanager

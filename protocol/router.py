@@ -10,7 +10,7 @@ from typing import Final
 import zmq
 
 from protocol.codec import Frame
-from protocol.connections import MAX_UNREAD_BYTES, ConnectionFault, Connections
+from protocol.connections import MAX_STRANGERS_UNREAD_BYTES, MAX_UNREAD_BYTES, ConnectionFault, Connections
 from protocol.encryption import Gatekeeper, encrypt_server, role_of
 from protocol.errors import LocalProtocolError
 from protocol.keys import ServerKeys
@@ -32,8 +32,11 @@ class Router:
         keys: ServerKeys | None,
         log: RateLimitedLog,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
+        max_strangers_unread_bytes: int = MAX_STRANGERS_UNREAD_BYTES,
+        known_from_s: float = -math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """See Connections."""
         self.encrypted: Final = keys is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER)
@@ -46,7 +49,13 @@ class Router:
             encrypt_server(self._socket, keys)
             self._gatekeeper = Gatekeeper(self._context, keys)
         self._connections = Connections(
-            self._socket, encrypted=self.encrypted, log=log, max_unread_bytes=max_unread_bytes, clock=clock
+            self._socket,
+            encrypted=self.encrypted,
+            log=log,
+            max_unread_bytes=max_unread_bytes,
+            max_strangers_unread_bytes=max_strangers_unread_bytes,
+            known_from_s=known_from_s,
+            clock=clock,
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -86,6 +95,10 @@ class Router:
                 raise
             return False
         return True
+
+    def let_in(self, source: zmq.Frame) -> None:
+        """The sender has said Hello and is welcome."""
+        self._connections.let_in(source)
 
     def role_of(self, source: zmq.Frame) -> Role | None:
         """Whose key the sender has; None when the link is not encrypted."""

@@ -112,7 +112,7 @@ class Server:
         self._sessions: dict[PeerId, Session] = {}
         self._by_identity: dict[bytes, Session] = {}
         self._sessions_total = 0
-        self._held: tuple[bytes, Hello] | None = None
+        self._held: tuple[bytes, zmq.Frame, Hello] | None = None
         self._refused: dict[str, int] = {}
         self._source: zmq.Frame | None = None
         """Of the message in hand: tells where it comes from."""
@@ -127,7 +127,9 @@ class Server:
         self._expected_back_until_s = -math.inf
         if restored is not None:
             self._take_over(restored)
-        self._router = Router(bind, keys=keys, log=RateLimitedLog(log), clock=clock)
+        self._router = Router(
+            bind, keys=keys, log=RateLimitedLog(log), known_from_s=self._expected_back_until_s, clock=clock
+        )
 
     def __repr__(self) -> str:
         encrypted = ", encrypted" if self._router.encrypted else ""
@@ -244,7 +246,7 @@ class Server:
     def _take_next(self, events: list[Event]) -> bool:
         """Read one message. False when the batch of events ends here."""
         if self._held is not None:
-            (identity, hello), self._held = self._held, None
+            (identity, self._source, hello), self._held = self._held, None
             self._greet(identity, hello, events)
             return True
         got = self._router.receive()
@@ -271,7 +273,7 @@ class Server:
                 self._refuse(identity, Refused("key", message, f"a key of {key_role}", f"of {received.message.role}"))
                 return True
             if events:
-                self._held = (identity, received.message)
+                self._held = (identity, source, received.message)
                 return False
             self._greet(identity, received.message, events)
             return True
@@ -366,6 +368,8 @@ class Server:
             self._put(session, frames)
 
     def _welcome(self, session: Session) -> None:
+        if self._source is not None:
+            self._router.let_in(self._source)
         welcome = Welcome(session.number, self._heartbeat_s, self._peer_timeout_s, self._version, self._weights)
         self._put(session, encode(welcome))
 

@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import zmq
@@ -88,6 +89,19 @@ def send_parts(tcp: socket.socket, at_most_bytes: int) -> int:
     return sent_bytes
 
 
+def send_empty_parts(tcp: socket.socket, at_most_bytes: int) -> int:
+    """The same with frames of no bytes: two bytes each, for which ZeroMQ takes 64."""
+    frames = b"\x01\x00" * (1 << 15)
+    sent_bytes = 0
+    while sent_bytes < at_most_bytes:
+        try:
+            tcp.sendall(frames)
+        except OSError:
+            break
+        sent_bytes += len(frames)
+    return sent_bytes
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has brought")
 def test_a_message_without_an_end_is_cut_and_the_others_go_on(
     router: Router, dealer: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
@@ -101,6 +115,42 @@ def test_a_message_without_an_end_is_cut_and_the_others_go_on(
     send_frames(dealer, [b"hello"])
     assert receive(router).frames == [b"hello"]
     assert router.receive() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has brought")
+def test_who_has_not_said_who_it_is_is_cut_much_sooner_whether_alone_or_many(caplog: pytest.LogCaptureFixture) -> None:
+    log = RateLimitedLog(logging.getLogger(__name__))
+    router = Router("tcp://127.0.0.1:0", keys=None, log=log, max_strangers_unread_bytes=1 << 20)
+    n_strangers = 4
+    try:
+        with ExitStack() as stack, ThreadPoolExecutor(n_strangers) as pool:
+            floods = [stack.enter_context(zmtp_connection(router)) for _ in range(n_strangers)]
+            floodings = [pool.submit(send_empty_parts, flood, 100 << 20) for flood in floods]
+            wait_until(router, lambda: all(flooding.done() for flooding in floodings))
+            assert max(flooding.result() for flooding in floodings) < 100 << 20, "nobody stopped it"
+        assert router.refused == {"no_hello": n_strangers}
+        assert "refused (no_hello) a connection from 127.0.0.1:" in caplog.text
+    finally:
+        router.close(linger_s=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has brought")
+def test_who_was_let_in_may_send_large_messages() -> None:
+    log = RateLimitedLog(logging.getLogger(__name__))
+    router = Router("tcp://127.0.0.1:0", keys=None, log=log, max_strangers_unread_bytes=1 << 20)
+    part = b"\x03" + struct.pack(">Q", 2 << 20) + bytes(2 << 20)
+    try:
+        with zmtp_connection(router) as peer, zmtp_connection(router) as stranger:
+            peer.sendall(b"\x00\x05hello")
+            router.let_in(receive(router).source)
+            peer.sendall(part)
+            stranger.sendall(part)
+            wait_until(router, lambda: router.refused == {"no_hello": 1})
+            peer.sendall(b"\x00\x00")
+            assert [len(frame) for frame in receive(router).frames] == [2 << 20, 0]
+        assert router.refused == {"no_hello": 1}
+    finally:
+        router.close(linger_s=0)
 
 
 def test_who_sends_much_while_the_server_is_busy_is_held_up_and_not_cut(
@@ -141,6 +191,8 @@ def test_more_frames_than_a_message_may_have_are_refused_without_keeping_them(
 def test_a_frame_above_the_limit_is_received_so_that_its_sender_can_be_told(
     router: Router, dealer: zmq.Socket[bytes]
 ) -> None:
+    send_frames(dealer, [b"hello"])
+    router.let_in(receive(router).source)
     send_frames(dealer, [bytes(MAX_FRAME_BYTES + 1)])
     received = receive(router)
     with pytest.raises(MessageTooLarge):
