@@ -185,7 +185,9 @@ def test_who_does_not_belong_here_is_refused_by_name(
 
 def test_a_hello_of_another_protocol_is_refused_for_its_version_not_its_shape(connect: MakePeer) -> None:
     peer = connect()
-    peer.socket.send(msgspec.msgpack.encode({"type": "Hello", "protocol_version": 2, "who": "actor-0"}))
+    peer.socket.send(
+        msgspec.msgpack.encode({"type": "Hello", "protocol_version": m.PROTOCOL_VERSION + 1, "who": "actor-0"})
+    )
     assert peer.refused().code == "protocol_version"
 
 
