@@ -31,6 +31,8 @@ RUN_TIMEOUT_S: Final = 1800.0
 
 
 def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background of a shell SIGINT would be ignored
+        signal.signal(number, signal.default_int_handler)
     args = parse(sys.argv[1:])
     rows = [row for table in args.tables.split(",") for row in TABLES[table]()]
     if args.only:
