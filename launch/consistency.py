@@ -5,6 +5,7 @@ start, and then stand still or throw everything away. No torch, unless a user's 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 from collections.abc import Generator, Iterator
@@ -31,6 +32,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_pools(config),
             *_environments(config),
             *_advantages_of_parts(config),
+            *_adapters(config),
             *_groups_that_never_fit(config),
             *(_context_window(config, student) if student is not None else ()),
         ],
@@ -89,6 +91,15 @@ def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
         yield (
             f"learner.advantage: got {advantage!r} with buffer.release = {release}, expected buffer.release = rollout; "
             "it needs whole rollouts, and the first batch with parts of one would end the run"
+        )
+
+
+def _adapters(config: RunConfig) -> Iterator[str]:
+    """Looked for, not imported: peft loads torch."""
+    if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
+        yield (
+            f"learner.lora.rank: got {config.learner.lora.rank}, which needs the package peft: "
+            "pip install 'stillhouse[lora]'; or expected 0, which trains all weights"
         )
 
 

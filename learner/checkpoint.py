@@ -5,6 +5,9 @@
     trainer.json                                                            clock, task stream, ledger, RNG, metrics
     manifest.json                                                           written last: sha256 and size of the others
 
+With adapters (`learner.lora`) the first line is: adapter_config.json, adapter_model.safetensors, base.json, tokenizer,
+a folder that peft loads onto the student that base.json names.
+
 Written into a temporary folder beside it, every file and the folder flushed to disk, then renamed: whenever the
 process or the machine dies, each `step_*` folder is complete, and the former checkpoint is untouched until the new one
 has its name. No pickle anywhere. A folder is deleted by renaming it first, for the same reason.
@@ -25,7 +28,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from safetensors import SafetensorError
@@ -37,10 +40,15 @@ from learner.optimizer import AdamWState
 from learner.rng import RngState
 from protocol.messages import Ledger, WeightVersion
 
+if TYPE_CHECKING:
+    from learner.lora import Adapters  # loads peft
+
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 TRAINER: Final = "trainer.json"
 OPTIMIZER: Final = "optimizer.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""There instead of config.json: only adapters are in this checkpoint."""
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
 _RUST_ERRNO = re.compile(r"os error (\d+)|Os \{ code: (\d+)")
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
@@ -113,9 +121,11 @@ def save_checkpoint(
     *,
     keep: int,
     pinned: Collection[int] = (),
+    adapters: Adapters | None = None,
 ) -> Path:
-    """Write a checkpoint of `state.version` under `root`, then delete all but the `keep` newest and those of the
-    `pinned` steps. Returns its folder. A version that is there already, whole, is left as it is.
+    """Write a checkpoint of `state.version` under `root`, of the `adapters` instead of the model where there are some;
+    then delete all but the `keep` newest and those of the `pinned` steps. Returns its folder. A version that is there
+    already, whole, is left as it is.
 
     Raises OSError (disk full, no permission): the former checkpoints are untouched, and nothing is left of this one.
     """
@@ -129,7 +139,11 @@ def save_checkpoint(
         _delete(target)
     temporary = root / f"{_TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        save_hf(model, tokenizer, temporary)
+        if adapters is None:
+            save_hf(model, tokenizer, temporary)
+        else:
+            adapters.save(temporary)
+            tokenizer.save_pretrained(temporary)
         save_file(state.optimizer.tensors, temporary / OPTIMIZER)
         (temporary / TRAINER).write_bytes(msgspec.json.encode(_trainer_file(state)))
         _write_manifest(temporary, state.version)
@@ -170,7 +184,8 @@ def latest(root: Path) -> Found:
 
 
 def load_checkpoint(path: Path) -> LearnerState:
-    """Read a checkpoint's state after checking it; its weights are loaded with `load_causal_lm(path, ...)`.
+    """Read a checkpoint's state after checking it; its weights are loaded with `load_causal_lm(path, ...)`, adapters
+    with `Adapters.load(path)`.
 
     Raises CheckpointError: files missing, changed or of another format."""
     verify(path)
@@ -192,7 +207,8 @@ def load_checkpoint(path: Path) -> LearnerState:
 def verify(path: Path) -> Manifest:
     """Compare every file with the manifest. Raises CheckpointError naming the first that differs."""
     manifest = read_manifest(path)
-    for name in (TRAINER, OPTIMIZER, "config.json"):
+    weights = ADAPTER_CONFIG if ADAPTER_CONFIG in manifest.files else "config.json"
+    for name in (TRAINER, OPTIMIZER, weights):
         if name not in manifest.files:
             raise CheckpointError(f"{path / MANIFEST} does not list {name}; not a checkpoint of a learner")
     for name, entry in manifest.files.items():

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from learner.lora_config import LoraConfig
 from learner.objectives.registry import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -92,6 +93,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of matrix products. Parameters, gradients and optimizer state are float32 in any case."""
     device: str = "auto"
     """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
+
+    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
+    """Low-rank adapters instead of all weights."""
 
     publish: PublishConfig = msgspec.field(default_factory=PublishConfig)
     """How weights get to the actors."""

@@ -128,7 +128,7 @@ class LearnerLoop:
         """All steps, the evaluations around them and the checkpoints. Raises RunStopped when the buffer ends the
         run, also when it does so because the last checkpoint could not be written, LearnerStalled when nothing to train
         comes, and whatever a step raises."""
-        self._publisher.publish(self._version, self._trainer.model.named_parameters())
+        self._publisher.publish(self._version, self._trainer.weights())
         self._inbox.tasks_wanted = 1  # the first acknowledgement says how many more
         self._offer_tasks()
         if self._config.eval_every and self._version.step == 0:
@@ -145,7 +145,7 @@ class LearnerLoop:
         step = self._version.step
         if step % self._config.publish_every == 0 or step == self._steps:
             with self._clock.waiting("weights"):
-                self._publisher.publish(self._version, self._trainer.model.named_parameters())
+                self._publisher.publish(self._version, self._trainer.weights())
         self._stream.settled(delivered.batch.tasks_done)
         self._offer_tasks()
         self._record(delivered, figures)

@@ -27,7 +27,6 @@ from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 import torch
-from torch import Tensor
 
 from engines.group_operations import choose_backend
 from engines.snapshot import write_snapshot
@@ -37,7 +36,7 @@ from learner.members import EMBEDDED, Members
 from learner.publish_config import PublishConfig
 from learner.publish_stats import PublisherStats, PublishFigures
 from learner.roster import Roster, Seat
-from learner.staged_weights import StagedWeights
+from learner.staged_weights import StagedWeights, Weight
 from learner.weight_checks import CheckSchedule, expected_checksums
 from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
@@ -128,7 +127,7 @@ class Publisher:
 
     # -------------------------------------------------------------------------------------- any other thread
 
-    def publish(self, version: WeightVersion, named: Iterable[tuple[str, Tensor]]) -> None:
+    def publish(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
         """Copy the weights and return; they are sent meanwhile. A version that still waits is replaced and counted as
         skipped; with `every_version` this waits for it instead. One thread only. Raises PublisherFailed, and
         PublishTimeout with `every_version`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,26 @@ from learner.publish_config import PublishDtype
 from protocol.messages import WeightVersion
 
 _DEFAULT_BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A weight with an adapter (`learner.lora`), added up only when it is copied, and never kept."""
+
+    base: Tensor
+    delta: Callable[[], Tensor]
+    """Of the shape and dtype of `base`."""
+
+    def tensor(self) -> Tensor:
+        return self.base + self.delta()
+
+
+Weight: TypeAlias = Tensor | Merged
+
+
+def tensor_of(weight: Weight) -> Tensor:
+    """A plain weight itself, without gradient; a merged one in new memory."""
+    return weight.tensor() if isinstance(weight, Merged) else weight.detach()
 
 
 class StagedWeights:
@@ -37,16 +58,18 @@ class StagedWeights:
         self._layout: AnyLayout | None = None
         self._copied: Any = None
 
-    def fill(self, version: WeightVersion, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors. On a GPU the copies are only queued, behind the work that makes the weights. Raises
-        ValueError for no tensors, or a name that comes twice."""
-        originals = [(name, tensor.detach()) for name, tensor in named]
+    def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
+        """Copy the tensors, one after the other: of merged ones no more than one exists at a time. On a GPU the copies
+        are only queued, behind the work that makes the weights. Raises ValueError for no tensors, or a name that comes
+        twice."""
+        weights = list(named)
+        originals = [(name, w.base if isinstance(w, Merged) else w.detach()) for name, w in weights]
         manifest, device = self._cast(manifest_of(originals), originals), originals[0][1].device
         if self._layout is None or self._layout.manifest != manifest or self.named[0][1].device != device:
             self._layout = self._members.staging(manifest, self._bucket_bytes)
             self.named = self._layout.views(torch.zeros(self._layout.total_bytes, dtype=torch.uint8, device=device))
-        for (_, copy), (_, original) in zip(self.named, originals, strict=True):
-            copy.copy_(original)
+        for (_, copy), (_, weight) in zip(self.named, weights, strict=True):
+            copy.copy_(tensor_of(weight))
         self.version = version
         self._copied = None
         if device.type == "cuda":

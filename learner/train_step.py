@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,11 @@ from learner.losses import LossTerms, TokenInputs, make_objective, token_loss
 from learner.objectives.batch_terms import BatchTerms, batch_terms, coefficients
 from learner.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
 from learner.packing import BatchError, EmptyBatchError, Microbatch, PackedBatch, TrainItem, pack
+from learner.staged_weights import Weight
 from learner.step_metrics import StepMetrics, StepSums
+
+if TYPE_CHECKING:
+    from learner.lora import Adapters  # loads peft
 
 __all__ = ["BatchError", "EmptyBatchError", "NonFiniteError", "Trainer"]
 
@@ -44,9 +48,12 @@ class Trainer:
     `model` is loaded with `load_causal_lm(..., attention="packed", dtype="float32", train=True)`.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig, *, total_steps: int) -> None:
-        """Raises ValueError: total_steps below 1, no trainable parameter, parameters that are not float32 or float64
-        (AdamW's small updates vanish in bfloat16; use config.dtype for bfloat16 products)."""
+    def __init__(
+        self, model: PreTrainedModel, config: LearnerConfig, *, total_steps: int, adapters: Adapters | None = None
+    ) -> None:
+        """`adapters`: put on `model` already; they alone are trained. Raises ValueError: total_steps below 1,
+        no trainable parameter, parameters that are not float32 or float64 (AdamW's small updates vanish in bfloat16;
+        use config.dtype for bfloat16 products)."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -56,6 +63,7 @@ class Trainer:
                 "'float32' (learner.dtype = bfloat16 affects matrix products only)"
             )
         self.model = model
+        self.adapters = adapters
         self.config = config
         self.total_steps = total_steps
         self.steps_done = 0
@@ -100,6 +108,10 @@ class Trainer:
             input_tokens=batch.n_inputs,
             step_s=time.perf_counter() - started_s,
         )
+
+    def weights(self) -> Iterable[tuple[str, Weight]]:
+        """The student as actors shall have it, by the names of its architecture; adapters are merged in."""
+        return self.model.named_parameters() if self.adapters is None else self.adapters.published()
 
     def state_dict(self) -> AdamWState:
         """Optimizer moments by parameter name, and the clock. The weights are the model's own."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -15,7 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from engines.models import load_causal_lm, resolve_device
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
 from learner.account import AccountFile
-from learner.checkpoint import LearnerState, latest, load_checkpoint, save_checkpoint
+from learner.checkpoint import (
+    ADAPTER_CONFIG,
+    CheckpointError,
+    LearnerState,
+    latest,
+    load_checkpoint,
+    save_checkpoint,
+)
 from learner.config import LearnerConfig
 from learner.eval_desk import EvalDesk
 from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set, teacher_accuracy
@@ -46,6 +54,8 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS: Final = "checkpoints"
 SNAPSHOTS: Final = "weights"
+EXPORT: Final = "export"
+"""What a run with adapters leaves for others (`learner.export`)."""
 ACCOUNT_EVAL_FIELDS: Final = (
     "step",
     "accuracy_greedy",
@@ -163,13 +173,9 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     checkpoint = found.path if found else None
     if ctx.resume:
         log.info("going on from %s", checkpoint or "the beginning: there is no checkpoint yet")
-    source = str(checkpoint or config.models.student)
-    tokenizer = load_tokenizer(source)
     prompts = load_prompts(learner.tasks)
-    model = load_causal_lm(
-        source, device=resolve_device(learner.device), dtype="float32", attention="packed", train=True
-    )
-    trainer = Trainer(model, learner, total_steps=config.steps)
+    tokenizer = load_tokenizer(checkpoint or config.models.student)
+    trainer = _trainer(config, checkpoint)
     if checkpoint is None:
         stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
         version = None
@@ -183,6 +189,31 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     if rendered.dropped_too_long:
         log.warning("%d evaluation prompts are longer than max_prompt_tokens and left out", rendered.dropped_too_long)
     return Start(tokenizer, trainer, stream, rendered.prompts, version)
+
+
+def _trainer(config: LearnerRunConfig, checkpoint: Path | None) -> Trainer:
+    """The student as given, or as the checkpoint has it. With adapters the student is as given in any case."""
+    learner = config.learner
+    lora = learner.lora
+    if checkpoint is not None and (checkpoint / ADAPTER_CONFIG).is_file() != (lora.rank > 0):
+        holds = "all weights" if lora.rank else "adapters"
+        raise CheckpointError(
+            f"{checkpoint} holds {holds}, but learner.lora.rank is {lora.rank}; a run goes on with the kind of weights "
+            "that it was started with"
+        )
+    source = str(checkpoint) if checkpoint is not None and not lora.rank else config.models.student
+    model = load_causal_lm(
+        source, device=resolve_device(learner.device), dtype="float32", attention="packed", train=True
+    )
+    if not lora.rank:
+        return Trainer(model, learner, total_steps=config.steps)
+    from learner.lora import Adapters
+
+    adapters = Adapters(model, lora, base=config.models.student)
+    if checkpoint is not None:
+        adapters.load(checkpoint)
+    log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
+    return Trainer(model, learner, total_steps=config.steps, adapters=adapters)
 
 
 def _first_version(start: Start, welcome: Welcome) -> WeightVersion:
@@ -216,10 +247,16 @@ def _make_loop(
             metrics=dict(loop.progress.last.as_dict()) if loop.progress.last else {},
         )
         root = ctx.run_dir / CHECKPOINTS
-        path = save_checkpoint(root, start.trainer.model, start.tokenizer, state, keep=learner.keep_checkpoints)
+        trainer, keep = start.trainer, learner.keep_checkpoints
+        path = save_checkpoint(root, trainer.model, start.tokenizer, state, keep=keep, adapters=trainer.adapters)
         loop.progress.checkpoint = path
         write_account()
         log.info("checkpoint %s", path)
+        if trainer.adapters is not None and version.step == config.steps:
+            from learner.export import export
+
+            exported = export(trainer.adapters, start.tokenizer, ctx.run_dir / EXPORT)
+            log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
 
     def make_evaluation(version: WeightVersion) -> Evaluation:
         return Evaluation(learner.tasks, start.eval_prompts, start.tokenizer, version=version, seed=config.seed)

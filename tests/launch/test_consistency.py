@@ -170,3 +170,11 @@ def test_check_refuses_them_and_prints_warnings(capsys: pytest.CaptureFixture[st
     assert "learner.tasks.env: unknown environment 'calculater'" in capsys.readouterr().err
     assert main(["--check", "--learner.tasks.max_new_tokens", "512"]) == 0
     assert capsys.readouterr().err.startswith("stillhouse: warning: actor.torch.max_context: 1024 is less than ")
+
+
+def test_adapters_without_the_package_that_makes_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mistakes(learner={"lora": {"rank": 4}}) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType]
+    (told,) = mistakes(learner={"lora": {"rank": 4}})
+    assert told.startswith("learner.lora.rank: got 4") and "stillhouse[lora]" in told
+    assert mistakes() == []
