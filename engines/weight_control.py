@@ -10,7 +10,8 @@
 
 So an idle member waits on a socket, not inside a collective: it can leave at once, and on a GPU no kernel spins. And
 rank 0 knows WHO is missing: a collective only tells that somebody is. Every message carries the group's epoch; one of
-another group is ignored by both.
+another group is ignored by both, and so is one that the link has changed (`protocol.checksum`): the silence breaks up
+the group, and the next plan makes another.
 
 The address of this channel travels in the WeightPlan. Why not keys in the TCP store: its clients cannot wait for two
 things, log every wait that times out, and cannot be woken; and an actor whose engine is a server has no torch. The
@@ -32,11 +33,12 @@ import zmq
 from engines.manifest import Manifest
 from protocol.connections import ConnectionFault
 from protocol.encryption import encrypt_client
+from protocol.errors import DamagedMessage
 from protocol.keys import ClientKeys, ServerKeys
 from protocol.messages import WeightsRef, WeightVersion
 from protocol.ratelimit import RateLimitedLog, in_one_line
 from protocol.router import Router, address_of
-from protocol.sockets import FromRouter, new_socket
+from protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
 
 log = logging.getLogger(__name__)
 
@@ -179,8 +181,15 @@ class ControlHost:
 
     def _read(self, received: FromRouter) -> FromMember | None:
         try:
+            if received.damage is not None:
+                raise received.damage
             return self._decoder.decode(b"".join(received.frames))
-        except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors and UnicodeDecodeError too
+        except (
+            ValueError,
+            OverflowError,
+            RecursionError,
+            DamagedMessage,
+        ) as error:  # UnicodeDecodeError, msgspec's too
             self.unreadable_total += 1
             who, what = address_of(received.source), in_one_line(str(error))
             self._log.warning(f"unreadable message from {who} on the weight control channel: {what}")
@@ -211,7 +220,7 @@ class ControlMember:
         self.close()
 
     def send(self, message: FromMember) -> None:
-        self._socket.send(_encode(message))
+        send_frames(self._socket, [_encode(message)])
 
     def recv(self, timeout_s: float | None, waker: Waker) -> FromRankZero | None:
         """The next message; None after `timeout_s` (None = no limit) or when woken. Raises msgspec.DecodeError when
@@ -224,14 +233,22 @@ class ControlMember:
         ready = dict(poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
         if self._socket not in ready or waker.fileno() in ready:
             return None
-        return self._decoder.decode(self._socket.recv())
+        return self._take()
 
     def told_to_leave(self) -> bool:
         """Has a Leave come? Nothing is taken: `recv` gives it again. For use inside a collective."""
-        with contextlib.suppress(zmq.Again):  # nothing more is there
-            while True:
-                self._held.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        while (message := self._take()) is not None:
+            self._held.append(message)
         return any(isinstance(message, Leave) for message in self._held)
+
+    def _take(self) -> FromRankZero | None:
+        """What is there; None also for what the link has changed."""
+        try:
+            frames = receive_frames(self._socket)
+        except DamagedMessage as error:
+            log.warning("a message of rank 0 is passed over: %s", error)
+            return None
+        return None if frames is None else self._decoder.decode(b"".join(frames))
 
     def close(self) -> None:
         self._socket.close()

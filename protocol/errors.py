@@ -7,6 +7,7 @@ ProtocolError
 │   ├── KeysUnusable                the files with this process's keys are missing, broken, or open to others
 │   └── MessageRefused              the buffer refused a message that we sent after the handshake
 ├── RemoteProtocolError         the peer's fault: what it sent cannot be; carries a `Refused` code to answer with
+│   ├── DamagedMessage              not what was sent: the link changed it; a new connection brings it again
 │   ├── MalformedMessage            not a message of this protocol, or its frames do not fit its header
 │   ├── MessageTooLarge             above the size limits
 │   └── UnexpectedMessage           a fine message at the wrong moment or from the wrong role
@@ -29,6 +30,7 @@ RefusalCode: TypeAlias = Literal[
     "run_id",
     "vocab_fingerprint",
     "not_hello_first",
+    "damaged",
     "malformed",
     "too_large",
     "role",
@@ -76,6 +78,12 @@ class RemoteProtocolError(ProtocolError):
         self.message = message
         self.got = got
         self.expected = expected
+
+
+class DamagedMessage(RemoteProtocolError):
+    """Its checksum does not fit: the link's fault, or that of a peer that computes it otherwise."""
+
+    code: ClassVar[RefusalCode] = "damaged"
 
 
 class MalformedMessage(RemoteProtocolError):

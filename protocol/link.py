@@ -29,6 +29,7 @@ from protocol.codec import MAX_MESSAGE_BYTES, Received, decode, encode
 from protocol.encryption import encrypt_client
 from protocol.errors import (
     ConnectTimeout,
+    DamagedMessage,
     HandshakeRefused,
     LinkError,
     MessageRefused,
@@ -59,7 +60,7 @@ LONGEST_GREETING_S = 4.0
 AFTER_A_STOP_S = 0.2
 """When this process was stopped for a while, ZeroMQ's own thread needs a moment to bring what came meanwhile."""
 UNREADABLE_IN_WINDOW = 5
-"""Messages of the buffer that cannot be read, within `UNREADABLE_WINDOW_S`, after which the link gives up."""
+"""Messages of either side that could not be read, within `UNREADABLE_WINDOW_S`, after which the link gives up."""
 UNREADABLE_WINDOW_S = 30.0
 BATCH = 64
 """Messages read, or sent, before the other things get their turn again."""
@@ -164,11 +165,11 @@ class Link(threading.Thread):
             self._leave(context)
 
     def _note_unreadable(self, error: RemoteProtocolError) -> None:
-        """What it was is not counted as received, so a new connection brings it again. Raises `error` when that happens
-        again and again: then it is not the network."""
+        """What it was is not counted as received, so a new connection brings it again, in either direction. Raises
+        `error` when that happens again and again: then it is more than the network's bad moment."""
         now_s = time.monotonic()
         self._unreadable_s = [at_s for at_s in self._unreadable_s if now_s - at_s < UNREADABLE_WINDOW_S] + [now_s]
-        log.warning("%s: the buffer's message cannot be read: %s", self._hello.name, error)
+        log.warning("%s: a message cannot be read, a new connection follows: %s", self._hello.name, error)
         if len(self._unreadable_s) > UNREADABLE_IN_WINDOW:
             raise error
 
@@ -257,9 +258,9 @@ class Link(threading.Thread):
             try:
                 self._read()
             except RemoteProtocolError as error:
-                if not self._known:
+                if not self._known and not isinstance(error, DamagedMessage):
                     raise
-                self._note_unreadable(error)  # behind the Welcome
+                self._note_unreadable(error)  # the Hello or the Welcome was damaged, or what came behind it
                 return False
             self._look_at_door()
         return self._known
@@ -393,6 +394,8 @@ class Link(threading.Thread):
         match message:
             case Refused(code="not_hello_first"):
                 self._known = False
+            case Refused(code="damaged"):  # the link's fault: all that is not acknowledged goes out again on a new one
+                raise DamagedMessage("of ours, at the buffer", got=message.got, expected=message.expected)
             case Refused(code=code) if self._known and code not in ("duplicate_name", "key"):
                 raise MessageRefused(message)
             case Refused():

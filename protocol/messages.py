@@ -1,7 +1,8 @@
 """Every message that crosses a wire: one Struct each, who sends it to whom, and which frames follow it.
 
 A message is one ZeroMQ multipart: the first frame is MessagePack of the tagged Struct, the others are raw
-little-endian arrays in the order and dtype the docstring names (see `protocol.codec`). Lengths are tokens.
+little-endian arrays in the order and dtype the docstring names (see `protocol.codec`), the last is a checksum
+(`protocol.checksum`). Lengths are tokens.
 
 Loops (every peer talks to the buffer only; the buffer is a ROUTER, all others are DEALERs):
 
@@ -144,13 +145,16 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """buffer -> peer: not accepted, or a message that cannot be. After a refused Hello the peer must exit non-zero."""
+    """buffer -> peer: not accepted, or a message that cannot be. After a refused Hello the peer must exit non-zero.
+
+    `damaged` and `not_hello_first`: nothing more is read from this connection; a new one, with Hello, goes on."""
 
     code: Literal[
         "protocol_version",
         "run_id",
         "vocab_fingerprint",
         "not_hello_first",
+        "damaged",
         "malformed",
         "too_large",
         "role",

@@ -9,6 +9,7 @@ from typing import Final
 
 import zmq
 
+from protocol.checksum import CHECKSUM_BYTES
 from protocol.codec import Frame
 from protocol.connections import MAX_STRANGERS_UNREAD_BYTES, MAX_UNREAD_BYTES, ConnectionFault, Connections
 from protocol.encryption import Gatekeeper, encrypt_server, role_of
@@ -16,7 +17,7 @@ from protocol.errors import LocalProtocolError
 from protocol.keys import ServerKeys
 from protocol.messages import Role
 from protocol.ratelimit import RateLimitedLog
-from protocol.sockets import FromRouter, new_socket, receive_from_router, send_frames
+from protocol.sockets import FromRouter, new_socket, receive_from_router, send_from_router
 
 WAITING_MESSAGES: Final = 256
 """Of one connection, before ZeroMQ stops reading it: then TCP holds its sender up, and our memory does not grow."""
@@ -80,16 +81,17 @@ class Router:
         self._connections.watch()
 
     def receive(self) -> FromRouter | None:
-        """One message, or None when none is waiting."""
+        """One message, damaged or not, or None when none is waiting."""
         received = receive_from_router(self._socket)
         if received is not None:
-            self._connections.read(received.source, sum(map(len, received.frames)), len(received.frames))
+            n_bytes = sum(map(len, received.frames)) + CHECKSUM_BYTES
+            self._connections.read(received.source, n_bytes, len(received.frames) + 1)
         return received
 
     def send(self, identity: bytes, frames: list[Frame]) -> bool:
         """Never blocks. False: that connection is gone."""
         try:
-            send_frames(self._socket, [identity, *frames])
+            send_from_router(self._socket, identity, frames)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

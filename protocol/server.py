@@ -152,7 +152,7 @@ class Server:
     @property
     def overtaken(self) -> int:
         """Messages, Hellos among them, found on connections that their peer had replaced meanwhile, or had opened to a
-        former process of the buffer; it sends again what matters."""
+        former process of the buffer, or behind a damaged one; it sends again what matters."""
         return self._overtaken
 
     @property
@@ -252,11 +252,16 @@ class Server:
         got = self._router.receive()
         if got is None:
             return False
-        identity, source, frames = got
+        identity, source, frames, damage = got
         self._source = source
         if identity in self._retired:  # if its peer is still there after all, it must say Hello again
             self._overtaken += 1
-            self._tell(identity, Refused("not_hello_first", "you said Hello elsewhere since", "", "Hello"))
+            self._tell(identity, Refused("not_hello_first", "this connection is over", "", "Hello on a new one"))
+            return True
+        if damage is not None:
+            self._refuse_unreadable(identity, frames, damage)
+            if identity in self._by_identity:  # what follows may not be read before what was lost here has come again
+                self._retire(identity)
             return True
         session = self._by_identity.get(identity)
         if session is not None:
@@ -357,15 +362,19 @@ class Server:
 
     def _resume(self, session: Session, identity: bytes, hello: Hello) -> None:
         del self._by_identity[session.identity]
-        self._retired[session.identity] = None
-        if len(self._retired) > REMEMBERED_CONNECTIONS:
-            self._retired.popitem(last=False)
+        self._retire(session.identity)
         self._by_identity[identity] = session
         session.reconnected(hello, identity=identity, now_s=self._clock())
         self._peer_log.info(f"{session.peer} reconnected, {session.unconfirmed} messages to send again")
         self._welcome(session)
         for frames in session.unconfirmed_frames():
             self._put(session, frames)
+
+    def _retire(self, identity: bytes) -> None:
+        """Nothing more is read from this connection."""
+        self._retired[identity] = None
+        if len(self._retired) > REMEMBERED_CONNECTIONS:
+            self._retired.popitem(last=False)
 
     def _welcome(self, session: Session) -> None:
         if self._source is not None:
@@ -376,7 +385,8 @@ class Server:
     # ------------------------------------------------------------------------------------------------- refusals
 
     def _refuse_unreadable(self, identity: bytes, frames: Sequence[Frame], error: RemoteProtocolError) -> None:
-        version = claimed_version(frames[0]) if frames and error.code == "malformed" else None
+        bare = error.code == "damaged" and len(frames) == 1  # a Hello from before there were checksums is one frame
+        version = claimed_version(frames[0]) if frames and (bare or error.code == "malformed") else None
         if version is not None and version != PROTOCOL_VERSION:
             self._refuse(identity, wrong_version(version))
         else:

@@ -18,6 +18,7 @@ from protocol.messages import WeightVersion
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.session import PeerId
 from protocol.session_book import SessionBook
+from protocol.sockets import receive_frames, send_frames
 from tests.buffer.shadow import new_book
 
 ACTOR = PeerId("actor", "a")
@@ -98,7 +99,7 @@ class RawPeer:
         self.socket.connect(server.address)
 
     def say(self, message: m.Message) -> None:
-        self.socket.send_multipart([bytes(frame) for frame in encode(message)])
+        send_frames(self.socket, encode(message))
 
     def hear(self, n: int) -> list[m.Message]:
         got: list[m.Message] = []
@@ -106,7 +107,9 @@ class RawPeer:
         while len(got) < n and time.monotonic() < deadline_s:
             assert self.server.poll(0.02) == [], "coming back is no event"
             while self.socket.poll(0):
-                got.append(decode(list[Frame](self.socket.recv_multipart())).message)
+                frames = receive_frames(self.socket)
+                assert frames is not None
+                got.append(decode(frames).message)
         return got
 
     def close(self) -> None:

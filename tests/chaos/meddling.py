@@ -7,6 +7,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
+from protocol.checksum import checksum
 from protocol.messages import PROTOCOL_VERSION
 from tests.chaos.zmtp import Unit, as_unit, bodies, wire_bytes
 
@@ -40,7 +41,8 @@ def meddle(kind: Meddling, unit: Unit, rng: Random) -> Passed:
             return Passed(wire_bytes(as_unit(junk)) + plain)
         case "version":
             hello = {"type": "Hello", "protocol_version": PROTOCOL_VERSION + 1, "role": "actor", "novel": rng.random()}
-            return Passed(wire_bytes(as_unit([msgspec.msgpack.encode(hello)])) + plain)
+            header = msgspec.msgpack.encode(hello)
+            return Passed(wire_bytes(as_unit([header, checksum([header])])) + plain)
         case "tear":
             return Passed(plain[: rng.randrange(1, len(plain))], cut=True)
         case "noise":

@@ -7,6 +7,7 @@ from typing import Final
 
 import zmq
 
+from protocol.checksum import checksum
 from protocol.codec import decode, encode
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused
 
@@ -25,7 +26,7 @@ def knock(address: str, rng: Random) -> list[str]:
                 door.connect(address)
                 door.send_multipart(frames)
                 if door.poll(round(ANSWER_S * 1000)):
-                    answer = decode(list(door.recv_multipart())).message
+                    answer = decode(door.recv_multipart()[:-1]).message
                     assert isinstance(answer, Refused), f"a stranger was answered {type(answer).__name__}"
                     codes.append(answer.code)
     finally:
@@ -38,4 +39,5 @@ def _unwelcome(rng: Random) -> list[list[bytes]]:
     version = Hello("actor", name, "x", "no such run", "ab" * 32, protocol_version=PROTOCOL_VERSION + 1)
     messages: list[Message] = [version, Hello("actor", name, "x", "no such run", "ab" * 32), Heartbeat(None, {}, 0)]
     junk = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randint(1, 4))]
-    return [*[[bytes(frame) for frame in encode(message)] for message in messages], junk]
+    told = [list(map(bytes, encode(message))) for message in messages]
+    return [*[[*frames, checksum(frames)] for frames in told], junk]

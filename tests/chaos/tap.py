@@ -72,7 +72,7 @@ class Tap:
     def name_of(self, unit: Unit) -> str:
         """Of who says Hello; empty for anything else."""
         try:
-            message = decode(list(bodies(unit))).message
+            message = decode(bodies(unit)[:-1]).message
         except RemoteProtocolError:
             return ""
         if not isinstance(message, Hello):
@@ -89,7 +89,7 @@ class Tap:
         if kind in USEFUL:
             self.useful_s[name] = time.monotonic()
         if kind in ("Batch", "BatchTrained", "BatchTrainedAck") and self._file is not None:
-            self._write(decode(list(bodies(unit))))
+            self._write(decode(bodies(unit)[:-1]))
 
     def _write(self, received: Received) -> None:
         assert self._file is not None

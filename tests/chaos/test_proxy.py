@@ -13,7 +13,7 @@ import pytest
 from protocol.client import Client
 from protocol.messages import Hello, Segment, SegmentAck, TicketCredit
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from tests.chaos.commands import Break, Look, Meddle, Proxy, Weather, running_proxy
+from tests.chaos.commands import Break, Direction, Look, Meddle, Proxy, Weather, running_proxy
 from tests.chaos.meddling import MEDDLINGS, Meddling
 
 RUN = "run-1"
@@ -120,6 +120,24 @@ def test_delays_and_narrow_links_only_take_longer(world: World) -> None:
         send_segment(client, index)
     world.until(lambda: client.unacked == 0)
     assert sorted(set(world.segments("actor-0"))) == list(range(8))
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("kind", ["corrupt", "truncate", "garbage"])
+def test_what_a_link_changes_is_found_and_comes_again(world: World, kind: Meddling, direction: Direction) -> None:
+    """Not a segment lost or out of order, not a bit of one changed, and the client lives on."""
+    client = world.client("actor-0")
+    world.proxy.tell(Meddle(kind, "actor-0", direction, count=3, seed=2))
+    for index in range(12):
+        send_segment(client, index)
+    world.until(lambda: client.unacked == 0 and world.proxy.look().meddled.get(kind, 0) == 3)
+    send_segment(client, 12)  # raises what has become of the link
+    world.until(lambda: client.unacked == 0)
+    first_seen = list(dict.fromkeys(world.segments("actor-0")))
+    assert first_seen == list(range(13))
+    assert not any(isinstance(event, PeerDown) for event in world.events), "the session was kept"
+    if direction == "up":
+        assert 1 <= world.server.refused["damaged"] <= 3  # those behind the first of a connection are not read
 
 
 @pytest.mark.parametrize("kind", MEDDLINGS)

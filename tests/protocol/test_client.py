@@ -35,7 +35,7 @@ from protocol.errors import (
 )
 from protocol.link import UNREADABLE_IN_WINDOW
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.sockets import new_socket, receive_frames, send_frames
+from protocol.sockets import new_socket, receive_from_router, send_from_router
 
 RUN, VOCAB = "run-1", "ab" * 32
 HELLO = m.Hello("actor", "actor-0", "first", RUN, VOCAB)
@@ -334,17 +334,17 @@ def test_an_unreadable_message_makes_a_new_connection_and_too_many_are_raised(
 
     def answer_badly() -> None:
         while len(received_totals) <= n_garbled and router.poll(int(WAIT_S * 1000)):
-            frames = receive_frames(router)
-            assert frames is not None
-            identity, hello = frames[0], decode(frames[1:]).message
+            got = receive_from_router(router)
+            assert got is not None
+            identity, hello = got.identity, decode(got.frames).message
             if not isinstance(hello, m.Hello):
                 continue  # a heartbeat
             n_before = len(received_totals)
             received_totals.append(hello.received_total)
             for message in (m.Welcome(1, 60.0, 120.0, VERSION, None), m.CancelRollout(f"r{n_before}", "x")):
-                send_frames(router, [identity, *encode(message)])
+                send_from_router(router, identity, encode(message))
             if n_before < n_garbled:
-                send_frames(router, [identity, b"garbage"])
+                send_from_router(router, identity, [b"garbage"])
             if n_before == UNREADABLE_IN_WINDOW:
                 return
 

@@ -437,7 +437,7 @@ def test_garbage_is_counted_and_harms_nobody(server: Server, connect: MakePeer) 
         assert server.poll(0.01) == []
         if sum(server.refused.values()) == n_garbage:
             break
-    assert server.refused == {"malformed": n_garbage}
+    assert server.refused == {"damaged": n_garbage}
     bad.read_n(1)  # told once, not three hundred times
     good.send(SEGMENT, SEGMENT_ARRAYS)
     (event,) = events_until_one(server)
@@ -449,11 +449,25 @@ def test_malformed_messages_of_a_known_peer_are_refused_and_it_stays(server: Ser
     peer = connect()
     peer.greet()
     peer.read()
-    peer.socket.send_multipart([msgspec.msgpack.encode(SEGMENT), b"123"])
+    send_frames(peer.socket, [msgspec.msgpack.encode(SEGMENT), b"123"])
     refused = peer.refused()
     assert (refused.code, refused.got) == ("malformed", "1 arrays")
     peer.send(SEGMENT, SEGMENT_ARRAYS)
     assert isinstance(events_until_one(server)[0], FromPeer)
+
+
+def test_behind_a_damaged_message_nothing_is_read_until_a_new_connection(server: Server, connect: MakePeer) -> None:
+    peer, again = connect(), connect()
+    peer.greet()
+    peer.read_n(1)
+    peer.socket.send_multipart([*map(bytes, encode(SEGMENT, SEGMENT_ARRAYS)), b"not its sum"])
+    peer.send(SEGMENT, SEGMENT_ARRAYS)  # in order: the one behind may not be read before that one has come again
+    assert peer.refused().code == "damaged"
+    nothing_happens(server)
+    assert (server.refused, server.overtaken) == ({"damaged": 1}, 1)
+    again.send(msgspec.structs.replace(HELLO, connection=1))
+    again.send(SEGMENT, SEGMENT_ARRAYS)
+    assert [type(event) for event in events_until_one(server)] == [FromPeer], "the session was kept"
 
 
 def test_an_address_in_use_is_told(make_server: MakeServer, server: Server) -> None:
