@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -13,12 +15,14 @@ from engines.sglang_config import ServerConfig, SGLangConfig
 from engines.sglang_features import Features, probe_server
 from engines.sglang_http import RequestRefused, ServerUnavailable
 from engines.sglang_stream import StreamError
+from engines.sglang_tokenizer import compare_tokenizers
 from launch.config import RunConfig
-from launch.server_plan import SERVED_ROLES, ServedRole, count, urls_of, uses_sglang
+from launch.server_plan import ServedRole, count, server_config, server_groups, urls_of, with_server
 
 PROBE_TIMEOUT_S: Final = 20.0
 """For a server that should be there; the configured connect timeout where that is shorter."""
 AT_ONCE: Final = 16
+log = logging.getLogger(__name__)
 
 
 class Attached(NamedTuple):
@@ -35,38 +39,36 @@ def ask_servers(config: RunConfig) -> Attached:
     """Probe all servers that `urls` name, side by side."""
     found: list[tuple[str, Features]] = []
     mistakes: list[str] = []
-    for role in SERVED_ROLES:
-        urls = urls_of(config, role)
-        if not urls or not uses_sglang(config, role):
+    for key, role, first, own in server_groups(config):
+        urls = urls_of(own, role)
+        if not urls:
             continue
-        if len(urls) != count(config, role):
+        if len(urls) != count(own, role):
             mistakes.append(
-                f"{role}s: got {count(config, role)} with {len(urls)} {role}.urls, expected the same number of both: "
+                f"{role}s: got {count(own, role)} with {len(urls)} {key}.urls, expected the same number of both: "
                 f"each {role} has a server of its own (leave --{role}s out, and there are as many as urls)"
             )
             continue
-        features, wrong = _ask(config, role, urls)
+        features, wrong = _ask(own, key, role)
         mistakes += wrong
         if features:
-            told = _one_kind(role, urls, features)
+            told = [*_one_kind(role, urls, features), *_other_tokenizers(own, key, role)]
             mistakes += told
-            config = config if told else _filled(config, role, features[0])
-            found += [(f"{role}-{i}", server) for i, server in enumerate(features)]
+            if not told:  # of teachers, which need not be alike, the first one's
+                config = with_server(config, key, _filled(server_config(own, role), features[0]))
+            found += [(f"{role}-{first + i}", server) for i, server in enumerate(features)]
     return Attached(config, found, mistakes)
 
 
-def _ask(config: RunConfig, role: ServedRole, urls: tuple[str, ...]) -> tuple[list[Features], list[str]]:
-    """(features of all, or none; what went wrong)."""
-    settings = config.actor.sglang if role == "actor" else config.teacher.sglang
-    name = settings.api_key_env
-    key = os.environ.get(name, "") if name else ""
-    if name and not key:
-        return [], [f"{role}.sglang.api_key_env: the environment has no {name}, expected the bearer key of {role}.urls"]
-    short = min(settings.connect_timeout_s, PROBE_TIMEOUT_S)
-    settings = msgspec.structs.replace(settings, connect_timeout_s=short)
+def _ask(config: RunConfig, key: str, role: ServedRole) -> tuple[list[Features], list[str]]:
+    """(features of all, or none; what went wrong). `key`: where their settings stand."""
+    settings = _settings(config, role)
+    name, secret = settings.api_key_env, _secret(settings)
+    if name and not secret:
+        return [], [f"{key}.sglang.api_key_env: the environment has no {name}, expected the bearer key of {key}.urls"]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(_ask_one, urls, repeat(settings), repeat(key)))
-    wrong = [f"{role}.urls: {answer}" for answer in answers if isinstance(answer, str)]
+        answers = list(pool.map(_ask_one, urls_of(config, role), repeat(settings), repeat(secret)))
+    wrong = [f"{key}.urls: {answer}" for answer in answers if isinstance(answer, str)]
     return ([] if wrong else [answer for answer in answers if isinstance(answer, Features)]), wrong
 
 
@@ -80,6 +82,43 @@ def _ask_one(url: str, settings: SGLangConfig, key: str) -> Features | str:
         return f"{url} does not answer like an SGLang server: {error}"
 
 
+def _other_tokenizers(config: RunConfig, key: str, role: ServedRole) -> list[str]:
+    """Servers that mean other text by the student's ids. `models.student`: a folder, else nothing is asked."""
+    student, settings = Path(config.models.student), _settings(config, role)
+    if not (student / "tokenizer.json").is_file():
+        return []
+    mistakes: list[str] = []
+    for url in urls_of(config, role):
+        try:
+            differing = compare_tokenizers(url, settings, student, api_key=_secret(settings))
+        except (ServerUnavailable, RequestRefused, msgspec.DecodeError) as error:
+            log.warning("%s.urls: the tokenizer of %s cannot be compared with the student's: %s", key, url, error)
+            continue
+        if differing is None:
+            log.warning("%s.urls: %s does not say which tokenizer it has; it is taken for the student's", key, url)
+        elif differing:
+            named = ", ".join(
+                f"{i} is {ours!r} for the student and {theirs!r} there" for i, ours, theirs in differing[:3]
+            )
+            mistakes.append(
+                f"{key}.urls: {url} has another tokenizer than the student in {student}: {len(differing)} of the ids "
+                f"compared stand for other text, first {named}; expected a server with the student's tokenizer"
+            )
+    return mistakes
+
+
+def _settings(config: RunConfig, role: ServedRole) -> SGLangConfig:
+    """With a short wait: the server should be there."""
+    settings = config.actor.sglang if role == "actor" else config.teacher.sglang
+    short = min(settings.connect_timeout_s, PROBE_TIMEOUT_S)
+    return msgspec.structs.replace(settings, connect_timeout_s=short)
+
+
+def _secret(settings: SGLangConfig) -> str:
+    """The bearer key; empty where none is configured, or where the environment has none."""
+    return os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
+
+
 def _one_kind(role: ServedRole, urls: tuple[str, ...], features: list[Features]) -> list[str]:
     """The servers of the actors are ranks of one weight group: laid out by one tp, on one kind of device."""
     kinds = {(server.device, server.tp_size) for server in features}
@@ -91,14 +130,5 @@ def _one_kind(role: ServedRole, urls: tuple[str, ...], features: list[Features])
     return [f"actor.urls: {told}; expected the same of all, for they take the weights together"]
 
 
-def _filled(config: RunConfig, role: ServedRole, server: Features) -> RunConfig:
-    """Of teachers, which need not be alike, the first one's."""
-    replace = msgspec.structs.replace
-    if role == "actor":
-        filled = _with(config.actor.server, server)
-        return replace(config, actor=replace(config.actor, server=filled))
-    return replace(config, teacher=replace(config.teacher, server=_with(config.teacher.server, server)))
-
-
-def _with(settings: ServerConfig, server: Features) -> ServerConfig:
+def _filled(settings: ServerConfig, server: Features) -> ServerConfig:
     return msgspec.structs.replace(settings, device=server.device, tp=server.tp_size)

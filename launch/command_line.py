@@ -113,6 +113,8 @@ def resolve_config(line: CommandLine) -> RunConfig:
         former = choose_path(line.run_dir, resume=True, name=line.name) / "config.yaml"
         if former.is_file():
             plain = read_plain(former)
+        if plain.get("pools"):
+            plain.pop("teachers", None)  # it was counted, and is counted again
     if line.config is not None:
         plain = merge(plain, read_plain(line.config))
     mistakes: list[str] = []
@@ -121,6 +123,7 @@ def resolve_config(line: CommandLine) -> RunConfig:
             put(plain, key.name, parse_text(key, text))
         except ConfigError as error:
             mistakes += error.mistakes
+    _count_pools(plain)
     if get(plain, "models.student") in (None, BUILTIN):
         plain = merge(BUILTIN_RECIPE, plain)
     for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
@@ -133,6 +136,24 @@ def resolve_config(line: CommandLine) -> RunConfig:
     if mistakes:
         raise ConfigError(*mistakes)
     return config
+
+
+def _count_pools(plain: Plain) -> None:
+    """Pools say how many teachers there are, and urls how many a pool has, where the user does not."""
+    pools = plain.get("pools")
+    if not isinstance(pools, dict) or not pools:
+        return
+    counts: list[object] = []
+    for pool in cast(dict[str, object], pools).values():
+        if not isinstance(pool, dict):
+            return  # which is refused
+        told = cast(Plain, pool)
+        urls = told.get("urls")
+        if isinstance(urls, list) and urls:
+            told.setdefault("count", len(cast(list[object], urls)))
+        counts.append(told.get("count", 1))
+    if "teachers" not in plain and all(isinstance(count, int) for count in counts):
+        plain["teachers"] = sum(cast(list[int], counts))
 
 
 def help_text() -> str:

@@ -12,7 +12,7 @@ import msgspec
 from actors.config import ActorConfig
 from buffer.config import BufferConfig
 from learner.config import LearnerConfig
-from teachers.config import TeacherConfig
+from teachers.config import PoolConfig, TeacherConfig
 
 BUILTIN: Final = "builtin"
 """As a model or as prompts: those that ship with the project."""
@@ -91,12 +91,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     actors: int = 2
     """Student processes that write rollouts. With actor.urls: as many as there are urls."""
     teachers: int = 1
-    """Teacher processes that grade them. With teacher.urls: as many as there are urls."""
+    """Teacher processes that grade them. With teacher.urls: as many as there are urls; with pools: the sum of their
+    counts."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
     actor: ActorConfig = msgspec.field(default_factory=ActorConfig)
     teacher: TeacherConfig = msgspec.field(default_factory=TeacherConfig)
+    pools: dict[str, PoolConfig] = msgspec.field(default_factory=dict[str, PoolConfig])
+    """Teachers with different models: `[pools.NAME]` with a model and a count each, and what differs from `teacher`.
+    learner.tasks.routes says which tags a pool grades. Empty: one pool of `teachers` with models.teacher."""
     launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
@@ -105,7 +109,31 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.seed < 0:
             raise ValueError(f"seed must be 0 or more, got {self.seed}")
+        self._check_pools()
         self._refuse_publishing_too_rarely()
+
+    def _check_pools(self) -> None:
+        for name, pool in self.pools.items():
+            if not name:
+                raise ValueError("pools: got an empty name, expected one that learner.tasks.routes has, e.g. math")
+            try:
+                pool.settings(self.teacher, name)
+            except ValueError as error:
+                raise ValueError(f"pools.{name}: {error}") from error
+        if not self.pools:
+            return
+        if self.teacher.urls or self.teacher.pool != "default":
+            raise ValueError(
+                "teacher.urls and teacher.pool are of a run with one pool, got them beside pools; expected "
+                "pools.NAME.urls, and the name in the key"
+            )
+        counted = sum(pool.count for pool in self.pools.values())
+        if self.teachers != counted:
+            told = ", ".join(f"{name}: {pool.count}" for name, pool in self.pools.items())
+            raise ValueError(
+                f"teachers is {self.teachers}, expected {counted}, the sum of the pools ({told}); leave it out, and "
+                "say how many by pools.NAME.count"
+            )
 
     def _refuse_publishing_too_rarely(self) -> None:
         """Tickets wait for weights; those that are never published must not be waited for."""

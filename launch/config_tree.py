@@ -109,7 +109,10 @@ def _build(
             mistakes.append(unknown_key(key, valid))
             continue
         field_type = fields[name].type
-        if (nested := _struct_type(field_type)) is None:
+        item = _struct_of_items(field_type)
+        if item is not None and isinstance(value, Mapping):
+            values[name] = _build_items(item, cast(Mapping[str, object], value), key, mistakes)
+        elif (nested := _struct_type(field_type)) is None:
             try:
                 values[name] = msgspec.convert(value, field_type)
             except msgspec.ValidationError as error:
@@ -131,6 +134,21 @@ def _build(
         told = str(error)
         mistakes.append(told if told.startswith(prefix) else f"{prefix.rstrip('.')}: {told}")
         return None
+
+
+def _build_items(
+    item: type[StructT], plain: Mapping[str, object], key: str, mistakes: list[str]
+) -> dict[str, StructT | None]:
+    """A table of tables, each a Struct of the same kind."""
+    built: dict[str, StructT | None] = {}
+    for name, value in plain.items():
+        below = f"{key}.{name}"
+        if isinstance(value, Mapping):
+            valid = [f"{below}.{leaf.name}" for leaf in keys_of(item)]
+            built[name] = _build(item, cast(Mapping[str, object], value), f"{below}.", valid, mistakes)
+        else:
+            mistakes.append(f"{below}: got {value!r} ({type(value).__name__}), expected a table of keys {below}.*")
+    return built
 
 
 def put(plain: Plain, key: str, value: object) -> None:
@@ -234,6 +252,11 @@ def _accepts(value: object, annotation: object) -> bool:
 
 def _struct_type(annotation: object) -> type[msgspec.Struct] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
+
+
+def _struct_of_items(annotation: object) -> type[msgspec.Struct] | None:
+    """Of `dict[str, SomeStruct]`."""
+    return _struct_type(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
 def _default(field: msgspec.structs.FieldInfo) -> object:

@@ -5,6 +5,7 @@ start, and then stand still or throw everything away. No torch, unless a user's 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from actors.envs.registry import UnknownEnvironment, check_options
 from launch.config import RunConfig
+from launch.pools import teacher_pools
 
 
 class Findings(NamedTuple):
@@ -41,19 +43,23 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
 
 
 def _pools(config: RunConfig) -> Iterator[str]:
-    """Every teacher of a run serves the one pool `teacher.pool`."""
-    pool, routes = config.teacher.pool, config.learner.tasks.routes
+    """Tasks are sent to pools that have teachers, and to each of these pools some are sent."""
+    routes = config.learner.tasks.routes
+    served = [pool.name for pool in teacher_pools(config)]
     for other in routes:
-        if other != pool:
+        if other not in served:
+            near = difflib.get_close_matches(other, served, n=1)
+            whose = "a pool of `pools`" if config.pools else "the teacher.pool of all teachers of a run without `pools`"
             yield (
-                f"learner.tasks.routes: got pool {other!r}, which no teacher serves; expected {pool!r}, the "
-                "teacher.pool of all teachers of a run"
+                f"learner.tasks.routes: got pool {other!r}, which no teacher serves; expected "
+                f"{' or '.join(map(repr, near or served))}, {whose}"
             )
-    if pool not in routes:
-        yield (
-            f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of its pools: "
-            f"{', '.join(routes) or '(none)'}"
-        )
+    for name in served:
+        if name not in routes:
+            yield (
+                f"{f'pools.{name}' if config.pools else 'teacher.pool'}: got {name!r}, to which learner.tasks.routes "
+                f"sends nothing; expected one of its pools: {', '.join(routes) or '(none)'}"
+            )
 
 
 def _environments(config: RunConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from launch.config import RunConfig
+from launch.pools import pool_of
 from launch.processes import Processes
 from launch.roles import StartRole
 from launch.runfolder import RunFolder
@@ -95,5 +96,6 @@ class Crew:
             return self._servers.url(worker.name)
         if worker.role not in ("actor", "teacher"):
             return ""
-        urls = urls_of(self._config, worker.role)
-        return urls[worker.index] if urls else ""
+        pool = pool_of(self._config, worker.index) if worker.role == "teacher" else None
+        urls = urls_of(pool.config if pool is not None else self._config, worker.role)
+        return urls[worker.index - (pool.first if pool is not None else 0)] if urls else ""

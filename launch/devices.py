@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from launch.config import RunConfig
+from teachers.config import PoolConfig
 
 NVIDIA_SMI_TIMEOUT_S: Final = 20.0
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -49,11 +50,16 @@ def fill_devices(config: RunConfig) -> RunConfig:
     device, actor, teacher = config.device, config.actor, config.teacher
     actor = replace(actor, torch=_filled(actor.torch, device), server=_filled(actor.server, device))
     teacher = _filled(replace(teacher, server=_filled(teacher.server, device)), device)
-    return replace(config, learner=_filled(config.learner, device), actor=actor, teacher=teacher)
+    pools = {name: _filled_pool(pool, device) for name, pool in config.pools.items()}
+    return replace(config, learner=_filled(config.learner, device), actor=actor, teacher=teacher, pools=pools)
 
 
 def _filled(struct: StructT, device: Literal["cpu", "cuda"]) -> StructT:
     return replace(struct, device=device) if getattr(struct, "device", None) == "auto" else struct
+
+
+def _filled_pool(pool: PoolConfig, device: Literal["cpu", "cuda"]) -> PoolConfig:
+    return _filled(replace(pool, server=_filled(pool.server, device) if pool.server else None), device)
 
 
 def torch_gpu(device: str, n_visible: int) -> int | None:

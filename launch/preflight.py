@@ -19,9 +19,10 @@ import builtin
 from launch.config import BUILTIN, RunConfig
 from launch.consistency import check_consistency
 from launch.errors import ConfigError
+from launch.pools import teacher_pools
 from launch.server_plan import ServerPlan
 from launch.server_preflight import check_servers
-from protocol.fingerprint import vocab_fingerprint
+from launch.vocabularies import check_teachers
 
 ROWS_CHECKED: Final = 20
 replace = msgspec.structs.replace
@@ -46,14 +47,17 @@ class Checked(NamedTuple):
 def check(config: RunConfig) -> Checked:
     """Raises ConfigError with all that is wrong."""
     mistakes: list[str] = []
+    named = {"models.student": config.models.student}
+    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
     folders: dict[str, Path] = {}
-    for which, named in (("student", config.models.student), ("teacher", config.models.teacher)):
+    for key, name in named.items():
         try:
-            folders[which] = find_model(f"models.{which}", named)
+            folders[key] = find_model(key, name)
         except ConfigError as error:
             mistakes += error.mistakes
-    if len(folders) == 2:
-        mistakes += compare_vocabularies(folders["student"], folders["teacher"])
+    student = folders.get("models.student")
+    if student is not None:
+        mistakes += check_teachers(student, {key: folder for key, folder in folders.items() if folder != student})
     tasks = config.learner.tasks
     prompts, eval_prompts = tasks.prompts or BUILTIN, tasks.eval_prompts
     if prompts == BUILTIN:
@@ -63,11 +67,9 @@ def check(config: RunConfig) -> Checked:
     for key, path in (("learner.tasks.prompts", prompts), ("learner.tasks.eval_prompts", eval_prompts)):
         if path:
             mistakes += check_prompts(key, Path(path))
-    findings = check_consistency(config, folders.get("student"))
+    findings = check_consistency(config, student)
     mistakes += findings.mistakes
-    if len(folders) == 2:
-        models = replace(config.models, student=str(folders["student"]), teacher=str(folders["teacher"]))
-        config = replace(config, models=models)
+    config = _with_folders(config, folders)
     servers = check_servers(config)
     mistakes += servers.mistakes
     if mistakes:
@@ -81,6 +83,16 @@ def check(config: RunConfig) -> Checked:
         servers=servers.plans,
         server_report=servers.report(),
     )
+
+
+def _with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
+    """The same models, by their folders."""
+    found = {key.partition(".")[2]: str(folder) for key, folder in folders.items() if key.startswith("models.")}
+    pools = {
+        name: replace(pool, model=str(folders.get(f"pools.{name}.model", pool.model)))
+        for name, pool in config.pools.items()
+    }
+    return replace(config, models=replace(config.models, **found), pools=pools)
 
 
 def _absolute(path: str) -> str:
@@ -121,46 +133,6 @@ def model_type(folder: Path) -> str:
     if not isinstance(told, str):
         raise ConfigError(f"{file}: model_type is {told!r}, expected a name like qwen3")
     return told
-
-
-def compare_vocabularies(student: Path, teacher: Path) -> list[str]:
-    """Token-to-id maps must be equal: sizes say nothing, models pad their embedding rows past the vocabulary.
-
-    Only tokenizer.json is read here; where one of the two has none, the handshake with the buffer compares."""
-    maps = [read_vocabulary(folder / "tokenizer.json") for folder in (student, teacher)]
-    ours, theirs = maps
-    if ours is None or theirs is None or vocab_fingerprint(ours) == vocab_fingerprint(theirs):
-        return []
-    differing = [token for token in ours if token in theirs and ours[token] != theirs[token]]
-    lacking = [token for token in ours if token not in theirs] + [token for token in theirs if token not in ours]
-    if differing:
-        token = differing[0]
-        example = f"{token!r} is {ours[token]} for the student and {theirs[token]} for the teacher"
-    else:
-        example = f"{lacking[0]!r} is known to one of them only"
-    return [
-        f"models.teacher: its tokenizer differs from the student's ({len(ours)} tokens in {student}, {len(theirs)} in "
-        f"{teacher}; {len(differing)} with another id, {len(lacking)} in one only, e.g. {example}); a teacher can only "
-        "grade a student with the same token-to-id map"
-    ]
-
-
-def read_vocabulary(file: Path) -> dict[str, int] | None:
-    """Token -> id, added tokens included, or None if the file is not there or of a kind without a readable map."""
-    if not file.is_file():
-        return None
-    try:
-        content = cast(Json, json.loads(file.read_text(encoding="utf-8")))
-        told = cast(Json, content["model"])["vocab"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a tokenizer: {error!r}") from error
-    if isinstance(told, Mapping):
-        vocab = dict(cast(Mapping[str, int], told))
-    else:  # Unigram: [[token, score], ...], the id is the position
-        vocab = {token: i for i, (token, _) in enumerate(cast(list[tuple[str, float]], told))}
-    for added in cast(list[dict[str, object]], content.get("added_tokens") or []):
-        vocab[str(added["content"])] = int(str(added["id"]))
-    return vocab
 
 
 def check_prompts(key: str, path: Path) -> list[str]:

@@ -26,6 +26,7 @@ import msgspec
 from launch.config import RunConfig
 from launch.config_file import read_config
 from launch.lifeline import die_with_parent, watch_launcher
+from launch.pools import config_of
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.errors import HandshakeRefused
 from protocol.messages import Ledger, WeightVersion
@@ -90,7 +91,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             run_dir=Path(self.run_dir),
             buffer_address=self.buffer_address,
             resume=self.resume,
-            config=config,
+            config=config_of(config, self.role, self.index),
             server_url=self.server_url,
         )
 

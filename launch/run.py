@@ -23,6 +23,7 @@ from launch.command_line import help_text, parse_arguments, resolve_config
 from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import LaunchError
+from launch.pools import teacher_pools
 from launch.resume import check_resumed
 from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
 from launch.runfolder import RunFolder, RunState, choose_path
@@ -99,11 +100,12 @@ def run(
 def preload_modules(config: RunConfig, model_types: Sequence[str]) -> tuple[str, ...]:
     """What the fork server imports before it forks: all that every worker needs, the models' own modules among it
     (transformers would import them in each worker otherwise). Without torch where none of them has a model."""
-    engines = {"actor": config.actor.engine, "teacher": config.teacher.engine}
+    engines = [("actor", config.actor.engine)]
+    engines += [("teacher", pool.config.teacher.engine) for pool in teacher_pools(config)]
     needed = [*PRELOADED]
-    for role, engine in engines.items():
+    for role, engine in engines:
         needed += (PRELOADED_SGLANG if engine == "sglang" else PRELOADED_TORCH)[role]
-    if "torch" not in engines.values():
+    if all(engine != "torch" for _, engine in engines):
         return tuple(needed)
     transformers = importlib.util.find_spec("transformers")
     models: list[str] = []

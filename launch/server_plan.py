@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
+import msgspec
 import psutil
 
 from engines.sglang_config import ServerConfig
@@ -18,10 +19,10 @@ from launch.config import RunConfig
 from launch.devices import torch_gpu
 from launch.gpus import Wanted, assign_gpus
 from launch.interpreter import choose_python, needs_shim
+from launch.pools import teacher_pools
 from sglang_cpu.servers import SERVER_ARGS
 
 ServedRole = Literal["actor", "teacher"]
-SERVED_ROLES: Final[tuple[ServedRole, ...]] = ("actor", "teacher")
 COMMON_ARGS: Final = ("--log-level-http", "warning")
 """Of every server: not a log line per request."""
 OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
@@ -59,11 +60,6 @@ class ServerPlan:
         return f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
 
 
-def launched_roles(config: RunConfig) -> tuple[ServedRole, ...]:
-    """Roles whose servers the launcher starts."""
-    return tuple(role for role in SERVED_ROLES if uses_sglang(config, role) and not urls_of(config, role))
-
-
 def uses_sglang(config: RunConfig, role: ServedRole) -> bool:
     return (config.actor.engine if role == "actor" else config.teacher.engine) == "sglang"
 
@@ -79,32 +75,70 @@ def server_config(config: RunConfig, role: ServedRole) -> ServerConfig:
 def plan_servers(config: RunConfig, visible: Sequence[str]) -> tuple[ServerPlan, ...]:
     """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda; `visible`: names
     of the GPUs. Raises ValueError (launch.gpus) where there are too few."""
-    roles = launched_roles(config)
-    on_gpus: list[ServedRole] = [role for role in roles if server_config(config, role).device == "cuda"]
-    wanted = [
-        Wanted(role, count(config, role), server_config(config, role).tp, server_config(config, role).gpus)
-        for role in on_gpus
-    ]
+    wanted: list[Wanted] = []
+    groups = launched_groups(config)
+    for key, role, _, own in groups:
+        server = server_config(own, role)
+        if server.device == "cuda":
+            wanted.append(Wanted(key, count(own, role), server.tp, server.gpus))
     gpus = assign_gpus(len(visible), list(taken_gpus(config, len(visible))), wanted)
-    plans: list[ServerPlan] = []
-    for role in roles:
-        server, model = server_config(config, role), getattr(config.models, "student" if role == "actor" else "teacher")
-        python = choose_python(server)
-        shim = needs_shim(server, python)
-        for index in range(count(config, role)):
-            plan = ServerPlan(
-                worker=f"{role}-{index}",
-                model=model,
-                python=python,
-                shim=shim,
-                gpus=tuple(visible[gpu] for gpu in gpus[role][index]) if role in gpus else (),
-                args=(*_arguments(server, shim=shim), *ROLE_ARGS[role], *server.args),
-                host=server.host,
-                port=server.port + index if server.port else 0,
-                start_timeout_s=server.start_timeout_s,
-            )
-            plans.append(plan)
-    return tuple(plans)
+    named = {key: [[visible[gpu] for gpu in group] for group in groups] for key, groups in gpus.items()}
+    return tuple(plan for group in groups for plan in _plans(group, named.get(group.key, ())))
+
+
+class ServerGroup(NamedTuple):
+    """Workers whose servers are alike: the actors, or the teachers of one pool."""
+
+    key: str
+    """Where their settings stand: actor, teacher, pools.NAME."""
+    role: ServedRole
+    first: int
+    """Number of the first of these workers."""
+    config: RunConfig
+    """As they see it."""
+
+
+def server_groups(config: RunConfig) -> tuple[ServerGroup, ...]:
+    """All that have servers, started or running."""
+    groups = [ServerGroup("actor", "actor", 0, config)]
+    groups += [ServerGroup(pool.key, "teacher", pool.first, pool.config) for pool in teacher_pools(config)]
+    return tuple(group for group in groups if uses_sglang(group.config, group.role))
+
+
+def launched_groups(config: RunConfig) -> tuple[ServerGroup, ...]:
+    """Those whose servers the launcher starts."""
+    return tuple(group for group in server_groups(config) if not urls_of(group.config, group.role))
+
+
+def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
+    """Other settings for the servers of one group."""
+    replace = msgspec.structs.replace
+    if key == "actor":
+        return replace(config, actor=replace(config.actor, server=server))
+    if key == "teacher":
+        return replace(config, teacher=replace(config.teacher, server=server))
+    name = key.partition(".")[2]
+    return replace(config, pools={**config.pools, name: replace(config.pools[name], server=server)})
+
+
+def _plans(group: ServerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[ServerPlan]:
+    """`gpus`: of each server of the group; empty on a CPU."""
+    role, config = group.role, group.config
+    server = server_config(config, role)
+    python = choose_python(server)
+    shim = needs_shim(server, python)
+    for index in range(count(config, role)):
+        yield ServerPlan(
+            worker=f"{role}-{group.first + index}",
+            model=config.models.student if role == "actor" else config.models.teacher,
+            python=python,
+            shim=shim,
+            gpus=tuple(gpus[index]) if gpus else (),
+            args=(*_arguments(server, shim=shim), *ROLE_ARGS[role], *server.args),
+            host=server.host,
+            port=server.port + index if server.port else 0,
+            start_timeout_s=server.start_timeout_s,
+        )
 
 
 def count(config: RunConfig, role: ServedRole) -> int:
@@ -115,7 +149,8 @@ def taken_gpus(config: RunConfig, n_visible: int) -> Iterator[int]:
     """GPUs of the learner and of embedded engines."""
     devices = [config.learner.device]
     devices += [config.actor.torch.device] if config.actor.engine == "torch" else []
-    devices += [config.teacher.device] if config.teacher.engine == "torch" else []
+    teachers = [pool.config.teacher for pool in teacher_pools(config)]
+    devices += [teacher.device for teacher in teachers if teacher.engine == "torch"]
     for device in devices:
         gpu = torch_gpu(device, n_visible)
         if gpu is not None:

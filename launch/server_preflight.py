@@ -14,13 +14,14 @@ from launch.devices import fill_devices, visible_gpus
 from launch.interpreter import choose_python, lacks_sglang
 from launch.server_features import grouped
 from launch.server_plan import (
-    ServedRole,
+    ServerGroup,
     ServerPlan,
     count,
     free_port,
-    launched_roles,
+    launched_groups,
     plan_servers,
     server_config,
+    with_server,
 )
 
 HIGHEST_PORT: Final = 65535
@@ -50,12 +51,14 @@ def check_servers(config: RunConfig) -> Found:
     config = fill_devices(config)
     attached = ask_servers(config)
     config, mistakes = attached.config, list(attached.mistakes)
-    roles = launched_roles(config)
-    gpus = visible_gpus() if any(server_config(config, role).device != "cpu" for role in roles) else ()
-    for role in roles:
-        config = _with_device(config, role, gpus)
-    for role in roles:
-        mistakes += _lacking(config, role, gpus)
+    launched = launched_groups(config)
+    gpus = visible_gpus() if any(server_config(own, role).device != "cpu" for _, role, _, own in launched) else ()
+    for key, role, _, own in launched:
+        server = server_config(own, role)
+        if server.device == "auto":
+            config = with_server(config, key, msgspec.structs.replace(server, device="cuda" if gpus else "cpu"))
+    for group in launched_groups(config):
+        mistakes += _lacking(group, gpus)
     plans: tuple[ServerPlan, ...] = ()
     if not mistakes:
         try:
@@ -65,26 +68,17 @@ def check_servers(config: RunConfig) -> Found:
     return Found(config, plans, attached.features, mistakes)
 
 
-def _with_device(config: RunConfig, role: ServedRole, gpus: Sequence[str]) -> RunConfig:
-    replace = msgspec.structs.replace
-    server = server_config(config, role)
-    if server.device == "auto":
-        server = replace(server, device="cuda" if gpus else "cpu")
-    if role == "actor":
-        return replace(config, actor=replace(config.actor, server=server))
-    return replace(config, teacher=replace(config.teacher, server=server))
-
-
-def _lacking(config: RunConfig, role: ServedRole, gpus: Sequence[str]) -> Iterator[str]:
+def _lacking(group: ServerGroup, gpus: Sequence[str]) -> Iterator[str]:
+    key, role, _, config = group
     server = server_config(config, role)
     if server.device == "cuda" and not gpus:
-        yield f"{role}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
-    if lacking := lacks_sglang(role, server, choose_python(server)):
+        yield f"{key}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
+    if lacking := lacks_sglang(key, server, choose_python(server)):
         yield lacking
     last = server.port + count(config, role) - 1
     if server.port and last > HIGHEST_PORT:
-        yield f"{role}.server.port: got {server.port}, and {count(config, role)} servers would need ports up to {last}"
+        yield f"{key}.server.port: got {server.port}, and {count(config, role)} servers would need ports up to {last}"
     try:
         free_port(server.host)
     except OSError as error:
-        yield f"{role}.server.host: cannot listen on {server.host!r} ({error}); expected an address of this machine"
+        yield f"{key}.server.host: cannot listen on {server.host!r} ({error}); expected an address of this machine"

@@ -22,7 +22,7 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     urls: tuple[str, ...] = ()
     """Running SGLang servers to use instead of starting some, one per teacher."""
     pool: str = "default"
-    """Name of the pool this teacher serves; tasks name the pools that must grade them."""
+    """Name of the one pool of a run without `pools`; tasks name the pools that must grade them."""
     device: str = "auto"
     """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -63,3 +63,49 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def credit_tokens(self) -> int:
         return int(self.max_batch_tokens * self.credit_batches)
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Teachers that hold one model, of a run with several. What is left out is as in `teacher`."""
+
+    model: str = ""
+    """Their model; empty = models.teacher."""
+    count: int = 1
+    """How many of them. With urls: as many as there are urls."""
+    engine: Literal["torch", "sglang"] | None = None
+    """As teacher.engine."""
+    urls: tuple[str, ...] = ()
+    """Running SGLang servers of this pool."""
+    sglang: SGLangConfig | None = None
+    """Instead of all of teacher.sglang."""
+    server: ServerConfig | None = None
+    """Instead of all of teacher.server: other GPUs, another tp."""
+    device: str | None = None
+    """As teacher.device."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """As teacher.dtype."""
+    max_batch_tokens: int | None = None
+    """As teacher.max_batch_tokens."""
+    credit_batches: float | None = None
+    """As teacher.credit_batches."""
+    top_k: int | None = None
+    """As teacher.top_k."""
+    top_mass: float | None = None
+    """As teacher.top_mass."""
+    tail: Literal["auto", "pooled", "each"] | None = None
+    """As teacher.tail."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count is {self.count}; expected at least 1 teacher")
+        if self.urls and self.count != len(self.urls):
+            raise ValueError(
+                f"count is {self.count} with {len(self.urls)} urls; expected the same number of both: each teacher has "
+                "a server of its own"
+            )
+
+    def settings(self, common: TeacherConfig, name: str) -> TeacherConfig:
+        """Of the teachers of this pool. Raises ValueError where they do not fit one another."""
+        own = {field: getattr(self, field) for field in self.__struct_fields__ if field not in ("model", "count")}
+        told = {field: value for field, value in own.items() if value is not None}
+        return msgspec.structs.replace(common, pool=name, **told)

@@ -37,7 +37,7 @@ def test_the_defaults_fit() -> None:
 def test_a_pool_that_nothing_is_sent_to_and_a_route_to_nobody_are_both_told() -> None:
     assert mistakes(teacher={"pool": "math"}) == [
         "learner.tasks.routes: got pool 'default', which no teacher serves; expected 'math', the teacher.pool of all "
-        "teachers of a run",
+        "teachers of a run without `pools`",
         "teacher.pool: got 'math', to which learner.tasks.routes sends nothing; expected one of its pools: default",
     ]
     assert mistakes(teacher={"pool": "math"}, learner={"tasks": {"routes": {"math": ["sums"]}}}) == []

@@ -15,7 +15,8 @@ import builtin
 from launch.config import RunConfig
 from launch.config_tree import build
 from launch.errors import ConfigError
-from launch.preflight import check, check_prompts, read_vocabulary
+from launch.preflight import check, check_prompts
+from launch.vocabularies import read_vocabulary
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,26 @@ def test_a_teacher_with_another_token_map_is_refused_with_an_example(model: Path
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     message = told(models={"teacher": str(model)})
     assert "models.teacher: its tokenizer differs from the student's" in message
-    assert "2 with another id, 0 in one only" in message
+    assert (
+        f"2 with another id, first {first!r} is 40 for the student and 41 for the teacher, {second!r} is 41 for"
+        in message
+    )
+
+
+def test_a_token_that_only_the_teacher_knows_is_named_with_its_id(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 700, "content": "<think>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "1 in the teacher's only, first '<think>' (700); a teacher grades" in told(models={"teacher": str(model)})
+
+
+def test_an_embedding_padded_past_the_vocabulary_is_no_difference_but_one_that_lacks_rows_is(model: Path) -> None:
+    shape = json.loads((model / "config.json").read_text())
+    rows = shape["vocab_size"]
+    (model / "config.json").write_text(json.dumps({**shape, "vocab_size": rows + 24}))
+    check(build(RunConfig, {"models": {"teacher": str(model)}}))
+    (model / "config.json").write_text(json.dumps({**shape, "vocab_size": rows - 1}))
+    assert f"got {rows - 1} embedding rows" in told(models={"teacher": str(model)})
 
 
 def test_the_vocabulary_read_without_transformers_is_the_tokenizers_own() -> None:
