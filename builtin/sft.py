@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from builtin.addition import Chain, Problem, calculator_solution, chains, problems, solution
+from builtin.addition import Chain, Operator, Problem, calculator_solution, chains, problems, solution
 from builtin.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, prompt_token_ids
 
 IGNORED = -100  # label of a token without loss
@@ -37,6 +37,8 @@ class Recipe:
     label_smoothing: float = 0.0
     """Probability spread over the whole vocabulary. A little keeps a teacher's log-probs of wrong tokens finite in
     practice: around -12 instead of -25, which one-sample divergences would have to average out."""
+    operators: tuple[Operator, ...] = ("+",)
+    """Of the other examples, equally often."""
     style: str = "compact"
     batch_examples: int = 16
     warmup_steps: int = 50
@@ -103,12 +105,13 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, task: Problem | Chain, st
 
 
 def example_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, held_out: HeldOut) -> Iterator[Example]:
-    """Endless; the share of calculator episodes is drawn example by example."""
+    """Endless; the share of calculator episodes, and the operator of the others, are drawn example by example."""
     rng = random.Random(recipe.seed)
-    plain = problems(recipe.seed + 1, exclude=held_out.problems)
+    plain = [problems(recipe.seed + 1, operator=operator, exclude=held_out.problems) for operator in recipe.operators]
     calculator = chains(recipe.seed + 2, exclude=held_out.chains)
     while True:
-        task = next(calculator) if rng.random() < recipe.calculator_share else next(plain)
+        is_chain = rng.random() < recipe.calculator_share
+        task = next(calculator) if is_chain else next(plain[0] if len(plain) == 1 else rng.choice(plain))
         yield encode_example(tokenizer, task, recipe.style)
 
 
