@@ -42,7 +42,8 @@ def trains(world: World, rng: Random) -> None:
         return
     batch, learner.batch = learner.batch, None
     learner.version = WeightVersion(learner.version.epoch, learner.version.step + 1)
-    message = m.BatchTrained(batch.batch_id, learner.version)
+    masked = tuple(item.rollout_id for item in batch.items if rng.random() < 0.05)
+    message = m.BatchTrained(batch.batch_id, learner.version, masked)
     learner.unacked[batch.batch_id] = message
     learner.settled(batch.tasks_done)
     world.broadcast = learner.version

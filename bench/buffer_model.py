@@ -104,6 +104,7 @@ class BufferModel:
         self.generation = 0
         self.accepted = Counter[str]()
         self.trained = Counter[str]()
+        self.masked = Counter[str]()
         self.rejected = Counter[str]()
         self.trained_tokens_hist = Counter[int]()
         self.pending_segments: dict[tuple[str, int], tuple[m.Segment, tuple[Array, ...]]] = {}
@@ -114,8 +115,8 @@ class BufferModel:
     def segment_sent(self, message: m.Segment, arrays: tuple[Array, ...]) -> None:
         self.pending_segments[message.rollout_id, message.index] = (message, arrays)
 
-    def batch_trained(self, batch_id: int) -> None:
-        """The buffer acknowledged it, and had it leased."""
+    def batch_trained(self, batch_id: int, masked: tuple[str, ...]) -> None:
+        """The buffer acknowledged it, and had it leased. Tokens left out are settled as well, and not trained."""
         batch = self.batches[batch_id]
         assert not batch.trained, f"batch {batch_id} trained twice"
         batch.trained = True
@@ -124,9 +125,14 @@ class BufferModel:
             twice = rollout.trained.intersection(offsets)
             assert not twice, f"{rollout_id}: tokens {sorted(twice)} trained twice"
             rollout.trained.update(offsets)
+            if rollout_id in masked:
+                self.masked["non_finite"] += len(offsets)
+                continue
             self.trained["tokens"] += len(offsets)
-        for distance, n in batch.message.staleness.items():
-            self.trained_tokens_hist[distance] += n
+            for offset in offsets:
+                sampled_under = rollout.versions[offset]
+                assert sampled_under is not None
+                self.trained_tokens_hist[self.tree.distance(sampled_under, batch.message.version)] += 1
 
     def learner_restarted(self) -> None:
         """What the former one held is void."""
@@ -306,6 +312,7 @@ class BufferModel:
         assert ledger.tokens.accepted == self.accepted["train tokens"], (ledger, self.accepted)
         assert ledger.eval_tokens.accepted == self.accepted["eval tokens"], (ledger, self.accepted)
         assert ledger.tokens.trained == self.trained["tokens"], (ledger, self.trained)
+        assert ledger.tokens.masked.get("non_finite", 0) == self.masked["non_finite"], (ledger, self.masked)
         assert ledger.eval_tokens.trained == self.trained["eval tokens"], (ledger, self.trained)
         queues = snapshot.queues
         limit = (self.config.max_staleness + 1) * self.config.batch_rollouts
@@ -313,6 +320,7 @@ class BufferModel:
         open_tokens = sum(queues[f"tokens_{where}"] for where in ("unscored", "scoring", "scored", "in_batch"))
         assert open_tokens == ledger.tokens.waiting + ledger.tokens.in_flight
         assert sum(snapshot.staleness_hist.values()) == ledger.tokens.trained
+        assert snapshot.staleness_hist == self.trained_tokens_hist
         assert all(distance <= self.config.max_staleness for distance in snapshot.staleness_hist)
 
     def forget(self, state: BufferState) -> None:

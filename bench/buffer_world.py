@@ -142,9 +142,9 @@ class World:
                     learner.batch = batch
             case m.BatchTrainedAck(batch_id=batch_id):
                 if batch_id in learner.unacked:
-                    del learner.unacked[batch_id]
+                    masked = learner.unacked.pop(batch_id).masked
                     if not self.over:
-                        self.model.batch_trained(batch_id)
+                        self.model.batch_trained(batch_id, masked)
             case m.EvalResult() as result:
                 evaluation = learner.evaluations[result.eval_id]
                 evaluation.received.update(dict.fromkeys(item.rollout_id for item in result.items))

@@ -179,14 +179,19 @@ class LearnerDesk:
                 self._book.reject(RejectReason.WRONG_VERSION)
                 self._refuse(peer, f"batch {batch.batch_id} was for another step", f"{message.version}", f"{expected}")
                 return
+            strange = set(message.masked) - {item.rollout_id for item in batch.items}
+            if strange:
+                self._book.reject(RejectReason.NOT_IN_BATCH)
+                self._refuse(peer, f"left out of batch {batch.batch_id}", f"{sorted(strange)}", "rollouts of the batch")
+                return
             self._versions.reach(message.version)
             self._pacing.trained(message.version)
-            self._batches.settle(batch, message.version)
+            trained = self._batches.settle(batch, message.version, message.masked)
             self._trained_by = self._tasks.generation
-            for distance, n in batch.staleness.items():
+            for distance, n in trained.items():
                 self.staleness_hist[distance] = self.staleness_hist.get(distance, 0) + n
             peer.done_total += 1
-            peer.tokens_total += batch.n_tokens
+            peer.tokens_total += sum(trained.values())
         elif message.batch_id not in self._batches.trained:
             self._book.reject(RejectReason.UNKNOWN_BATCH)
         self._out.send(peer.role, peer.name, m.BatchTrainedAck(message.batch_id, message.version))

@@ -64,6 +64,8 @@ class RejectReason(enum.StrEnum):
     """BatchTrained for a batch that is not leased and was never trained."""
     WRONG_VERSION = "wrong_version"
     """BatchTrained for another step than the batch was formed for."""
+    NOT_IN_BATCH = "not_in_batch"
+    """BatchTrained that leaves out rollouts which were not in the batch."""
     RUN_OVER = "run_over"
     """It arrived after RunFinished."""
 
@@ -76,6 +78,8 @@ STALE = "stale"
 """Masked: further than `max_staleness` from the batch it would have been in."""
 UNSCORABLE = "unscorable"
 """Masked (evaluation: dropped): `max_score_attempts` leases of one pool failed."""
+NON_FINITE = "non_finite"
+"""Masked: the learner left the rollout out of its step, because its loss or gradient is not finite."""
 CONTEXT = "context"
 """Masked: a segment or rollout without any sampled token."""
 

@@ -196,6 +196,13 @@ class Lifecycle:
             self._settle_segment(rollout, segment)
         self._after_change(rollout)
 
+    def mask_leased(self, rollout: Rollout, segments: Iterable[Segment], reason: str) -> None:
+        """The learner left the rollout's part out of its step."""
+        for segment in segments:
+            self._mask_tokens(rollout, segment, segment.start, segment.end, reason)
+            self._settle_segment(rollout, segment)
+        self._after_change(rollout)
+
     def deliver(self, rollout: Rollout) -> None:
         """A whole evaluation rollout goes to the learner."""
         segments = self.lease(rollout)

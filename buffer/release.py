@@ -16,12 +16,13 @@ What a sample could let go, by `release` (for max_staleness 0 always whole rollo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from buffer.config import BufferConfig
+from buffer.ledger import NON_FINITE
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Rollout, Segment, Slot, TaskRecord
 from buffer.runs import Runs
@@ -143,13 +144,19 @@ class BatchDesk:
         self.forget_request()
         return batch
 
-    def settle(self, batch: LeasedBatch, version: WeightVersion) -> None:
-        """The learner trained it into `version`."""
+    def settle(self, batch: LeasedBatch, version: WeightVersion, masked: Collection[str]) -> dict[int, int]:
+        """The learner trained it into `version`, all but the rollouts `masked`. Returns trained tokens by distance."""
         del self.leased[batch.batch_id]
         self.trained.put(batch.batch_id, version.epoch)
-        for piece in batch.pieces:
-            self._life.train(piece.rollout, piece.segments)
+        left_out: dict[int, int] = {}
+        for rollout, segments in batch.pieces:
+            if rollout.rollout_id in masked:
+                self._count_staleness(batch.version, rollout, segments, left_out)
+                self._life.mask_leased(rollout, segments, NON_FINITE)
+            else:
+                self._life.train(rollout, segments)
         self._tasks.reported(batch.tasks_done)
+        return {d: n - left_out.get(d, 0) for d, n in batch.staleness.items() if n > left_out.get(d, 0)}
 
     def give_back_all(self) -> None:
         """The learner is gone: what it held waits again, and nobody waits for it."""

@@ -107,6 +107,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Steps between two checkpoints; the last step always leaves one. 0 = at the last step only."""
     keep_checkpoints: int = 3
     """The newest so many are kept; older ones are deleted."""
+    max_skipped_steps: int = 3
+    """A rollout whose loss or gradient is not finite is left out of its step, and counted (masked: non_finite). A step
+    of which nothing is left is skipped: the version rises, the weights stay. So many in a row end the run."""
     stall_timeout_s: float = 900.0
     """The run ends with an error when the learner waited this long for a batch or an acknowledgement. An evaluation is
     given up after it: the figures are of what is there, and say how many rollouts are missing."""
@@ -116,6 +119,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens)
         _positive(stall_timeout_s=self.stall_timeout_s)
         _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
+        _at_least(1, max_skipped_steps=self.max_skipped_steps)
         _at_least(0, warmup_steps=self.warmup_steps, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
         _at_least(0, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
         if not 0.0 <= self.min_lr_ratio <= 1.0:

@@ -26,6 +26,7 @@ from engines.logprobs import lm_head
 from learner.config import LearnerConfig
 from learner.eval_desk import EvalDesk
 from learner.evaluation import EvaluationResult
+from learner.finite_step import Outcome, finite_step
 from learner.inbox import Delivered, Inbox, RunStopped
 from learner.metrics import MetricsWriter
 from learner.packing import train_items
@@ -76,6 +77,8 @@ class Progress:
     """Folder of the newest."""
     checkpoints_failed: int = 0
     """Checkpoints that could not be written."""
+    steps_skipped: int = 0
+    """Steps of which nothing finite was left to train."""
 
 
 class LearnerLoop:
@@ -98,6 +101,7 @@ class LearnerLoop:
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
+        self._skipped_in_a_row = 0
         self._stream = stream
         self._publisher = publisher
         self._metrics = metrics
@@ -139,22 +143,40 @@ class LearnerLoop:
 
     def _one_step(self) -> None:
         delivered = self._next_batch()
-        figures = self._trainer.step(train_items(delivered.batch.items, delivered.arrays))
+        outcome = finite_step(self._trainer, train_items(delivered.batch.items, delivered.arrays))
         self._version = WeightVersion(self._version.epoch, self._version.step + 1)
-        self._client.send(BatchTrained(batch_id=delivered.batch.batch_id, version=self._version))
+        self._client.send(BatchTrained(delivered.batch.batch_id, self._version, outcome.masked))
+        self._stop_if_diverged(outcome)
         step = self._version.step
         if step % self._config.publish_every == 0 or step == self._steps:
             with self._clock.waiting("weights"):
                 self._publisher.publish(self._version, self._trainer.weights())
         self._stream.settled(delivered.batch.tasks_done)
         self._offer_tasks()
-        self._record(delivered, figures)
+        self._record(delivered, outcome)
         every = self._config.checkpoint_every
         if every and step % every == 0 and step < self._steps:
             self._checkpoint(delivered.batch.batch_id)
         if self._config.eval_every and step % self._config.eval_every == 0 and step < self._steps:
             self._desk.start(self._version)
         self._last_batch_id = delivered.batch.batch_id
+
+    def _stop_if_diverged(self, outcome: Outcome) -> None:
+        """A run that trains nothing is ended for everybody: started again, it would go on like that."""
+        if outcome.figures is not None:
+            self._skipped_in_a_row = 0
+            return
+        self.progress.steps_skipped += 1
+        self._skipped_in_a_row += 1
+        log.error("step %d is skipped: no rollout of its batch gives finite numbers", self._version.step)
+        if self._skipped_in_a_row < self._config.max_skipped_steps:
+            return
+        self._finish(
+            ok=False,
+            reason=f"{self._skipped_in_a_row} steps in a row gave no finite number (learner.max_skipped_steps), the "
+            f"last was {self._version.step}: the weights have diverged, or a teacher is broken; go on from an earlier "
+            "checkpoint with a lower learner.lr, and see learner-0.log",
+        )
 
     def _next_batch(self) -> Delivered:
         """Wait for the batch of this version, putting the wait down to what it is for."""
@@ -281,7 +303,11 @@ class LearnerLoop:
         reason = f"{self._version.step} steps done"
         if lost is not None:
             reason += f", but the last checkpoint could not be written: {lost}; make room and go on by --resume"
-        self._client.send(RunFinished(ok=lost is None, reason=reason))
+        self._finish(ok=lost is None, reason=reason)
+
+    def _finish(self, *, ok: bool, reason: str) -> None:
+        """The end of the run for everybody. Raises RunStopped where it is not a good one."""
+        self._client.send(RunFinished(ok=ok, reason=reason))
         deadline_s = time.monotonic() + GOODBYE_S
         while time.monotonic() < deadline_s:
             try:
@@ -292,18 +318,15 @@ class LearnerLoop:
                 raise
         raise LearnerStalled(f"the buffer did not end the run within {GOODBYE_S:.0f} s of RunFinished")
 
-    def _record(self, delivered: Delivered, figures: StepMetrics) -> None:
-        """Metrics of the step just made, and the gauges of the next heartbeat."""
-        progress, batch = self.progress, delivered.batch
-        progress.tokens_trained += figures.tokens
-        progress.last = figures
-        if progress.reverse_kl_first is None:
-            progress.reverse_kl_first = figures.reverse_kl
-            self._doubt_the_teacher(figures)
-        progress.reverse_kl_last = figures.reverse_kl
+    def _record(self, delivered: Delivered, outcome: Outcome) -> None:
+        """Metrics of the step just made, and the gauges of the next heartbeat. A skipped one trained 0 tokens."""
+        batch, figures = delivered.batch, outcome.figures
+        if figures is not None:
+            self._note_progress(figures)
+        train = {"tokens": 0, "items": len(batch.items)} if figures is None else figures.as_dict()
         self._metrics.step(
             self._version.step,
-            figures.as_dict(),
+            {**train, "items_nonfinite": len(outcome.masked)},
             staleness=batch.staleness,
             waits=self._clock.take(),
             snapshot=batch.snapshot,
@@ -312,6 +335,15 @@ class LearnerLoop:
             tasks_done=batch.tasks_done,
         )
         self._heartbeat()
+
+    def _note_progress(self, figures: StepMetrics) -> None:
+        progress = self.progress
+        progress.tokens_trained += figures.tokens
+        progress.last = figures
+        if progress.reverse_kl_first is None:
+            progress.reverse_kl_first = figures.reverse_kl
+            self._doubt_the_teacher(figures)
+        progress.reverse_kl_last = figures.reverse_kl
 
     def _doubt_the_teacher(self, figures: StepMetrics) -> None:
         """A teacher on random weights finds every token about as likely as any other. It must be noticed."""
@@ -333,6 +365,7 @@ class LearnerLoop:
             "tokens_trained_total": float(progress.tokens_trained),
             "metrics_unwritten_rows_total": float(self._metrics.unwritten.rows_total),
             "checkpoints_failed_total": float(progress.checkpoints_failed),
+            "steps_skipped_total": float(progress.steps_skipped),
             **total.gauges(),
         }
         if progress.last is not None:

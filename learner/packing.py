@@ -40,7 +40,8 @@ class BatchError(ValueError):
 
 class EmptyBatchError(BatchError):
     """No token of the batch is to be trained, so that there is no step to make. The buffer never sends such a batch
-    (items without a trainable token are settled there); the learner does not let the version rise without training."""
+    (items without a trainable token are settled there); the version rises without training only where
+    `learner.finite_step` says so."""
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,10 @@ class Trainer:
         """The student as actors shall have it, by the names of its architecture; adapters are merged in."""
         return self.model.named_parameters() if self.adapters is None else self.adapters.published()
 
+    def skip(self) -> None:
+        """A step that could not be made counts all the same: the clock goes on, weights and moments stay."""
+        self.steps_done += 1
+
     def state_dict(self) -> AdamWState:
         """Optimizer moments by parameter name, and the clock. The weights are the model's own."""
         return dump_adamw(self.model, self._optimizer, steps_done=self.steps_done)

@@ -132,3 +132,44 @@ def test_a_small_batch_does_not_leave_while_the_stream_goes_on(make: Make) -> No
     assert driver.want(0) is None
     driver.wait(1000.0)
     assert driver.batch() is None
+
+
+def test_what_the_learner_left_out_is_masked_with_its_reason_and_not_trained(make: Make) -> None:
+    driver = make(batch=2)
+    driver.offer(0, 1)
+    driver.roll(0)
+    driver.roll(1)
+    batch = driver.want(0)
+    assert batch is not None and len(batch.items) == 2
+    message = m.BatchTrained(batch.batch_id, v(1), (batch.items[0].rollout_id,))
+    for _ in range(2):
+        driver.send("learner", "learner", message)
+    ledger = driver.ledger
+    assert (ledger.tokens.trained, ledger.tokens.masked) == (2, {"non_finite": 2})
+    assert (ledger.rollouts.trained, ledger.rollouts.masked) == (1, {"non_finite": 1})
+    assert (ledger.segments.masked, ledger.balanced) == ({"non_finite": 1}, True)
+    assert driver.snapshot.staleness_hist == {0: 2}
+
+
+def test_a_whole_batch_may_be_left_out_and_its_tasks_are_done_all_the_same(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0, 1)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None and batch.tasks_done == (0,)
+    driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(1), (batch.items[0].rollout_id,)))
+    assert (driver.ledger.tokens.trained, driver.snapshot.staleness_hist) == (0, {})
+    driver.roll(1, step=1)
+    assert driver.want(1) is not None
+
+
+def test_leaving_out_what_was_not_in_the_batch_is_refused(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(1), ("train-7-0-0",)))
+    (refused,) = driver.take(m.Refused)
+    assert "train-7-0-0" in refused.got
+    assert driver.ledger.rejected == {"not_in_batch": 1} and driver.ledger.tokens.in_flight == 2

@@ -170,10 +170,10 @@ def test_what_the_server_refused_is_in_the_ledger(in_thread: Future[int], connec
         stranger.send(b"garbage")
         assert stranger.poll(int(WAIT_S * 1000))
     learner.send(m.SnapshotWanted())
-    assert receive(learner, m.Snapshot)[0].ledger.rejected == {"malformed": 1}
+    assert receive(learner, m.Snapshot)[0].ledger.rejected == {"damaged": 1}
     end_run(learner)
     assert in_thread.result(WAIT_S) == ExitCode.OK
-    assert final_snapshot(tmp_path).ledger.rejected == {"malformed": 1}
+    assert final_snapshot(tmp_path).ledger.rejected == {"damaged": 1}
 
 
 def test_gauges_that_are_no_numbers_do_not_spoil_the_ledger_file(

@@ -4,7 +4,7 @@ buffer's ledger and the learner's own step lines, which must all tell the same."
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -78,9 +78,14 @@ def _pair(
         batch = batches.get(key)
         if batch is None:
             complaints.append(f"batch {record.batch_id} of epoch {key[0]} was trained, and never handed out")
-        elif trained.setdefault(record.version, batch) is not batch:
+        elif trained.setdefault(record.version, _without(batch, record.masked)).digest != batch.digest:
             complaints.append(f"two batches are said to have made version {record.version}")
     return batches, trained
+
+
+def _without(batch: BatchSeen, masked: Collection[str]) -> BatchSeen:
+    """What was left out of the step is not trained. The learner's word comes before the buffer's answer."""
+    return msgspec.structs.replace(batch, items=[item for item in batch.items if item.rollout_id not in masked])
 
 
 def _abandoned(version: WeightVersion, batch: BatchSeen, trained: Mapping[WeightVersion, BatchSeen]) -> bool:

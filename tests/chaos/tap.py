@@ -50,6 +50,8 @@ class TrainedSeen(msgspec.Struct, frozen=True, tag=True):
     version: WeightVersion
     acknowledged: bool = False
     """The buffer's answer."""
+    masked: tuple[str, ...] = ()
+    """Rollouts that were left out."""
 
 
 class _Tag(msgspec.Struct):
@@ -96,8 +98,8 @@ class Tap:
         match received.message:
             case Batch() as batch if batch.items:
                 self._file.write(msgspec.json.encode(_batch_seen(batch, received, self._run_id)) + b"\n")
-            case BatchTrained(batch_id, version):
-                self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version)) + b"\n")
+            case BatchTrained(batch_id, version, masked):
+                self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version, masked=masked)) + b"\n")
             case BatchTrainedAck(batch_id, version):
                 self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version, True)) + b"\n")
             case _:

@@ -356,6 +356,32 @@ def test_a_batch_is_asked_for_until_it_comes_and_trained_once_if_it_comes_twice(
     assert made.trainer.steps_done == 2 and made.loop.progress.tokens_trained == 8
 
 
+def test_absurd_batches_are_left_out_and_told_and_so_many_in_a_row_end_the_run(
+    learning: Learning, tmp_path: Path
+) -> None:
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=9, max_skipped_steps=2) as made,
+        running(made.loop.run) as ran,
+    ):
+        for step, absurd in enumerate((True, False, True, True)):
+            peer.expect(m.BatchWanted, step + 1)
+            message, frames = batch(step + 1, m.WeightVersion(0, step))
+            frames[3][:] = -1e38 if absurd else -1.0
+            peer.send(message, frames, to=LEARNER)
+        trained = [got.message for got in peer.expect(m.BatchTrained, 4)]
+        assert [len(message.masked) for message in trained] == [1, 0, 1, 1]
+        assert [message.version.step for message in trained] == [1, 2, 3, 4]
+        (finished,) = peer.expect(m.RunFinished)
+        assert not finished.message.ok and "2 steps in a row" in finished.message.reason
+        peer.send(m.Shutdown(False, finished.message.reason), to=LEARNER)
+        with pytest.raises(RunStopped, match="max_skipped_steps"):
+            ran.result(WAIT_S)
+    assert (made.loop.progress.tokens_trained, made.loop.progress.steps_skipped) == (4, 3)
+    rows = [row for row in read_metrics(tmp_path) if row["kind"] == "step"]
+    assert [(row["train/tokens"], row["train/items_nonfinite"]) for row in rows] == [(0, 1), (4, 0), (0, 1)]
+
+
 def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_after_it(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
