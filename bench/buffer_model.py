@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.buffer_teacher_model import TeacherModel, audit_scoring
 from buffer.config import BufferConfig
 from buffer.rollouts import SegmentState
 from buffer.state import BufferState, Outgoing
@@ -97,8 +98,7 @@ class BufferModel:
         self.rollouts: dict[str, ModelRollout] = {}
         self.tasks: dict[tuple[str, int], m.Task] = {}
         self.batches: dict[int, ModelBatch] = {}
-        self.leases: dict[tuple[str, int, str], tuple[int, float]] = {}
-        self.lease_keys: dict[int, tuple[str, int, str]] = {}
+        self.teachers = TeacherModel(config)
         self.orders: dict[tuple[str, int, int, int], int] = {}
         """Ticket order, by kind, task id, how often the task was begun, and sample."""
         self.generation = 0
@@ -152,9 +152,9 @@ class BufferModel:
             case m.SegmentAck():
                 self._segment_ack(message)
             case m.ScoreWork():
-                self._score_work(now_s, message, out.arrays, pool)
+                self._score_work(out.name, message, out.arrays, pool)
             case m.ScoresAck():
-                self._scores_ack(message)
+                self.teachers.answered(now_s, message)
             case m.Batch():
                 self._batch(state, message, out.arrays)
             case m.EvalResult():
@@ -200,27 +200,12 @@ class BufferModel:
                 versions[at] = span.version if sampled[at] else None
         rollout.versions += versions
 
-    def _score_work(self, now_s: float, work: m.ScoreWork, arrays: tuple[Array, ...], pool: str) -> None:
+    def _score_work(self, teacher: str, work: m.ScoreWork, arrays: tuple[Array, ...], pool: str) -> None:
         for item, ids in zip(work.items, arrays, strict=True):
             rollout = self.rollouts[item.rollout_id]
             assert pool in rollout.task.teachers
             assert np.array_equal(ids, rollout.column(rollout.ids, item.end)), f"{item}: wrong context"
-            key = (item.rollout_id, item.start, pool)
-            held = self.leases.get(key)
-            assert held is None or held[1] <= now_s, f"{key} leased twice at a time: {held} and {item}"
-            self.leases[key] = (item.lease_id, now_s + self.config.lease_s)
-            self.lease_keys[item.lease_id] = key
-
-    def _scores_ack(self, ack: m.ScoresAck) -> None:
-        for lease_id, status, reason in zip(ack.leases, ack.statuses, ack.reasons, strict=True):
-            if status == "rejected":
-                assert reason is not None
-            self.lease_over(lease_id)
-
-    def lease_over(self, lease_id: int) -> None:
-        key = self.lease_keys.pop(lease_id, None)
-        if key is not None and self.leases.get(key, (0, 0.0))[0] == lease_id:
-            del self.leases[key]
+            self.teachers.sent(teacher, pool, item)
 
     def _batch(self, state: BufferState, message: m.Batch, arrays: tuple[Array, ...]) -> None:
         known = self.batches.get(message.batch_id)
@@ -303,7 +288,7 @@ class BufferModel:
 
     # --------------------------------------------------------------------------------------------------- checks
 
-    def check(self, snapshot: m.Snapshot) -> None:
+    def check(self, snapshot: m.Snapshot, state: BufferState) -> None:
         """After every event."""
         ledger = snapshot.ledger
         assert ledger.balanced, f"the ledger does not balance: {ledger}"
@@ -319,6 +304,7 @@ class BufferModel:
         assert 0 <= queues["rollouts_live"] <= limit, f"pacing: {queues}"
         open_tokens = sum(queues[f"tokens_{where}"] for where in ("unscored", "scoring", "scored", "in_batch"))
         assert open_tokens == ledger.tokens.waiting + ledger.tokens.in_flight
+        self.teachers.check(queues, state)
         assert sum(snapshot.staleness_hist.values()) == ledger.tokens.trained
         assert snapshot.staleness_hist == self.trained_tokens_hist
         assert all(distance <= self.config.max_staleness for distance in snapshot.staleness_hist)
@@ -335,8 +321,7 @@ class BufferModel:
             del self.pending_segments[key]
         for batch_id in [i for i, batch in self.batches.items() if batch.trained]:
             del self.batches[batch_id]
-        for key in [key for key in self.leases if key[0] not in live]:
-            del self.leases[key]
+        self.teachers.forget(state)
 
 
 def audit(state: BufferState) -> None:
@@ -367,25 +352,8 @@ def audit(state: BufferState) -> None:
             for span in segment.spans:
                 known = span.version in rollout.offered_versions
                 assert known or tokens.n_open(span.start, span.end) == 0, rollout
-    _audit_leases(state)
+    audit_scoring(state)
     _audit_batches(state)
-
-
-def _audit_leases(state: BufferState) -> None:
-    leases = state._scoring._leases
-    held = {
-        i: lease
-        for pool in state._scoring._pools.values()
-        for t in pool.teachers.values()
-        for i, lease in t.leases.items()
-    }
-    assert held == leases
-    jobs = [id(lease.job) for lease in leases.values()]
-    assert len(set(jobs)) == len(jobs), "a job is leased twice"
-    for lease_id, lease in leases.items():
-        assert lease.job.lease_id == lease_id and not lease.job.cancelled
-        assert lease.job.segment.state is SegmentState.UNSCORED
-        assert lease.job.rollout.rollout_id in state._life.rollouts
 
 
 def _audit_batches(state: BufferState) -> None:

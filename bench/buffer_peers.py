@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -78,6 +79,10 @@ class SimActor:
             del self.unacked[key]
 
 
+Mood: TypeAlias = Literal["well", "slow", "sick", "stuck"]
+"""Of a teacher: answers as it is asked to; now and then; with failures only; not at all."""
+
+
 class SimTeacher:
     """A process of a teacher."""
 
@@ -86,6 +91,9 @@ class SimTeacher:
         self.incarnation = incarnation
         self.pool = pool
         self.connected = True
+        self.mood: Mood = "well"
+        self.leaving = False
+        """It said so by a credit of nothing; it finishes what it has."""
         self.inbox: deque[tuple[m.ScoreWork, tuple[Array, ...]]] = deque()
         self.items: dict[int, tuple[m.ScoreItem, Array]] = {}
         self.received_total = 0
@@ -98,11 +106,6 @@ class SimTeacher:
             self.received_total += len(work.items)
             for item, ids in zip(work.items, arrays, strict=True):
                 self.items[item.lease_id] = (item, ids)
-
-    @property
-    def leases(self) -> list[int]:
-        """Read or not."""
-        return [*self.items, *(item.lease_id for work, _ in self.inbox for item in work.items)]
 
 
 @dataclass
@@ -221,6 +224,11 @@ def spoil(segment: SimSegment, rng: Random) -> SimSegment:
         spans, expected = (m.VersionSpan(spans[0].version, start - 1, spans[0].end), *spans[1:]), RejectReason.BAD_SPANS
     spoilt = msgspec.structs.replace(message, start=start, end=end, spans=spans)
     return SimSegment(spoilt, (ids, logprobs, sampled), expected)
+
+
+def poisonous(rollout_id: str) -> bool:
+    """One rollout in 30 is more than any teacher can take."""
+    return zlib.crc32(rollout_id.encode()) % 30 == 0
 
 
 def spoil_scores(scores: Array, rng: Random) -> Array:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from random import Random
 
 from bench.buffer_model import teacher_logprob
-from bench.buffer_peers import Array, SimActor, SimRollout, SimSegment, SimTeacher, make_segment, spoil, spoil_scores
+from bench.buffer_peers import (
+    Array,
+    SimActor,
+    SimRollout,
+    SimSegment,
+    SimTeacher,
+    make_segment,
+    poisonous,
+    spoil,
+    spoil_scores,
+)
 from bench.buffer_world import World
 from buffer.ledger import RejectReason
 from protocol import messages as m
@@ -150,14 +160,23 @@ def teacher_reads(world: World, rng: Random) -> None:
     if rng.random() < 0.8:
         teacher.read()
     teacher.seq += 1
-    credit = m.ScoreCredit(rng.choice((0, 5, 40, 200)), teacher.seq, teacher.received_total)
-    world.send("teacher", teacher.name, credit)
+    tokens = 0 if teacher.leaving else rng.choice((0, 5, 40, 200))
+    world.send("teacher", teacher.name, m.ScoreCredit(tokens, teacher.seq, teacher.received_total))
 
 
 def teacher_scores(world: World, rng: Random) -> None:
-    """Scores of some items; now and then bad ones, or the same again."""
+    """Scores of some items; now and then bad ones, or the same again. Or what its mood makes of it."""
     teacher = _some_teacher(world, rng)
-    if teacher is None or not teacher.items:
+    if teacher is None or not teacher.items or teacher.mood == "stuck":
+        return
+    if teacher.mood == "slow" and rng.random() < 0.8:
+        return
+    if teacher.mood == "sick" and rng.random() < 0.95:
+        _send_failure(world, teacher, rng.choice(list(teacher.items)), "sick")
+        return
+    poison = [lease for lease, (item, _) in teacher.items.items() if poisonous(item.rollout_id)]
+    if poison and rng.random() < 0.9:
+        _send_failure(world, teacher, poison[0], "too much for anybody")
         return
     leases = rng.sample(list(teacher.items), rng.randint(1, min(3, len(teacher.items))))
     arrays: list[Array] = []
@@ -171,7 +190,8 @@ def teacher_scores(world: World, rng: Random) -> None:
     for is_bad, status in zip(bad, ack.statuses, strict=True):
         assert status in (("rejected", "expired") if is_bad else ("accepted", "expired")), ack
     world.model.rejected.update(reason for reason in ack.reasons if reason is not None)
-    if rng.random() < 0.1:
+    _leave_if_done(world, teacher)
+    if rng.random() < 0.1 and teacher.connected:
         repeated = _send_scores(world, teacher, tuple(leases), tuple(arrays))
         assert repeated.statuses == ack.statuses, f"{repeated} after {ack}"
 
@@ -179,10 +199,30 @@ def teacher_scores(world: World, rng: Random) -> None:
 def teacher_fails(world: World, rng: Random) -> None:
     teacher = _some_teacher(world, rng)
     if teacher is not None and teacher.items and rng.random() < 0.5:
-        lease = rng.choice(list(teacher.items))
-        del teacher.items[lease]
-        world.model.lease_over(lease)
-        world.send("teacher", teacher.name, m.ScoreFailed((lease,), "out of memory"))
+        _send_failure(world, teacher, rng.choice(list(teacher.items)), "out of memory")
+
+
+def teacher_changes(world: World, rng: Random) -> None:
+    """It falls ill, or gets well."""
+    teacher = _some_teacher(world, rng)
+    if teacher is not None and (teacher.mood != "well" or rng.random() < 0.5):
+        teacher.mood = "well" if teacher.mood != "well" else rng.choice(("slow", "slow", "sick", "stuck"))
+
+
+def teacher_drains(world: World, rng: Random) -> None:
+    """It was asked to leave: no more work, please; it goes when it has answered all."""
+    teacher = _some_teacher(world, rng)
+    if teacher is None or teacher.leaving or rng.random() < 0.5:
+        return
+    teacher.seq += 1
+    world.send("teacher", teacher.name, m.ScoreCredit(0, teacher.seq, teacher.received_total))
+    teacher.leaving = True
+    _leave_if_done(world, teacher)
+
+
+def buffer_restarts(world: World, rng: Random) -> None:
+    if not world.over and rng.random() < 0.5:
+        world.restart_buffer()
 
 
 def teacher_leaves(world: World, rng: Random) -> None:
@@ -191,8 +231,7 @@ def teacher_leaves(world: World, rng: Random) -> None:
         return
     world.tally.deaths += 1
     teacher.connected = False
-    for lease in teacher.leases:
-        world.model.lease_over(lease)
+    world.model.teachers.lost(teacher.name)
     if rng.random() < 0.5:
         teacher.inbox.clear()
     world.lose("teacher", teacher.name)
@@ -204,9 +243,26 @@ def teacher_returns(world: World, rng: Random) -> None:
         return
     teacher = rng.choice(gone)
     teacher.connected = True
-    if rng.random() < 0.5:
+    if teacher.leaving or rng.random() < 0.5:
         teacher = world.teachers[teacher.name] = SimTeacher(teacher.name, world.incarnation(), teacher.pool)
+        world.model.teachers.lost(teacher.name, new_process=True)
     world.join("teacher", teacher.name, teacher.incarnation, teacher.pool)
+
+
+def _send_failure(world: World, teacher: SimTeacher, lease: int, reason: str) -> None:
+    del teacher.items[lease]
+    if not world.over:
+        world.model.teachers.failed(world.now_s, lease, world.state)
+    world.send("teacher", teacher.name, m.ScoreFailed((lease,), reason))
+    _leave_if_done(world, teacher)
+
+
+def _leave_if_done(world: World, teacher: SimTeacher) -> None:
+    if teacher.leaving and not teacher.items and not teacher.inbox:
+        world.tally.drains += 1
+        teacher.connected = False
+        world.model.teachers.lost(teacher.name)
+        world.send("teacher", teacher.name, m.Goodbye("asked to leave"))
 
 
 def _some_teacher(world: World, rng: Random) -> SimTeacher | None:
@@ -240,5 +296,6 @@ def score_all(world: World, teacher: SimTeacher) -> None:
         pairs = [teacher.items.pop(lease) for lease in leases]
         scores = tuple(teacher_logprob(teacher.pool, ids[item.start : item.end]) for item, ids in pairs)
         _send_scores(world, teacher, leases, scores)
+    teacher.mood, teacher.leaving = "well", False  # told to stay after all
     teacher.seq += 1
     world.send("teacher", teacher.name, m.ScoreCredit(10_000, teacher.seq, teacher.received_total))

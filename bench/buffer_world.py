@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 from bench.buffer_model import BufferModel, audit
 from bench.buffer_peers import VOCAB_SIZE, Array, SimActor, SimLearner, SimTeacher, Stream
+from bench.buffer_restarts import SimJournal, can_be_journaled
 from buffer.config import BufferConfig
 from buffer.state import BufferState, Outgoing
+from buffer.turns import Joined, Left
 from protocol import messages as m
+from protocol.codec import Received
 from protocol.messages import Role, WeightVersion
+from protocol.server import FromPeer
 
 
 @dataclass
@@ -23,6 +27,9 @@ class Tally:
     events: int = 0
     deaths: int = 0
     restarts: int = 0
+    """Of the learner."""
+    buffer_restarts: int = 0
+    drains: int = 0
 
 
 class World:
@@ -39,13 +46,15 @@ class World:
         start: WeightVersion | None = None,
         carried: m.Ledger | None = None,
         check_every: int = 1,
+        journal: bool = False,
     ) -> None:
         """`pools`: name and number of teachers. `task_teachers`, `group_sizes`: what tasks choose from.
-        `check_every`: events between two audits."""
+        `check_every`: events between two audits. `journal`: the buffer may be restarted."""
         start = start or WeightVersion(0, 0)
         self.config = config
         self.now_s = 0.0
         self.state = BufferState(config, version=start, vocab_size=VOCAB_SIZE, carried=carried)
+        self._journal = SimJournal(self.state, self.now_s) if journal and can_be_journaled(self.state) else None
         self.model = BufferModel(config, start)
         self.tally = Tally()
         self.check_every = check_every
@@ -75,20 +84,36 @@ class World:
     # --------------------------------------------------------------------------------------------------- events
 
     def join(self, role: Role, name: str, incarnation: str, pool: str = "") -> None:
+        if self._journal is not None:
+            self._journal.write(self.now_s, Joined(m.Hello(role, name, incarnation, "sim", "", pool)))
         self._route(self.state.peer_joined(self.now_s, role, name, incarnation, pool))
 
     def lose(self, role: Role, name: str) -> None:
+        if self._journal is not None:
+            self._journal.write(self.now_s, Left(role, name))
         self._route(self.state.peer_lost(self.now_s, role, name))
 
     def send(self, role: Role, name: str, message: m.Message, arrays: tuple[Array, ...] = ()) -> list[Outgoing]:
         """A peer's message reaches the buffer. Returns what the buffer sent; it has been delivered."""
+        if self._journal is not None:
+            self._journal.write(self.now_s, FromPeer(role, name, Received(message, arrays)))
         out = self.state.handle(self.now_s, role, name, message, arrays)
         self._route(out)
         return out
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
+        if self._journal is not None:
+            self._journal.write(self.now_s, tick_s=self.now_s)
+        if not self.over:
+            self.model.teachers.ticked(self.now_s, self.state)
         self._route(self.state.tick(self.now_s))
+
+    def restart_buffer(self) -> None:
+        """It is killed; another process goes on from the journal."""
+        if self._journal is not None:
+            self.tally.buffer_restarts += 1
+            self.state = self._journal.restarted(self.state, self.now_s)
 
     def _route(self, outgoing: list[Outgoing]) -> None:
         self.tally.events += 1
@@ -102,7 +127,8 @@ class World:
                 self._teacher_receives(self.teachers[out.name], out)
             else:
                 self._learner_receives(out)
-        self.model.check(self.state.snapshot(self.now_s))
+        self.model.teachers.event_over(self.now_s, self.state)
+        self.model.check(self.state.snapshot(self.now_s), self.state)
         if self.tally.events % self.check_every == 0:
             audit(self.state)
         if self.tally.events % 500 == 0:
@@ -125,6 +151,7 @@ class World:
     def _teacher_receives(self, teacher: SimTeacher, out: Outgoing) -> None:
         assert teacher.connected, f"{out.message} for {teacher.name}, which is gone"
         if isinstance(out.message, m.ScoreWork):
+            assert not teacher.leaving, f"work for {teacher.name}, which is leaving"
             teacher.inbox.append((out.message, out.arrays))
 
     def _learner_receives(self, out: Outgoing) -> None:

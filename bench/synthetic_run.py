@@ -71,6 +71,8 @@ class Account:
     stale: list[str] = field(default_factory=list[str])
     cancelled: list[str] = field(default_factory=list[str])
     complaints: list[str] = field(default_factory=list[str])
+    expired: set[int] = field(default_factory=set[int])
+    """Leases that were over when their scores came."""
     steps: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -86,6 +88,8 @@ class Account:
             "failed_handshake"
         }  # strangers, who tried our port for a former one of theirs
         assert ledger.balanced and not rejected, ledger
+        hedges = final.queues["hedges_sent_total"]
+        assert len(self.expired) <= hedges, f"{len(self.expired)} scores came too late, and {hedges} items were hedged"
         n_rollouts = shape.n_tasks * shape.group_size
         rollouts = {rollout_id for rollout_id, _ in self.sampled}
         assert len(rollouts) == n_rollouts, f"{len(rollouts)} rollouts were begun, expected {n_rollouts}"
@@ -218,7 +222,10 @@ class SyntheticRun:
                     case Received(m.Shutdown()):
                         return
                     case Received(m.ScoresAck() as ack):
-                        self.account.complaints.append(f"{ack}")
+                        if "rejected" in ack.statuses:
+                            self.account.complaints.append(f"{ack}")
+                        told = zip(ack.leases, ack.statuses, strict=True)
+                        self.account.expired.update(lease for lease, status in told if status == "expired")
                     case _:
                         pass
 

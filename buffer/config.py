@@ -41,6 +41,22 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`deadline` only: once the learner waited this long, scored prefixes may fill its batch."""
     lease_s: float = 60.0
     """A teacher that has not returned scores after this long loses the lease; another teacher gets it."""
+    hedge_multiple: float = 3.0
+    """An item that a teacher has held for this many times as long as is usual in its pool is given to a second teacher
+    as well; the first answer counts. 0: never."""
+    hedge_quantile: float = 0.95
+    """What is usual: this quantile of the pool's recent lease times."""
+    hedge_floor_s: float = 2.0
+    """An item held for less is never given to a second teacher."""
+    hedge_budget: float = 0.05
+    """At most this share of a pool's recent leases are such second ones."""
+    breaker_failures: int = 3
+    """A teacher that fails so many items in a row (or lets their leases run out), which no other teacher failed, is
+    given no work for a while, then one item as a trial. 0: it is always given work."""
+    breaker_backoff_s: float = 1.0
+    """How long, at first; doubled whenever the trial fails."""
+    breaker_backoff_max_s: float = 60.0
+    """How long at most."""
     ticket_timeout_s: float = 600.0
     """A rollout of which nothing was heard for this long is taken from its actor and issued again."""
     max_attempts: int = 3
@@ -89,7 +105,11 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_held_segments": self.max_held_segments,
             "journal_reserve_mb": self.journal_reserve_mb,
             "journal_memory_mb": self.journal_memory_mb,
+            "hedge_multiple": self.hedge_multiple,
+            "hedge_floor_s": self.hedge_floor_s,
+            "breaker_failures": self.breaker_failures,
         }
+        shares = {"hedge_quantile": self.hedge_quantile, "hedge_budget": self.hedge_budget}
         at_least_one = {
             "batch_rollouts": self.batch_rollouts,
             "max_attempts": self.max_attempts,
@@ -107,9 +127,13 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "idle_release_s": self.idle_release_s,
             "lease_s": self.lease_s,
             "ticket_timeout_s": self.ticket_timeout_s,
+            "breaker_backoff_s": self.breaker_backoff_s,
         }
+        for name, share in shares.items():
+            if not 0 <= share <= 1:
+                raise ValueError(f"buffer.{name} is {share}, expected a share from 0 to 1")
         for name, value in at_least_zero.items():
-            if value < 0:
+            if not value >= 0:
                 raise ValueError(f"buffer.{name} is {value}, expected 0 or more")
         for name, value in at_least_one.items():
             if value < 1:
@@ -121,6 +145,11 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"buffer.peer_timeout_s is {self.peer_timeout_s}, expected at least twice heartbeat_s"
                 f" ({self.heartbeat_s}), or one late heartbeat loses a healthy peer"
+            )
+        if not self.breaker_backoff_max_s >= self.breaker_backoff_s:
+            raise ValueError(
+                f"buffer.breaker_backoff_max_s is {self.breaker_backoff_max_s}, expected at least breaker_backoff_s"
+                f" ({self.breaker_backoff_s})"
             )
         if self.max_segment_tokens > self.max_rollout_tokens:
             raise ValueError(

@@ -96,6 +96,8 @@ class BufferLoop:
         self._refused_here: dict[str, int] = {}
         self._put_off_total = 0
         self._refusals = RateLimitedLog(log)
+        self._held_back: dict[str, str] = {}
+        """Teachers, as last logged."""
         self._applied_s = 0.0
         """CPU time of the core since the last image."""
         self._image_s = 0.0
@@ -150,6 +152,15 @@ class BufferLoop:
         if time.monotonic() >= self._next_status_s:
             self._next_status_s = time.monotonic() + STATUS_EVERY_S
             log.info("%r", self)
+        if tick_s is not None:
+            self._tell_held_back()
+
+    def _tell_held_back(self) -> None:
+        former, self._held_back = self._held_back, self._core.state.held_back
+        for name in self._held_back.keys() - former.keys():
+            log.warning("%s is given no work for a while: failed %s", name, in_one_line(self._held_back[name]))
+        for name in former.keys() - self._held_back.keys():
+            log.info("%s is given work as others are again, or has left", name)
 
     def _take(self, turn: Turn) -> None:
         if turn.empty:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from buffer.breaker import Breaker
 from buffer.rollouts import Rollout, ScoreJob
 from protocol.messages import PeerView, Role, ScoreCredit, TicketCredit, WeightVersion
 
@@ -16,12 +17,15 @@ from protocol.messages import PeerView, Role, ScoreCredit, TicketCredit, WeightV
 class Lease:
     """One score job at one teacher."""
 
-    __slots__ = ("job", "lease_id", "teacher")
+    __slots__ = ("granted_s", "hedge", "job", "lease_id", "teacher")
 
-    def __init__(self, lease_id: int, job: ScoreJob, teacher: TeacherPeer) -> None:
+    def __init__(self, lease_id: int, job: ScoreJob, teacher: TeacherPeer, granted_s: float, *, hedge: bool) -> None:
         self.lease_id = lease_id
         self.job = job
         self.teacher = teacher
+        self.granted_s = granted_s
+        self.hedge = hedge
+        """Granted while the job was out at another teacher."""
 
 
 class Peer:
@@ -56,7 +60,12 @@ class Peer:
             held=self.held if held is None else held,
             done_total=self.done_total,
             tokens_total=self.tokens_total,
+            held_back=self.held_back(now_s),
         )
+
+    def held_back(self, now_s: float) -> str:
+        """Why it is given no work although it is there; empty: it is."""
+        return ""
 
 
 class ActorPeer(Peer):
@@ -107,9 +116,12 @@ class ActorPeer(Peer):
 class TeacherPeer(Peer):
     """Holds score leases. Credit counts context tokens."""
 
-    def __init__(self, name: str, pool: str, incarnation: str, now_s: float, former: Peer | None = None) -> None:
+    def __init__(
+        self, name: str, pool: str, incarnation: str, now_s: float, breaker: Breaker, former: Peer | None = None
+    ) -> None:
         super().__init__("teacher", name, incarnation, now_s, former)
         self.pool = pool
+        self.breaker = breaker
         self.leases: dict[int, Lease] = {}
         self._credit = ScoreCredit(tokens=0, seq=-1, items_received_total=0)
         self._sent_total = 0
@@ -121,6 +133,11 @@ class TeacherPeer(Peer):
     @property
     def held(self) -> int:
         return len(self.leases)
+
+    def held_back(self, now_s: float) -> str:
+        if not self.alive:
+            return ""
+        return self.breaker.told(now_s) or ("leaving" if self.stats.get("draining") else "")
 
     @property
     def free_tokens(self) -> int:

@@ -41,9 +41,20 @@ class SegmentState(enum.IntEnum):
 
 
 class ScoreJob:
-    """One segment to be scored by one pool. Leased to one teacher at a time at most."""
+    """One segment to be scored by one pool. Leased to one teacher at a time, and to a second one as a hedge."""
 
-    __slots__ = ("attempts", "cancelled", "failed_at_s", "failed_by", "lease_id", "pool_index", "rollout", "segment")
+    __slots__ = (
+        "attempts",
+        "cancelled",
+        "failed_at_s",
+        "failed_by",
+        "hedge_id",
+        "hedged",
+        "lease_id",
+        "pool_index",
+        "rollout",
+        "segment",
+    )
 
     def __init__(self, rollout: Rollout, segment: Segment, pool_index: int) -> None:
         self.rollout = rollout
@@ -51,13 +62,27 @@ class ScoreJob:
         self.pool_index = pool_index
         """Index into the task's `teachers`."""
         self.attempts = 0
-        """Leases granted so far."""
+        """Leases granted so far, hedges not counted."""
         self.lease_id: int | None = None
+        """Of the only lease, or of the older one of two."""
+        self.hedge_id: int | None = None
+        """Of the other one."""
+        self.hedged = False
+        """There was one, once: there is no second."""
         self.failed_by: set[str] = set()
-        """Teachers that said they cannot, or sent bad scores."""
+        """Teachers that said they cannot, sent bad scores, or let the lease run out."""
         self.failed_at_s = 0.0
         self.cancelled = False
         """No longer wanted: the attempt ended, or another pool found the segment unscorable."""
+
+    @property
+    def pool(self) -> str:
+        return self.rollout.slot.task.task.teachers[self.pool_index]
+
+    @property
+    def item(self) -> str:
+        """What is scored, for all pools alike."""
+        return f"{self.rollout.rollout_id}/{self.segment.index}"
 
 
 class Segment:

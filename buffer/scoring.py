@@ -2,13 +2,15 @@
 
     segment accepted -> one ScoreJob per pool of its task, queued by (evaluation first, ticket order, index)
     credit + queue   -> lease: to the teacher that had the rollout last if it has room, else to the one with most room
+    lease overdue    -> once per job, a second lease to another teacher (`buffer.hedging`); the first answer counts
     Scores           -> the job is done; after the last pool the segment is SCORED
     ScoreFailed, bad scores, lease over, teacher lost
-                     -> queued again; after `max_score_attempts` leases the job is given up (the caller masks)
+                     -> unless it is out at another teacher, queued again; after `max_score_attempts` leases the job is
+                        given up (the caller masks)
 
-A job is never leased twice at a time. A teacher that failed a job gets it again only when all teachers of the pool
-have failed it, or after `lease_s`. The queue is served strictly in order: a long item that fits nowhere waits for room
-and is not overtaken, so that it cannot starve.
+A job is leased to two teachers at most. A teacher that failed a job gets it again only when all teachers of the pool
+have failed it, or after `lease_s`; one that fails job after job is held back (`buffer.teacher_health`). The queue is
+served strictly in order: a long item that fits nowhere waits for room and is not overtaken, so that it cannot starve.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from buffer.breaker import Breaker
 from buffer.config import BufferConfig
+from buffer.hedging import HedgeCounts, Waste
 from buffer.ledger import LedgerBook, RejectReason
 from buffer.peers import Lease, TeacherPeer
+from buffer.pools import MAX_PASSED_OVER, Pool
 from buffer.rollouts import Rollout, ScoreJob, Segment
 from buffer.runs import Runs
+from buffer.teacher_health import TeacherHealth
 from buffer.tokens import Array
 from buffer.validation import score_refusal, top_k_refusal
 from protocol.messages import ScoreItem, Scores, ScoreWork
 
 MAX_ANSWER_RUNS = 65_536
 """Of leases in a row that were answered alike, kept so that repeated Scores get the same answer."""
-_MAX_PASSED_OVER = 32
-"""Jobs that no teacher with room may take (they failed it) looked past in one go."""
 
 
 ScoreStatus: TypeAlias = Literal["accepted", "expired", "rejected"]
@@ -52,15 +56,6 @@ class Work(NamedTuple):
     arrays: tuple[Array, ...]
 
 
-class Pool:
-    """The queue of one pool, and its teachers."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.queue: list[tuple[int, int, int, int, ScoreJob]] = []
-        self.teachers: dict[str, TeacherPeer] = {}
-
-
 class ScoreDesk:
     """Owner of score jobs and leases."""
 
@@ -79,13 +74,39 @@ class ScoreDesk:
         """Pools with jobs that wait for a teacher that has not failed them; looked at again as time goes by."""
         self._next_lease_id = 1
         self._n_queued = 0
+        self._health = TeacherHealth(config)
+        self._hedges = HedgeCounts()
 
     def __repr__(self) -> str:
-        return f"ScoreDesk(leases={len(self._leases)}, queued={ {k: len(p.queue) for k, p in self._pools.items()} })"
+        queued = {name: len(pool.queue) for name, pool in self._pools.items()}
+        return f"ScoreDesk(leases={len(self._leases)}, queued={queued}, hedges={self._hedges.sent})"
 
     @property
     def n_leases(self) -> int:
         return len(self._leases)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For the snapshot's `queues`."""
+        return {
+            "hedges_sent_total": self._hedges.sent,
+            "hedges_won_total": self._hedges.won,
+            **{f"leases_wasted_{reason}_total": n for reason, n in self._hedges.wasted.items()},
+            "breakers_open": len(self.held_back),
+            "breakers_opened_total": self._health.opened_total,
+            "breaker_probes_total": self._health.probes_total,
+        }
+
+    @property
+    def held_back(self) -> dict[str, str]:
+        """Teachers whose breaker is open, and the items that they failed."""
+        return {
+            name: t.breaker.against for p in self._pools.values() for name, t in p.teachers.items() if t.breaker.is_open
+        }
+
+    def new_breaker(self, name: str) -> Breaker:
+        """For a new process of this teacher."""
+        return self._health.new_breaker(name)
 
     # ------------------------------------------------------------------------------------------------ teachers
 
@@ -96,6 +117,7 @@ class ScoreDesk:
     def teacher_lost(self, now_s: float, teacher: TeacherPeer) -> list[ScoreJob]:
         """Its leases go back to the queue; returns the jobs given up."""
         self._pool(teacher.pool).teachers.pop(teacher.name, None)
+        self._health.lost(teacher)
         return [job for lease in list(teacher.leases.values()) for job in self._fail(now_s, lease, blame=False)]
 
     def credit_changed(self, teacher: TeacherPeer) -> None:
@@ -114,15 +136,16 @@ class ScoreDesk:
         """Its scores are no longer wanted: leases end, queued jobs are skipped."""
         for job in segment.jobs:
             job.cancelled = True
-            if job.lease_id is not None:
-                self._end(self._leases[job.lease_id])
+            for lease in self._out(job):
+                lease.teacher.breaker.came_to_nothing(lease.lease_id)
+                self._end(lease, "hedge_unwanted" if lease.hedge else None)
 
     def dispatch(self, now_s: float) -> list[Work]:
         """Lease what can be leased."""
         work: list[Work] = []
         for pool_name in self._dirty:
             pool = self._pools[pool_name]
-            if pool.queue and any(teacher.free_tokens > 0 for teacher in pool.teachers.values()):
+            if any(teacher.free_tokens > 0 for teacher in pool.teachers.values()):
                 work += self._dispatch_pool(now_s, pool)
         self._dirty.clear()
         return work
@@ -140,6 +163,7 @@ class ScoreDesk:
         for i, lease_id in enumerate(message.leases):
             lease = self._lease_of(teacher, lease_id)
             if lease is None:
+                self._health.answered_late(teacher, lease_id)
                 answers.append(self._answers.get(lease_id) or Answer("expired"))
                 continue
             refusal = self._keep_scores(lease, arrays[n_each * i : n_each * (i + 1)], n_each)
@@ -149,7 +173,7 @@ class ScoreDesk:
                 given_up += self._fail(now_s, lease, blame=True)
                 continue
             answers.append(self._answered(lease_id, Answer("accepted")))
-            self._end(lease)
+            self._scored(now_s, lease)
             done.append(lease.job)
         return answers, done, given_up
 
@@ -162,6 +186,7 @@ class ScoreDesk:
         for lease_id in lease_ids:
             lease = self._lease_of(teacher, lease_id)
             if lease is None:
+                self._health.failed_late(now_s, teacher, lease_id)
                 answers.append(self._answers.get(lease_id) or Answer("expired"))
                 continue
             answers.append(self._answered(lease_id, Answer("accepted")))
@@ -169,18 +194,25 @@ class ScoreDesk:
         return answers, given_up
 
     def expire(self, now_s: float) -> list[ScoreJob]:
-        """Leases past their deadline end; returns the jobs given up."""
+        """Leases past their deadline end; returns the jobs given up. What time has made possible is done by the next
+        `dispatch`."""
         given_up: list[ScoreJob] = []
         while self._by_deadline:
             deadline_s, lease_id = self._by_deadline[0]
             lease = self._leases.get(lease_id)
-            if lease is not None and deadline_s > now_s:
+            watched = self._health.watches(lease_id)
+            if (lease is not None or watched) and deadline_s > now_s:
                 break
             self._by_deadline.popleft()
             if lease is not None:
                 given_up += self._fail(now_s, lease, blame=True)
+            elif watched:
+                self._health.ran_out(now_s, lease_id)
         self._dirty.update(self._unpardoned)
         self._unpardoned.clear()
+        for pool in self._pools.values():
+            if pool.something_is_due(now_s, self._config):
+                self._dirty[pool.name] = None
         return given_up
 
     # ------------------------------------------------------------------------------------------------ internals
@@ -194,14 +226,17 @@ class ScoreDesk:
         slot = job.rollout.slot
         first = 0 if slot.task.task.kind == "eval" else 1
         self._n_queued += 1
-        name = slot.task.task.teachers[job.pool_index]
-        heapq.heappush(self._pool(name).queue, (first, slot.order, job.segment.index, self._n_queued, job))
-        self._dirty[name] = None
+        heapq.heappush(self._pool(job.pool).queue, (first, slot.order, job.segment.index, self._n_queued, job))
+        self._dirty[job.pool] = None
 
     def _dispatch_pool(self, now_s: float, pool: Pool) -> list[Work]:
         items: dict[str, list[tuple[ScoreItem, Array]]] = {}
+        for lease in pool.overdue(now_s, self._config):
+            teacher = self._choose(now_s, pool, lease.job)
+            if teacher is not None:
+                items.setdefault(teacher.name, []).append(self._lease(now_s, lease.job, teacher))
         passed_over: list[tuple[int, int, int, int, ScoreJob]] = []
-        while pool.queue and len(passed_over) < _MAX_PASSED_OVER:
+        while pool.queue and len(passed_over) < MAX_PASSED_OVER:
             job = pool.queue[0][-1]
             if job.cancelled:
                 heapq.heappop(pool.queue)
@@ -223,8 +258,9 @@ class ScoreDesk:
         ]
 
     def _choose(self, now_s: float, pool: Pool, job: ScoreJob) -> TeacherPeer | None:
-        """The teacher for this job, or None while none that may take it has room."""
+        """The teacher for this job, or None while none that may take it has room. Not one that has it already."""
         teachers = pool.teachers
+        holder = self._leases[job.lease_id].teacher if job.lease_id is not None else None
         context_tokens = job.segment.end
         forgiven = not job.failed_by or now_s - job.failed_at_s > self._config.lease_s
         if not forgiven and all(name in job.failed_by for name in teachers):
@@ -234,6 +270,8 @@ class ScoreDesk:
         for name, teacher in teachers.items():
             if (not forgiven and name in job.failed_by) or not teacher.has_room(context_tokens):
                 continue
+            if teacher is holder or not teacher.breaker.lets(now_s):
+                continue
             if name == favourite:
                 return teacher
             if best is None or teacher.free_tokens > best.free_tokens:
@@ -241,13 +279,21 @@ class ScoreDesk:
         return best
 
     def _lease(self, now_s: float, job: ScoreJob, teacher: TeacherPeer) -> tuple[ScoreItem, Array]:
-        lease = Lease(self._next_lease_id, job, teacher)
+        lease = Lease(self._next_lease_id, job, teacher, now_s, hedge=job.lease_id is not None)
         self._next_lease_id += 1
         self._leases[lease.lease_id] = lease
         self._by_deadline.append((now_s + self._config.lease_s, lease.lease_id))
-        job.lease_id = lease.lease_id
-        job.attempts += 1
-        job.rollout.affinity[job.pool_index] = teacher.name
+        pool = self._pools[teacher.pool]
+        if job.lease_id is not None:
+            job.hedge_id, job.hedged = lease.lease_id, True
+            del pool.unhedged[job.lease_id]
+            self._hedges.sent += 1
+        else:
+            job.lease_id = lease.lease_id
+            job.attempts += 1
+            job.rollout.affinity[job.pool_index] = teacher.name
+        pool.granted(lease)
+        self._health.sent(lease)
         segment = job.segment
         teacher.item_sent(lease, segment.end)
         item = ScoreItem(
@@ -281,20 +327,51 @@ class ScoreDesk:
             self._answers.forget_lowest()
         return answer
 
-    def _fail(self, now_s: float, lease: Lease, *, blame: bool) -> list[ScoreJob]:
-        """End a lease without scores: queue its job again, or return it as given up. `blame`: try another teacher."""
+    def _scored(self, now_s: float, lease: Lease) -> None:
+        """Its scores are kept; if the job is out at another teacher too, that was for nothing."""
+        job, pool = lease.job, self._pools[lease.teacher.pool]
+        pool.times.add(now_s - lease.granted_s)
+        lease.teacher.breaker.succeeded()
+        for other in self._out(job):
+            if other is not lease:
+                pool.times.add(now_s - other.granted_s)  # it takes at least that long
+                self._health.superseded(other)
+                self._end(other, "hedge_late" if other.hedge else "original_late")
         self._end(lease)
+        if lease.hedge:
+            self._hedges.won += 1
+            job.rollout.affinity[job.pool_index] = lease.teacher.name
+
+    def _fail(self, now_s: float, lease: Lease, *, blame: bool) -> list[ScoreJob]:
+        """End a lease without scores. Unless another one is out, queue its job again, or return it as given up.
+        `blame`: try another teacher."""
+        self._end(lease, "hedge_failed" if lease.hedge else None)
         job = lease.job
+        if blame:
+            self._health.failed(now_s, lease)
+        else:
+            lease.teacher.breaker.came_to_nothing(lease.lease_id)
+        if job.lease_id is not None:
+            return []
         if job.attempts >= self._config.max_score_attempts:
             return [job]
-        if blame:
-            job.failed_by.add(lease.teacher.name)
-            job.failed_at_s = now_s
         self._queue(job)
         return []
 
-    def _end(self, lease: Lease) -> None:
+    def _out(self, job: ScoreJob) -> list[Lease]:
+        """Its leases, the older one first."""
+        return [self._leases[lease_id] for lease_id in (job.lease_id, job.hedge_id) if lease_id is not None]
+
+    def _end(self, lease: Lease, waste: Waste | None = None) -> None:
+        """It is no longer out; of two the other one is then the only one."""
+        job = lease.job
         del self._leases[lease.lease_id]
         del lease.teacher.leases[lease.lease_id]
-        lease.job.lease_id = None
-        self._dirty[lease.teacher.pool] = None
+        if job.lease_id == lease.lease_id:
+            job.lease_id = job.hedge_id
+        job.hedge_id = None
+        pool = self._pools[lease.teacher.pool]
+        pool.unhedged.pop(lease.lease_id, None)
+        self._dirty[pool.name] = None
+        if waste is not None:
+            self._hedges.wasted[waste] += 1

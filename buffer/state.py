@@ -112,6 +112,11 @@ class BufferState:
         return self._learner.weights
 
     @property
+    def held_back(self) -> dict[str, str]:
+        """Teachers that failed too often to be given work as others are, and the items that they failed."""
+        return self._scoring.held_back
+
+    @property
     def intake_trouble(self) -> str:
         """Why nothing new is taken in; empty: it is."""
         return self._intake_trouble
@@ -233,6 +238,7 @@ class BufferState:
                 "rollouts_live": self._pacing.live,
                 "rollouts_reissued_total": self._arrivals.reissued_total,
                 "rollouts_given_up_total": self._arrivals.given_up_total,
+                **self._scoring.counts,
             },
             staleness_hist=dict(sorted(self._learner.staleness_hist.items())),
             max_staleness=self._config.max_staleness,
@@ -367,7 +373,7 @@ class BufferState:
         if role == "actor":
             return ActorPeer(name, incarnation, now_s, former)
         if role == "teacher":
-            return TeacherPeer(name, pool, incarnation, now_s, former)
+            return TeacherPeer(name, pool, incarnation, now_s, self._scoring.new_breaker(name), former)
         return Peer(role, name, incarnation, now_s, former)
 
     def _lose(self, now_s: float, peer: Peer, *, for_good: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from protocol.messages import Role, Snapshot
@@ -78,6 +78,10 @@ class Figures:
     servers: int
     intake_trouble: str = ""
     """Why the buffer takes nothing in (its disk is full, say); empty: it does."""
+    held_back: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Teachers that are given no work although they are there, and why."""
+    hedges: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Items given to a second teacher so far, what came of it; empty: none was."""
 
     def rate(self, role: str) -> float:
         return self.tokens_per_s.get(role, math.nan)
@@ -121,6 +125,8 @@ class Rates:
             servers_up=view.servers_up,
             servers=view.servers,
             intake_trouble=snapshot.intake_trouble if snapshot is not None else "",
+            held_back={p.name: p.held_back for p in snapshot.peers if p.held_back} if snapshot is not None else {},
+            hedges=_hedges(snapshot),
         )
 
     def _remember(self, snapshot: Snapshot) -> None:
@@ -198,6 +204,14 @@ def _lost(snapshot: Snapshot | None) -> dict[str, int]:
     told = [("masked", reason, n) for reason, n in tokens.masked.items()]
     told += [("dropped", reason, n) for reason, n in tokens.dropped.items()]
     return {f"{what} {reason}": n for what, reason, n in told if n}
+
+
+def _hedges(snapshot: Snapshot | None) -> dict[str, int]:
+    counts = snapshot.queues if snapshot is not None else {}
+    if not counts.get("hedges_sent_total"):
+        return {}
+    wasted = sum(n for name, n in counts.items() if name.startswith("leases_wasted_hedge_"))
+    return {"sent": counts["hedges_sent_total"], "won": counts["hedges_won_total"], "wasted": wasted}
 
 
 def _versions_listed(snapshot: Snapshot | None) -> str:

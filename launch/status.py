@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -133,6 +134,10 @@ def line(f: Figures) -> str:
         parts.append(_lost(f))
     if f.servers_up < f.servers:
         parts.append(_servers(f))
+    if f.hedges:
+        parts.append(f"hedges {_counted(f.hedges)}")
+    if f.held_back:
+        parts.append(f"held back: {_held_back(f)}")
     if f.intake_trouble:
         parts.append(f"NO INTAKE: {f.intake_trouble}")
     parts.append(f"eta {clock(f.eta_s)}" if f.eta_s is not None else "eta ?")
@@ -169,6 +174,10 @@ def table(f: Figures) -> Table:
     grid.add_row("workers", f"{f.running} of {f.expected} run, {f.restarts} restarts, peak memory {memory}")
     if f.servers:
         grid.add_row("servers", _servers(f))
+    if f.hedges:
+        grid.add_row("hedges", _counted(f.hedges))
+    if f.held_back:
+        grid.add_row("held back", _held_back(f))
     if f.intake_trouble:
         grid.add_row("no intake", f.intake_trouble)
     if f.ending is not None:
@@ -188,7 +197,15 @@ def _accuracy(f: Figures) -> str:
 
 
 def _queues(f: Figures) -> str:
-    return " ".join(f"{name} {short(depth)}" for name, depth in f.queues.items())
+    return _counted(f.queues)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return " ".join(f"{name} {short(n)}" for name, n in counts.items())
+
+
+def _held_back(f: Figures) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in f.held_back.items())
 
 
 def _servers(f: Figures) -> str:

@@ -316,7 +316,8 @@ class ScoreFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoresAck(msgspec.Struct, frozen=True, tag=True):
-    """buffer -> teacher, one status per lease: accepted; expired (another teacher has it by now); rejected."""
+    """buffer -> teacher, one status per lease: accepted; expired (another teacher has it by now, or was asked as well
+    and answered first; or nobody wants it any more); rejected."""
 
     leases: tuple[int, ...]
     statuses: tuple[Literal["accepted", "expired", "rejected"], ...]
@@ -546,6 +547,8 @@ class PeerView(msgspec.Struct, frozen=True):
     """Rollouts finished (actor), items scored (teacher), batches trained (learner)."""
     tokens_total: int
     """Sampled tokens accepted from (actor), scored by (teacher) or trained by (learner) it, over all incarnations."""
+    held_back: str = ""
+    """Why a teacher is given no work at the moment although it is there: its items failed, or it is leaving."""
 
 
 class SnapshotWanted(msgspec.Struct, frozen=True, tag=True):
@@ -564,7 +567,9 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     ledger: Ledger
     queues: dict[str, int]
     """tasks_queued, tickets_outstanding, rollouts_waiting, tokens_unscored, tokens_scoring, tokens_scored,
-    tokens_in_batch, tickets_free (what pacing would still issue), top_k_bytes (payloads held)."""
+    tokens_in_batch, tickets_free (what pacing would still issue), top_k_bytes (payloads held); and totals of
+    `buffer.scoring` and `buffer.arrivals`: hedges, wasted leases by reason, breakers opened, probes; rollouts issued
+    again, given up."""
     staleness_hist: dict[int, int]
     """Trained tokens by distance, since the start."""
     max_staleness: int

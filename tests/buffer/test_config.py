@@ -21,6 +21,9 @@ def test_defaults_are_asynchronous_distillation() -> None:
         ({"lease_s": 0.0}, "lease_s is 0.0, expected more"),
         ({"ticket_timeout_s": float("nan")}, "ticket_timeout_s is nan"),
         ({"peer_timeout_s": 1.5, "heartbeat_s": 1.0}, "at least twice heartbeat_s"),
+        ({"hedge_budget": 1.5}, "hedge_budget is 1.5, expected a share"),
+        ({"hedge_multiple": float("nan")}, "hedge_multiple is nan, expected 0"),
+        ({"breaker_backoff_s": 9.0, "breaker_backoff_max_s": 8.0}, "at least breaker_backoff_s"),
         ({"max_segment_tokens": 10, "max_rollout_tokens": 5}, "at most max_rollout_tokens"),
     ],
 )

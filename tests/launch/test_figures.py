@@ -161,6 +161,22 @@ def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
     assert "NO INTAKE: No space left on device" in line(Rates().figures(view(full)))
 
 
+def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:
+    teacher = msgspec.structs.replace(peer("teacher", 1), held_back="leaving")
+    told = snapshot(1.0, 3, peer("learner", 0, 5), peer("teacher", 0))
+    worse = snapshot(1.0, 3, peer("learner", 0, 5), teacher)
+    queues = {"hedges_sent_total": 5, "hedges_won_total": 3, "leases_wasted_hedge_late_total": 1}
+    worse = msgspec.structs.replace(worse, queues={**queues, "leases_wasted_original_late_total": 3})
+    usual = line(Rates().figures(view(told)))
+    assert "held back" not in usual and "hedges" not in usual
+    figures = Rates().figures(view(worse))
+    assert "hedges sent 5 won 3 wasted 1 | held back: teacher-1: leaving" in line(figures)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(figures))
+    assert "sent 5 won 3 wasted 1" in shown.get() and "teacher-1: leaving" in shown.get()
+
+
 def test_before_the_learner_is_there_the_status_says_who_is() -> None:
     assert "starting: 1 of 4 workers" in line(Rates().figures(view(snapshot(1.0, 0, peer("actor", 0)))))
     assert "starting: 0 of 4 workers" in line(Rates().figures(view(None)))
