@@ -33,6 +33,7 @@ class StreamIdentity(msgspec.Struct, frozen=True):
     held_out: int
     shuffle: bool
     seed: int
+    mix: dict[str, float] = {}
 
 
 class _Stream(msgspec.Struct, frozen=True):
@@ -73,6 +74,8 @@ def _differences(config: RunConfig, former: RunConfig | None, identity: StreamId
     if tasks.shuffle != identity.shuffle:
         told = (str(value).lower() for value in (tasks.shuffle, identity.shuffle))
         yield "learner.tasks.shuffle: got {}, expected {}, as in the checkpoint".format(*told)
+    if tasks.mix != identity.mix:
+        yield f"learner.tasks.mix: got {tasks.mix}, expected {identity.mix}, as in the checkpoint"
     former_tasks = former.learner.tasks if former is not None else None
     if former_tasks is None or tasks.prompts != former_tasks.prompts:  # else the learner sees whether the file changed
         source = _open(tasks.prompts)

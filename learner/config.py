@@ -17,6 +17,7 @@ from learner.lora_config import LoraConfig
 from learner.objectives.registry import (
     ADVANTAGES,
     AGGREGATIONS,
+    DISTRIBUTION_DIVERGENCES,
     DIVERGENCES,
     IMPORTANCE,
     check_member,
@@ -25,6 +26,7 @@ from learner.publish_config import PublishConfig
 from learner.task_config import TaskConfig
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
+DomainScale: TypeAlias = Literal["none", "rms"]
 KlStudent: TypeAlias = Literal["current", "behaviour"]
 _NO_CORRECTION = ("none", "geometric", "geometric_masked", "gspo")
 """Importance weights that do not turn samples of one distribution into those of another, token by token."""
@@ -62,6 +64,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     0: rewards only."""
     teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Teacher pool -> its own coef, instead of the common one."""
+    domain_scale: DomainScale = "none"
+    """rms: the costs of each domain (tag) are divided by their root mean square over the batch, so that teachers whose
+    log-probs differ in size pull equally hard. none: as they are."""
     kl_student: KlStudent = "current"
     """The student's log-prob inside the cost: `current` = recomputed in this step, `behaviour` = as when sampled."""
     importance: str = "truncated"
@@ -131,6 +136,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.device:
             raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
         self._check_objective()
+        self._check_domain_scale()
         self._refuse_sampling_that_cannot_be_corrected()
 
     def _check_objective(self) -> None:
@@ -152,6 +158,21 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.coef == 0.0 and not any(self.teacher_coefs.values()) and self.advantage == "none":
             raise ValueError(
                 "coef = 0 with advantage = 'none' leaves nothing to learn from; expected a coef above 0 or an advantage"
+            )
+
+    def _check_domain_scale(self) -> None:
+        """The size of costs is taken from samples of the policy that is compared with the teachers."""
+        if self.domain_scale == "none":
+            return
+        if self.divergence in DISTRIBUTION_DIVERGENCES.built_in:
+            raise ValueError(
+                f"domain_scale = {self.domain_scale!r} with divergence = {self.divergence!r}: only costs of sampled "
+                "tokens are scaled by domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"
+            )
+        if self.tasks.temperature != 1.0:
+            raise ValueError(
+                f"domain_scale = {self.domain_scale!r} with tasks.temperature = {self.tasks.temperature}: the size of "
+                "costs is measured by the log-probs sampled with; use temperature 1, or domain_scale = 'none'"
             )
 
     def _refuse_sampling_that_cannot_be_corrected(self) -> None:

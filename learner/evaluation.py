@@ -23,10 +23,10 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
-from engines.tokenizer import TokenizerError, render_prompt
+from engines.tokenizer import TokenizerError
 from learner.records import DataError, PromptRecord
 from learner.task_config import MAX_EVAL_PROMPTS, TaskConfig
-from learner.tasks import TaskOffer, derive_seed
+from learner.tasks import TaskOffer, derive_seed, render
 from protocol.messages import BatchItem, EvalResult, EvalWanted, Sampling, Task, WeightVersion
 
 Half: TypeAlias = Literal["greedy", "sampled"]
@@ -109,7 +109,7 @@ def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokeni
     prompts: list[EvalPrompt] = []
     for record in records:
         try:
-            ids = render_prompt(tokenizer, record, config.system_prompt, chat_template=config.chat_template)
+            ids = render(record, tokenizer, config)
         except TokenizerError as error:
             raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
         if len(ids) <= config.max_prompt_tokens:

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from learner.config import KlStudent, LearnerConfig
+from learner.config import DomainScale, KlStudent, LearnerConfig
 from learner.importance import ImportanceFn, ImportanceOptions, TokenRatios
 from learner.objectives import registry
 from learner.objectives.advantages import AdvantageFn, AdvantageOptions
@@ -50,6 +50,8 @@ class TokenInputs:
     """int64: index of the token's rollout in the batch."""
     n_sequences: int
     """R."""
+    cost_scale_N: Tensor | None = None
+    """What costs are divided by (learner.objectives.domain_scale); None = 1."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Objective:
     advantage: AdvantageFn
     advantage_options: AdvantageOptions
     aggregation: AggregationFn
+    domain_scale: DomainScale = "none"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def make_objective(config: LearnerConfig) -> Objective:
         advantage=cast(AdvantageFn, find_member(registry.ADVANTAGES, config.advantage)),
         advantage_options=AdvantageOptions(std=config.advantage_std),
         aggregation=cast(AggregationFn, find_member(registry.AGGREGATIONS, config.aggregation)),
+        domain_scale=config.domain_scale,
     )
 
 
@@ -102,9 +106,12 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     """The objective above. `student_N` carries the gradient; `divisor` >= 1, of the whole batch."""
     current_N = student_N.detach()
     compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
+    cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
+    if inputs.cost_scale_N is not None:
+        cost_MN = cost_MN / inputs.cost_scale_N.to(current_N.dtype)
     advantage_N = combined_advantage(
         inputs.reward_advantage_N.to(current_N.dtype),
-        objective.cost(compared_N[None], inputs.teacher_MN),
+        cost_MN,
         inputs.routed_MN,
         inputs.coef_M.to(current_N.dtype),
     )

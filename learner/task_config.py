@@ -27,6 +27,11 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A system turn put in front of every prompt, except where messages begin with one."""
     chat_template: Literal["auto", "off"] = "auto"
     """auto: `prompt` becomes one user turn if the tokenizer has a chat template. off: it is tokenised as it stands."""
+    mix: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Tag -> share of the training tasks (relative; they need not sum to 1). Rows with other tags are left out. Empty:
+    all rows, in the proportions of the file."""
+    templates: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    """Tag -> text around the prompts with this tag, with {prompt} where the prompt goes. For rows with `prompt`."""
     max_prompt_tokens: int = 896
     """Longer prompts are dropped, and counted. With `max_new_tokens` it should fit into the actors' max_context."""
     shuffle: bool = True
@@ -74,6 +79,14 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if any(not pool for pool in self.routes):
             raise ValueError(f"routes must name teacher pools, got an empty name in {list(self.routes)}")
 
+        if any(not 0.0 <= share < math.inf for share in self.mix.values()):
+            raise ValueError(f"mix must hold shares of at least 0, got {self.mix}")
+        if self.mix and not sum(self.mix.values()) > 0.0:
+            raise ValueError(f"mix must give some tag a share above 0, got {self.mix}")
+        for tag, template in self.templates.items():
+            if PROMPT_PLACE not in template:
+                raise ValueError(f"templates.{tag} must contain {PROMPT_PLACE}, got {template!r}")
+
     @property
     def eval_prompts_needed(self) -> int:
         """Rows that the evaluations use."""
@@ -82,6 +95,10 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def teachers_for(self, tag: str) -> tuple[str, ...]:
         """Pools that grade a task with this tag, in the order of `routes`; none = pure reward training."""
         return tuple(pool for pool, tags in self.routes.items() if not tags or tag in tags)
+
+
+PROMPT_PLACE = "{prompt}"
+"""Where a template takes the prompt."""
 
 
 def n_held_out(n_rows: int, share: float, at_most: int) -> int:

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -28,9 +28,10 @@ from transformers import PreTrainedTokenizerBase
 from engines.base import Int32s
 from engines.tokenizer import TokenizerError, render_prompt
 from learner.data import PromptSource, open_prompts
+from learner.domain_mix import MixedSampler, check_tags, row_tags
 from learner.order import EndlessSampler, Rows, held_out_rows
 from learner.records import DataError, PromptRecord, RowError
-from learner.task_config import TaskConfig
+from learner.task_config import PROMPT_PLACE, TaskConfig
 from protocol.messages import Sampling, Task, TaskKind
 
 STATE_FORMAT = 1
@@ -86,14 +87,16 @@ class TaskStream:
             "rows": len(prompts.source),
             "held_out": len(prompts.held_out),
             "shuffle": config.shuffle,
+            "mix": dict(config.mix),
             "seed": seed,
         }
         self._seed = seed
         self._path = prompts.source.path
-        sampler = EndlessSampler(prompts.source, prompts.held_out, seed=seed, shuffle=config.shuffle)
+        tags = row_tags(prompts.source) if config.mix or config.templates else []
+        sampler = _sampler(config, prompts, tags, seed)
         self._rows_per_pass = sampler.rows_per_pass
         dataset = _RenderedPrompts(prompts.source, tokenizer, config)
-        dataset.probe()
+        dataset.probe(tags)
         self._loader = _loader(dataset, sampler, seed)
         self._rendered: Iterator[_Rendered] = iter(self._loader)
         self._next_task_id = 0
@@ -248,9 +251,12 @@ class _RenderedPrompts(Dataset[_Rendered]):
         self._tokenizer = tokenizer
         self._config = config
 
-    def probe(self) -> None:
-        """Render the first rows. Raises TokenizerError: what the first rows cannot do, the others will not either."""
-        for row in range(min(len(self._source), _PROBED_PROMPTS)):
+    def probe(self, tags: Sequence[str | None]) -> None:
+        """Render the first rows, and the first with each template. Raises TokenizerError: what the first rows cannot
+        do, the others will not either; DataError for a template of no row."""
+        check_tags("templates", list(self._config.templates), tags, self._source.path)
+        with_template = [tags.index(tag) for tag in self._config.templates]
+        for row in [*range(min(len(self._source), _PROBED_PROMPTS)), *with_template]:
             record = self._source.read(row)
             try:
                 self._render(record)
@@ -276,11 +282,33 @@ class _RenderedPrompts(Dataset[_Rendered]):
         return _Rendered(record, ids)
 
     def _render(self, record: PromptRecord) -> Int32s:
-        config = self._config
-        return render_prompt(self._tokenizer, record, config.system_prompt, chat_template=config.chat_template)
+        return render(record, self._tokenizer, self._config)
 
 
-def _loader(dataset: _RenderedPrompts, sampler: EndlessSampler, seed: int) -> StatefulDataLoader[_Rendered]:
+def render(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> Int32s:
+    """Prompt ids int32 [n_prompt], by the template of the record's tag. Raises TokenizerError."""
+    template = config.templates.get(record.tag)
+    if template is not None:
+        if record.prompt is None:
+            raise TokenizerError(
+                f"learner.tasks.templates.{record.tag} is for rows with 'prompt', got one with 'messages'; write its "
+                "turns as they should be, or give it another tag"
+            )
+        record = msgspec.structs.replace(record, prompt=template.replace(PROMPT_PLACE, record.prompt))
+    return render_prompt(tokenizer, record, config.system_prompt, chat_template=config.chat_template)
+
+
+def _sampler(
+    config: TaskConfig, prompts: Prompts, tags: Sequence[str | None], seed: int
+) -> EndlessSampler | MixedSampler:
+    if config.mix:
+        return MixedSampler(prompts.source, prompts.held_out, tags, config.mix, seed=seed, shuffle=config.shuffle)
+    return EndlessSampler(prompts.source, prompts.held_out, seed=seed, shuffle=config.shuffle)
+
+
+def _loader(
+    dataset: _RenderedPrompts, sampler: EndlessSampler | MixedSampler, seed: int
+) -> StatefulDataLoader[_Rendered]:
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates; the call does nothing for us.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)

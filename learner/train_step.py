@@ -175,6 +175,7 @@ class Trainer:
             share_N=whole.share_R.to(self._device)[item_N],
             sequence_N=item_N,
             n_sequences=len(whole.share_R),
+            cost_scale_N=whole.cost_scale_R.to(self._device)[item_N],
         )
 
     def _clipped_norm(self, whole: BatchTerms, items: Sequence[TrainItem]) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 from learner.losses import Objective
 from learner.objectives.advantages import Rewards
 from learner.objectives.combine import teacher_coefs
+from learner.objectives.domain_scale import cost_scales
 from learner.packing import TrainItem
 
 
@@ -24,6 +25,8 @@ class BatchTerms:
 
     reward_advantage_R: Tensor
     share_R: Tensor
+    cost_scale_R: Tensor
+    """Of the rollout's domain; 1 unless `domain_scale` says otherwise."""
     divisor: int
     """Of the loss: trained tokens, or rollouts, of the whole batch."""
     items_unrewarded: int
@@ -32,7 +35,12 @@ class BatchTerms:
     def of(self, index: int) -> BatchTerms:
         """The same batch as item `index` alone sees it."""
         place = slice(index, index + 1)
-        return replace(self, reward_advantage_R=self.reward_advantage_R[place], share_R=self.share_R[place])
+        return replace(
+            self,
+            reward_advantage_R=self.reward_advantage_R[place],
+            share_R=self.share_R[place],
+            cost_scale_R=self.cost_scale_R[place],
+        )
 
 
 def batch_terms(items: Sequence[TrainItem], objective: Objective) -> BatchTerms:
@@ -42,6 +50,7 @@ def batch_terms(items: Sequence[TrainItem], objective: Objective) -> BatchTerms:
     return BatchTerms(
         reward_advantage_R=objective.advantage(rewards, objective.advantage_options),
         share_R=shares.share_R,
+        cost_scale_R=cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items)),
         divisor=shares.divisor,
         items_unrewarded=int(((rewards.tokens_R > 0) & ~rewards.rewarded_R).sum()),
     )
@@ -50,6 +59,10 @@ def batch_terms(items: Sequence[TrainItem], objective: Objective) -> BatchTerms:
 def coefficients(teachers: Sequence[str], objective: Objective) -> Tensor:
     """coef_M float64, in the order of PackedBatch.teachers."""
     return torch.tensor(teacher_coefs(teachers, objective.coef, objective.teacher_coefs), dtype=torch.float64)
+
+
+def _ones(n: int) -> Tensor:
+    return torch.ones(n, dtype=torch.float64)
 
 
 def _rewards(items: Sequence[TrainItem]) -> Rewards:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 from typing import Any
@@ -49,3 +51,17 @@ def test_pools_are_routed_by_tag_and_an_empty_list_takes_all() -> None:
 def test_it_imports_without_torch() -> None:
     code = "import sys, learner.task_config; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mix": {"a": -1.0}}, "shares of at least 0"),
+        ({"mix": {"a": math.nan}}, "shares of at least 0"),
+        ({"mix": {"a": 0.0}}, "some tag a share above 0"),
+        ({"templates": {"a": "Solve: "}}, "must contain {prompt}"),
+    ],
+)
+def test_a_mix_or_a_template_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TaskConfig(**fields)
