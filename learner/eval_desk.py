@@ -39,7 +39,6 @@ class EvalDesk:
         self._on_result = on_result
         self._active: list[Evaluation] = []
         self._asked_s = 0.0
-        self.results: list[EvaluationResult] = []
 
     @property
     def active(self) -> int:
@@ -88,5 +87,4 @@ class EvalDesk:
     def _finish(self, result: EvaluationResult) -> None:
         if result.missing or result.failed:
             log.warning("evaluation at step %d: %d missing, %d failed", result.step, result.missing, result.failed)
-        self.results.append(result)
         self._on_result(result)

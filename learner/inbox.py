@@ -57,7 +57,8 @@ class Inbox:
         self._on_eval = on_eval
         self.tasks_wanted = 0
         self.batch: Delivered | None = None
-        self.trained_acks: set[int] = set()
+        self.last_trained_ack = -1
+        """The highest batch id acknowledged as trained; batches are trained in the order of their ids."""
         self.snapshot: Snapshot | None = None
         self.unexpected: Counter[str] = Counter()
         self.shutdown: Shutdown | None = None
@@ -81,7 +82,7 @@ class Inbox:
                 self.batch = Delivered(message, arrays)
                 self.snapshot = message.snapshot
             case BatchTrainedAck():
-                self.trained_acks.add(message.batch_id)
+                self.last_trained_ack = max(self.last_trained_ack, message.batch_id)
             case EvalResult():
                 self._on_eval(message, arrays)
             case Membership():

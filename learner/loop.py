@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from engines.logprobs import lm_head
 from learner.config import LearnerConfig
 from learner.eval_desk import EvalDesk
@@ -247,7 +249,7 @@ class LearnerLoop:
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         self._metrics.evaluation(result)
-        self.progress.evaluations.append(result)
+        self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # they are in a file
         log.info(
             "evaluation at step %d: greedy %s, sampled %s, reverse KL %s",
             result.step,
@@ -279,11 +281,10 @@ class LearnerLoop:
     def _snapshot_after(self, batch_id: int) -> Snapshot:
         """A snapshot in which the batch counts as trained."""
         deadline_s = time.monotonic() + self._config.stall_timeout_s
-        while batch_id not in self._inbox.trained_acks:
+        while self._inbox.last_trained_ack < batch_id:
             self._inbox.pump(PUMP_S)
             if time.monotonic() > deadline_s:
                 raise LearnerStalled(f"the buffer did not acknowledge batch {batch_id} as trained")
-        self._inbox.trained_acks = {batch_id}
         self._inbox.snapshot = None
         self._client.send(SnapshotWanted())
         while (snapshot := self._inbox.snapshot) is None:

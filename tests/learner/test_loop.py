@@ -275,6 +275,9 @@ def test_evaluations_at_both_ends_and_in_between(learning: Learning, tmp_path: P
     for result in evaluations:
         assert (result.n_greedy, result.n_sampled, result.missing, result.failed) == (2, 2, 0, 0)
         assert result.accuracy_greedy == 1.0 and result.reverse_kl == pytest.approx(0.5)
+        assert not result.samples, "they are in samples.jsonl, and would fill the memory of a long run"
+    rows = map(msgspec.json.decode, (tmp_path / "samples.jsonl").read_bytes().splitlines())
+    assert {row["step"] for row in rows} == {0, 1, 2}
 
 
 def test_an_evaluation_that_does_not_come_is_given_up_and_the_run_goes_on(learning: Learning, tmp_path: Path) -> None:
