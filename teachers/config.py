@@ -42,6 +42,9 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bytes per position (at most 4,096 tokens). auto: each where the vocabulary has at most 384 tokens."""
     gather_s: float = 0.005
     """How long a lone request waits for company before it is graded, seconds."""
+    drain_s: float = 5.0
+    """A teacher that is asked to leave (SIGTERM) takes no more work, and has this long to grade what it holds; shorter
+    than launch.shutdown_grace_s. What is left then goes to other teachers at once."""
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1:
@@ -50,6 +53,8 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"teacher.credit_batches is {self.credit_batches}; expected at least 1")
         if self.gather_s < 0:
             raise ValueError(f"teacher.gather_s is {self.gather_s}; expected 0 or more seconds")
+        if not self.drain_s >= 0:
+            raise ValueError(f"teacher.drain_s is {self.drain_s}; expected 0 or more seconds")
         if not 0 <= self.top_k <= MAX_TOKENS_KEPT:
             raise ValueError(f"teacher.top_k is {self.top_k}; expected 0 (off) to {MAX_TOKENS_KEPT}")
         if not 0 < self.top_mass <= 1:

@@ -5,6 +5,7 @@ The loop (one thread; the client's own thread keeps the connection and the heart
     input   ScoreWork from the buffer: items hold a whole prefix, so any teacher can take any item
     output  Scores | ScoreFailed, one lease each, acknowledged by the buffer and sent again until they are
     waits   for work (unblocked by the buffer, as actors stream) - never for an acknowledgement
+    leaves  when asked to (SIGTERM): a credit of nothing, then what it holds within `drain_s`, then Goodbye
     credit  `credit_tokens` context tokens at most are held; the credit is renewed as items are graded
 
 A growing rollout comes back here as long as this teacher has credit; nothing depends on it.
@@ -32,6 +33,7 @@ from protocol.fingerprint import vocab_tokens
 from protocol.keys import run_client_keys
 from protocol.messages import Hello, ScoreCredit, ScoreFailed, ScoreItem, Scores, ScoresAck, ScoreWork, Shutdown
 from teachers.config import TeacherConfig
+from teachers.leaving import on_sigterm
 from teachers.top_k import TopKSets
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class Graded:
 
 
 class TeacherWorker:
-    """Grades what the buffer leases to it until Shutdown, or until `stop` is set."""
+    """Grades what the buffer leases to it until Shutdown; asked to `leave`, what it holds and no more."""
 
     def __init__(
         self, client: Client, engine: ScoringEngine, config: TeacherConfig, *, vocab_tokens: int | None = None
@@ -91,12 +93,16 @@ class TeacherWorker:
         self._started_s = time.monotonic()
         self._credit_sent_s = 0.0
         self._shutdown: Shutdown | None = None
-        self.stop = False
+        self.leaving = False
+
+    def leave(self) -> None:
+        """Finish and go. May be called from a signal handler."""
+        self.leaving = True
 
     def run(self) -> bool:
         """Loop until told to stop; True when the run ended well."""
         self._send_credit()
-        while not self.stop and self._shutdown is None:
+        while self._shutdown is None and not self.leaving:
             self._receive(0.0 if self._held else IDLE_WAIT_S)
             if self._held and self._held_tokens < self._config.max_batch_tokens and self._config.gather_s > 0:
                 self._receive(self._config.gather_s)
@@ -106,7 +112,23 @@ class TeacherWorker:
             elif time.monotonic() - self._credit_sent_s > CREDIT_REPEAT_S:
                 self._send_credit()
             self._report()
+        if self._shutdown is None:
+            self._drain()
         return self._shutdown is not None and self._shutdown.ok
+
+    def _drain(self) -> None:
+        """Say that no more work is wanted; grade what is here, and what was on its way before the buffer read that."""
+        deadline_s = time.monotonic() + self._config.drain_s
+        self._send_credit()
+        self._report()
+        self._client.flush(self._config.drain_s)
+        self._receive(0.0)
+        log.info("leaving; %d items are to be graded before", len(self._held))
+        while self._held and self._shutdown is None and time.monotonic() < deadline_s:
+            self._grade(self._next_batch())
+            self._receive(0.0)
+        if self._held:
+            log.warning("leaving with %d items that were not graded in %.1f s", len(self._held), self._config.drain_s)
 
     def _receive(self, timeout_s: float) -> None:
         """Take what is there, waiting up to `timeout_s` for the first message."""
@@ -234,7 +256,7 @@ class TeacherWorker:
     def _send_credit(self) -> None:
         self._credit_seq += 1
         self._credit_sent_s = time.monotonic()
-        tokens = max(0, self._config.credit_tokens - self._held_tokens)
+        tokens = 0 if self.leaving else max(0, self._config.credit_tokens - self._held_tokens)
         self._client.send(ScoreCredit(tokens=tokens, seq=self._credit_seq, items_received_total=self._received_total))
 
     def _report(self) -> None:
@@ -242,6 +264,7 @@ class TeacherWorker:
         stats = dict(self._totals)
         stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
         stats["held_tokens"] = float(self._held_tokens)
+        stats["draining"] = float(self.leaving)
         self._client.set_heartbeat(None, stats)
 
 
@@ -338,7 +361,11 @@ def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) 
     keys = run_client_keys(ctx.run_dir, "teacher")
     with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello, keys=keys) as client:
         client.connect()
-        ended_well = TeacherWorker(client, engine, config, vocab_tokens=source.vocab_tokens).run()
-        client.flush(FLUSH_TIMEOUT_S)
-        client.close("run over")
+        worker = TeacherWorker(client, engine, config, vocab_tokens=source.vocab_tokens)
+        with on_sigterm(worker.leave, config.drain_s + FLUSH_TIMEOUT_S):
+            ended_well = worker.run()
+            client.flush(FLUSH_TIMEOUT_S)
+        client.close("asked to leave" if worker.leaving else "run over")
+    if worker.leaving and not ended_well:
+        return ExitCode.TERMINATED
     return ExitCode.OK if ended_well else ExitCode.FAILED

@@ -97,6 +97,12 @@ class ScriptedBuffer:
         with self._changed:
             self._to_send.append((*to, message, arrays))
 
+    @property
+    def events(self) -> list[Event]:
+        """All so far."""
+        with self._changed:
+            return list(self._events)
+
     def got(self, kind: type[MessageT]) -> list[Got[MessageT]]:
         """All that came of this kind so far."""
         with self._changed:
