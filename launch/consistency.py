@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.envs.registry import UnknownEnvironment, check_options
+from engines.sglang_config import vocabulary_size
 from launch.config import RunConfig
 from launch.pools import teacher_pools
+from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
+from protocol.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
+from protocol.topk_codec import MAX_TOKENS_KEPT, most_bytes
+from teachers.config import TeacherConfig
 
 
 class Findings(NamedTuple):
@@ -36,9 +41,10 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_advantages_of_parts(config),
             *_adapters(config),
             *_groups_that_never_fit(config),
+            *_top_k_sets(config, student),
             *(_context_window(config, student) if student is not None else ()),
         ],
-        warnings=[*_uneven_groups(config), *_little_room(config, student)],
+        warnings=[*_uneven_groups(config), *_little_room(config, student), *_sets_in_vain(config, student)],
     )
 
 
@@ -107,6 +113,69 @@ def _adapters(config: RunConfig) -> Iterator[str]:
             f"learner.lora.rank: got {config.learner.lora.rank}, which needs the package peft: "
             "pip install 'stillhouse[lora]'; or expected 0, which trains all weights"
         )
+
+
+def _needs_sets(config: RunConfig) -> bool:
+    return divergence_group(config.learner.divergence) is DISTRIBUTION_DIVERGENCES
+
+
+def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """A divergence between distributions needs them of every pool, and a batch of them at their largest must fit on the
+    wire."""
+    tasks, rows, each = config.learner.tasks, _vocabulary_size(student), 0
+    for pool in teacher_pools(config):
+        teacher = pool.config.teacher
+        if _needs_sets(config) and not teacher.top_k:
+            yield (
+                f"learner.divergence: got {config.learner.divergence!r} with {pool.key}.top_k = 0, expected one above "
+                "0, e.g. 256, so that teachers send their likeliest tokens; or one of k1, k2, k3, which do without"
+            )
+        if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
+            yield (
+                f"{pool.key}.tail: got 'each' with {rows} rows in the embedding, expected at most {MAX_TOKENS_KEPT}; "
+                "use 'pooled'"
+            )
+        elif teacher.top_k and rows is not None:
+            each += min(_largest_set(teacher, rows), config.buffer.max_top_k_bytes)
+    a_rollout = tasks.max_new_tokens * each
+    a_batch = config.buffer.batch_rollouts * a_rollout
+    if a_rollout > MAX_FRAME_BYTES or a_batch > MAX_MESSAGE_BYTES:
+        yield (
+            f"teacher.top_k: sets of up to {each} bytes per token make {a_rollout >> 20} MiB of a rollout of "
+            f"learner.tasks.max_new_tokens = {tasks.max_new_tokens}, and {a_batch >> 20} MiB of a batch; expected at "
+            f"most {MAX_FRAME_BYTES >> 20} and {MAX_MESSAGE_BYTES >> 20} MiB: lower top_k, the batch, or "
+            "buffer.max_top_k_bytes"
+        )
+
+
+def _largest_set(teacher: TeacherConfig, rows: int) -> int:
+    """Bytes per position."""
+    return most_bytes(rows, teacher.top_k, rest_bits=teacher.rest_bits(rows))
+
+
+def _vocabulary_size(folder: Path | None) -> int | None:
+    """Rows of the embedding. None where the model was not found, or does not say."""
+    try:
+        return None if folder is None else vocabulary_size(folder)
+    except ValueError:
+        return None
+
+
+def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """Those that nobody looks at, and those that the buffer refuses."""
+    limit, rows = config.buffer.max_top_k_bytes, _vocabulary_size(student)
+    for pool in teacher_pools(config):
+        teacher = pool.config.teacher
+        if teacher.top_k and not _needs_sets(config):
+            yield (
+                f"{pool.key}.top_k: got {teacher.top_k}, but learner.divergence = {config.learner.divergence!r} looks "
+                "at the sampled token alone; the sets will be made, sent and thrown away (0 spares that)"
+            )
+        if teacher.top_k and rows is not None and (most := _largest_set(teacher, rows)) > limit:
+            yield (
+                f"{pool.key}.top_k: {teacher.top_k} tokens take up to {most} bytes per token, buffer.max_top_k_bytes "
+                f"is {limit}; segments whose sets take more on the average will be refused, and masked as unscorable"
+            )
 
 
 def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:

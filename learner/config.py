@@ -18,9 +18,9 @@ from learner.objectives.registry import (
     ADVANTAGES,
     AGGREGATIONS,
     DISTRIBUTION_DIVERGENCES,
-    DIVERGENCES,
     IMPORTANCE,
     check_member,
+    divergence_group,
 )
 from learner.publish_config import PublishConfig
 from learner.task_config import TaskConfig
@@ -57,11 +57,20 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The gradient of a step is scaled down to this global norm when it is larger; 0 = never."""
 
     divergence: str = "k1"
-    """Cost of a sampled token. k1, k2: s - q, the gradient of the reverse KL; k3: 1 - exp(q - s), the gradient of the
-    forward KL. This and the other members of the objective: docs/objectives.md; further ones by entry point."""
+    """From the student's distribution to the teachers'. Of sampled tokens: k1, k2: s - q, the gradient of the reverse
+    KL; k3: 1 - exp(q - s), the gradient of the forward KL. Between distributions, which need teacher.top_k: reverse_kl,
+    forward_kl, mixed, jsd. All members of the objective: docs/objectives.md; further ones by entry point."""
+    mixed_weight: float = 0.5
+    """For mixed: of the forward KL; the reverse KL gets the rest."""
+    jsd_beta: float = 0.5
+    """For jsd: of the teacher in the mixture that both are compared with; in (0, 1)."""
+    context_weight: Literal["none", "truncated"] = "none"
+    """For divergences between distributions, which no ratio of the sampled token can correct. none: each context counts
+    as the student came upon it; truncated: times the product of r over the rollout's trained tokens before it, up to
+    ratio_cap."""
     coef: float = 1.0
-    """Weight of the divergence in the advantage: A = A_reward - sum over its teachers of coef * cost.
-    0: rewards only."""
+    """Weight of the divergence against the rewards: A = A_reward - sum over its teachers of coef * cost. Between
+    distributions coef * divergence is added to the loss. 0: rewards only."""
     teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Teacher pool -> its own coef, instead of the common one."""
     domain_scale: DomainScale = "none"
@@ -141,11 +150,28 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _check_objective(self) -> None:
         """Names that exist, coefficients of pools that exist, and something to learn from."""
-        check_member(DIVERGENCES, self.divergence)
+        between_distributions = divergence_group(self.divergence) is DISTRIBUTION_DIVERGENCES
         check_member(IMPORTANCE, self.importance)
         check_member(ADVANTAGES, self.advantage)
         check_member(AGGREGATIONS, self.aggregation)
         _at_least(0, coef=self.coef, ratio_dual=self.ratio_dual)
+        if not 0.0 <= self.mixed_weight <= 1.0:
+            raise ValueError(f"mixed_weight must be in [0, 1], got {self.mixed_weight}")
+        if not 0.0 < self.jsd_beta < 1.0:
+            raise ValueError(
+                f"jsd_beta must be inside (0, 1), got {self.jsd_beta}; at both ends the divergence is 0: use "
+                "forward_kl or reverse_kl"
+            )
+        if between_distributions and self.kl_student == "behaviour":
+            raise ValueError(
+                f"kl_student = 'behaviour' with divergence = {self.divergence!r}: no log-prob of the sampled token is "
+                "in it; use kl_student = 'current', or one of k1, k2, k3"
+            )
+        if not between_distributions and self.context_weight != "none":
+            raise ValueError(
+                f"context_weight = {self.context_weight!r} with divergence = {self.divergence!r}, which is a cost of "
+                "sampled tokens: those are weighted by importance; use context_weight = 'none'"
+            )
         for pool, coef in self.teacher_coefs.items():
             _at_least(0, **{f"teacher_coefs.{pool}": coef})
             if pool not in self.tasks.routes:
@@ -164,7 +190,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The size of costs is taken from samples of the policy that is compared with the teachers."""
         if self.domain_scale == "none":
             return
-        if self.divergence in DISTRIBUTION_DIVERGENCES.built_in:
+        if divergence_group(self.divergence) is DISTRIBUTION_DIVERGENCES:
             raise ValueError(
                 f"domain_scale = {self.domain_scale!r} with divergence = {self.divergence!r}: only costs of sampled "
                 "tokens are scaled by domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"

@@ -136,6 +136,24 @@ def decoupled(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
     return Weights(weights_N, behaviour.cut_N | update.cut_N)
 
 
+TOKEN_LOCAL = (no_weights, truncated, masked, ppo, decoupled)
+"""Members whose weight of a token depends on nothing of other tokens."""
+
+
+def context_weights(ratios: TokenRatios, cap: float) -> Tensor:
+    """w = min(product of r over the rollout's trained tokens BEFORE this one, cap), [N]: the weight of what depends on
+    the context alone, as a divergence between distributions at that context does. The token's own r has nothing to do
+    with it. A rollout's tokens stand in their order."""
+    log_ratio_N = (ratios.student_N - ratios.behaviour_N).double()
+    before_N = log_ratio_N.cumsum(0) - log_ratio_N
+    n_tokens = len(log_ratio_N)
+    first_R = torch.full((ratios.n_sequences,), n_tokens, dtype=torch.int64, device=log_ratio_N.device)
+    places_N = torch.arange(n_tokens, device=log_ratio_N.device)
+    first_R = first_R.scatter_reduce(0, ratios.sequence_N, places_N, "amin")
+    own_before_N = before_N - before_N[first_R[ratios.sequence_N]]
+    return own_before_N.exp().clamp(max=cap).to(ratios.student_N.dtype)
+
+
 def _capped(ratio_N: Tensor, cap: float) -> Weights:
     return Weights(ratio_N.clamp(max=cap), ratio_N > cap)
 

@@ -5,6 +5,9 @@
     w_t    = sg[weight of exp(s_t - mu_t)]                                    learner.importance
     loss   = -sum_t share_t * w_t * A_t * s_t / divisor                      learner.objectives.aggregation
 
+A divergence between distributions is no cost of a sampled token: then A = A_reward here, and it is added in
+`learner.step_loss`.
+
 s: the current student's log-prob of the sampled token (the only thing with a gradient); mu: as reported by the engine
 that sampled it; q: a teacher's. Discount 0 for costs: a token answers only for itself. Divisor: by default the trained
 tokens of the WHOLE batch, not of a microbatch, with share 1.
@@ -14,8 +17,8 @@ Legend: N trained tokens of a microbatch, M teachers of the batch, R rollouts of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
@@ -53,6 +56,24 @@ class TokenInputs:
     cost_scale_N: Tensor | None = None
     """What costs are divided by (learner.objectives.domain_scale); None = 1."""
 
+    def at(self, place: slice) -> TokenInputs:
+        """Of some of the tokens."""
+        return replace(
+            self,
+            behaviour_N=self.behaviour_N[place],
+            teacher_MN=self.teacher_MN[:, place],
+            routed_MN=self.routed_MN[:, place],
+            reward_advantage_N=self.reward_advantage_N[place],
+            share_N=self.share_N[place],
+            sequence_N=self.sequence_N[place],
+            cost_scale_N=None if self.cost_scale_N is None else self.cost_scale_N[place],
+        )
+
+    def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
+        """`student_N` has no gradient; advantage 0 where it is not looked at."""
+        advantage_N = torch.zeros_like(student_N) if advantage_N is None else advantage_N
+        return TokenRatios(student_N, self.behaviour_N, advantage_N, self.sequence_N, self.n_sequences)
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -72,10 +93,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Everything per token, for the metrics; only `loss` has a gradient."""
+    """Everything per token; only `loss` has a gradient."""
 
     loss: Tensor
-    """Scalar: this microbatch's share of the batch's loss (shares add up)."""
+    """Scalar: these tokens' share of the batch's loss (shares add up), the sum of slope * s."""
+    slope_N: Tensor
+    """d loss / d s."""
+    divergence_N: Tensor
+    """Cost of the token, summed over its teachers without their coefficients."""
     student_N: Tensor
     """sg[s]."""
     ratio_N: Tensor
@@ -85,11 +110,22 @@ class LossTerms:
     """sg[s] - q, summed over the token's teachers; 0 where it has none."""
     advantage_N: Tensor
 
+    def at(self, place: slice) -> LossTerms:
+        """Of some of the tokens; `loss` remains that of all."""
+        return LossTerms(self.loss, *(getattr(self, name)[place] for name in _PER_TOKEN))
+
+    @staticmethod
+    def joined(parts: Sequence[LossTerms]) -> LossTerms:
+        """Tokens one behind the other. No loss: it is the sum of what belongs to it, which may be more than these."""
+        columns = (torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN)
+        return LossTerms(parts[0].loss.new_full((), torch.nan), *columns)
+
 
 def make_objective(config: LearnerConfig) -> Objective:
     """Look the configured names up. Raises ValueError naming the members there are."""
+    sampled = registry.divergence_group(config.divergence) is registry.DIVERGENCES
     return Objective(
-        cost=cast(CostFn, find_member(registry.DIVERGENCES, config.divergence)),
+        cost=cast(CostFn, find_member(registry.DIVERGENCES, config.divergence)) if sampled else no_cost,
         coef=config.coef,
         teacher_coefs=config.teacher_coefs,
         kl_student=config.kl_student,
@@ -102,24 +138,30 @@ def make_objective(config: LearnerConfig) -> Objective:
     )
 
 
+def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
+    """Of a sampled token, where the divergence is one between distributions."""
+    return torch.zeros_like(teacher)
+
+
 def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:
-    """The objective above. `student_N` carries the gradient; `divisor` >= 1, of the whole batch."""
+    """The objective above. `student_N` may carry a gradient; `divisor` >= 1, of the whole batch."""
     current_N = student_N.detach()
     compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
     cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
-    if inputs.cost_scale_N is not None:
-        cost_MN = cost_MN / inputs.cost_scale_N.to(current_N.dtype)
+    scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
     advantage_N = combined_advantage(
         inputs.reward_advantage_N.to(current_N.dtype),
-        cost_MN,
+        cost_MN / scale,
         inputs.routed_MN,
         inputs.coef_M.to(current_N.dtype),
     )
-    ratios = TokenRatios(current_N, inputs.behaviour_N, advantage_N, inputs.sequence_N, inputs.n_sequences)
+    ratios = inputs.ratios(current_N, advantage_N)
     weights_N, cut_N = objective.importance(ratios, objective.options)
-    per_token_N = weights_N * advantage_N * student_N * inputs.share_N.to(current_N.dtype)
+    slope_N = -(weights_N * advantage_N * inputs.share_N.to(current_N.dtype)) / divisor
     return LossTerms(
-        loss=-per_token_N.sum() / divisor,
+        loss=(slope_N * student_N).sum(),
+        slope_N=slope_N,
+        divergence_N=torch.where(inputs.routed_MN, cost_MN, 0.0).sum(dim=0),
         student_N=current_N,
         ratio_N=ratios.ratio(),
         weights_N=weights_N,
@@ -127,3 +169,6 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         reverse_kl_N=torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0),
         advantage_N=advantage_N,
     )
+
+
+_PER_TOKEN = tuple(field.name for field in fields(LossTerms) if field.name != "loss")

@@ -15,17 +15,20 @@ Legend: L tokens of an item, T input tokens of a microbatch, N trained tokens of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engines.packed_layout import first_fit_decreasing
+from learner.top_k import TopRows
 from protocol.messages import BatchItem
 
 FRAMES_PER_ITEM = 4
+"""And one more where the item has top-k pieces."""
 _LOGPROB_ROUNDING = 1e-3
 """A log-prob this far above 0 is rounding; further up it is not a log-prob."""
 
@@ -53,6 +56,10 @@ class TrainItem:
     behaviour_L: npt.NDArray[np.float32]
     train_mask_L: npt.NDArray[np.bool_]
     teacher_ML: npt.NDArray[np.float32]
+    payloads: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """Of `item.top_k`, one behind the other."""
+    top: Mapping[str, TopRows] = field(default_factory=dict[str, TopRows])
+    """Teacher -> its top-k sets of the trained tokens, once they are read; empty where nobody needs them."""
 
     @property
     def n_trained(self) -> int:
@@ -79,6 +86,8 @@ class Microbatch:
     routed_MN: npt.NDArray[np.bool_]
     item_N: npt.NDArray[np.int64]
     """Index of the token's item in the batch, so that a bad number can be traced to its rollout."""
+    top: tuple[TopRows, ...]
+    """Per teacher the top-k sets of the tokens that `routed_MN` gives it, where they were read; else no rows."""
 
 
 @dataclass(frozen=True)
@@ -94,19 +103,21 @@ class PackedBatch:
 
 
 def train_items(items: Sequence[BatchItem], arrays: Sequence[np.ndarray[Any, Any]]) -> list[TrainItem]:
-    """Pair the items of a Batch with their frames (four each, see protocol.messages.BatchItem) and check them.
+    """Pair the items of a Batch with their frames (four or five each, see protocol.messages.BatchItem) and check them.
 
     Raises BatchError: a frame missing or of the wrong shape, the first token to be trained (nothing predicts it), a
     log-prob of a trained token that is not finite or not a log-prob, a teacher named without its scores.
     """
-    if len(arrays) != FRAMES_PER_ITEM * len(items):
+    counts = [FRAMES_PER_ITEM + bool(item.top_k) for item in items]
+    if len(arrays) != sum(counts):
         raise BatchError(
-            f"{len(arrays)} frames for {len(items)} items; expected {FRAMES_PER_ITEM} each: token ids, behaviour "
-            "log-probs, train mask, teacher log-probs"
+            f"{len(arrays)} frames for {len(items)} items; expected {sum(counts)}: token ids, behaviour log-probs, "
+            "train mask and teacher log-probs of each, and its top-k payloads where it has some"
         )
+    left = iter(arrays)
     paired: list[TrainItem] = []
-    for index, item in enumerate(items):
-        tokens, behaviour, mask, teacher = arrays[FRAMES_PER_ITEM * index : FRAMES_PER_ITEM * (index + 1)]
+    for item, n_frames in zip(items, counts, strict=True):
+        tokens, behaviour, mask, teacher, *rest = islice(left, n_frames)
         shapes = (tokens.shape, behaviour.shape, mask.shape, teacher.size)
         if shapes != ((item.end,), (item.end,), (item.end,), len(item.teachers) * item.end):
             raise _bad(
@@ -115,7 +126,8 @@ def train_items(items: Sequence[BatchItem], arrays: Sequence[np.ndarray[Any, Any
                 f"[{len(item.teachers)}, {item.end}] for the teachers {item.teachers}",
             )
         teacher_ML = teacher.reshape(len(item.teachers), item.end)
-        paired.append(TrainItem(item, tokens, behaviour, mask.astype(np.bool_), teacher_ML))
+        payloads = rest[0] if rest else np.zeros(0, np.uint8)
+        paired.append(TrainItem(item, tokens, behaviour, mask.astype(np.bool_), teacher_ML, payloads))
         _check(paired[-1])
     return paired
 
@@ -163,6 +175,7 @@ def _microbatch(members: Sequence[int], items: Sequence[TrainItem], teachers: Se
         teacher_MN=teacher_MN,
         routed_MN=routed_MN,
         item_N=np.repeat(np.array(members, np.int64), [len(offsets) for offsets in trained]),
+        top=tuple(TopRows.joined([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
     )
 
 

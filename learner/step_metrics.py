@@ -16,6 +16,7 @@ class StepSums:
     tokens: int
     loss: float
     """Already divided by the batch's trained tokens: shares add up to the loss."""
+    divergence: float
     reverse_kl: float
     graded: float
     """Tokens with at least one teacher."""
@@ -55,6 +56,9 @@ class StepMetrics:
     """Items with a token to train and without a reward: no advantage comes from one."""
     microbatches: int
     loss: float
+    divergence: float
+    """What is trained on, summed over a token's teachers without their coefficients, mean over the graded tokens: the
+    cost of the sampled tokens (k1: the same as reverse_kl), or the divergence between the distributions."""
     reverse_kl: float
     """sg[s] - q summed over a token's teachers, mean over the graded tokens; always under the current student."""
     ratio_mean: float
@@ -101,6 +105,7 @@ class StepMetrics:
             items_unrewarded=items_unrewarded,
             microbatches=microbatches,
             loss=sums.loss,
+            divergence=sums.divergence / sums.graded if sums.graded else 0.0,
             reverse_kl=sums.reverse_kl / sums.graded if sums.graded else 0.0,
             ratio_mean=sums.ratio / n,
             ratio_max=sums.ratio_max,

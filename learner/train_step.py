@@ -1,6 +1,6 @@
 """One optimizer step on one batch: pack, forward, loss, backward, clip, AdamW. The run's clock is `Trainer.steps_done`.
 
-    items --pack--> microbatches --each: packed_hidden, head at the predictors, token_loss, backward-->
+    items --pack--> microbatches --each: packed_hidden, head and loss at the predictors, backward-->
     gradients of the whole batch --clip--> AdamW at the scheduled learning rate --> steps_done + 1
 
 The loss is normalised over the whole batch, so neither `pack_tokens` nor the order of the items
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.logprobs import LmHead, TokenScores, lm_head, token_scores
+from engines.logprobs import LmHead, lm_head
 from engines.packed import packed_hidden
 from learner.config import LearnerConfig
-from learner.losses import LossTerms, TokenInputs, make_objective, token_loss
+from learner.losses import LossTerms, TokenInputs
 from learner.objectives.batch_terms import BatchTerms, batch_terms, coefficients
 from learner.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
 from learner.packing import BatchError, EmptyBatchError, Microbatch, PackedBatch, TrainItem, pack
 from learner.staged_weights import Weight
+from learner.step_loss import MicrobatchTerms, make_step_loss
 from learner.step_metrics import StepMetrics, StepSums
 
 if TYPE_CHECKING:
@@ -49,11 +50,18 @@ class Trainer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: LearnerConfig, *, total_steps: int, adapters: Adapters | None = None
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        *,
+        total_steps: int,
+        adapters: Adapters | None = None,
+        vocab_tokens: int | None = None,
     ) -> None:
-        """`adapters`: put on `model` already; they alone are trained. Raises ValueError: total_steps below 1,
-        no trainable parameter, parameters that are not float32 or float64 (AdamW's small updates vanish in bfloat16;
-        use config.dtype for bfloat16 products)."""
+        """`adapters`: put on `model` already; they alone are trained. `vocab_tokens`: ids that the tokenizer has, where
+        the model's embedding is padded past them. Raises ValueError: total_steps below 1, no trainable parameter,
+        parameters that are not float32 or float64 (AdamW's small updates vanish in bfloat16; use config.dtype for
+        bfloat16 products), names of the objective that cannot be loaded."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -67,7 +75,8 @@ class Trainer:
         self.config = config
         self.total_steps = total_steps
         self.steps_done = 0
-        self._objective = make_objective(config)
+        rows = lm_head(model).weight_VH.shape[0]
+        self._loss = make_step_loss(config, vocab_tokens=rows if vocab_tokens is None else vocab_tokens, rows=rows)
         self._optimizer = make_adamw(model, config)
 
     @property
@@ -83,8 +92,9 @@ class Trainer:
         """
         started_s = time.perf_counter()
         self._check_ids(items)
+        items = self._loss.read(items)
         batch = pack(items, self.config.pack_tokens)
-        whole = batch_terms(items, self._objective)
+        whole = batch_terms(items, self._loss.objective)
         try:
             sums = self._accumulate(batch, whole, items)
             grad_norm = self._clipped_norm(whole, items)
@@ -132,19 +142,18 @@ class Trainer:
         sums = StepSums.zero()
         for microbatch in batch.microbatches:
             inputs = self._inputs(microbatch, batch.teachers, whole)
-            scores = self._student(microbatch)
-            self._refuse_nonfinite(scores.logprobs_T, microbatch, items)
-            terms = token_loss(scores.logprobs_T, inputs, self._objective, whole.divisor)
-            if not bool(torch.isfinite(terms.loss)):
-                per_token_N = terms.weights_N * terms.advantage_N * terms.student_N
+            loss, terms, entropy_N = self._forward(microbatch, inputs, whole)
+            self._refuse_nonfinite(terms.student_N, microbatch, items)
+            if not bool(torch.isfinite(loss)):
+                per_token_N = terms.slope_N * terms.student_N + terms.divergence_N
                 self._refuse_nonfinite(per_token_N, microbatch, items, what="loss")
                 raise NonFiniteError(f"step {self.steps_done + 1}: the sum of the losses overflows; no step was made")
-            terms.loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            sums = sums.plus(_measure(terms, scores, inputs))
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            sums = sums.plus(_measure(loss.detach(), terms, entropy_N, inputs))
         return sums
 
-    def _student(self, microbatch: Microbatch) -> TokenScores:
-        """s with its gradient, and the entropy without, for the N trained tokens, at temperature 1."""
+    def _forward(self, microbatch: Microbatch, inputs: TokenInputs, whole: BatchTerms) -> MicrobatchTerms:
+        """The loss of the N trained tokens, from the student's distributions at temperature 1."""
         ids_T = self._tensor(microbatch.ids_T)
         head = lm_head(self.model)
         half = self.config.dtype == "bfloat16"
@@ -156,13 +165,7 @@ class Trainer:
             bias_V = None if head.bias_V is None else head.bias_V.bfloat16()
             head = LmHead(head.weight_VH.bfloat16(), bias_V, head.scale, head.softcap)
             hidden_NH = hidden_NH.bfloat16()
-        return token_scores(
-            head,
-            hidden_NH,
-            self._tensor(microbatch.target_N),
-            chunk_tokens=self.config.logprob_chunk_tokens,
-            entropy=True,
-        )
+        return self._loss(head, hidden_NH, self._tensor(microbatch.target_N), inputs, microbatch.top, whole.divisor)
 
     def _inputs(self, microbatch: Microbatch, teachers: Sequence[str], whole: BatchTerms) -> TokenInputs:
         item_N = self._tensor(microbatch.item_N)
@@ -170,7 +173,7 @@ class Trainer:
             behaviour_N=self._tensor(microbatch.behaviour_N),
             teacher_MN=self._tensor(microbatch.teacher_MN),
             routed_MN=self._tensor(microbatch.routed_MN),
-            coef_M=coefficients(teachers, self._objective).to(self._device),
+            coef_M=coefficients(teachers, self._loss.objective).to(self._device),
             reward_advantage_N=whole.reward_advantage_R.to(self._device)[item_N],
             share_N=whole.share_R.to(self._device)[item_N],
             sequence_N=item_N,
@@ -200,8 +203,7 @@ class Trainer:
             alone = pack([train_item], self.config.pack_tokens)
             microbatch = alone.microbatches[0]
             inputs = self._inputs(microbatch, alone.teachers, whole.of(index))
-            terms = token_loss(self._student(microbatch).logprobs_T, inputs, self._objective, whole.divisor)
-            terms.loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            self._forward(microbatch, inputs, whole).loss.backward()  # pyright: ignore[reportUnknownMemberType]
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
                 culprits.append(train_item.item.rollout_id)
@@ -243,20 +245,20 @@ class Trainer:
         return torch.from_numpy(np.require(array, requirements="W")).to(self._device)
 
 
-def _measure(terms: LossTerms, scores: TokenScores, inputs: TokenInputs) -> StepSums:
-    assert scores.entropy_T is not None
+def _measure(loss: Tensor, terms: LossTerms, entropy_N: Tensor, inputs: TokenInputs) -> StepSums:
     graded_N = inputs.routed_MN.any(dim=0)
     ratio_N = (terms.student_N - inputs.behaviour_N).double().exp()
     sums = torch.stack(
         [
-            terms.loss.detach().double(),
+            loss.double(),
+            terms.divergence_N.double().sum(),
             terms.reverse_kl_N.double().sum(),
             graded_N.double().sum(),
             ratio_N.sum(),
             ratio_N.square().sum(),
             terms.cut_N.double().sum(),
             terms.weights_N.double().sum(),
-            scores.entropy_T.double().sum(),
+            entropy_N.double().sum(),
             terms.student_N.double().sum(),
             terms.advantage_N.double().sum(),
             ratio_N.max(),

@@ -38,6 +38,7 @@ from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
+from protocol.fingerprint import vocab_tokens
 from protocol.keys import run_client_keys, run_server_keys
 from protocol.messages import (
     Hello,
@@ -175,7 +176,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         log.info("going on from %s", checkpoint or "the beginning: there is no checkpoint yet")
     prompts = load_prompts(learner.tasks)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
-    trainer = _trainer(config, checkpoint)
+    trainer = _trainer(config, checkpoint, vocab_tokens(tokenizer.get_vocab()))
     if checkpoint is None:
         stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
         version = None
@@ -191,7 +192,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     return Start(tokenizer, trainer, stream, rendered.prompts, version)
 
 
-def _trainer(config: LearnerRunConfig, checkpoint: Path | None) -> Trainer:
+def _trainer(config: LearnerRunConfig, checkpoint: Path | None, n_vocab: int) -> Trainer:
     """The student as given, or as the checkpoint has it. With adapters the student is as given in any case."""
     learner = config.learner
     lora = learner.lora
@@ -206,14 +207,14 @@ def _trainer(config: LearnerRunConfig, checkpoint: Path | None) -> Trainer:
         source, device=resolve_device(learner.device), dtype="float32", attention="packed", train=True
     )
     if not lora.rank:
-        return Trainer(model, learner, total_steps=config.steps)
+        return Trainer(model, learner, total_steps=config.steps, vocab_tokens=n_vocab)
     from learner.lora import Adapters
 
     adapters = Adapters(model, lora, base=config.models.student)
     if checkpoint is not None:
         adapters.load(checkpoint)
     log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
-    return Trainer(model, learner, total_steps=config.steps, adapters=adapters)
+    return Trainer(model, learner, total_steps=config.steps, adapters=adapters, vocab_tokens=n_vocab)
 
 
 def _first_version(start: Start, welcome: Welcome) -> WeightVersion:

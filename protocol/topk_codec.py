@@ -141,6 +141,13 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
     return _with_rest(top, parts) if parts.rest_bits else top
 
 
+def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits: int = 0) -> int:
+    """What one position takes at most, its part of the header left out."""
+    k = min(max_k, vocab_size)
+    bits = k * (_id_bits(vocab_size) + logprob_bits) + rest_bits * (vocab_size - k)
+    return -(-bits // 8) + (8 if rest_bits else 4)
+
+
 def check_payload(payload: bytes | memoryview) -> int:
     """T of a payload whose lengths fit its header; what the words say is not looked at. Raises MalformedMessage."""
     return len(_read_parts(payload).counts_T)

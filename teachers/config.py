@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
-from protocol.topk_codec import MAX_TOKENS_KEPT
+from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
 
 
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +64,11 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_urls(self.urls)
         if self.urls and self.engine != "sglang":
             raise ValueError(f"urls are for engine sglang, got engine {self.engine}")
+
+    def rest_bits(self, vocab_tokens: int) -> int:
+        """Bits for each token behind the set; 0 where they are pooled."""
+        each = self.tail == "each" or (self.tail == "auto" and vocab_tokens <= SMALL_VOCABULARY)
+        return REST_BITS if each else 0
 
     @property
     def credit_tokens(self) -> int:

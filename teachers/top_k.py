@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import EncodeError
-from protocol.topk_codec import REST_BITS, SMALL_VOCABULARY, encode_top_k
+from protocol.topk_codec import encode_top_k
 from teachers.config import TeacherConfig
 
 
@@ -34,10 +34,10 @@ class TopKSets:
     def of(cls, config: TeacherConfig, vocab_tokens: int, engine_rows: int) -> TopKSets:
         """`config.top_k` >= 1. The engine's padding may stand among its likeliest, so as many more are asked for, but
         not more than a few."""
-        each = config.tail == "each" or (config.tail == "auto" and vocab_tokens <= SMALL_VOCABULARY)
+        rest_bits = config.rest_bits(vocab_tokens)
         padding = min(8, engine_rows - vocab_tokens)
-        asked = engine_rows if each else min(config.top_k + padding, engine_rows)
-        return cls(vocab_tokens, asked, config.top_k, config.top_mass, REST_BITS if each else 0)
+        asked = engine_rows if rest_bits else min(config.top_k + padding, engine_rows)
+        return cls(vocab_tokens, asked, config.top_k, config.top_mass, rest_bits)
 
     def payload(self, ids_TK: npt.NDArray[np.integer[Any]], logprobs_TK: npt.NDArray[np.floating[Any]]) -> bytes:
         """Raises EncodeError when the engine's rows cannot be sent."""

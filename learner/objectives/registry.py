@@ -36,11 +36,11 @@ DIVERGENCES = Group(
 """Costs of a sampled token: `learner.objectives.sampled.CostFn`."""
 
 DISTRIBUTION_DIVERGENCES = Group(
-    "distribution_divergence",
+    "divergence",
     "stillhouse.distribution_divergences",
     {name: f"{_HERE}.distributions:{name}" for name in ("forward_kl", "reverse_kl", "mixed", "jsd")},
 )
-"""Between whole distributions: `learner.objectives.distributions.DistributionFn`."""
+"""Between whole distributions: `learner.objectives.distributions.DistributionFn`. They share the key with the costs."""
 
 IMPORTANCE = Group(
     "importance",
@@ -91,8 +91,9 @@ def known_members(group: Group) -> dict[str, str]:
     return installed | dict(group.built_in)
 
 
-def check_member(group: Group, name: str) -> str:
-    """The `module:function` behind a name, without importing it. Raises ValueError naming the nearest known name."""
+def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> str:
+    """The `module:function` behind a name, without importing it. Raises ValueError naming the nearest known name;
+    `others` of the same key are named too."""
     if name in group.built_in:
         return group.built_in[name]  # without reading the entry points of all installed packages
     if ":" in name:
@@ -100,12 +101,25 @@ def check_member(group: Group, name: str) -> str:
     known = known_members(group)
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    names = [*known, *others]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     nearest = f"; did you mean {close[0]!r}?" if close else ";"
     raise ValueError(
-        f"{group.key} = {name!r}{nearest} expected one of {', '.join(known)}, a module:function, or a name from an "
+        f"{group.key} = {name!r}{nearest} expected one of {', '.join(names)}, a module:function, or a name from an "
         f"entry point in the group {group.entry_points!r}"
     )
+
+
+def divergence_group(name: str) -> Group:
+    """Whether `learner.divergence` is a cost of sampled tokens or between distributions. `module:function` is a cost.
+    Raises ValueError for a name that neither has."""
+    for group in (DIVERGENCES, DISTRIBUTION_DIVERGENCES):
+        if name in group.built_in:
+            return group
+    if ":" not in name and name in known_members(DISTRIBUTION_DIVERGENCES):
+        return DISTRIBUTION_DIVERGENCES
+    check_member(DIVERGENCES, name, others=(*DISTRIBUTION_DIVERGENCES.built_in,))
+    return DIVERGENCES
 
 
 def find_member(group: Group, name: str) -> Callable[..., Any]:

@@ -178,3 +178,39 @@ def test_adapters_without_the_package_that_makes_them_are_refused(monkeypatch: p
     (told,) = mistakes(learner={"lora": {"rank": 4}})
     assert told.startswith("learner.lora.rank: got 4") and "stillhouse[lora]" in told
     assert mistakes() == []
+
+
+def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> None:
+    for name in ("reverse_kl", "forward_kl", "mixed", "jsd"):
+        (told,) = mistakes(learner={"divergence": name})
+        assert told.startswith(
+            f"learner.divergence: got {name!r} with teacher.top_k = 0, expected one above 0, e.g. 256"
+        )
+        assert mistakes(learner={"divergence": name}, teacher={"top_k": 256}) == []
+        assert warnings(learner={"divergence": name}, teacher={"top_k": 256}) == []
+    of_two: dict[str, Any] = {"math": {"top_k": 8}, "style": {}}
+    routes: dict[str, list[str]] = {"math": ["m"], "style": []}
+    (told,) = mistakes(learner={"divergence": "jsd", "tasks": {"routes": routes}}, pools=of_two, teachers=2)
+    assert "with pools.style.top_k = 0" in told
+
+
+def test_sets_that_nobody_looks_at_are_warned_of() -> None:
+    (told,) = warnings(teacher={"top_k": 8})
+    assert told.startswith("teacher.top_k: got 8, but learner.divergence = 'k1' looks at the sampled token alone")
+
+
+def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
+    learner: dict[str, Any] = {"divergence": "jsd"}
+    (told,) = warnings(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 100})
+    assert "256 tokens take up to 720 bytes per token, buffer.max_top_k_bytes is 100" in told
+    learner["tasks"] = {"max_new_tokens": 30_000}
+    (told,) = mistakes(learner=learner, teacher={"top_k": 256})
+    assert "make 20 MiB of a rollout of learner.tasks.max_new_tokens = 30000, and 1318 MiB of a batch" in told
+    assert mistakes(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 500}) == []
+
+
+def test_every_token_behind_the_set_is_for_small_vocabularies(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50_000}))
+    config = build(RunConfig, {"learner": {"divergence": "jsd"}, "teacher": {"top_k": 8, "tail": "each"}})
+    (told,) = check_consistency(config, tmp_path).mistakes
+    assert told.startswith("teacher.tail: got 'each' with 50000 rows in the embedding, expected at most 4096")

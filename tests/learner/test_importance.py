@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.importance import ImportanceFn, ImportanceOptions, TokenRatios, decoupled, gspo, no_weights, ppo, truncated
+from learner.importance import (
+    TOKEN_LOCAL,
+    ImportanceFn,
+    ImportanceOptions,
+    TokenRatios,
+    context_weights,
+    decoupled,
+    gspo,
+    no_weights,
+    ppo,
+    truncated,
+)
 from learner.objectives.registry import IMPORTANCE, find_member
 
 OPTIONS = ImportanceOptions(cap=1.5, low=0.5, high=2.0, dual=3.0)
@@ -168,3 +179,39 @@ def test_only_the_ratio_of_the_whole_sequence_corrects_a_reward_at_its_end(name:
     got = _expected_gradient(find_member(IMPORTANCE, name), student_CV, sampler_CV)
     error = float((got - on_policy).norm() / on_policy.norm())
     assert error < 1e-12 if exact else error > 0.05
+
+
+def test_context_weights_are_the_product_before_each_token() -> None:
+    """Two rollouts, one behind the other; against a loop."""
+    student = [-1.0, -2.0, -0.5, -1.5, -0.2]
+    behaviour = [-1.3, -1.8, -0.9, -1.0, -0.7]
+    sequence = [4, 4, 4, 1, 1]
+    ratios = TokenRatios(
+        torch.tensor(student, dtype=torch.float64),
+        torch.tensor(behaviour, dtype=torch.float64),
+        torch.zeros(5),
+        torch.tensor(sequence),
+        6,
+    )
+    expected: list[float] = []
+    for t in range(5):
+        before = [u for u in range(t) if sequence[u] == sequence[t]]
+        expected.append(min(math.exp(sum(student[u] - behaviour[u] for u in before)), 1.3))
+    assert context_weights(ratios, 1.3).tolist() == pytest.approx(expected)
+    assert context_weights(ratios, 1.3)[0] == context_weights(ratios, 1.3)[3] == 1.0
+
+
+@pytest.mark.parametrize("name", IMPORTANCE.built_in)
+def test_weights_said_to_be_a_tokens_own_are_worked_out_token_by_token(name: str) -> None:
+    """The step takes chunks of a rollout for these, and whole rollouts for all others."""
+    source = torch.Generator().manual_seed(0)
+    student_N, behaviour_N, advantage_N = torch.rand((3, 8), generator=source, dtype=torch.float64) - 1
+    options = ImportanceOptions(1.2, 0.8, 1.2, 1.5)
+    member = find_member(IMPORTANCE, name)
+
+    def weights(part: slice) -> Tensor:
+        one_N = torch.zeros(len(student_N[part]), dtype=torch.int64)
+        return member(TokenRatios(student_N[part], behaviour_N[part], advantage_N[part], one_N, 1), options).weights_N
+
+    alone_N = torch.cat([weights(slice(t, t + 1)) for t in range(8)])
+    assert (member in TOKEN_LOCAL) == torch.allclose(weights(slice(None)), alone_N)

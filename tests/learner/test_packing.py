@@ -95,7 +95,7 @@ def test_missing_frame_stops_the_batch(make_item: Make, missing: int) -> None:
     """Student or teacher log-probs that did not come are never skipped over."""
     train_item = make_item("a", [0, 1, 1])
     frames = _frames(train_item)
-    with pytest.raises(BatchError, match="3 frames for 1 items; expected 4 each"):
+    with pytest.raises(BatchError, match="3 frames for 1 items; expected 4: token ids"):
         train_items([train_item.item], frames[:missing] + frames[missing + 1 :])
     frames[missing] = frames[missing][..., :-1]
     with pytest.raises(
