@@ -10,7 +10,7 @@ from buffer.state import BufferState, Outgoing
 from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn
 from protocol.codec import encode
 from protocol.flow import UNNUMBERED
-from protocol.messages import Batch, Heartbeat, Hello, Snapshot
+from protocol.messages import Batch, Heartbeat, Snapshot
 from protocol.server import FromPeer
 from protocol.session import PeerId
 from protocol.session_book import SessionBook
@@ -87,17 +87,11 @@ def replay(core: Core, book: SessionBook, turns: Iterable[Turn]) -> float | None
 
 def _replay_sessions(book: SessionBook, turn: Turn) -> None:
     """What the server did while it read the turn: before anything was sent in reaction to it."""
-    left: dict[PeerId, Hello] = {}
     for entry in turn.entries:
         match entry:
             case Left(role, name):
-                session = book.close(PeerId(role, name))
-                if session is not None:
-                    left[session.peer] = session.hello
+                book.close(PeerId(role, name))
             case Joined(hello):
-                former = left.get(PeerId(hello.role, hello.name))
-                if former is not None and former.incarnation != hello.incarnation:
-                    book.door.replaced(former)
                 book.open(hello)
             case FromPeer(role, name, received) if isinstance(received.message, Heartbeat):
                 book.confirm(PeerId(role, name), received.message.received_total)

@@ -155,6 +155,14 @@ class MetricsWriter:
         return {"kind": kind, "step": step, "epoch": self._epoch, "unix_s": time.time(), **figures}
 
 
+def newest_epoch(folder: Path) -> int | None:
+    """Of what a run wrote there; None: nothing yet."""
+    file = folder / METRICS_FILE
+    if not file.exists() or not file.stat().st_size:
+        return None
+    return max((row["epoch"] for row in _read_lines(file)), default=0)
+
+
 def read_metrics(folder: Path) -> list[Row]:
     """The step and eval lines of a run's folder that belong to the branch that was kept, in the order of writing; of
     two of one kind and step (an evaluation repeated after a resume) the later one. A torn last line is left out."""

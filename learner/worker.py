@@ -30,7 +30,7 @@ from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
 from learner.members import EMBEDDED, Members
-from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter
+from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
 from learner.rng import capture_rng, restore_rng
@@ -48,7 +48,6 @@ from protocol.messages import (
     WeightPlan,
     WeightsRef,
     WeightVersion,
-    Welcome,
 )
 
 log = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     with ExitStack() as stack:
         client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "learner")))
         welcome = client.connect()
-        version = _first_version(start, welcome)
+        version = first_version(start.version, welcome.version, newest_epoch(ctx.run_dir) if ctx.resume else None)
         loop, write_account = _make_loop(ctx, start, client, version, stack)
         try:
             # A fork of the history, if it is one, has to be known before any task is offered under it.
@@ -217,13 +216,13 @@ def _trainer(config: LearnerRunConfig, checkpoint: Path | None, n_vocab: int) ->
     return Trainer(model, learner, total_steps=config.steps, adapters=adapters, vocab_tokens=n_vocab)
 
 
-def _first_version(start: Start, welcome: Welcome) -> WeightVersion:
-    """The version the loop begins with. Going on opens a new epoch, above all that this buffer has seen."""
-    if start.version is None and welcome.version == WeightVersion(0, 0):
-        return welcome.version
-    step = start.version.step if start.version else 0
-    epoch = max(start.version.epoch if start.version else 0, welcome.version.epoch) + 1
-    return WeightVersion(epoch, step)
+def first_version(checkpoint: WeightVersion | None, buffers: WeightVersion, noted_epoch: int | None) -> WeightVersion:
+    """The version the loop begins with. Going on opens a new epoch, above that of the checkpoint, all that this buffer
+    has seen, and all that a learner before this one wrote of (`noted_epoch`): it may have died before a checkpoint."""
+    if checkpoint is None and buffers == WeightVersion(0, 0) and noted_epoch is None:
+        return buffers
+    epoch = max(checkpoint.epoch if checkpoint else 0, buffers.epoch, noted_epoch or 0) + 1
+    return WeightVersion(epoch, checkpoint.step if checkpoint else 0)
 
 
 def _make_loop(

@@ -10,9 +10,9 @@ from protocol.messages import PROTOCOL_VERSION, Hello, Refused
 from protocol.session import PeerId
 
 REMEMBERED_INCARNATIONS: Final = 16
-"""Of one peer, that were replaced and must not come back."""
+"""Of one peer: the newest, and those before it, which must not come back."""
 REMEMBERED_PEERS: Final = 4096
-"""Of which incarnations were replaced. Who makes up names cannot fill the memory: the peer replaced longest ago is
+"""Of which incarnations are known. Who makes up names cannot fill the memory: the peer admitted longest ago is
 forgotten first."""
 _LONGEST: Final = 100
 """Characters of a name."""
@@ -28,34 +28,34 @@ class Doorkeeper:
     def __init__(self, *, run_id: str, vocab_fingerprint: str | None) -> None:
         self._run_id = run_id
         self._vocab_fingerprint = vocab_fingerprint or ""
-        self._replaced: dict[PeerId, deque[str]] = {}
+        self._admitted: dict[PeerId, deque[str]] = {}
+        """The newest incarnation of each peer last, there or not; before it those that it has replaced."""
 
     @property
     def vocab_fingerprint(self) -> str:
         """The run's; empty while no peer with a tokenizer came."""
         return self._vocab_fingerprint
 
-    def replaced_incarnations(self) -> list[tuple[PeerId, list[str]]]:
-        """Of each peer, those that must not come back; the peer replaced last is last."""
-        return [(peer, list(incarnations)) for peer, incarnations in self._replaced.items()]
+    def incarnations(self) -> list[tuple[PeerId, list[str]]]:
+        """Of each peer, all but the last of which must not come back; the peer admitted last is last."""
+        return [(peer, list(incarnations)) for peer, incarnations in self._admitted.items()]
 
-    def restore(self, vocab_fingerprint: str, replaced: list[tuple[PeerId, list[str]]]) -> None:
+    def restore(self, vocab_fingerprint: str, incarnations: list[tuple[PeerId, list[str]]]) -> None:
         """What another process of the buffer knew."""
         self._vocab_fingerprint = self._vocab_fingerprint or vocab_fingerprint
-        self._replaced = {peer: deque(names, maxlen=REMEMBERED_INCARNATIONS) for peer, names in replaced}
+        self._admitted = {peer: deque(names, maxlen=REMEMBERED_INCARNATIONS) for peer, names in incarnations}
 
     def admitted(self, hello: Hello) -> None:
-        """This peer was let in."""
+        """This peer was let in. Its former incarnation is replaced for good, also when it had fallen silent before: a
+        Hello of the dead may be on its way still, and must not put the living out."""
         self._vocab_fingerprint = self._vocab_fingerprint or hello.vocab_fingerprint
-
-    def replaced(self, former: Hello) -> None:
-        """Another incarnation has taken this one's place for good."""
-        peer = PeerId(former.role, former.name)
-        incarnations = self._replaced.pop(peer, None) or deque(maxlen=REMEMBERED_INCARNATIONS)
-        incarnations.append(former.incarnation)
-        self._replaced[peer] = incarnations  # the newest is last
-        if len(self._replaced) > REMEMBERED_PEERS:
-            del self._replaced[next(iter(self._replaced))]
+        peer = PeerId(hello.role, hello.name)
+        incarnations = self._admitted.pop(peer, None) or deque[str](maxlen=REMEMBERED_INCARNATIONS)
+        if hello.incarnation not in incarnations:
+            incarnations.append(hello.incarnation)
+        self._admitted[peer] = incarnations  # the newest is last
+        if len(self._admitted) > REMEMBERED_PEERS:
+            del self._admitted[next(iter(self._admitted))]
 
     def objection(self, hello: Hello) -> Refused | None:
         """Why not to let this peer in."""
@@ -74,7 +74,8 @@ class Doorkeeper:
             message = "another token-to-id map than the run's: the same ids would mean other text"
             return Refused("vocab_fingerprint", message, hello.vocab_fingerprint, self._vocab_fingerprint)
         peer = PeerId(hello.role, hello.name)
-        if hello.incarnation in self._replaced.get(peer, ()):
+        known = self._admitted.get(peer)
+        if known is not None and hello.incarnation in known and hello.incarnation != known[-1]:
             message = f"another process has become {peer}; give each process its own name"
             return Refused("duplicate_name", message, hello.incarnation, "a new incarnation")
         return None

@@ -340,8 +340,6 @@ class Server:
                 self._refuse(identity, ahead_of_journal(hello, former.sent_total))
                 return
         if former is not None:
-            if former.hello.incarnation != hello.incarnation:
-                self._door.replaced(former.hello)
             self._drop(former, f"replaced by incarnation {hello.incarnation}", events)
         self._door.admitted(hello)
         self._sessions_total += 1

@@ -30,7 +30,7 @@ class BookImage(msgspec.Struct, frozen=True, array_like=True):
     sessions: list[SessionImage]
     opened_total: int
     vocab_fingerprint: str
-    replaced: list[tuple[PeerId, list[str]]]
+    incarnations: list[tuple[PeerId, list[str]]]
 
 
 class SessionBook:
@@ -71,13 +71,13 @@ class SessionBook:
             sessions=[_image(session) for session in self.sessions.values()],
             opened_total=self.opened_total,
             vocab_fingerprint=self.door.vocab_fingerprint,
-            replaced=self.door.replaced_incarnations(),
+            incarnations=self.door.incarnations(),
         )
 
     def restore(self, image: BookImage) -> None:
         """Into a book of no sessions."""
         self.opened_total = image.opened_total
-        self.door.restore(image.vocab_fingerprint, image.replaced)
+        self.door.restore(image.vocab_fingerprint, image.incarnations)
         for one in image.sessions:
             session = restored_session(one.hello, one.number)
             session.restore(one.confirmed_total, [list[Frame](frames) for frames in one.log])

@@ -43,10 +43,10 @@ def test_no_more_keys_are_remembered_than_allowed_and_the_oldest_goes_first() ->
 def test_who_makes_up_names_does_not_fill_the_doorkeepers_memory() -> None:
     door = Doorkeeper(run_id="run-1", vocab_fingerprint=None)
     for n in range(REMEMBERED_PEERS + 10):
-        door.replaced(Hello("actor", "known", f"i{n}", "run-1", "ab" * 32))
-        door.replaced(Hello("actor", f"made-up-{n}", "first", "run-1", "ab" * 32))
-    remembered = door.replaced_incarnations()
+        door.admitted(Hello("actor", "known", f"i{n}", "run-1", "ab" * 32))
+        door.admitted(Hello("actor", f"made-up-{n}", "first", "run-1", "ab" * 32))
+    remembered = door.incarnations()
     assert len(remembered) == REMEMBERED_PEERS
     assert max(len(incarnations) for _, incarnations in remembered) == 16
-    back = door.objection(Hello("actor", "known", f"i{REMEMBERED_PEERS + 9}", "run-1", "ab" * 32))
+    back = door.objection(Hello("actor", "known", f"i{REMEMBERED_PEERS + 8}", "run-1", "ab" * 32))
     assert back is not None and back.code == "duplicate_name", "who was replaced last is remembered"

@@ -263,6 +263,23 @@ def test_a_new_incarnation_replaces_the_former_which_may_not_come_back(server: S
     assert isinstance(events_until_one(server)[0], FromPeer)
 
 
+def test_a_late_hello_of_one_that_fell_silent_does_not_put_its_successor_out(
+    server: Server, connect: MakePeer, clock: Clock
+) -> None:
+    former, later, late = connect(), connect(), connect()
+    former.greet()
+    gone: list[Event] = []
+    for _ in range(12):  # step by step: a pause of the server would be no silence of the peer
+        clock.now_s += 0.9
+        gone += server.poll(0.0)
+    assert [type(event) for event in gone] == [PeerDown]
+    assert later.greet(incarnation="second") == [PeerUp("actor", "actor-0", "second", "")]
+    late.send(msgspec.structs.replace(HELLO, connection=2))  # it was on its way when its process was killed
+    assert late.refused().code == "duplicate_name"
+    later.send(SEGMENT, SEGMENT_ARRAYS)
+    assert isinstance(events_until_one(server)[0], FromPeer), "the living one stays"
+
+
 def test_a_replacement_comes_in_a_poll_of_its_own_so_that_replies_reach_the_former(
     server: Server, connect: MakePeer
 ) -> None:

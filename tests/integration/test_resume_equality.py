@@ -1,0 +1,64 @@
+"""Killed at a random step and resumed, the whole system has consumed what an undisturbed run consumes.
+
+In the synchronous mode, where what is due in each step is known: the same tasks, tokens and losses, step by step, and
+the same ledger."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.conftest import Launched, alive
+
+STEPS = 8
+PATIENCE_S = 300.0
+ARGUMENTS = (
+    "--actors=2",
+    "--teachers=2",
+    f"--steps={STEPS}",
+    "--seed=5",
+    "--max-staleness=0",
+    "--buffer.batch_rollouts=8",
+    "--learner.checkpoint_every=2",
+    "--learner.eval_every=0",
+)
+
+
+def kept(run: Launched) -> list[dict[str, Any]]:
+    """Step lines without those of the branch that was left."""
+    rows = run.steps()
+    newest = max(row["epoch"] for row in rows)
+    again_from = min(row["step"] for row in rows if row["epoch"] == newest)
+    return [row for row in rows if row["epoch"] == newest or row["step"] < again_from]
+
+
+def consumed(summary: dict[str, Any]) -> dict[str, Any]:
+    """What became of all that was consumed, in each unit; what a killed launcher had under way is not among it."""
+    units = {"tokens": summary["tokens"]} | {unit: summary["ledger"][unit] for unit in ("rollouts", "segments")}
+    return {unit: (count["trained"], count["masked"]) for unit, count in units.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_killed_at_a_random_step_and_resumed_it_has_consumed_the_same(launch: Callable[..., Launched]) -> None:
+    step = 1 + secrets.randbelow(STEPS - 2)  # 1: before the first checkpoint
+    undisturbed, killed = launch(*ARGUMENTS, folder="undisturbed"), launch(*ARGUMENTS, folder="killed")
+    killed.until(lambda: len(killed.steps()) >= step, f"step {step}", PATIENCE_S)
+    family = psutil.Process(killed.process.pid).children(recursive=True)
+    killed.kill()
+    psutil.wait_procs(family, 60)
+    assert not alive(family)
+    resumed = launch(*ARGUMENTS, "--resume", folder="killed")
+    assert undisturbed.wait(PATIENCE_S) == 0, undisturbed.text()
+    assert resumed.wait(PATIENCE_S) == 0, resumed.text()
+
+    ours, expected = kept(resumed), kept(undisturbed)
+    assert {row["epoch"] for row in resumed.steps()} == {0, 1}, f"killed at step {step}: nothing was resumed"
+    for name in ("step", "tasks_done", "train/tokens", "staleness"):
+        assert [row[name] for row in ours] == [row[name] for row in expected], f"{name}, killed at step {step}"
+    assert [row["train/loss"] for row in ours] == pytest.approx([row["train/loss"] for row in expected], abs=1e-5)
+    assert consumed(resumed.summary()) == consumed(undisturbed.summary()), f"killed at step {step}"

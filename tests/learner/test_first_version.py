@@ -1,0 +1,37 @@
+"""No two learners of a run make the same version: what one left unfinished, the next does under another epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from learner.metrics import METRICS_FILE, newest_epoch
+from learner.worker import first_version
+from protocol.messages import WeightVersion as Version
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "buffers", "noted", "expected"),
+    [
+        (None, Version(0, 0), None, Version(0, 0)),
+        (None, Version(0, 0), 0, Version(1, 0)),  # killed before the first checkpoint, and the buffer with it
+        (None, Version(0, 7), None, Version(1, 0)),  # the buffer lives
+        (Version(0, 4), Version(0, 4), 0, Version(1, 4)),
+        (Version(0, 4), Version(0, 4), 1, Version(2, 4)),  # resumed once before, and killed before another checkpoint
+        (Version(2, 8), Version(3, 9), 1, Version(4, 8)),
+    ],
+)
+def test_going_on_opens_an_epoch_above_all_that_are_known(
+    checkpoint: Version | None, buffers: Version, noted: int | None, expected: Version
+) -> None:
+    assert first_version(checkpoint, buffers, noted) == expected
+
+
+def test_the_newest_epoch_is_that_of_whole_lines(tmp_path: Path) -> None:
+    assert newest_epoch(tmp_path) is None
+    file = tmp_path / METRICS_FILE
+    file.write_text('{"kind": "ev')
+    assert newest_epoch(tmp_path) == 0, "somebody was here"
+    file.write_text('{"kind": "step", "epoch": 2}\n{"kind": "eval", "epoch": 1}\n{"kind": "step", "epoch": 3')
+    assert newest_epoch(tmp_path) == 2
