@@ -30,7 +30,7 @@ from typing import Any, cast
 
 from launch.supervisor import RESTARTABLE
 from tests.chaos.campaign import Plan, Struck, Verdict, reference, run_campaign
-from tests.chaos.faults import KINDS, UNUSUAL, Kind
+from tests.chaos.faults import KINDS, UNUSUAL, Fault, Kind
 
 STEPS_PER_FAULT = 4
 SIGMAS = 3.0
@@ -55,6 +55,7 @@ def main() -> int:
         teachers=args.teachers,
         steps=args.steps or max(60, STEPS_PER_FAULT * args.faults),
         max_staleness=args.max_staleness,
+        surely=tuple(Fault("kill", f"{role}-0") for role in args.surely_kill.split(",") if role),
         gap_s=(args.gap[0], args.gap[1]),
         disk_mib=args.disk_mib,
         arguments=tuple(args.set),
@@ -78,6 +79,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--roles", default=",".join(sorted(RESTARTABLE)), help="whose death the run must survive")
     parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind not in UNUSUAL))
+    parser.add_argument(
+        "--surely-kill", default="", metavar="ROLES", help="of each named role worker 0, whatever is drawn"
+    )
     parser.add_argument("--actors", type=int, default=3)
     parser.add_argument("--teachers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help=f"default: {STEPS_PER_FAULT} for each fault")

@@ -41,6 +41,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     teachers: int = 2
     steps: int
     max_staleness: int = 2
+    surely: tuple[Fault, ...] = ()
+    """Among the faults, evenly over the run, whatever is drawn."""
     gap_s: tuple[float, float] = (0.5, 2.5)
     """Between two faults, evenly drawn; less where the run would be over before the last of them."""
     end_timeout_s: float = 120.0
@@ -140,7 +142,7 @@ def _storm(
         due_step = LAST_FAULT_AT * plan.steps * (len(struck) + 1) / plan.faults
         _watch(run, proxy, struck, rng.uniform(*plan.gap_s), due_step)
         names = {"launcher": ["launcher"]} | {role: run.names(role) for role in PROCESSES}
-        fault = draw(rng, plan.kinds, names, plan.roles)
+        fault = _planned(plan, len(struck)) or draw(rng, plan.kinds, names, plan.roles)
         if not run.running or run.step >= plan.steps:
             break
         if not striker.strike(fault):
@@ -167,6 +169,12 @@ def _watch(run: Run, proxy: Proxy, struck: Sequence[Struck], seconds: float, ste
         if left_s <= 0:
             return
         time.sleep(min(LOOK_EVERY_S, left_s))
+
+
+def _planned(plan: Plan, n_struck: int) -> Fault | None:
+    """The sure fault whose turn is next, if it is one's turn. One that finds nothing to hit is tried again."""
+    turns = {plan.faults * (n + 1) // (len(plan.surely) + 1): fault for n, fault in enumerate(plan.surely)}
+    return turns.get(n_struck)
 
 
 def _await_end(plan: Plan, run: Run, proxy: Proxy, struck: Sequence[Struck], say: Callable[[str], None]) -> list[str]:
