@@ -1,23 +1,30 @@
-"""Files under examples/ are configurations of today's keys that fit together."""
+"""The recipes: each is a configuration that fits, and is told in docs/recipes.md."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-import builtin
 from launch.command_line import parse_arguments, resolve_config
 from launch.consistency import check_consistency
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_an_example_is_accepted(file: Path) -> None:
-    config = resolve_config(parse_arguments(["--config", str(file)]))
-    assert check_consistency(config, builtin.STUDENT_DIR).mistakes == []
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_a_recipe_loads_fits_and_says_what_it_is_for(recipe: Path) -> None:
+    config = resolve_config(parse_arguments(["--config", str(recipe)]))  # unknown keys are refused
+    assert check_consistency(config, None).mistakes == []
+    comment = recipe.read_text().split("\n\n")[0].splitlines()
+    assert len(comment) >= 2 and all(line.startswith("# ") for line in comment)
 
 
-def test_there_are_examples() -> None:
-    assert {"demo", "lora"} <= {file.stem for file in EXAMPLES}
+def test_the_page_names_recipes_that_exist() -> None:
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(\.\./examples/recipes/(\w+)\.toml\)", (ROOT / "docs/recipes.md").read_text(), re.M
+    )
+    assert rows and {file for _, file in rows} <= {recipe.stem for recipe in RECIPES}
+    assert all(name == file for name, file in rows)

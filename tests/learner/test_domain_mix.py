@@ -25,7 +25,8 @@ MIX = {"a": 3.0, "b": 1.0}
 
 
 def make_stream(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **fields: Any) -> TaskStream:
-    config = TaskConfig(prompts=str(path), **{"eval_share": 0.0, "mix": MIX, **fields})
+    settings: dict[str, Any] = {"eval_share": 0.0, "mix": MIX, **fields}
+    config = TaskConfig(prompts=str(path), **settings)
     return TaskStream(config, tokenizer, load_prompts(config), seed=seed)
 
 

@@ -1,0 +1,44 @@
+"""Each recipe for three steps on the built-in task: it trains by what it names, and its ledger balances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from builtin.problems_file import write_problems
+from builtin.specialists import problem_sets
+from tests.integration.conftest import ROOT, Launched
+from tests.integration.test_whole_run import assert_balanced
+
+Launch = Callable[..., Launched]
+SHORT = ("--steps=3", "--learner.eval_every=0", "--actors=1")
+
+
+def run_recipe(launch: Launch, name: str, *more: str) -> Launched:
+    run = launch("--config", str(ROOT / "examples" / "recipes" / f"{name}.toml"), *SHORT, *more)
+    assert run.wait() == 0, run.text()
+    assert_balanced(run.summary())
+    assert [row["step"] for row in run.steps()] == [1, 2, 3]
+    assert all(row["train/grad_norm"] > 0 for row in run.steps())
+    return run
+
+
+@pytest.mark.parametrize("name", ["opd", "opd_grpo", "grpo"])
+def test_a_recipe_trains(launch: Launch, name: str) -> None:
+    run_recipe(launch, name)
+
+
+def test_two_pools_grade_their_own_tags_in_the_shares_of_the_mix(launch: Launch, tmp_path: Path) -> None:
+    train, evaluation, _ = problem_sets()
+    for name, problems in (("train", train), ("eval", evaluation)):
+        write_problems(tmp_path / f"{name}.jsonl", problems)
+    run = run_recipe(
+        launch,
+        "specialists",
+        *("--student=builtin", "--pools.multipliers.model=builtin"),
+        *(f"--prompts={tmp_path / 'train.jsonl'}", f"--eval-prompts={tmp_path / 'eval.jsonl'}"),
+    )
+    workers = run.summary()["workers"]
+    assert workers["teacher-0"]["tokens"] > 0 and workers["teacher-1"]["tokens"] > 0
