@@ -276,7 +276,7 @@ class WeightReceiver:
             self._sink.load(ref)
         except SnapshotRefused as error:
             self._figures.snapshots_refused_total += 1
-            log.warning("%s: %s", self._name, error)
+            log.warning("%s: no snapshot, the next broadcast brings the weights: %s", self._name, error)
             return
         self._figures.snapshots_loaded_total += 1
         self._figures.snapshot_load_s = time.monotonic() - began_s

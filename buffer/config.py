@@ -17,9 +17,12 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     bind: str = "tcp://127.0.0.1:0"
     """Address the server binds to; port 0 lets the system choose."""
+    advertise: str = ""
+    """Where other machines reach the buffer, if that is not `bind` (a port forward, NAT, bind on all addresses):
+    tcp://HOST:PORT. Told to those that join (launch/cluster.py join); empty: `bind`."""
     encrypt: Literal["auto", "on", "off"] = "auto"
     """Encrypt the links to the buffer and the weight control channel, and let in only who has a key of this run
-    (SECURITY.md). auto: on, unless `bind` can be reached from this machine alone."""
+    (SECURITY.md). auto: on, unless `bind` and `advertise` can be reached from this machine alone."""
     allow_plain_network: bool = False
     """Needed for encrypt = off where other machines reach `bind`: they can then read all of it, and take part."""
     heartbeat_s: float = 1.0
@@ -92,12 +95,20 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def encrypted(self) -> bool:
-        return self.encrypt == "on" or (self.encrypt == "auto" and not is_local(self.bind))
+        return self.encrypt == "on" or (self.encrypt == "auto" and self._reachable)
+
+    @property
+    def _reachable(self) -> bool:
+        """From other machines."""
+        return not is_local(self.bind) or bool(self.advertise and not is_local(self.advertise))
 
     def __post_init__(self) -> None:
-        if not self.encrypted and not is_local(self.bind) and not self.allow_plain_network:
+        if self.advertise and not self.advertise.startswith("tcp://"):
+            raise ValueError(f"buffer.advertise is {self.advertise!r}, expected tcp://HOST:PORT")
+        if not self.encrypted and self._reachable and not self.allow_plain_network:
+            where = f"buffer.bind ({self.bind})" if not is_local(self.bind) else f"buffer.advertise ({self.advertise})"
             raise ValueError(
-                f"buffer.encrypt is off, and other machines reach buffer.bind ({self.bind}): whoever does could read "
+                f"buffer.encrypt is off, and other machines reach {where}: whoever does could read "
                 "and feed this run. Leave encrypt at auto, or say buffer.allow_plain_network = true as well"
             )
         at_least_zero = {

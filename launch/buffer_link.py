@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +17,7 @@ from protocol.keys import ClientKeys
 from protocol.messages import Hello, Shutdown, Snapshot, SnapshotWanted
 
 CONNECT_TIMEOUT_S: Final = 30.0
+ANEW_S: Final = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -29,9 +32,18 @@ def read_address(file: Path, run_id: str) -> str | None:
 class BufferLink:
     """The newest snapshot, and how the run ended, as far as the buffer has told."""
 
-    def __init__(self, address: str, run_id: str, incarnation: str, keys: ClientKeys | None = None) -> None:
-        """Connects; raises protocol errors when that fails. `keys` None: not encrypted."""
-        hello = Hello(role="launcher", name="launcher", incarnation=incarnation, run_id=run_id, vocab_fingerprint="")
+    def __init__(
+        self,
+        address: str,
+        run_id: str,
+        incarnation: str,
+        keys: ClientKeys | None = None,
+        *,
+        name: str = "launcher",
+    ) -> None:
+        """Connects; raises protocol errors when that fails. `run_id` empty: whichever run this is. `keys` None: not
+        encrypted."""
+        hello = Hello(role="launcher", name=name, incarnation=incarnation, run_id=run_id, vocab_fingerprint="")
         self._client = Client(address, hello, keys=keys, connect_timeout_s=CONNECT_TIMEOUT_S)
         self.snapshot: Snapshot | None = None
         self.shutdown: Shutdown | None = None
@@ -40,7 +52,7 @@ class BufferLink:
         self._asked_s = 0.0
         self._answered = True
         try:
-            self._client.connect()
+            self.run_id = self._client.connect().run_id
         except ProtocolError:
             self._client.close("could not connect")
             raise
@@ -54,6 +66,19 @@ class BufferLink:
                 self._client.send(SnapshotWanted())
             except ProtocolError as error:
                 self._give_up(error)
+
+    def ask_anew(self, now_s: float) -> None:
+        """Take what was asked for before, then ask: the next answer is of now."""
+        while not self.answered and time.monotonic() - now_s < ANEW_S and self.lost is None:
+            self.take()
+            time.sleep(0.01)
+        self._answered = True
+        self.ask(now_s, -math.inf)
+
+    @property
+    def answered(self) -> bool:
+        """Nothing is asked that was not answered."""
+        return self._answered
 
     def take(self) -> bool:
         """Read what has come; True if there is a newer snapshot."""

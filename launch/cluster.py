@@ -1,4 +1,5 @@
 """Start a run:  python launch/cluster.py --actors 32 --teachers 8       (--help lists every key)
+More workers for it:  python launch/cluster.py join RUN --actors 8     from another machine: what `export` writes
 
 Thin on purpose: finds the packages, and an interpreter that has what they need; launch.run does the rest.
 """
@@ -33,6 +34,15 @@ def use_environment() -> None:
 
 def main() -> int:
     """The console script `stillhouse`, and what the script ends in."""
+    command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if command == "join":
+        from launch.join import main as join_main
+
+        return join_main(arguments)
+    if command == "export":
+        from launch.export import main as export_main
+
+        return export_main(arguments)
     from launch.run import main as run_main
 
     return run_main(sys.argv[1:])

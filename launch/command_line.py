@@ -18,14 +18,17 @@ import msgspec
 
 from launch.config import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
 from launch.config_file import read_plain
-from launch.config_tree import Key, Plain, build, find_key, get, keys_of, merge, parse_text, put, type_name, unknown_key
+from launch.config_tree import Key, Plain, build, get, keys_of, merge, parse_text, put, type_name
 from launch.errors import ConfigError
 from launch.runfolder import choose_path
+from launch.words import split_words
 
 OWN_FLAGS: Final = ("config", "run_dir", "name")
 SWITCHES: Final = ("resume", "check", "help")
 USAGE: Final = """\
 usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
+       cluster.py join RUN [--actors N] [--teachers M] ...     more workers for a run that goes on (join --help)
+       cluster.py export RUN FOLDER                            what another machine needs to join (export --help)
 
 Runs on-policy distillation: a buffer, a learner, and as many actors and teachers as asked for, each a process.
 Without arguments: the built-in task, a few minutes on two cores.
@@ -55,45 +58,7 @@ class CommandLine:
 
 def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     """Split the words; values are not looked at yet. Raises ConfigError for unknown flags and missing values."""
-    own: dict[str, str] = {}
-    switches: set[str] = set()
-    overrides: list[tuple[Key, str]] = []
-    mistakes: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        if word == "-h":
-            word = "--help"
-        if not word.startswith("--"):
-            mistakes.append(f"{word!r}: unexpected; flags look like --key value")
-            continue
-        name, equals, text = word[2:].partition("=")
-        name = name.replace("-", "_")
-        if name in SWITCHES and not equals:
-            switches.add(name)
-            continue
-        key = find_key(RunConfig, ALIASES.get(name, name))
-        if key is None and name not in OWN_FLAGS:
-            mistakes.append(
-                "--" + unknown_key(name, [*(k.name for k in keys_of(RunConfig)), *ALIASES, *OWN_FLAGS, *SWITCHES])
-            )
-            if not equals and words and not words[0].startswith("--"):
-                words.pop(0)
-            continue
-        if not equals:
-            if words and not words[0].startswith("--"):
-                text = words.pop(0)
-            elif key is not None and key.type is bool:
-                text = "true"
-            else:
-                mistakes.append(f"--{name}: needs a value" + (f" ({type_name(key.type)})" if key is not None else ""))
-                continue
-        if key is not None:
-            overrides.append((key, text))
-        else:
-            own[name] = text
-    if mistakes and "help" not in switches:
-        raise ConfigError(*mistakes)
+    own, switches, _, overrides = split_words(arguments, own=OWN_FLAGS, switches=SWITCHES)
     return CommandLine(
         config=Path(own["config"]) if "config" in own else None,
         run_dir=Path(own["run_dir"]) if "run_dir" in own else None,
@@ -101,7 +66,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
         resume="resume" in switches,
         check="check" in switches,
         help="help" in switches,
-        overrides=tuple(overrides),
+        overrides=overrides,
     )
 
 

@@ -89,10 +89,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of learner, actors, teachers and their servers, wherever their own `device` is auto. auto: GPUs where there are
     any."""
     actors: int = 2
-    """Student processes that write rollouts. With actor.urls: as many as there are urls."""
+    """Student processes that write rollouts. With actor.urls: as many as there are urls. More can join while the run
+    goes on (launch/cluster.py join); 0: the run waits for them."""
     teachers: int = 1
     """Teacher processes that grade them. With teacher.urls: as many as there are urls; with pools: the sum of their
-    counts."""
+    counts. More can join; 0: the run waits for them."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
@@ -104,9 +105,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "actors", "teachers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("steps", 1), ("actors", 0), ("teachers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.seed < 0:
             raise ValueError(f"seed must be 0 or more, got {self.seed}")
         self._check_pools()

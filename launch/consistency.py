@@ -44,12 +44,34 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_top_k_sets(config, student),
             *(_context_window(config, student) if student is not None else ()),
         ],
-        warnings=[*_uneven_groups(config), *_little_room(config, student), *_sets_in_vain(config, student)],
+        warnings=[
+            *_left_to_others(config),
+            *_uneven_groups(config),
+            *_little_room(config, student),
+            *_sets_in_vain(config, student),
+        ],
     )
+
+
+def check_join(config: RunConfig, student: Path | None) -> list[str]:
+    """For workers that join a run: `actors` and `teachers` of `config` are theirs, all that they do not set is the
+    run's. Mistakes only."""
+    mistakes: list[str] = []
+    pool, routes = config.teacher.pool, config.learner.tasks.routes
+    if config.teachers and pool not in routes:
+        mistakes.append(
+            f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of the run's pools: "
+            f"{', '.join(routes) or '(none)'}"
+        )
+    if config.actors:
+        mistakes += [*_environments(config), *(_context_window(config, student) if student is not None else ())]
+    return mistakes
 
 
 def _pools(config: RunConfig) -> Iterator[str]:
     """Tasks are sent to pools that have teachers, and to each of these pools some are sent."""
+    if not config.teachers:
+        return  # those who join say which they serve
     routes = config.learner.tasks.routes
     served = [pool.name for pool in teacher_pools(config)]
     for other in routes:
@@ -66,6 +88,15 @@ def _pools(config: RunConfig) -> Iterator[str]:
                 f"{f'pools.{name}' if config.pools else 'teacher.pool'}: got {name!r}, to which learner.tasks.routes "
                 f"sends nothing; expected one of its pools: {', '.join(routes) or '(none)'}"
             )
+
+
+def _left_to_others(config: RunConfig) -> Iterator[str]:
+    """What waits for workers that join."""
+    if not config.actors:
+        yield "actors: 0; nothing is written until some join (launch/cluster.py join RUN --actors N)"
+    if not config.teachers:
+        pools = " or ".join(config.learner.tasks.routes)
+        yield f"teachers: 0; nothing is graded until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
 
 
 def _environments(config: RunConfig) -> Iterator[str]:

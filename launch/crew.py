@@ -1,20 +1,20 @@
-"""The workers of a run, and how a process of each is started. When, and what follows from it, is the supervisor's."""
+"""The workers of a launcher, and how a process of each is started. When, and what follows, is launch.watch's."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from launch.config import RunConfig
 from launch.pools import pool_of
 from launch.processes import Processes
 from launch.roles import StartRole
-from launch.runfolder import RunFolder
 from launch.server_plan import urls_of
 from launch.server_watch import ServerWatch
 from launch.slots import Worker
+from launch.work_folder import WorkFolder
 from protocol.context import WorkerRole
 from protocol.messages import Snapshot
 
@@ -27,10 +27,11 @@ class Crew:
     def __init__(
         self,
         config: RunConfig,
-        folder: RunFolder,
+        folder: WorkFolder,
         processes: Processes,
         servers: ServerWatch,
         entries: Mapping[WorkerRole, str],
+        workers: Sequence[Worker],
         *,
         resume: bool,
         preload: Collection[str],
@@ -43,8 +44,6 @@ class Crew:
         self._entries = entries
         self._resume = resume
         self._learner_preloaded = entries["learner"].partition(":")[0] in preload
-        counts = (1, 1, config.teachers, config.actors)
-        workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
         self.workers = {worker.name: worker for worker in workers}
         self.address = ""
 
@@ -76,7 +75,7 @@ class Crew:
             index=worker.index,
             name=worker.name,
             incarnation=worker.incarnation,
-            run_id=self._folder.record.run_id,
+            run_id=self._folder.run_id,
             run_dir=str(self._folder.path),
             buffer_address=self.address,
             # A buffer that is started again has its journal.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from launch.guests import counted, guests
 from protocol.messages import Role, Snapshot
 
 WINDOW_S: Final = 20.0
@@ -63,7 +64,8 @@ class Figures:
     staleness_bound: int
     queues: Mapping[str, int]
     versions_listed: str
-    """Every actor's weight version: `0:12 1:12 2:11`, with `!` for an actor that is not there."""
+    """Every actor's weight version: `0:12 1:12 2:11`, with `!` for an actor that is not there; those that joined by
+    their prefix, `host-4f2a-0:12`."""
     versions_counted: str
     """The same, counted: `12 x31, 11 x1`."""
     lost: Mapping[str, int]
@@ -76,6 +78,8 @@ class Figures:
     ending: str | None
     servers_up: int
     servers: int
+    joined: str = ""
+    """Workers of other launchers that are there: `2 actors, 1 teacher`."""
     intake_trouble: str = ""
     """Why the buffer takes nothing in (its disk is full, say); empty: it does."""
     held_back: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -113,7 +117,7 @@ class Rates:
             staleness_max=top,
             staleness_bound=snapshot.max_staleness if snapshot is not None else 0,
             queues=_queues(snapshot),
-            versions_listed=_versions_listed(snapshot),
+            versions_listed=_versions_listed(snapshot, view.workers),
             versions_counted=_versions_counted(snapshot),
             lost=_lost(snapshot),
             ready=sum(peer.alive and peer.name in view.workers for peer in snapshot.peers) if snapshot else 0,
@@ -124,6 +128,7 @@ class Rates:
             ending=view.ending,
             servers_up=view.servers_up,
             servers=view.servers,
+            joined=counted(p for p in guests(snapshot, view.workers) if p.alive) if snapshot is not None else "",
             intake_trouble=snapshot.intake_trouble if snapshot is not None else "",
             held_back={p.name: p.held_back for p in snapshot.peers if p.held_back} if snapshot is not None else {},
             hedges=_hedges(snapshot),
@@ -214,11 +219,12 @@ def _hedges(snapshot: Snapshot | None) -> dict[str, int]:
     return {"sent": counts["hedges_sent_total"], "won": counts["hedges_won_total"], "wasted": wasted}
 
 
-def _versions_listed(snapshot: Snapshot | None) -> str:
+def _versions_listed(snapshot: Snapshot | None, own: Container[str]) -> str:
     actors = [peer for peer in snapshot.peers if peer.role == "actor"] if snapshot is not None else []
-    actors.sort(key=lambda peer: (len(peer.name), peer.name))
+    actors = [peer for peer in actors if peer.alive or peer.name in own]
+    actors.sort(key=lambda peer: (peer.name not in own, len(peer.name), peer.name))
     return " ".join(
-        f"{peer.name.rpartition('-')[2]}:{peer.version.step if peer.version else '-'}{'' if peer.alive else '!'}"
+        f"{peer.name.removeprefix('actor-')}:{peer.version.step if peer.version else '-'}{'' if peer.alive else '!'}"
         for peer in actors
     )
 

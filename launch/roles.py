@@ -51,8 +51,8 @@ PRELOADED_TORCH: Final = {
     "teacher": ("engines.models", "engines.tokenizer", "engines.torch_scorer"),
 }
 """these for one with an embedded engine, and then, as torch is there,"""
-PRELOADED_WITH_TORCH: Final = ("torch", "transformers", "learner.worker")
-"""these. Without any such role the learner is spawned."""
+PRELOADED_WITH_TORCH: Final = ("torch", "transformers")
+"""these, and the learner's. Without any such role the learner is spawned."""
 LEAVE_AGAIN_S: Final = 0.25
 """How soon after SIGTERM it is looked whether the exception was lost."""
 

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -85,7 +85,7 @@ def run(
     """Run in an open folder; leaves summary.json there whatever happens. Returns the exit code."""
     write_config(config, folder.config_path)
     folder.keep_keys(encrypted=config.buffer.encrypted)
-    _log_to(folder.logs / "launcher.log")
+    log_to(folder.logs / "launcher.log")
     status = make_status(config.launch.status, config.launch.status_every_s)
     status.say(_headline(config, folder, resume=resume))
     supervisor = Supervisor(
@@ -97,11 +97,19 @@ def run(
     return summary.exit_code
 
 
-def preload_modules(config: RunConfig, model_types: Sequence[str]) -> tuple[str, ...]:
-    """What the fork server imports before it forks: all that every worker needs, the models' own modules among it
-    (transformers would import them in each worker otherwise). Without torch where none of them has a model."""
+def preload_modules(
+    config: RunConfig,
+    model_types: Sequence[str],
+    *,
+    learner: bool = True,
+    roles: Collection[str] = ("actor", "teacher"),
+) -> tuple[str, ...]:
+    """What the fork server imports before it forks: all that every worker of `roles` needs, the models' own modules
+    among it (transformers would import them in each worker otherwise). Without torch where none of them has a model.
+    `learner`: it is one of those that are forked."""
     engines = [("actor", config.actor.engine)]
     engines += [("teacher", pool.config.teacher.engine) for pool in teacher_pools(config)]
+    engines = [(role, engine) for role, engine in engines if role in roles]
     needed = [*PRELOADED]
     for role, engine in engines:
         needed += (PRELOADED_SGLANG if engine == "sglang" else PRELOADED_TORCH)[role]
@@ -115,7 +123,8 @@ def preload_modules(config: RunConfig, model_types: Sequence[str]) -> tuple[str,
             name = model_type.replace("-", "_")
             if (folder / name / f"modeling_{name}.py").is_file():
                 models.append(f"transformers.models.{name}.modeling_{name}")
-    return tuple(dict.fromkeys((*PRELOADED_WITH_TORCH, *needed, *models)))
+    with_torch = (*PRELOADED_WITH_TORCH, "learner.worker") if learner else PRELOADED_WITH_TORCH
+    return tuple(dict.fromkeys((*with_torch, *needed, *models)))
 
 
 def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
@@ -132,7 +141,7 @@ def _state(summary: Summary) -> RunState:
     return "interrupted" if summary.exit_code > 128 else "failed"
 
 
-def _log_to(file: Path) -> None:
+def log_to(file: Path) -> None:
     """The launcher's own log; the terminal belongs to the status."""
     logging.basicConfig(
         filename=file,

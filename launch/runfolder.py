@@ -9,6 +9,7 @@ runs/<name>/   config.yaml    the resolved configuration; a run can be started a
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
                summary.json   written at the end of every run
                servers/       <worker>.json, what its inference server can do
+               joined/        a folder for each `cluster.py join RUN` on a machine that sees this one
                checkpoints/, tensorboard/ and the rest belong to the learner
 runs/latest    -> the run started last
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import secrets
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from launch.errors import LaunchError
+from launch.work_folder import WorkFolder
 from protocol.keys import KEYS, make_keys
 from protocol.messages import WeightVersion
 
@@ -48,15 +51,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Local time, ISO 8601."""
     launcher_pid: int
     exit_code: int | None = None
+    host: str = ""
+    """Name of the launcher's machine; empty in records of older versions."""
     launches: int = 1
     """How often the run was started: 1, and one more for each --resume."""
 
 
-class RunFolder:
+class RunFolder(WorkFolder):
     """An open run folder: locked against other launchers until `close`. Raises LaunchError when it cannot be."""
 
     def __init__(self, path: Path, record: RunRecord, lock_fd: int) -> None:
-        self.path = path
+        super().__init__(path, record.run_id)
         self.record = record
         self._lock_fd = lock_fd
 
@@ -92,6 +97,7 @@ class RunFolder:
                 state="running",
                 started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 launcher_pid=os.getpid(),
+                host=platform.node(),
                 launches=1 if former is None else former.launches + 1,
             )
             folder = cls(path, record, lock_fd)
@@ -116,31 +122,6 @@ class RunFolder:
                 make_keys(keys)
         elif not encrypted and keys.is_dir():
             keys.rename(unused)
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    def log_path(self, worker_name: str) -> Path:
-        return self.logs / f"{worker_name}.log"
-
-    def log_tail(self, worker_name: str, *, lines: int = 15) -> str:
-        """The last lines of a worker's log, indented, for an error message."""
-        path = self.log_path(worker_name)
-        if not path.is_file():
-            return "    (no log)"
-        with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
-            tail = log.read().decode(errors="replace").splitlines()[-lines:]
-        return "\n".join(f"    {line}" for line in tail) or "    (the log is empty)"
-
-    def last_words(self, worker_name: str) -> str:
-        """The last line of a worker's log that is not about its leaving; usually the error."""
-        return self.log_tail(worker_name, lines=1).strip()
 
     def finish(self, state: RunState, exit_code: int) -> None:
         """Write down how the run ended."""

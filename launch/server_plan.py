@@ -165,11 +165,23 @@ def _arguments(server: ServerConfig, *, shim: bool) -> tuple[str, ...]:
 
 def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What all servers get beside this process's environment: their sockets' files in a folder that is removed at the
-    end, and gloo on the interface at which the learner publishes (it would look the host name up otherwise)."""
+    end, and gloo on the interface towards the learner (it would look the host name up otherwise)."""
     told = {"TMPDIR": str(temporary)}
-    if "GLOO_SOCKET_IFNAME" not in base and (interface := interface_of(config.learner.publish.host)):
+    if "GLOO_SOCKET_IFNAME" not in base and (interface := _interface_for(config.learner.publish.host)):
         told["GLOO_SOCKET_IFNAME"] = interface
     return told
+
+
+def _interface_for(learner_host: str) -> str | None:
+    """By which the learner publishes, or, where that is another machine, by which it is reached."""
+    if (own := interface_of(learner_host)) is not None:
+        return own
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in learner_host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((learner_host, 9))  # sends nothing; the kernel chooses the way
+            return interface_of(str(probe.getsockname()[0]))
+    except OSError:
+        return None
 
 
 def interface_of(host: str) -> str | None:

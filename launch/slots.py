@@ -12,12 +12,19 @@ from protocol.context import ExitCode, WorkerRole
 from protocol.messages import Snapshot
 
 
+def worker_name(role: str, index: int, prefix: str = "") -> str:
+    """`actor-0`; of one that joined a run, `actor-PREFIX-0`, so that it cannot be one of the run's own."""
+    return f"{role}-{prefix}-{index}" if prefix else f"{role}-{index}"
+
+
 @dataclass
 class Worker:
     """One worker slot; its process may change."""
 
     role: WorkerRole
     index: int
+    prefix: str = ""
+    """Of workers that join a run from elsewhere."""
     incarnation: str = ""
     running: bool = False
     """A process of it was asked for and has not exited."""
@@ -34,7 +41,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}"
+        return worker_name(self.role, self.index, self.prefix)
 
 
 class Ending(NamedTuple):

@@ -130,6 +130,8 @@ def line(f: Figures) -> str:
     parts.append(f"learner {f.learner_does}")
     parts.append("queues " + _queues(f))
     parts.append(f"versions {f.versions_counted}")
+    if f.joined:
+        parts.append(f"joined {f.joined}")
     if f.lost:
         parts.append(_lost(f))
     if f.servers_up < f.servers:
@@ -172,6 +174,8 @@ def table(f: Figures) -> Table:
         grid.add_row("lost", _lost(f) if f.lost else "nothing")
     memory = f"{f.memory_bytes / 2**30:.2f} GiB" if f.memory_bytes else "?"
     grid.add_row("workers", f"{f.running} of {f.expected} run, {f.restarts} restarts, peak memory {memory}")
+    if f.joined:
+        grid.add_row("joined", f.joined)
     if f.servers:
         grid.add_row("servers", _servers(f))
     if f.hedges:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from launch.config import RunConfig
 from launch.figures import clock, learner_stats, staleness
+from launch.guests import guests
 from launch.runfolder import RunFolder, newest_checkpoint, write_atomic
 from launch.slots import Ending, Outcome
 from protocol.messages import LedgerCounts, Snapshot
@@ -101,6 +102,8 @@ class WorkerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts finished, items scored, batches trained."""
     restarts: int
     exit_codes: list[int]
+    joined: bool = False
+    """It was not this launcher's: of one that joined neither restarts nor exit codes are known here."""
 
 
 class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,6 +268,10 @@ def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAcc
             restarts=outcome.restarts.get(name, 0),
             exit_codes=exit_codes,
         )
+    for peer in guests(snapshot, accounts) if snapshot is not None else ():
+        accounts[peer.name] = WorkerAccount(
+            role=peer.role, tokens=peer.tokens_total, done=peer.done_total, restarts=0, exit_codes=[], joined=True
+        )
     return accounts
 
 
@@ -325,6 +332,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
             "optimizer steps"
         ),
     )
+    if told := joined_text(summary):
+        yield "joined", told
     restarts = sum(worker.restarts for worker in summary.workers.values())
     of_servers = sum(server.restarts for server in summary.servers.values())
     if restarts or of_servers:
@@ -332,6 +341,17 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "checkpoint", summary.checkpoint or "none"
     yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
     yield "all of it", str(folder.path)
+
+
+def joined_text(summary: Summary) -> str:
+    """What those did that joined; empty without any."""
+    told: list[str] = []
+    for role, did in (("actor", "written"), ("teacher", "graded")):
+        workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
+        if workers:
+            tokens = sum(worker.tokens for worker in workers)
+            told.append(f"{len(workers)} {role}{'s' if len(workers) > 1 else ''} ({tokens:,} tokens {did})")
+    return ", ".join(told)
 
 
 def lacking_text(point: EvalPoint) -> str:

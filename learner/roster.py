@@ -24,7 +24,8 @@ class Roster:
     A strike is forgotten when the seat confirms a version, or is gone."""
 
     def __init__(self, config: PublishConfig, expected_actors: int) -> None:
-        """`expected_actors`: 0 = unknown, always wait out the window."""
+        """`expected_actors`: 0 = unknown, always wait out the window. More than these have joined from elsewhere, and
+        such come in company: for them the window is waited out."""
         self._config = config
         self._expected = expected_actors
         self._connected: tuple[Seat, ...] = ()
@@ -70,7 +71,7 @@ class Roster:
         if set(wanted) == set(seated):
             self._window_end_s = None
             return None
-        if urgent or (self._expected and len(wanted) >= self._expected):
+        if urgent or (self._expected and len(wanted) == self._expected):
             return 0.0
         if self._window_end_s is None:  # a seat has cooled down
             self._window_end_s = now_s + self._config.join_window_s

@@ -32,6 +32,10 @@ class Doorkeeper:
         """The newest incarnation of each peer last, there or not; before it those that it has replaced."""
 
     @property
+    def run_id(self) -> str:
+        return self._run_id
+
+    @property
     def vocab_fingerprint(self) -> str:
         """The run's; empty while no peer with a tokenizer came."""
         return self._vocab_fingerprint
@@ -61,7 +65,8 @@ class Doorkeeper:
         """Why not to let this peer in."""
         if hello.protocol_version != PROTOCOL_VERSION:
             return wrong_version(hello.protocol_version)
-        if hello.run_id != self._run_id:
+        asks = hello.role == "launcher" and not hello.run_id
+        if hello.run_id != self._run_id and not asks:
             return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
         fits = 1 <= len(hello.incarnation) <= _LONGEST and len(hello.pool) <= _LONGEST and hello.received_total >= 0
         if not fits or not _NAME.fullmatch(hello.name):

@@ -117,6 +117,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
     """Random per process: a new one means that the former process of this name is dead."""
     run_id: str
+    """Empty only for a launcher that wants to know which run this is (launch.join): Welcome says it."""
     vocab_fingerprint: str
     """Hash of the token-to-id map (`protocol.fingerprint`). Empty for roles without a tokenizer."""
     pool: str = ""
@@ -142,6 +143,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The newest published version."""
     weights: WeightsRef | None
     """Snapshot to catch up from, when there is one newer than the student the run began with."""
+    run_id: str = ""
+    """The buffer's run."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

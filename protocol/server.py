@@ -326,6 +326,11 @@ class Server:
             self._refuse(identity, refused)
             return
         former = self._sessions.get(peer)
+        if former is not None and former.hello.incarnation != hello.incarnation and hello.role == "launcher":
+            # A launcher is never started again within a run: whoever has a key to watch it must not push it out.
+            message = f"{peer} is here already; give each process its own name"
+            self._refuse(identity, Refused("duplicate_name", message, hello.incarnation, "another name"))
+            return
         if former is not None and former.hello.incarnation == hello.incarnation:
             if hello.connection < former.hello.connection:
                 self._overtaken += 1
@@ -377,7 +382,9 @@ class Server:
     def _welcome(self, session: Session) -> None:
         if self._source is not None:
             self._router.let_in(self._source)
-        welcome = Welcome(session.number, self._heartbeat_s, self._peer_timeout_s, self._version, self._weights)
+        welcome = Welcome(
+            session.number, self._heartbeat_s, self._peer_timeout_s, self._version, self._weights, self._door.run_id
+        )
         self._put(session, encode(welcome))
 
     # ------------------------------------------------------------------------------------------------- refusals

@@ -16,6 +16,7 @@ def test_defaults_are_asynchronous_distillation() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
+        ({"advertise": "198.51.100.7:5555"}, "expected tcp://HOST:PORT"),
         ({"max_staleness": -1}, "max_staleness is -1, expected 0"),
         ({"batch_rollouts": 0}, "batch_rollouts is 0, expected 1"),
         ({"lease_s": 0.0}, "lease_s is 0.0, expected more"),
@@ -45,6 +46,7 @@ def test_unknown_keys_and_policies_are_refused() -> None:
         ({}, False),
         ({"encrypt": "on"}, True),
         ({"bind": "tcp://0.0.0.0:5555"}, True),
+        ({"advertise": "tcp://198.51.100.7:5555"}, True),
         ({"bind": "tcp://10.0.0.1:5555", "allow_plain_network": True}, True),
         ({"bind": "tcp://10.0.0.1:5555", "encrypt": "off", "allow_plain_network": True}, False),
     ],
@@ -54,5 +56,7 @@ def test_links_that_other_machines_reach_are_encrypted(settings: dict[str, Any],
 
 
 def test_no_encryption_on_a_network_must_be_said_twice() -> None:
+    with pytest.raises(ValueError, match=r"buffer\.advertise \(tcp://198"):
+        BufferConfig(advertise="tcp://198.51.100.7:5555", encrypt="off")
     with pytest.raises(ValueError, match="allow_plain_network"):
         BufferConfig(bind="tcp://*:5555", encrypt="off")

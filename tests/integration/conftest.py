@@ -32,12 +32,20 @@ RUN_TIMEOUT_S = 110.0
 class Launched:
     """A launcher that runs, and its run folder."""
 
-    def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, run_dir: Path, arguments: Sequence[str], command: Sequence[str] = ()) -> None:
+        """`command`: put before it, to run it on another host."""
         self.run_dir = run_dir
         self.output = run_dir.with_name(f"{run_dir.name}.out")
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "launch" / "cluster.py"), "--run-dir", str(run_dir), *SMALL, *arguments],
+                [
+                    *command,
+                    sys.executable,
+                    str(ROOT / "launch" / "cluster.py"),
+                    f"--run-dir={run_dir}",
+                    *SMALL,
+                    *arguments,
+                ],
                 cwd=run_dir.parent,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -47,6 +47,11 @@ def test_a_pool_that_nothing_is_sent_to_and_a_route_to_nobody_are_both_told() ->
     assert "expected one of its pools: (none)" in told
 
 
+def test_a_run_without_workers_waits_for_those_who_join_and_says_so() -> None:
+    assert mistakes(teachers=0, learner={"tasks": {"routes": {"judge": []}}}) == []
+    assert [told.split(":")[0] for told in warnings(actors=0, teachers=0)] == ["actors", "teachers"]
+
+
 def environments(**environment: Any) -> dict[str, Any]:
     return {"actor": {"environments": {"mine": environment}}, "learner": {"tasks": {"env": "mine"}}}
 

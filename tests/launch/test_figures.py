@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from launch.figures import Rates, RunView, clock, short, staleness
+from launch.guests import Guests
 from launch.status import LineStatus, QuietStatus, TableStatus, line, make_status, table
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 
@@ -81,11 +82,33 @@ def test_old_moments_leave_the_window() -> None:
 
 
 def test_every_actors_weight_version_is_shown_and_lost_ones_are_marked() -> None:
-    lost = msgspec.structs.replace(peer("actor", 10, version=9), alive=False)
-    snap = snapshot(1.0, 12, peer("learner", 0), peer("actor", 2, version=11), peer("actor", 0, version=12), lost)
+    lost = msgspec.structs.replace(peer("actor", 1, version=9), alive=False)
+    snap = snapshot(1.0, 12, peer("learner", 0), lost, peer("actor", 0, version=12))
     figures = Rates().figures(view(snap))
-    assert figures.versions_listed == "0:12 2:11 10:9!"
-    assert figures.versions_counted == "12 x1, 11 x1"
+    assert figures.versions_listed == "0:12 1:9!"
+    assert figures.versions_counted == "12 x1"
+
+
+def test_workers_that_joined_are_counted_listed_by_their_names_and_forgotten_when_they_leave() -> None:
+    here = msgspec.structs.replace(peer("actor", 0, version=11), name="actor-host-4f2a-0")
+    left = msgspec.structs.replace(here, name="actor-other-0", alive=False)
+    teacher = msgspec.structs.replace(peer("teacher", 0), name="teacher-host-4f2a-0")
+    snap = snapshot(1.0, 12, peer("learner", 0), here, left, teacher, peer("actor", 0, version=12))
+    figures = Rates().figures(view(snap))
+    assert figures.versions_listed == "0:12 host-4f2a-0:11"
+    assert figures.joined == "1 actor, 1 teacher" and "joined 1 actor, 1 teacher" in line(figures)
+    assert Rates().figures(view(snapshot(1.0, 12, peer("learner", 0), left))).joined == ""
+
+
+def test_who_came_and_who_left_is_told_once_and_not_at_the_end_of_the_run() -> None:
+    guests = Guests({"actor-0": True})
+    joined = msgspec.structs.replace(peer("actor", 0), name="actor-x-0")
+    gone = msgspec.structs.replace(joined, alive=False)
+    assert list(guests.news(snapshot(1.0, 1, peer("actor", 0), joined))) == ["1 actor joined the run: actor-x-0"]
+    assert list(guests.news(snapshot(2.0, 1, peer("actor", 0), joined))) == []
+    over = msgspec.structs.replace(snapshot(3.0, 1, gone), phase="finished")
+    assert list(guests.news(over)) == []
+    assert list(guests.news(snapshot(3.0, 1, gone))) == ["1 actor left the run: actor-x-0"]
 
 
 def test_staleness_is_a_mean_over_tokens_and_a_maximum() -> None:

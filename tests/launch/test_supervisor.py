@@ -55,6 +55,7 @@ def test_a_worker_that_keeps_dying_stops_the_run_and_its_last_words_are_shown(st
         "done": 0,
         "restarts": 2,
         "exit_codes": [1, 1, 1],
+        "joined": False,
     }
     assert launcher.leftovers() == []
 

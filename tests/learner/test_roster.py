@@ -31,6 +31,17 @@ def test_the_window_is_cut_short_when_all_expected_actors_are_there() -> None:
     assert r.rebuild_in_s(10.1, (), urgent=False) == 0.0
 
 
+def test_more_than_the_expected_have_joined_from_elsewhere_and_get_their_window() -> None:
+    r = roster(expected=1)
+    r.connect(10.0, [A])
+    assert r.rebuild_in_s(10.0, (), urgent=False) == 0.0
+    r.rebuilt()
+    r.connect(20.0, [A, B])
+    assert r.rebuild_in_s(20.0, (A,), urgent=False) == 2.0
+    r.connect(21.0, [A, B, C])
+    assert r.rebuild_in_s(21.0, (A,), urgent=False) == 1.0
+
+
 def test_a_group_as_wanted_is_left_alone_and_the_same_membership_again_changes_nothing() -> None:
     r = roster()
     r.connect(10.0, [A, B])

@@ -156,7 +156,7 @@ def test_a_hello_is_welcomed_with_the_newest_version_and_told_as_an_event(server
     assert peer.greet() == [PeerUp("actor", "actor-0", "first", "")]
     received = peer.read()
     assert received is not None
-    assert received.message == m.Welcome(1, 1.0, 10.0, m.WeightVersion(0, 4), weights)
+    assert received.message == m.Welcome(1, 1.0, 10.0, m.WeightVersion(0, 4), weights, RUN)
     assert server.peers == (("actor", "actor-0"),)
 
 
@@ -195,6 +195,24 @@ def test_a_launcher_needs_no_vocabulary(connect: MakePeer) -> None:
     assert connect().greet(role="launcher", name="launcher", vocab_fingerprint="") == [
         PeerUp("launcher", "launcher", "first", "")
     ]
+
+
+def test_a_launcher_alone_may_ask_which_run_this_is(server: Server, connect: MakePeer) -> None:
+    asking = connect()
+    assert asking.greet(role="launcher", name="joiner", vocab_fingerprint="", run_id="")
+    received = asking.read()
+    assert received is not None and isinstance(received.message, m.Welcome) and received.message.run_id == RUN
+    actor = connect()
+    actor.send(msgspec.structs.replace(HELLO, run_id=""))
+    assert actor.refused().code == "run_id"
+
+
+def test_a_launcher_that_is_there_is_not_pushed_out_by_another_of_its_name(server: Server, connect: MakePeer) -> None:
+    first, other = connect(), connect()
+    assert first.greet(role="launcher", name="launcher", vocab_fingerprint="")
+    other.send(msgspec.structs.replace(HELLO, role="launcher", name="launcher", vocab_fingerprint="", incarnation="b"))
+    assert other.refused().code == "duplicate_name"
+    assert server.peers == (("launcher", "launcher"),)
 
 
 def test_the_first_vocabulary_decides_when_none_is_given(make_server: MakeServer, connect: MakePeer) -> None:

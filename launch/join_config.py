@@ -1,0 +1,148 @@
+"""What those who join run with: the run's configuration, and what may differ from host to host. Checked before anything
+starts, as launch.preflight does for a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+import msgspec
+
+from launch.config import RunConfig
+from launch.config_tree import Key, Plain, build, get, parse_text, put
+from launch.consistency import check_join
+from launch.errors import ConfigError
+from launch.preflight import find_model, model_type, read_vocabulary
+from launch.server_plan import SERVED_ROLES, ServedRole, ServerPlan, count
+from launch.server_preflight import check_servers
+from launch.slots import worker_name
+from launch.target import HOW_TO_LISTEN, Target
+from protocol.addresses import is_local
+from protocol.fingerprint import vocab_fingerprint
+
+OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
+"""Keys that may be another host's own; all else is the run's."""
+LEFT_OUT: Final = ("urls", "server.gpus", "server.host", "server.port")
+"""Keys of actor and teacher that speak of the run's own machine."""
+MODELS: Final[Mapping[ServedRole, str]] = {"actor": "student", "teacher": "teacher"}
+replace = msgspec.structs.replace
+
+
+class Joining(NamedTuple):
+    """What is to be started."""
+
+    config: RunConfig
+    """`actors` and `teachers` are those that join; models are folders here."""
+    roles: tuple[ServedRole, ...]
+    model_types: tuple[str, ...]
+    servers: tuple[ServerPlan, ...]
+
+
+def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
+    """Raises ConfigError with all that is wrong."""
+    config = _resolved(target, overrides)
+    roles: tuple[ServedRole, ...] = tuple(role for role in SERVED_ROLES if count(config, role))
+    if not roles:
+        raise ConfigError("say how many join: --actors N, --teachers M or both")
+    mistakes: list[str] = target.check_keys(roles)
+    folders: dict[ServedRole, Path] = {}
+    for role in roles:
+        key, named = f"models.{MODELS[role]}", getattr(config.models, MODELS[role])
+        try:
+            folders[role] = find_model(key, named)
+        except ConfigError as error:
+            of_run = named == getattr(target.config.models, MODELS[role])
+            hint = f"; that is where the run has it, --{key} FOLDER says where it is here" if of_run else ""
+            mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
+    mistakes += _vocabularies(target, folders)
+    mistakes += check_join(config, folders.get("actor"))
+    if "actor" in roles and target.elsewhere and is_local(config.learner.publish.host):
+        mistakes.append(
+            f"learner.publish.host: the learner sends weights on {config.learner.publish.host}, which only its own "
+            f"machine reaches; from here teachers can join, but no actors; {HOW_TO_LISTEN}"
+        )
+    models = {MODELS[role]: str(folder) for role, folder in folders.items()}
+    config = replace(config, models=replace(config.models, **models))
+    servers = check_servers(_without_learner(config) if target.elsewhere else config)
+    mistakes += servers.mistakes
+    if not mistakes and "actor" in roles:
+        mistakes += _one_kind(target.config, servers.config)
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return Joining(
+        config=servers.config,
+        roles=roles,
+        model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
+        servers=tuple(_renamed(servers.plans, prefix)),
+    )
+
+
+def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
+    plain = cast(Plain, msgspec.to_builtins(target.config))
+    defaults = cast(Plain, msgspec.to_builtins(RunConfig()))
+    for key in (f"{role}.{name}" for role in SERVED_ROLES for name in LEFT_OUT):
+        put(plain, key, get(defaults, key))
+    put(plain, "actors", None)
+    put(plain, "teachers", None)
+    mistakes: list[str] = []
+    for key, text in overrides:
+        if not key.name.startswith(OWN_BRANCHES):
+            mistakes.append(
+                f"--{key.name}: belongs to the run, which has set it; those who join can set "
+                f"{', '.join(branch.rstrip('.') for branch in OWN_BRANCHES)}"
+            )
+            continue
+        try:
+            put(plain, key.name, parse_text(key, text))
+        except ConfigError as error:
+            mistakes += error.mistakes
+    for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
+        if get(plain, number) is None:
+            put(plain, number, len(cast(list[object], urls)))
+    try:
+        config = build(RunConfig, plain)
+    except ConfigError as error:
+        raise ConfigError(*mistakes, *error.mistakes) from None
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return config
+
+
+def _vocabularies(target: Target, folders: Mapping[ServedRole, Path]) -> Iterator[str]:
+    """As far as the run's own student can be seen from here; the handshake with the buffer compares in any case."""
+    student = Path(target.config.models.student) / "tokenizer.json"
+    theirs = read_vocabulary(student)
+    for role, folder in folders.items():
+        ours = read_vocabulary(folder / "tokenizer.json")
+        if ours is not None and theirs is not None and vocab_fingerprint(ours) != vocab_fingerprint(theirs):
+            yield (
+                f"models.{MODELS[role]}: {folder} has another vocabulary than the run's student ({len(ours)} tokens, "
+                f"{student} has {len(theirs)}); the same ids would mean other text"
+            )
+
+
+def _one_kind(run: RunConfig, ours: RunConfig) -> Iterator[str]:
+    """All actors of a run take weights in one group."""
+    pairs = [("actor.engine", run.actor.engine, ours.actor.engine)]
+    if run.actor.engine == ours.actor.engine == "sglang":
+        pairs += [
+            ("actor.server.tp", str(run.actor.server.tp), str(ours.actor.server.tp)),
+            ("actor.server.device", run.actor.server.device, ours.actor.server.device),
+        ]
+    for key, theirs, here in pairs:
+        if theirs != here:
+            yield f"{key}: got {here}, expected {theirs}, as the run has it: all actors take the weights together"
+
+
+def _without_learner(config: RunConfig) -> RunConfig:
+    """The GPU that its device names is another machine's."""
+    return replace(config, learner=replace(config.learner, device="cpu"))
+
+
+def _renamed(plans: Sequence[ServerPlan], prefix: str) -> Iterator[ServerPlan]:
+    for plan in plans:
+        role, _, index = plan.worker.rpartition("-")
+        yield dataclasses.replace(plan, worker=worker_name(role, int(index), prefix))

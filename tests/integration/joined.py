@@ -1,0 +1,91 @@
+"""A `cluster.py join` in a process of its own, and somebody who looks at the run as it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.buffer_link import BufferLink
+from launch.runfolder import read_record
+from launch.target import find_target
+from protocol.keys import run_client_keys
+from protocol.messages import PeerView
+
+ROOT = Path(__file__).parents[2]
+
+
+class Joined:
+    """A joining launcher that runs; its workers are called `...-<prefix>-<n>`."""
+
+    def __init__(
+        self, run: str | Path, prefix: str, folder: Path, arguments: Sequence[str], command: Sequence[str] = ()
+    ) -> None:
+        """`command`: put before it, to run it on another host."""
+        self.folder, self.prefix = folder, prefix
+        self.output = folder.with_name(f"{folder.name}.out")
+        words = ["join", str(run), f"--name-prefix={prefix}", f"--dir={folder}", "--launch.status_every_s=1"]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, sys.executable, str(ROOT / "launch" / "cluster.py"), *words, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("logs/*.log"))
+                raise AssertionError(f"{what} was not seen; the joiner said:\n{self.text()}\n{logs}")
+            time.sleep(0.05)
+
+    def until_there(self) -> None:
+        self.until(lambda: "have joined after" in self.text(), f"{self.prefix} in the run")
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(20)
+
+
+class Onlooker:
+    """Asks the buffer who is there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        record = read_record(run_dir)
+        assert record is not None
+        address = find_target(str(run_dir)).address
+        keys = run_client_keys(run_dir, "launcher")
+        self._link = BufferLink(address, record.run_id, secrets.token_hex(4), keys, name="onlooker")
+
+    def peers(self, part: str) -> dict[str, PeerView]:
+        """Those with this in their name, as of now."""
+        self._link.ask_anew(time.monotonic())
+        deadline_s = time.monotonic() + 10
+        while not self._link.answered and time.monotonic() < deadline_s:
+            self._link.take()
+            time.sleep(0.01)
+        assert self._link.snapshot is not None
+        return {peer.name: peer for peer in self._link.snapshot.peers if part in peer.name and peer.role != "launcher"}
+
+    def all_worked(self, part: str, n: int) -> bool:
+        """`n` with this in their name are there, and each has done something."""
+        peers = self.peers(part).values()
+        return len(peers) == n and all(peer.alive and peer.tokens_total for peer in peers)
+
+    def close(self) -> None:
+        self._link.close()

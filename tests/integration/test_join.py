@@ -1,0 +1,122 @@
+"""Workers of other launchers come, work, leave and die while a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from protocol.keys import KEYS, make_keys
+from tests.integration.conftest import Launched, alive
+from tests.integration.joined import Joined, Onlooker
+
+Launch = Callable[..., Launched]
+Join = Callable[..., Joined]
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    """`join(run, prefix, *arguments)`. Ends what still runs."""
+    running: list[Joined] = []
+
+    def start(run: str | Path, prefix: str, *arguments: str) -> Joined:
+        running.append(Joined(run, prefix, tmp_path / f"joined-{prefix}", arguments))
+        return running[-1]
+
+    yield start
+    for joined in running:
+        joined.end()
+
+
+@contextlib.contextmanager
+def held(run: Launched) -> Generator[None]:
+    """The run makes no step meanwhile, so that it does not end while others load their models."""
+    (learner,) = run.workers("learner")
+    learner.suspend()
+    try:
+        yield
+    finally:
+        learner.resume()
+
+
+def foreign_keys(run_dir: Path, folder: Path) -> Path:
+    """The right server, and pairs of a role each that this run does not know."""
+    make_keys(folder)
+    for name in ("server.key", "learner.key"):
+        shutil.copy2(run_dir / KEYS / name, folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_workers_join_contribute_leave_and_die_while_the_run_goes_on(
+    launch: Launch, join: Join, tmp_path: Path
+) -> None:
+    run = launch(
+        *("--actors=1", "--teachers=1", "--steps=120", "--max-staleness=2", "--learner.eval_every=0"),
+        *("--buffer.encrypt=on", "--learner.publish.join_window_s=0.2", "--learner.publish.broadcast_timeout_s=10"),
+        "--launch.silent_kill_s=600",  # the learner is held for longer than the default
+    )
+    run.until(lambda: len(run.steps()) >= 2, "step 2")
+    onlooker = Onlooker(run.run_dir)
+    try:
+        with held(run):
+            guests = join(run.run_dir, "guests", "--actors=2", "--teachers=1")
+            doomed = join(run.run_dir, "doomed", "--actors=1")
+            stranger = join(
+                run.run_dir, "stranger", "--actors=1", f"--keys={foreign_keys(run.run_dir, tmp_path / 'k')}"
+            )
+            assert stranger.process.wait(60) == 2
+            assert "does not know the key" in stranger.text()
+            guests.until_there()
+            doomed.until_there()
+            twice = join(run.run_dir, "guests", "--actors=1")
+            assert twice.process.wait(60) == 2 and "actor-guests-0 is in the run already" in twice.text()
+        guests.until(lambda: onlooker.all_worked("guests", 3), "work of all who joined")
+        doomed.until(lambda: onlooker.all_worked("doomed", 1), "work of the one that will be killed")
+
+        family = psutil.Process(doomed.process.pid).children(recursive=True)
+        doomed.process.kill()
+        os.kill(guests.process.pid, signal.SIGINT)
+        assert guests.process.wait(60) == 130, guests.text()
+        assert not any(peer.alive for peer in onlooker.peers("guests").values())
+        left_at = len(run.steps())
+        run.until(lambda: len(run.steps()) >= left_at + 3, "steps without them")
+        deadline_s = time.monotonic() + 15
+        while alive(family) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert not alive(family)
+    finally:
+        onlooker.close()
+
+    assert run.wait(200) == 0, run.text()
+    summary = run.summary()
+    assert summary["tokens"]["balanced"] and summary["ledger"]["rejected"]["wrong_key"] >= 1
+    workers = {name: worker for name, worker in summary["workers"].items() if worker["joined"]}
+    assert set(workers) == {"actor-guests-0", "actor-guests-1", "teacher-guests-0", "actor-doomed-0"}
+    assert all(worker["tokens"] for worker in workers.values()), workers
+    told = {name: worker["tokens"] for name, worker in guests.summary()["workers"].items()}
+    assert told == {name: worker["tokens"] for name, worker in workers.items() if "guests" in name}
+    assert "joined the run: " in run.text() and "left the run: " in run.text() and "3 actors (" in run.text()
+
+
+@pytest.mark.timeout(240)
+def test_a_run_without_workers_waits_for_those_who_join_and_ends_with_them(launch: Launch, join: Join) -> None:
+    run = launch("--actors=0", "--teachers=0", "--steps=3", "--learner.eval_every=0")
+    run.until(lambda: (run.run_dir / "buffer.json").exists(), "a buffer")
+    joined = join(run.run_dir, "all", "--actors=1", "--teachers=1")
+    assert run.wait(150) == 0, run.text()
+    assert joined.process.wait(60) == 0, joined.text()
+    summary = run.summary()
+    assert summary["tokens"]["balanced"] and summary["steps"] == 3
+    assert joined.summary()["ok"] and all(
+        worker["exit_codes"] == [0] for worker in joined.summary()["workers"].values()
+    )
+    assert joined.summary()["workers"]["actor-all-0"]["tokens"] == summary["workers"]["actor-all-0"]["tokens"] > 0

@@ -1,0 +1,110 @@
+"""What those who join run with, and what they are refused for before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+import builtin
+from launch.config import ALIASES, RunConfig
+from launch.config_tree import Plain, build
+from launch.errors import ConfigError
+from launch.join import parse_join
+from launch.join_config import Joining, check_joining
+from launch.target import Target
+from launch.words import split_words
+
+MODELS = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
+
+
+def target(*, address: str = "tcp://127.0.0.1:5555", **plain: Any) -> Target:
+    """A run as its launcher wrote it down."""
+    config = build(RunConfig, {"models": MODELS} | plain)
+    settings = cast(Plain, msgspec.to_builtins(config))
+    return Target(name="run", address=address, run_id="r", keys=None, settings=settings, home=Path("/nowhere"))
+
+
+def joining(run: Target, *arguments: str) -> Joining:
+    aliases = {**ALIASES, "pool": "teacher.pool"}
+    return check_joining(run, split_words(arguments, own=(), switches=(), aliases=aliases).overrides, "p")
+
+
+def test_it_is_the_runs_configuration_with_what_the_host_sets() -> None:
+    run = target(actors=8, teachers=3, actor={"segment_tokens": 32}, buffer={"max_staleness": 7}, steps=9)
+    found = joining(run, "--teachers", "2", "--teacher.max_batch_tokens", "512")
+    assert (found.config.actors, found.config.teachers, found.roles) == (0, 2, ("teacher",))
+    assert found.config.teacher.max_batch_tokens == 512
+    assert (found.config.actor.segment_tokens, found.config.buffer.max_staleness, found.config.steps) == (32, 7, 9)
+
+
+def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
+    servers = {"gpus": [0, 1], "port": 30000, "host": "10.77.0.9"}
+    run = target(actors=2, actor={"engine": "sglang", "urls": ["http://a:1", "http://b:1"], "server": servers})
+    found = joining(run, "--teachers=1")
+    assert found.config.actor.urls == () and found.config.actor.server.gpus == ()
+    assert (found.config.actor.server.port, found.config.actor.server.host) == (0, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "message"),
+    [
+        (target(), (), "say how many join"),
+        (target(), ("--actors=1", "--learner.lr=1"), "--learner.lr: belongs to the run"),
+        (target(), ("--actors=1", "--max-staleness=1"), "--buffer.max_staleness: belongs to the run"),
+        (target(), ("--teachers=1", "--pool=math"), "teacher.pool: got 'math', to which"),
+        (target(), ("--actors=-1",), "actors must be at least 0"),
+        (target(), ("--actors=1", "--student=/no/such"), "models.student: no folder"),
+        (target(), ("--actors=1", "--actor.torch.max_context=999999"), "actor.torch.max_context: got 999999"),
+        (target(models=MODELS | {"teacher": "/gone"}), ("--teachers=1",), "--models.teacher FOLDER says where it is"),
+        (target(address="tcp://203.0.113.9:5555"), ("--actors=1",), "learner.publish.host: the learner sends"),
+    ],
+)
+def test_what_does_not_fit_the_run_is_refused_by_key(run: Target, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        joining(run, *arguments)
+    assert message in str(refused.value)
+
+
+def test_from_another_machine_teachers_can_join_a_run_whose_weights_stay_on_its_own() -> None:
+    assert joining(target(address="tcp://203.0.113.9:5555"), "--teachers=1").roles == ("teacher",)
+
+
+def test_all_actors_of_a_run_take_weights_in_one_way(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    arguments = ("--actors=1", "--actor.engine=sglang", "--actor.server.device=cpu", f"--actor.server.python={python}")
+    with pytest.raises(ConfigError, match=r"actor\.engine: got sglang, expected torch"):
+        joining(target(), *arguments)
+
+
+def test_a_model_of_another_vocabulary_is_refused_before_it_loads(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(builtin.TEACHER_DIR, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["one more"] = len(tokenizer["model"]["vocab"]) + 7
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="has another vocabulary than the run's student"):
+        joining(target(), "--teachers=1", f"--teacher={other}")
+
+
+def test_servers_are_called_after_those_who_join(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    run = target(teacher={"engine": "sglang", "server": {"device": "cpu", "python": str(python)}})
+    assert [plan.worker for plan in joining(run, "--teachers=2").servers] == ["teacher-p-0", "teacher-p-1"]
+
+
+def test_names_are_the_hosts_unless_said_and_must_fit_on_the_wire() -> None:
+    first, second = parse_join(["run", "--actors=1"]), parse_join(["run", "--actors=1"])
+    assert first is not None and second is not None and first.prefix != second.prefix
+    with pytest.raises(ConfigError, match="--name-prefix: got 'a b'"):
+        parse_join(["run", "--name-prefix", "a b"])
+    with pytest.raises(ConfigError, match="which run"):
+        parse_join(["--actors", "1"])
