@@ -25,6 +25,8 @@ from protocol.fingerprint import vocab_fingerprint
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
 """Keys that may be another host's own; all else is the run's."""
+OF_THE_RUN: Final = ("teacher.top_k", "teacher.top_mass", "teacher.tail")
+"""Keys under these that are not: the learner's objective needs the same of every teacher."""
 LEFT_OUT: Final = ("urls", "server.gpus", "server.host", "server.port")
 """Keys of actor and teacher that speak of the run's own machine."""
 MODELS: Final[Mapping[ServedRole, str]] = {"actor": "student", "teacher": "teacher"}
@@ -89,10 +91,10 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
     put(plain, "teachers", None)
     mistakes: list[str] = []
     for key, text in overrides:
-        if not key.name.startswith(OWN_BRANCHES):
+        if not key.name.startswith(OWN_BRANCHES) or key.name in OF_THE_RUN:
             mistakes.append(
-                f"--{key.name}: belongs to the run, which has set it; those who join can set "
-                f"{', '.join(branch.rstrip('.') for branch in OWN_BRANCHES)}"
+                f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers and most of "
+                "models.*, actor.*, teacher.* and launch.*"
             )
             continue
         try:

@@ -56,6 +56,7 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
         (target(), (), "say how many join"),
         (target(), ("--actors=1", "--learner.lr=1"), "--learner.lr: belongs to the run"),
         (target(), ("--actors=1", "--max-staleness=1"), "--buffer.max_staleness: belongs to the run"),
+        (target(), ("--teachers=1", "--teacher.top_k=8"), "--teacher.top_k: belongs to the run"),
         (target(), ("--teachers=1", "--pool=math"), "teacher.pool: got 'math', to which"),
         (target(), ("--actors=-1",), "actors must be at least 0"),
         (target(), ("--actors=1", "--student=/no/such"), "models.student: no folder"),
