@@ -93,8 +93,8 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
     for key, text in overrides:
         if not key.name.startswith(OWN_BRANCHES) or key.name in OF_THE_RUN:
             mistakes.append(
-                f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers and most of "
-                "models.*, actor.*, teacher.* and launch.*"
+                f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers, and most "
+                "of models.*, actor.*, teacher.* and launch.*"
             )
             continue
         try:
