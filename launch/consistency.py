@@ -60,8 +60,8 @@ def check_join(config: RunConfig, student: Path | None) -> list[str]:
     pool, routes = config.teacher.pool, config.learner.tasks.routes
     if config.teachers and pool not in routes:
         mistakes.append(
-            f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of the run's pools: "
-            f"{', '.join(routes) or '(none)'}"
+            f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of the run's "
+            f"pools: {', '.join(routes) or '(none)'}"
         )
     if config.actors:
         mistakes += [*_environments(config), *(_context_window(config, student) if student is not None else ())]

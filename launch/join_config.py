@@ -15,11 +15,13 @@ from launch.config import RunConfig
 from launch.config_tree import Key, Plain, build, get, parse_text, put
 from launch.consistency import check_join
 from launch.errors import ConfigError
-from launch.preflight import find_model, model_type, read_vocabulary
-from launch.server_plan import SERVED_ROLES, ServedRole, ServerPlan, count
+from launch.pools import teacher_pools
+from launch.preflight import find_model, model_type
+from launch.server_plan import ServedRole, ServerPlan, count
 from launch.server_preflight import check_servers
 from launch.slots import worker_name
 from launch.target import HOW_TO_LISTEN, Target
+from launch.vocabularies import read_vocabulary
 from protocol.addresses import is_local
 from protocol.fingerprint import vocab_fingerprint
 
@@ -29,6 +31,7 @@ OF_THE_RUN: Final = ("teacher.top_k", "teacher.top_mass", "teacher.tail")
 """Keys under these that are not: the learner's objective needs the same of every teacher."""
 LEFT_OUT: Final = ("urls", "server.gpus", "server.host", "server.port")
 """Keys of actor and teacher that speak of the run's own machine."""
+ROLES: Final[tuple[ServedRole, ...]] = ("actor", "teacher")
 MODELS: Final[Mapping[ServedRole, str]] = {"actor": "student", "teacher": "teacher"}
 replace = msgspec.structs.replace
 
@@ -46,7 +49,7 @@ class Joining(NamedTuple):
 def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
     """Raises ConfigError with all that is wrong."""
     config = _resolved(target, overrides)
-    roles: tuple[ServedRole, ...] = tuple(role for role in SERVED_ROLES if count(config, role))
+    roles: tuple[ServedRole, ...] = tuple(role for role in ROLES if count(config, role))
     if not roles:
         raise ConfigError("say how many join: --actors N, --teachers M or both")
     mistakes: list[str] = target.check_keys(roles)
@@ -68,7 +71,7 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         )
     models = {MODELS[role]: str(folder) for role, folder in folders.items()}
     config = replace(config, models=replace(config.models, **models))
-    servers = check_servers(_without_learner(config) if target.elsewhere else config)
+    servers = check_servers(_of_this_machine(config, roles, elsewhere=target.elsewhere))
     mistakes += servers.mistakes
     if not mistakes and "actor" in roles:
         mistakes += _one_kind(target.config, servers.config)
@@ -83,9 +86,9 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
 
 
 def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
-    plain = cast(Plain, msgspec.to_builtins(target.config))
+    plain = cast(Plain, msgspec.to_builtins(_of_pool(target, overrides)))
     defaults = cast(Plain, msgspec.to_builtins(RunConfig()))
-    for key in (f"{role}.{name}" for role in SERVED_ROLES for name in LEFT_OUT):
+    for key in (f"{role}.{name}" for role in ROLES for name in LEFT_OUT):
         put(plain, key, get(defaults, key))
     put(plain, "actors", None)
     put(plain, "teachers", None)
@@ -93,8 +96,8 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
     for key, text in overrides:
         if not key.name.startswith(OWN_BRANCHES) or key.name in OF_THE_RUN:
             mistakes.append(
-                f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers, and most "
-                "of models.*, actor.*, teacher.* and launch.*"
+                f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers, and "
+                "most of models.*, actor.*, teacher.* and launch.*"
             )
             continue
         try:
@@ -113,6 +116,16 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
     return config
 
 
+def _of_pool(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
+    """The run's configuration as teachers of the wanted pool see it. Raises ConfigError when it must be said which."""
+    run, wanted = target.config, {key.name: text for key, text in overrides}
+    pools = {pool.name: pool.config for pool in teacher_pools(run)}
+    name = wanted.get("teacher.pool", next(iter(pools)))
+    if len(pools) > 1 and wanted.get("teachers", "0") != "0" and "teacher.pool" not in wanted:
+        raise ConfigError(f"--pool: say which pool the teachers serve: {', '.join(pools)}")
+    return replace(pools.get(name, run), pools={}, teachers=0)
+
+
 def _vocabularies(target: Target, folders: Mapping[ServedRole, Path]) -> Iterator[str]:
     """As far as the run's own student can be seen from here; the handshake with the buffer compares in any case."""
     student = Path(target.config.models.student) / "tokenizer.json"
@@ -121,8 +134,8 @@ def _vocabularies(target: Target, folders: Mapping[ServedRole, Path]) -> Iterato
         ours = read_vocabulary(folder / "tokenizer.json")
         if ours is not None and theirs is not None and vocab_fingerprint(ours) != vocab_fingerprint(theirs):
             yield (
-                f"models.{MODELS[role]}: {folder} has another vocabulary than the run's student ({len(ours)} tokens, "
-                f"{student} has {len(theirs)}); the same ids would mean other text"
+                f"models.{MODELS[role]}: {folder} has another vocabulary than the run's student, {student.parent}; the "
+                "same ids would mean other text"
             )
 
 
@@ -139,9 +152,14 @@ def _one_kind(run: RunConfig, ours: RunConfig) -> Iterator[str]:
             yield f"{key}: got {here}, expected {theirs}, as the run has it: all actors take the weights together"
 
 
-def _without_learner(config: RunConfig) -> RunConfig:
-    """The GPU that its device names is another machine's."""
-    return replace(config, learner=replace(config.learner, device="cpu"))
+def _of_this_machine(config: RunConfig, roles: Sequence[ServedRole], *, elsewhere: bool) -> RunConfig:
+    """Roles that do not join need neither servers nor GPUs here; nor does the learner of another machine."""
+    if "actor" not in roles:
+        torch = replace(config.actor.torch, device="cpu")
+        config = replace(config, actor=replace(config.actor, engine="torch", torch=torch))
+    if "teacher" not in roles:
+        config = replace(config, teacher=replace(config.teacher, engine="torch", device="cpu"))
+    return replace(config, learner=replace(config.learner, device="cpu")) if elsewhere else config
 
 
 def _renamed(plans: Sequence[ServerPlan], prefix: str) -> Iterator[ServerPlan]:

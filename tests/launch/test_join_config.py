@@ -42,6 +42,18 @@ def test_it_is_the_runs_configuration_with_what_the_host_sets() -> None:
     assert (found.config.actor.segment_tokens, found.config.buffer.max_staleness, found.config.steps) == (32, 7, 9)
 
 
+def test_teachers_have_the_model_and_the_settings_of_the_pool_that_they_serve() -> None:
+    learner = {"tasks": {"routes": {"a": [], "b": []}}}
+    run = target(pools={"a": {"max_batch_tokens": 99}, "b": {"model": MODELS["student"]}}, teachers=2, learner=learner)
+    with pytest.raises(ConfigError, match="say which pool the teachers serve: a, b"):
+        joining(run, "--teachers=1")
+    a, b = joining(run, "--teachers=1", "--pool=a").config, joining(run, "--teachers=1", "--pool=b").config
+    assert (a.teacher.pool, a.teacher.max_batch_tokens, a.models.teacher) == ("a", 99, MODELS["teacher"])
+    assert (b.teacher.pool, b.models.teacher) == ("b", MODELS["student"])
+    with pytest.raises(ConfigError, match=r"teacher\.pool: got 'c'"):
+        joining(run, "--teachers=1", "--pool=c")
+
+
 def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
     servers = {"gpus": [0, 1], "port": 30000, "host": "10.77.0.9"}
     run = target(actors=2, actor={"engine": "sglang", "urls": ["http://a:1", "http://b:1"], "server": servers})
