@@ -99,13 +99,13 @@ class LearnerDesk:
         if len(arrays) != len(message.tasks):
             self._refuse(peer, "a prompt is missing", f"{len(arrays)} frames", f"{len(message.tasks)} frames")
             return
-        for task, prompt_T in zip(message.tasks, arrays, strict=True):
-            fault = task_fault(task, prompt_T, self._vocab_size) or self._group_fault(task)
+        for task, prompts_T in zip(message.tasks, arrays, strict=True):
+            fault = task_fault(task, prompts_T, self._vocab_size) or self._group_fault(task)
             if fault is not None:
                 self._refuse(peer, f"{task.kind} task {task.task_id} cannot be run", *fault)
                 return
-        for task, prompt_T in zip(message.tasks, arrays, strict=True):
-            if self._tasks.offer(task, prompt_T, self.published) is not None and task.kind == "eval":
+        for task, prompts_T in zip(message.tasks, arrays, strict=True):
+            if self._tasks.offer(task, prompts_T, self.published) is not None and task.kind == "eval":
                 self._evals.task_added(task.eval_id, task.group_size)
         if message.last:
             self._tasks.stream_ended = True

@@ -14,8 +14,11 @@ from __future__ import annotations
 import enum
 import hashlib
 
+import msgspec
+import numpy as np
+
 from buffer.tokens import Array, Int32s, TokenStore
-from protocol.messages import Sampling, Task, TaskKind, Ticket, VersionSpan, WeightVersion
+from protocol.messages import Sampling, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
 from protocol.messages import Segment as SegmentMessage
 
 
@@ -212,6 +215,23 @@ class Rollout:
     def rollout_id(self) -> str:
         return self.ticket.rollout_id
 
+    def score_item(self, lease_id: int, segment: Segment) -> tuple[ScoreItem, Int32s]:
+        """What a teacher gets to score a segment: the item and its frame."""
+        start, end = segment.start, segment.end
+        item = ScoreItem(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end)
+        ids_N, record = self.tokens.ids(end), self.slot.task
+        if record.teacher_prompt_T is None:
+            return item, ids_N
+        n_prompt, n_teacher_prompt = len(record.prompt_T), len(record.teacher_prompt_T)
+        item = msgspec.structs.replace(item, prompt_tokens=n_prompt, teacher_prompt_tokens=n_teacher_prompt)
+        return item, np.concatenate([record.teacher_prompt_T, ids_N[n_prompt:]])
+
+    def context_tokens(self, segment: Segment) -> int:
+        """Length of that frame."""
+        record = self.slot.task
+        other = 0 if record.teacher_prompt_T is None else len(record.teacher_prompt_T) - len(record.prompt_T)
+        return segment.end + other
+
     @property
     def kind(self) -> TaskKind:
         return self.ticket.kind
@@ -273,13 +293,26 @@ class Slot:
 class TaskRecord:
     """A task that was offered and is not settled."""
 
-    __slots__ = ("first_attempt", "generation", "min_version", "n_settled", "prompt_T", "slots", "task")
+    __slots__ = (
+        "first_attempt",
+        "generation",
+        "min_version",
+        "n_settled",
+        "prompt_T",
+        "slots",
+        "task",
+        "teacher_prompt_T",
+    )
 
     def __init__(
-        self, task: Task, prompt_T: Int32s, *, generation: int, first_attempt: int, min_version: WeightVersion
+        self, task: Task, prompts_T: Int32s, *, generation: int, first_attempt: int, min_version: WeightVersion
     ) -> None:
+        """`prompts_T`: the frame of the task, of one prompt or of two."""
         self.task = task
-        self.prompt_T = prompt_T
+        n_prompt = len(prompts_T) - task.teacher_prompt_tokens
+        self.prompt_T = prompts_T[:n_prompt]
+        self.teacher_prompt_T = prompts_T[n_prompt:] if task.teacher_prompt_tokens else None
+        """What teachers read in place of the prompt; None: the same."""
         self.generation = generation
         """The learner process that offered it last, counted from 1."""
         self.first_attempt = first_attempt

@@ -261,7 +261,7 @@ class ScoreDesk:
         """The teacher for this job, or None while none that may take it has room. Not one that has it already."""
         teachers = pool.teachers
         holder = self._leases[job.lease_id].teacher if job.lease_id is not None else None
-        context_tokens = job.segment.end
+        context_tokens = job.rollout.context_tokens(job.segment)
         forgiven = not job.failed_by or now_s - job.failed_at_s > self._config.lease_s
         if not forgiven and all(name in job.failed_by for name in teachers):
             forgiven = True
@@ -294,12 +294,9 @@ class ScoreDesk:
             job.rollout.affinity[job.pool_index] = teacher.name
         pool.granted(lease)
         self._health.sent(lease)
-        segment = job.segment
-        teacher.item_sent(lease, segment.end)
-        item = ScoreItem(
-            lease.lease_id, job.rollout.rollout_id, segment.start, segment.end, segment.top_start, segment.top_end
-        )
-        return item, job.rollout.tokens.ids(segment.end)
+        item, ids_N = job.rollout.score_item(lease.lease_id, job.segment)
+        teacher.item_sent(lease, item.context_tokens)
+        return item, ids_N
 
     def _lease_of(self, teacher: TeacherPeer, lease_id: int) -> Lease | None:
         lease = self._leases.get(lease_id)

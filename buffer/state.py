@@ -65,6 +65,8 @@ class BufferState:
         self._intake_trouble = ""
         """Why nothing new is taken in; empty: it is."""
         self._peers: dict[tuple[Role, str], Peer] = {}
+        self._teacher_weights: dict[str, m.WeightsRef] = {}
+        """Newest for the teachers of a pool; they begin with their own."""
         out = self._out = Outbox()
         book = self._book = LedgerBook(carried)
         versions = self._versions = VersionTable(version)
@@ -153,6 +155,8 @@ class BufferState:
             peer.taken_back.clear()
             self._send_membership()
         elif came and isinstance(peer, TeacherPeer):
+            if (weights := self._teacher_weights.get(peer.pool)) is not None:
+                self._out.send("teacher", name, m.TeacherWeights(peer.pool, weights))
             self._scoring.teacher_joined(peer)
         self._pump(now_s)
         return self._out.take()
@@ -271,6 +275,7 @@ class BufferState:
             m.EvalWanted: (("learner",), learner.eval_wanted),
             m.VersionPublished: (("learner",), learner.version_published),
             m.PostWeightPlan: (("learner",), self._post_weight_plan),
+            m.TeacherWeights: (("learner",), self._new_teacher_weights),
             m.RunFinished: (("learner",), self._run_finished),
         }
 
@@ -323,6 +328,14 @@ class BufferState:
             actor = self._peers.get(("actor", name))
             if actor is not None and actor.alive:
                 self._out.send("actor", name, message.plan)
+
+    def _new_teacher_weights(
+        self, now_s: float, peer: Peer, message: m.TeacherWeights, arrays: Sequence[Array]
+    ) -> None:
+        self._teacher_weights[message.pool] = message.weights
+        for teacher in self._peers.values():
+            if isinstance(teacher, TeacherPeer) and teacher.alive and teacher.pool == message.pool:
+                self._out.send("teacher", teacher.name, message)
 
     def _run_finished(self, now_s: float, peer: Peer, message: m.RunFinished, arrays: Sequence[Array]) -> None:
         self._end(ok=message.ok, reason=message.reason)

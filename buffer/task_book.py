@@ -77,8 +77,8 @@ class TaskBook:
         self.generation += 1
         self.stream_ended = False
 
-    def offer(self, task: Task, prompt_T: Int32s, min_version: WeightVersion) -> TaskRecord | None:
-        """Queue a task; None for one that is known."""
+    def offer(self, task: Task, prompts_T: Int32s, min_version: WeightVersion) -> TaskRecord | None:
+        """Queue a task with its frame; None for one that is known."""
         key: TaskKey = (task.kind, task.task_id)
         if key in self._active:
             self._active[key].generation = self.generation
@@ -94,7 +94,7 @@ class TaskBook:
             finished.discard(task.task_id)
         record = TaskRecord(
             task,
-            prompt_T,
+            prompts_T,
             generation=self.generation,
             first_attempt=0 if done is None else done.next_attempt,
             min_version=min_version,

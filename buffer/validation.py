@@ -112,8 +112,15 @@ def top_k_refusal(segment: Segment, payload: bytes, max_bytes: int) -> RejectRea
     return None if fits else RejectReason.TOP_K_MALFORMED
 
 
-def task_fault(task: Task, prompt_T: Array, vocab_size: int | None) -> tuple[str, str] | None:
-    """What is wrong with an offered task: (got, expected)."""
+def task_fault(task: Task, prompts_T: Array, vocab_size: int | None) -> tuple[str, str] | None:
+    """What is wrong with an offered task: (got, expected). `prompts_T`: its frame, the student's prompt and perhaps the
+    teachers'."""
+    if not 0 <= task.teacher_prompt_tokens < max(1, len(prompts_T)):
+        return (
+            f"teacher_prompt_tokens {task.teacher_prompt_tokens} of {len(prompts_T)}",
+            "0, or fewer than there are: the student's prompt stands before them",
+        )
+    prompt_T = prompts_T
     if prompt_T.ndim != 1 or prompt_T.dtype != np.int32 or len(prompt_T) == 0:
         return f"prompt of dtype {prompt_T.dtype} and shape {prompt_T.shape}", "int32 [n_prompt], not empty"
     if not ids_in_range(prompt_T, vocab_size):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Sampling, VersionSpan, WeightVersion
+from protocol.messages import Sampling, VersionSpan, WeightsRef, WeightVersion
 
 if TYPE_CHECKING:
     import torch
@@ -178,3 +178,13 @@ class ScoringEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TakesSnapshots(Protocol):
+    """A ScoringEngine whose weights can be replaced between two calls of `score`."""
+
+    def load_snapshot(self, ref: WeightsRef) -> None:
+        """Raises engines.weight_sink.SnapshotRefused: not there, damaged, or of another architecture. The weights are
+        then as before."""
+        ...

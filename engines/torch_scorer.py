@@ -22,6 +22,9 @@ from engines.models import DtypeName, load_causal_lm, resolve_device
 from engines.packed import context_window, packed_hidden
 from engines.packed_layout import first_fit_decreasing
 from engines.scorer_config import ScorerDtype, ScorerSettings
+from engines.snapshot import read_snapshot
+from engines.weight_sink import SnapshotRefused
+from protocol.messages import WeightsRef
 
 _CHUNK_LOGITS = 16 * 2**20
 """Logits that exist at one time: 64 MiB in float32."""
@@ -73,6 +76,27 @@ class TorchScorer:
             for i, result in zip(members, self._score_pack([requests[i] for i in members], top_k), strict=True):
                 results[i] = result
         return results
+
+    def load_snapshot(self, ref: WeightsRef) -> None:
+        """See engines.base.TakesSnapshots. The file is mapped, so that no second whole copy is made."""
+        model = self._model
+        if model is None:
+            raise RuntimeError("the scorer is closed; load a new one")
+        parameters = dict(model.named_parameters())
+        named = dict(read_snapshot(ref))
+        differing = sorted(
+            name
+            for name in named.keys() | parameters.keys()
+            if name not in named or name not in parameters or named[name].shape != parameters[name].shape
+        )
+        if differing:
+            raise SnapshotRefused(
+                f"{ref.path}: {len(differing)} of its {len(named)} tensors do not fit this teacher's "
+                f"{len(parameters)}, e.g. {differing[:4]}; expected a snapshot of the same architecture"
+            )
+        with torch.no_grad():
+            for name, tensor in named.items():
+                parameters[name].copy_(tensor)
 
     def close(self) -> None:
         """Drop the model. Scoring afterwards raises RuntimeError. Idempotent."""

@@ -13,9 +13,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
 from engines.sglang_config import vocabulary_size
-from launch.config import RunConfig
+from launch.config import BUILTIN, RunConfig
 from launch.pools import teacher_pools
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
 from protocol.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
@@ -40,6 +41,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_environments(config),
             *_advantages_of_parts(config),
             *_adapters(config),
+            *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
             *_top_k_sets(config, student),
             *(_context_window(config, student) if student is not None else ()),
@@ -48,6 +50,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_left_to_others(config),
             *_uneven_groups(config),
             *_little_room(config, student),
+            *_little_room_for_teachers(config),
             *_sets_in_vain(config, student),
         ],
     )
@@ -209,6 +212,30 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
             )
 
 
+def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """Its snapshots fit the student's architecture only, and the first of them is the student."""
+    ema = config.learner.ema
+    if not ema.decay:
+        return
+    pools = {pool.name: pool for pool in teacher_pools(config)}
+    if ema.pool not in pools:
+        yield f"learner.ema.pool: got {ema.pool!r}, which no teacher serves; expected one of {', '.join(pools)}"
+        return
+    pool = pools[ema.pool]
+    named, engine = pool.config.models.teacher, pool.config.teacher.engine
+    same = student is not None and named != BUILTIN and Path(named).expanduser().resolve() == student.resolve()
+    if not same and (named != config.models.student or named == BUILTIN):
+        yield (
+            f"{pool.model_key}: got {named!r} with learner.ema.decay = {ema.decay}, expected the student's, "
+            f"{student or config.models.student}: the teacher begins as the student, and becomes its average"
+        )
+    if engine != "torch":
+        yield (
+            f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected 'torch': only embedded "
+            "teachers read snapshots of the average"
+        )
+
+
 def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:
     """Release `rollout` begins a group only when all its rollouts may be out at once (see buffer.tickets)."""
     group, buffer = config.learner.tasks.group_size, config.buffer
@@ -249,6 +276,21 @@ def context_window(folder: Path) -> int | None:
             if isinstance(window, int):
                 return window
     return None
+
+
+def _little_room_for_teachers(config: RunConfig) -> Iterator[str]:
+    """Where teachers read more than the student; a teacher that cannot take a rollout fails it, and it is masked."""
+    tasks = config.learner.tasks
+    for pool in teacher_pools(config) if tasks.has_privileged else ():
+        named = pool.config.models.teacher
+        folder = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()
+        window = context_window(folder) if (folder / "config.json").is_file() else None
+        if window is not None and tasks.max_teacher_prompt_tokens + tasks.max_new_tokens > window:
+            yield (
+                f"{pool.model_key}: its context of {window} is less than learner.tasks.max_teacher_prompt_tokens + "
+                f"max_new_tokens = {tasks.max_teacher_prompt_tokens} + {tasks.max_new_tokens}; tokens beyond it will "
+                "get no grade, and be masked"
+            )
 
 
 def _little_room(config: RunConfig, student: Path | None) -> Iterator[str]:

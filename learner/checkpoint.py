@@ -2,6 +2,7 @@
 
     config.json, model.safetensors, generation_config.json, tokenizer ...   a Hugging Face folder, loadable as it is
     optimizer.safetensors                                                   AdamW state by parameter name
+    ema.safetensors                                                         the student's average, with learner.ema
     trainer.json                                                            clock, task stream, ledger, RNG, metrics
     manifest.json                                                           written last: sha256 and size of the others
 
@@ -26,13 +27,14 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engines.models import save_hf
@@ -47,6 +49,7 @@ FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 TRAINER: Final = "trainer.json"
 OPTIMIZER: Final = "optimizer.safetensors"
+EMA: Final = "ema.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """There instead of config.json: only adapters are in this checkpoint."""
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
@@ -73,6 +76,8 @@ class LearnerState:
     rng: RngState
     metrics: dict[str, float | None]
     """Of the last step; a figure that is not finite is saved as None."""
+    ema: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """`StudentEma.state_dict()`; empty without one."""
 
 
 class Skipped(NamedTuple):
@@ -145,6 +150,8 @@ def save_checkpoint(
             adapters.save(temporary)
             tokenizer.save_pretrained(temporary)
         save_file(state.optimizer.tensors, temporary / OPTIMIZER)
+        if state.ema:
+            save_file(state.ema, temporary / EMA)
         (temporary / TRAINER).write_bytes(msgspec.json.encode(_trainer_file(state)))
         _write_manifest(temporary, state.version)
         temporary.rename(target)
@@ -192,6 +199,7 @@ def load_checkpoint(path: Path) -> LearnerState:
     try:
         record = msgspec.json.decode((path / TRAINER).read_bytes(), type=_TrainerFile)
         tensors = load_file(path / OPTIMIZER)
+        ema = load_file(path / EMA) if (path / EMA).exists() else {}
     except (OSError, msgspec.MsgspecError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return LearnerState(
@@ -201,6 +209,7 @@ def load_checkpoint(path: Path) -> LearnerState:
         ledger=record.ledger,
         rng=record.rng,
         metrics=record.metrics,
+        ema=ema,
     )
 
 

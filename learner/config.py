@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from learner.ema_config import EmaConfig
 from learner.lora_config import LoraConfig
 from learner.objectives.registry import (
     ADVANTAGES,
@@ -110,6 +111,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights."""
+
+    ema: EmaConfig = msgspec.field(default_factory=EmaConfig)
+    """The student's own average as its teacher."""
 
     publish: PublishConfig = msgspec.field(default_factory=PublishConfig)
     """How weights get to the actors."""

@@ -49,7 +49,7 @@ class EvalDesk:
         offers = evaluation.tasks()
         for first in range(0, len(offers), TASKS_PER_MESSAGE):
             part = offers[first : first + TASKS_PER_MESSAGE]
-            self._send(TasksOffered(tasks=tuple(o.task for o in part)), [o.prompt_ids for o in part])
+            self._send(TasksOffered(tasks=tuple(o.task for o in part)), [o.frame for o in part])
         self._active.append(evaluation)
         self._asked_s = 0.0
         self._close_done()

@@ -13,7 +13,7 @@ difference between two of them. Suffix N: tokens of one rollout; K: teachers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -24,9 +24,11 @@ from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
 from engines.tokenizer import TokenizerError
+from learner.privileged import NONE, teacher_prompt
 from learner.records import DataError, PromptRecord
+from learner.rendering import render
 from learner.task_config import MAX_EVAL_PROMPTS, TaskConfig
-from learner.tasks import TaskOffer, derive_seed, render
+from learner.tasks import TaskOffer, derive_seed
 from protocol.messages import BatchItem, EvalResult, EvalWanted, Sampling, Task, WeightVersion
 
 Half: TypeAlias = Literal["greedy", "sampled"]
@@ -88,13 +90,16 @@ class EvalPrompt:
     ids: Int32s
     tag: str
     ground_truth: str | None
+    teacher_ids: Int32s = field(default_factory=lambda: NONE)
+    """What teachers read in its place; empty: the same."""
 
 
 class EvalSet(NamedTuple):
-    """Evaluation prompts in order, and how many were left out (prompt longer than max_prompt_tokens)."""
+    """Evaluation prompts in order, and how many were left out (prompt longer than max_prompt_tokens, or none for the
+    teachers)."""
 
     prompts: tuple[EvalPrompt, ...]
-    dropped_too_long: int
+    dropped: int
 
 
 class TeacherAccuracy(msgspec.Struct, frozen=True):
@@ -110,10 +115,11 @@ def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokeni
     for record in records:
         try:
             ids = render(record, tokenizer, config)
+            teachers = teacher_prompt(record, tokenizer, config)
         except TokenizerError as error:
             raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
-        if len(ids) <= config.max_prompt_tokens:
-            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth))
+        if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason:
+            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids))
     return EvalSet(tuple(prompts), len(records) - len(prompts))
 
 
@@ -229,6 +235,9 @@ class Evaluation:
 
     def _offer(self, eval_id: str, i: int, prompt: EvalPrompt, seed: int) -> TaskOffer:
         half = self._half_of[eval_id]
+        # Scores of greedy tokens would say nothing about the divergence: leave the teachers alone.
+        teachers = self._config.teachers_for(prompt.tag) if half == "sampled" else ()
+        teacher_ids = prompt.teacher_ids if teachers else NONE
         block = (self._version.epoch * _MAX_STEPS + self._version.step) * len(HALVES) + HALVES.index(half)
         task = Task(
             task_id=block * MAX_EVAL_PROMPTS + i,
@@ -241,12 +250,12 @@ class Evaluation:
             ),
             env=self._config.env,
             tag=prompt.tag,
-            # Scores of greedy tokens would say nothing about the divergence: leave the teachers alone.
-            teachers=self._config.teachers_for(prompt.tag) if half == "sampled" else (),
+            teachers=teachers,
             ground_truth=prompt.ground_truth,
+            teacher_prompt_tokens=len(teacher_ids),
             eval_id=eval_id,
         )
-        return TaskOffer(task, prompt.ids)
+        return TaskOffer(task, prompt.ids, teacher_ids)
 
     def _complete(self, eval_id: str) -> bool:
         return len(self._received[eval_id]) + self._failed[eval_id] >= len(self._offers[eval_id])

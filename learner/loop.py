@@ -26,6 +26,7 @@ import msgspec
 
 from engines.logprobs import lm_head
 from learner.config import LearnerConfig
+from learner.ema import StudentEma
 from learner.eval_desk import EvalDesk
 from learner.evaluation import EvaluationResult
 from learner.finite_step import Outcome, finite_step
@@ -99,6 +100,7 @@ class LearnerLoop:
         config: LearnerConfig,
         version: WeightVersion,
         steps: int,
+        ema: StudentEma | None = None,
     ) -> None:
         self._client = client
         self._trainer = trainer
@@ -107,6 +109,7 @@ class LearnerLoop:
         self._stream = stream
         self._publisher = publisher
         self._metrics = metrics
+        self._ema = ema
         self._save_checkpoint = save_checkpoint
         self._config = config
         self._version = version
@@ -135,6 +138,8 @@ class LearnerLoop:
         run, also when it does so because the last checkpoint could not be written, LearnerStalled when nothing to train
         comes, and whatever a step raises."""
         self._publisher.publish(self._version, self._trainer.weights())
+        if self._ema is not None:
+            self._ema.publish(self._version)  # before any task: no rollout is graded by another teacher
         self._inbox.tasks_wanted = 1  # the first acknowledgement says how many more
         self._offer_tasks()
         if self._config.eval_every and self._version.step == 0:
@@ -153,6 +158,9 @@ class LearnerLoop:
         if step % self._config.publish_every == 0 or step == self._steps:
             with self._clock.waiting("weights"):
                 self._publisher.publish(self._version, self._trainer.weights())
+        if self._ema is not None:
+            with self._clock.waiting("weights"):
+                self._ema.step(self._version, self._trainer.weights())
         self._stream.settled(delivered.batch.tasks_done)
         self._offer_tasks()
         self._record(delivered, outcome)
@@ -228,7 +236,7 @@ class LearnerLoop:
         wanted, self._inbox.tasks_wanted = self._inbox.tasks_wanted, 0
         for first in range(0, wanted, TASKS_PER_MESSAGE):
             offers = self._stream.next(min(TASKS_PER_MESSAGE, wanted - first))
-            self._client.send(TasksOffered(tasks=tuple(o.task for o in offers)), [o.prompt_ids for o in offers])
+            self._client.send(TasksOffered(tasks=tuple(o.task for o in offers)), [o.frame for o in offers])
 
     def _evaluate_and_wait(self) -> None:
         """Evaluate the present version, with no step in between."""
@@ -331,7 +339,7 @@ class LearnerLoop:
             staleness=batch.staleness,
             waits=self._clock.take(),
             snapshot=batch.snapshot,
-            weights=weight_figures(self._publisher.stats),
+            weights=weight_figures(self._publisher.stats) | (self._ema.figures if self._ema is not None else {}),
             tasks_dropped=self._stream.dropped,
             tasks_done=batch.tasks_done,
         )

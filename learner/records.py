@@ -3,8 +3,9 @@
     {"prompt": "8293+4758=", "tag": "addition", "ground_truth": "13051"}
     {"messages": [{"role": "user", "content": "8293+4758="}], "ground_truth": "13051"}
 
-A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`; `tag` and `ground_truth`
-are optional, other columns are not read. A `ground_truth` that is not text becomes its JSON (42 -> "42").
+A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`; `tag`, `ground_truth` and
+`hint` (text for teachers only, see `learner.privileged`) are optional, other columns are not read. A `ground_truth`
+that is not text becomes its JSON (42 -> "42").
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-FIELDS = ("prompt", "messages", "tag", "ground_truth")
+FIELDS = ("prompt", "messages", "tag", "ground_truth", "hint")
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class PromptRecord(msgspec.Struct, frozen=True):
     messages: tuple[dict[str, Any], ...] | None
     tag: str = ""
     ground_truth: str | None = None
+    hint: str | None = None
 
 
 class _Fields(msgspec.Struct):
@@ -45,6 +47,7 @@ class _Fields(msgspec.Struct):
     messages: list[dict[str, Any]] | None = None
     tag: str | None = None
     ground_truth: Any = None
+    hint: str | None = None
 
 
 _decoder = msgspec.json.Decoder(_Fields)
@@ -79,7 +82,7 @@ def check_columns(found: Sequence[str], where: str) -> None:
     """Raises DataError unless a column `prompt` or `messages` is there; warns of misspelt optional ones."""
     if "prompt" not in found and "messages" not in found:
         raise DataError(f"{where}: {_no_prompt(found)}")
-    for field in ("tag", "ground_truth"):
+    for field in ("tag", "ground_truth", "hint"):
         close = difflib.get_close_matches(field, [name for name in found if name not in FIELDS], n=1, cutoff=0.75)
         if field not in found and close:
             _log.warning("%s: column %r is not read; the field is called %r", where, close[0], field)
@@ -92,12 +95,14 @@ def _record(fields: _Fields, row: int, where: Callable[[], str], found: Callable
     if isinstance(prompt, list):
         prompt, messages = None, prompt
     if messages is not None:
-        return PromptRecord(row, None, _turns(messages, where), fields.tag or "", _as_text(fields.ground_truth))
+        return PromptRecord(
+            row, None, _turns(messages, where), fields.tag or "", _as_text(fields.ground_truth), fields.hint
+        )
     if prompt is None:
         raise RowError(f"{where()}: {_no_prompt(found())}")
     if not prompt.strip():
         raise RowError(f"{where()}: 'prompt' is blank; expected text for the student to continue or answer")
-    return PromptRecord(row, prompt, None, fields.tag or "", _as_text(fields.ground_truth))
+    return PromptRecord(row, prompt, None, fields.tag or "", _as_text(fields.ground_truth), fields.hint)
 
 
 def _turns(messages: list[dict[str, Any]], where: Callable[[], str]) -> tuple[dict[str, Any], ...]:

@@ -32,6 +32,14 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     all rows, in the proportions of the file."""
     templates: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Tag -> text around the prompts with this tag, with {prompt} where the prompt goes. For rows with `prompt`."""
+    privileged: str = ""
+    """Text in front of the prompt that teachers read and the student does not, with {ground_truth} and {hint} filled in
+    from the row, e.g. "The answer is {ground_truth}. ". Prompts whose row lacks it are dropped, and counted. Empty:
+    teachers read what the student read."""
+    privileged_tags: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    """The same by tag, instead of the common one; an empty text = nothing for this tag."""
+    max_teacher_prompt_tokens: int = 4096
+    """Prompts that are longer than this with the privileged text are dropped, and counted."""
     max_prompt_tokens: int = 896
     """Longer prompts are dropped, and counted. With `max_new_tokens` it should fit into the actors' max_context."""
     shuffle: bool = True
@@ -60,7 +68,7 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         _at_least(1, max_prompt_tokens=self.max_prompt_tokens, group_size=self.group_size)
-        _at_least(1, max_new_tokens=self.max_new_tokens)
+        _at_least(1, max_new_tokens=self.max_new_tokens, max_teacher_prompt_tokens=self.max_teacher_prompt_tokens)
         _at_least(0, top_k=self.top_k, eval_samples_shown=self.eval_samples_shown)
         _at_least(0, eval_greedy=self.eval_greedy, eval_sampled=self.eval_sampled)
         if max(self.eval_greedy, self.eval_sampled) > MAX_EVAL_PROMPTS:
@@ -91,6 +99,14 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def eval_prompts_needed(self) -> int:
         """Rows that the evaluations use."""
         return max(self.eval_greedy, self.eval_sampled)
+
+    def privileged_for(self, tag: str) -> str:
+        """Template of what teachers read before the prompt of a task with this tag."""
+        return self.privileged_tags.get(tag, self.privileged)
+
+    @property
+    def has_privileged(self) -> bool:
+        return bool(self.privileged) or any(self.privileged_tags.values())
 
     def teachers_for(self, tag: str) -> tuple[str, ...]:
         """Pools that grade a task with this tag, in the order of `routes`; none = pure reward training."""

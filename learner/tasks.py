@@ -26,12 +26,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
-from engines.tokenizer import TokenizerError, render_prompt
+from engines.tokenizer import TokenizerError
 from learner.data import PromptSource, open_prompts
 from learner.domain_mix import MixedSampler, check_tags, row_tags
 from learner.order import EndlessSampler, Rows, held_out_rows
+from learner.privileged import NONE, teacher_prompt
 from learner.records import DataError, PromptRecord, RowError
-from learner.task_config import PROMPT_PLACE, TaskConfig
+from learner.rendering import render
+from learner.task_config import TaskConfig
 from protocol.messages import Sampling, Task, TaskKind
 
 STATE_FORMAT = 1
@@ -46,6 +48,13 @@ class TaskOffer(NamedTuple):
 
     task: Task
     prompt_ids: Int32s
+    teacher_prompt_ids: Int32s = NONE
+    """What teachers read in its place; empty: the same."""
+
+    @property
+    def frame(self) -> Int32s:
+        """As `protocol.messages.Task` says."""
+        return np.concatenate([self.prompt_ids, self.teacher_prompt_ids])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +136,8 @@ class TaskStream:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Prompts that made no task, by reason: prompt_too_long, bad_row, unrenderable. A prompt that is met again
-        in a later pass counts again."""
+        """Prompts that made no task, by reason: prompt_too_long, bad_row, unrenderable, no_privileged,
+        teacher_prompt_too_long. A prompt that is met again in a later pass counts again."""
         return dict(self._dropped)
 
     def next(self, n: int) -> list[TaskOffer]:
@@ -169,7 +178,11 @@ class TaskStream:
             "dropped": dict(self._dropped),
             "loader": self._loader.state_dict(),
             "outstanding": [
-                {"task": msgspec.to_builtins(offer.task), "prompt_ids": offer.prompt_ids.tolist()}
+                {
+                    "task": msgspec.to_builtins(offer.task),
+                    "prompt_ids": offer.prompt_ids.tolist(),
+                    "teacher_prompt_ids": offer.teacher_prompt_ids.tolist(),
+                }
                 for offer in self._outstanding.values()
             ],
         }
@@ -190,7 +203,11 @@ class TaskStream:
         self._rendered = iter(self._loader)
         for item in state["outstanding"]:
             task = msgspec.convert(item["task"], Task)
-            self._outstanding[task.task_id] = TaskOffer(task, np.asarray(item["prompt_ids"], dtype=np.int32))
+            self._outstanding[task.task_id] = TaskOffer(
+                task,
+                np.asarray(item["prompt_ids"], dtype=np.int32),
+                np.asarray(item.get("teacher_prompt_ids", ()), dtype=np.int32),
+            )
         self._to_offer_again.extend(self._outstanding)
 
     def _fresh(self) -> TaskOffer:
@@ -198,7 +215,8 @@ class TaskStream:
             rendered = next(self._rendered)
             if rendered.ids is not None:
                 assert rendered.record is not None
-                return TaskOffer(self._task(rendered.record), rendered.ids)
+                task = self._task(rendered.record, len(rendered.teacher_ids))
+                return TaskOffer(task, rendered.ids, rendered.teacher_ids)
             self._dropped[rendered.drop_reason] += 1
             if self._dropped[rendered.drop_reason] <= _DROPS_LOGGED:
                 _log.warning("prompt dropped (%s): %s", rendered.drop_reason, rendered.detail)
@@ -207,7 +225,7 @@ class TaskStream:
             f"{dict(self._dropped)} (max_prompt_tokens is {self._config.max_prompt_tokens})"
         )
 
-    def _task(self, record: PromptRecord) -> Task:
+    def _task(self, record: PromptRecord, teacher_prompt_tokens: int) -> Task:
         config, task_id = self._config, self._next_task_id
         self._next_task_id += 1
         teachers = config.teachers_for(record.tag)
@@ -231,6 +249,7 @@ class TaskStream:
             tag=record.tag,
             teachers=teachers,
             ground_truth=record.ground_truth,
+            teacher_prompt_tokens=teacher_prompt_tokens,
         )
 
 
@@ -241,6 +260,7 @@ class _Rendered(NamedTuple):
     ids: Int32s | None
     drop_reason: str = ""
     detail: str = ""
+    teacher_ids: Int32s = NONE
 
 
 class _RenderedPrompts(Dataset[_Rendered]):
@@ -273,29 +293,19 @@ class _RenderedPrompts(Dataset[_Rendered]):
             return _Rendered(None, None, "bad_row", str(error))
         try:
             ids = self._render(record)
+            teachers = teacher_prompt(record, self._tokenizer, self._config)
         except TokenizerError as error:
             return _Rendered(None, None, "unrenderable", f"{self._source.path}, row {row}: {error}")
         limit = self._config.max_prompt_tokens
         if len(ids) > limit:
             detail = f"{self._source.path}, row {row}: {len(ids)} tokens, max_prompt_tokens is {limit}"
             return _Rendered(None, None, "prompt_too_long", detail)
-        return _Rendered(record, ids)
+        if teachers.drop_reason:
+            return _Rendered(None, None, teachers.drop_reason, f"{self._source.path}, row {row}: {teachers.detail}")
+        return _Rendered(record, ids, teacher_ids=teachers.ids)
 
     def _render(self, record: PromptRecord) -> Int32s:
         return render(record, self._tokenizer, self._config)
-
-
-def render(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> Int32s:
-    """Prompt ids int32 [n_prompt], by the template of the record's tag. Raises TokenizerError."""
-    template = config.templates.get(record.tag)
-    if template is not None:
-        if record.prompt is None:
-            raise TokenizerError(
-                f"learner.tasks.templates.{record.tag} is for rows with 'prompt', got one with 'messages'; write its "
-                "turns as they should be, or give it another tag"
-            )
-        record = msgspec.structs.replace(record, prompt=template.replace(PROMPT_PLACE, record.prompt))
-    return render_prompt(tokenizer, record, config.system_prompt, chat_template=config.chat_template)
 
 
 def _sampler(

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engines.models import load_causal_lm, resolve_device
@@ -25,6 +26,7 @@ from learner.checkpoint import (
     save_checkpoint,
 )
 from learner.config import LearnerConfig
+from learner.ema import StudentEma
 from learner.eval_desk import EvalDesk
 from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set, teacher_accuracy
 from learner.inbox import RunStopped
@@ -44,6 +46,7 @@ from protocol.messages import (
     Hello,
     PostWeightPlan,
     Snapshot,
+    TeacherWeights,
     VersionPublished,
     WeightPlan,
     WeightsRef,
@@ -54,6 +57,8 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS: Final = "checkpoints"
 SNAPSHOTS: Final = "weights"
+TEACHER_SNAPSHOTS: Final = "teacher_weights"
+"""Of the student's average, with learner.ema."""
 EXPORT: Final = "export"
 """What a run with adapters leaves for others (`learner.export`)."""
 ACCOUNT_EVAL_FIELDS: Final = (
@@ -132,6 +137,8 @@ class Start:
     eval_prompts: tuple[EvalPrompt, ...]
     version: WeightVersion | None
     """Of the checkpoint; None = the run begins."""
+    average: dict[str, Tensor]
+    """The student's, in the checkpoint; empty without one."""
 
 
 def main(ctx: RoleContext[LearnerRunConfig]) -> int:
@@ -178,17 +185,19 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     trainer = _trainer(config, checkpoint, vocab_tokens(tokenizer.get_vocab()))
     if checkpoint is None:
         stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
-        version = None
+        version, average = None, dict[str, Tensor]()
     else:
         state = load_checkpoint(checkpoint)
         trainer.load_state_dict(state.optimizer)
         stream = TaskStream.from_state(learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks)
         restore_rng(state.rng)
-        version = state.version
+        version, average = state.version, state.ema
     rendered = render_eval_set(prompts.evaluation, tokenizer, learner.tasks)
-    if rendered.dropped_too_long:
-        log.warning("%d evaluation prompts are longer than max_prompt_tokens and left out", rendered.dropped_too_long)
-    return Start(tokenizer, trainer, stream, rendered.prompts, version)
+    if rendered.dropped:
+        log.warning(
+            "%d evaluation prompts are left out: too long, or without what teachers shall read", rendered.dropped
+        )
+    return Start(tokenizer, trainer, stream, rendered.prompts, version, average)
 
 
 def _trainer(config: LearnerRunConfig, checkpoint: Path | None, n_vocab: int) -> Trainer:
@@ -245,6 +254,7 @@ def _make_loop(
             ledger=snapshot.ledger,
             rng=capture_rng(),
             metrics=dict(loop.progress.last.as_dict()) if loop.progress.last else {},
+            ema=ema.state_dict() if ema is not None else {},
         )
         root = ctx.run_dir / CHECKPOINTS
         trainer, keep = start.trainer, learner.keep_checkpoints
@@ -293,6 +303,7 @@ def _make_loop(
             control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
         )
     )
+    ema = _student_ema(ctx, start, client)
     loop = LearnerLoop(
         client=client,
         trainer=start.trainer,
@@ -304,8 +315,24 @@ def _make_loop(
         config=learner,
         version=version,
         steps=config.steps,
+        ema=ema,
     )
     return loop, write_account
+
+
+def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> StudentEma | None:
+    """The student's average, where teachers grade with it."""
+    config = ctx.config.learner.ema
+    if not config.decay:
+        return None
+
+    def send(ref: WeightsRef) -> None:
+        client.send(TeacherWeights(pool=config.pool, weights=ref))
+
+    ema = StudentEma(config, start.trainer.weights(), folder=ctx.run_dir / TEACHER_SNAPSHOTS, send=send)
+    if start.version is not None:
+        ema.load_state_dict(start.average)
+    return ema
 
 
 def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, str]:

@@ -82,7 +82,7 @@ def _segment_arrays(message: m.Segment) -> Iterator[FrameSpec]:
 
 def _context_per_item(message: m.ScoreWork) -> Iterator[FrameSpec]:
     for item in message.items:
-        yield FrameSpec(f"token ids of lease {item.lease_id}", _INT32, (item.end,))
+        yield FrameSpec(f"token ids of lease {item.lease_id}", _INT32, (item.context_tokens,))
 
 
 def _scores_per_lease(message: m.Scores) -> Iterator[FrameSpec]:

@@ -42,6 +42,7 @@ SENDERS: dict[type[Any], frozenset[Role]] = {
     m.EvalWanted: _LEARNER,
     m.VersionPublished: _LEARNER,
     m.PostWeightPlan: _LEARNER,
+    m.TeacherWeights: _LEARNER,
     m.RunFinished: _LEARNER,
 }
 """Roles that may send a message to the buffer. What is not listed only the buffer sends."""

@@ -9,9 +9,11 @@ Loops (every peer talks to the buffer only; the buffer is a ROUTER, all others a
     any      Hello -> Welcome | Refused;  Heartbeat <-> HeartbeatReply;  Goodbye ->;  <- Shutdown
     actor    TicketCredit -> .. <- Tickets;  Segment -> <- SegmentAck;  RolloutFailed -> <- RolloutFailedAck;
              <- CancelRollout;  <- WeightPlan
-    teacher  ScoreCredit -> .. <- ScoreWork;  Scores -> <- ScoresAck;  ScoreFailed -> <- ScoresAck
+    teacher  ScoreCredit -> .. <- ScoreWork;  Scores -> <- ScoresAck;  ScoreFailed -> <- ScoresAck;
+             <- TeacherWeights
     learner  TasksOffered -> <- TasksAck;  BatchWanted -> .. <- Batch;  BatchTrained -> <- BatchTrainedAck;
-             EvalWanted -> .. <- EvalResult;  VersionPublished ->;  PostWeightPlan ->;  <- Membership;  RunFinished ->
+             EvalWanted -> .. <- EvalResult;  VersionPublished ->;  PostWeightPlan ->;  <- Membership;  RunFinished ->;
+             TeacherWeights ->
     anyone   SnapshotWanted -> <- Snapshot
 
 Offsets: token offsets are absolute within the rollout, half-open. Offset 0 is the first prompt token.
@@ -69,7 +71,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One prompt of the task stream. Frame when listed in a message: prompt token ids, int32 [n_prompt].
+    """One prompt of the task stream. Frame when listed in a message: prompt token ids, int32 [n_prompt], and behind
+    them the `teacher_prompt_tokens` ids of the prompt that teachers read in its place.
 
     The buffer turns it into `group_size` tickets, samples 0..group_size-1."""
 
@@ -86,6 +89,8 @@ class Task(msgspec.Struct, frozen=True):
     ground_truth: str | None = None
     eval_id: str = ""
     """For kind eval: which evaluation this belongs to."""
+    teacher_prompt_tokens: int = 0
+    """0: teachers read the student's own prompt. Otherwise theirs holds something that the student does not see."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -174,7 +179,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """peer -> buffer. Says that the process lives; leases are extended by results only, never by this."""
 
     version: WeightVersion | None
-    """Weights the peer's engine runs on (actors, learner)."""
+    """Weights the peer's engine runs on (actors, the learner, teachers that were sent some)."""
     stats: dict[str, float]
     """Flat gauges and running totals of the peer; glossary in ARCHITECTURE.md. Totals end in `_total`."""
     received_total: int = 0
@@ -284,7 +289,8 @@ class ScoreCredit(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreItem(msgspec.Struct, frozen=True):
-    """Score tokens [start, end) of a rollout given its tokens [0, start). Frame: token ids int32 [end]."""
+    """Score tokens [start, end) of a rollout given its tokens [0, start). Frame: token ids int32 [end]; where the
+    teacher has a prompt of its own, that one stands there instead of the first `prompt_tokens`."""
 
     lease_id: int
     rollout_id: str
@@ -294,18 +300,38 @@ class ScoreItem(msgspec.Struct, frozen=True):
     """Top-k sets are of use at [top_start, top_end), inside [start, end): from the first token that may be trained to
     the last. Empty where none may."""
     top_end: int = 0
+    prompt_tokens: int = 0
+    """Of the student's prompt that the frame does not hold; there is no score for them. 0: it is the rollout."""
+    teacher_prompt_tokens: int = 0
+    """Of the teacher's, with which the frame begins instead."""
+
+    @property
+    def shift(self) -> int:
+        """Where a token of the rollout is in the frame, less where it is in the rollout."""
+        return self.teacher_prompt_tokens - self.prompt_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Length of the frame."""
+        return self.end + self.shift
+
+    @property
+    def first(self) -> int:
+        """The first token of [start, end) that can be scored: something stands before it, and it is in the frame."""
+        return min(self.end, max(self.start, self.prompt_tokens, 1))
 
 
 class ScoreWork(msgspec.Struct, frozen=True, tag=True):
-    """buffer -> teacher. Frames: one int32 [end] per item, in order."""
+    """buffer -> teacher. Frames: one int32 [context_tokens] per item, in order."""
 
     items: tuple[ScoreItem, ...]
 
 
 class Scores(msgspec.Struct, frozen=True, tag=True):
     """teacher -> buffer, acknowledged. Frames: one float32 [end - start] per lease, in order: log-probs of the given
-    tokens (any finite number where the token was not sampled). With `top_k` two per lease: behind the log-probs the
-    teacher's likeliest tokens at each of [top_start, top_end) as a payload of `protocol.topk_codec`, uint8 [n]."""
+    tokens (any finite number where the token was not sampled: 0 before `first`). With `top_k` two per lease: behind the
+    log-probs the teacher's likeliest tokens at each of [top_start, top_end) as a payload of `protocol.topk_codec`,
+    uint8 [n]."""
 
     leases: tuple[int, ...]
     top_k: bool = False
@@ -453,6 +479,14 @@ class WeightsRef(msgspec.Struct, frozen=True):
     version: WeightVersion
     path: str
     sha256: str
+
+
+class TeacherWeights(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer -> each teacher of the pool, also to one that comes later: grade with these from the next batch
+    on."""
+
+    pool: str
+    weights: WeightsRef
 
 
 class WeightPlan(msgspec.Struct, frozen=True, tag=True):
@@ -610,6 +644,7 @@ Message: TypeAlias = (
     | EvalWanted
     | EvalResult
     | VersionPublished
+    | TeacherWeights
     | WeightPlan
     | PostWeightPlan
     | Membership

@@ -3,6 +3,7 @@
 The loop (one thread; the client's own thread keeps the connection and the heartbeats):
 
     input   ScoreWork from the buffer: items hold a whole prefix, so any teacher can take any item
+            TeacherWeights: new weights for the engine, read before the next batch
     output  Scores | ScoreFailed, one lease each, acknowledged by the buffer and sent again until they are
     waits   for work (unblocked by the buffer, as actors stream) - never for an acknowledgement
     leaves  when asked to (SIGTERM): a credit of nothing, then what it holds within `drain_s`, then Goodbye
@@ -24,14 +25,27 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from engines.base import Float32s, Int32s, ScoreRequest, ScoreResult, ScoringEngine
+from engines.base import Float32s, Int32s, ScoreRequest, ScoreResult, ScoringEngine, TakesSnapshots
+from engines.weight_sink import SnapshotRefused
 from protocol.client import Client
 from protocol.codec import Array
 from protocol.context import ExitCode, RoleContext
 from protocol.errors import EncodeError
 from protocol.fingerprint import vocab_tokens
 from protocol.keys import run_client_keys
-from protocol.messages import Hello, ScoreCredit, ScoreFailed, ScoreItem, Scores, ScoresAck, ScoreWork, Shutdown
+from protocol.messages import (
+    Hello,
+    ScoreCredit,
+    ScoreFailed,
+    ScoreItem,
+    Scores,
+    ScoresAck,
+    ScoreWork,
+    Shutdown,
+    TeacherWeights,
+    WeightsRef,
+    WeightVersion,
+)
 from teachers.config import TeacherConfig
 from teachers.leaving import on_sigterm
 from teachers.top_k import TopKSets
@@ -48,7 +62,7 @@ FLUSH_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A leased item and its tokens [0, end)."""
+    """A leased item and its frame."""
 
     item: ScoreItem
     token_ids: Int32s
@@ -78,6 +92,10 @@ class TeacherWorker:
             self._sets = TopKSets.of(config, vocab_tokens or engine.vocab_size, engine.vocab_size)
         self._held: deque[Held] = deque()
         self._held_tokens = 0
+        self._new_weights: WeightsRef | None = None
+        """Newest that was sent and not read yet."""
+        self._version: WeightVersion | None = None
+        """Of the weights it grades with; None: those that it was started with."""
         self._received_total = 0
         self._credit_seq = 0
         self._totals = {
@@ -88,6 +106,8 @@ class TeacherWorker:
             "failed_items_total": 0.0,
             "expired_items_total": 0.0,
             "top_k_bytes_total": 0.0,
+            "weights_loaded_total": 0.0,
+            "weights_refused_total": 0.0,
             "busy_s_total": 0.0,
         }
         self._started_s = time.monotonic()
@@ -106,6 +126,7 @@ class TeacherWorker:
             self._receive(0.0 if self._held else IDLE_WAIT_S)
             if self._held and self._held_tokens < self._config.max_batch_tokens and self._config.gather_s > 0:
                 self._receive(self._config.gather_s)
+            self._take_weights()
             if self._held and self._shutdown is None:
                 self._grade(self._next_batch())
                 self._send_credit()
@@ -140,9 +161,11 @@ class TeacherWorker:
                 case ScoreWork():
                     for item, token_ids in zip(message.items, received.arrays, strict=True):
                         self._held.append(Held(item, token_ids))
-                        self._held_tokens += item.end
+                        self._held_tokens += item.context_tokens
                     self._received_total += len(message.items)
                     got_work = True
+                case TeacherWeights():
+                    self._new_weights = message.weights
                 case ScoresAck():
                     self._note_refused(message)
                 case Shutdown():
@@ -153,6 +176,30 @@ class TeacherWorker:
             received = self._client.recv(0.0)
         if got_work:
             self._send_credit()
+
+    def _take_weights(self) -> None:
+        """Grade with the newest weights from here on. What cannot be read is counted, and the old ones stay."""
+        ref, self._new_weights = self._new_weights, None
+        if ref is None:
+            return
+        try:
+            if not isinstance(self._engine, TakesSnapshots):
+                raise SnapshotRefused(
+                    f"{type(self._engine).__name__} cannot change its weights; use teacher.engine torch"
+                )
+            self._engine.load_snapshot(ref)
+        except SnapshotRefused as error:
+            self._totals["weights_refused_total"] += 1
+            log.error(
+                "weights of version %s are not taken, the grades are still of %s: %s",
+                ref.version,
+                self._version or "the first ones",
+                error,
+            )
+            return
+        self._version = ref.version
+        self._totals["weights_loaded_total"] += 1
+        log.info("grading with the average of version %s", ref.version)
 
     def _note_refused(self, ack: ScoresAck) -> None:
         for lease, status, reason in zip(ack.leases, ack.statuses, ack.reasons, strict=True):
@@ -165,10 +212,10 @@ class TeacherWorker:
     def _next_batch(self) -> list[Held]:
         """Items in order of arrival up to the token budget; one larger item goes alone."""
         batch = [self._held.popleft()]
-        tokens = batch[0].item.end
-        while self._held and tokens + self._held[0].item.end <= self._config.max_batch_tokens:
+        tokens = batch[0].item.context_tokens
+        while self._held and tokens + self._held[0].item.context_tokens <= self._config.max_batch_tokens:
             batch.append(self._held.popleft())
-            tokens += batch[-1].item.end
+            tokens += batch[-1].item.context_tokens
         self._held_tokens -= tokens
         return batch
 
@@ -189,14 +236,14 @@ class TeacherWorker:
         totals["batches_total"] += 1
         totals["scored_items_total"] += len(good)
         totals["scored_tokens_total"] += sum(h.item.end - h.item.start for h, _ in good)
-        totals["context_tokens_total"] += sum(h.item.end for h, _ in good)
+        totals["context_tokens_total"] += sum(h.item.context_tokens for h, _ in good)
         totals["top_k_bytes_total"] += sum(len(one.payload or b"") for _, one in good)
 
     def _fits(self, held: Held) -> bool:
         """Refuse what this teacher cannot grade, by reason: the engine must not see it."""
         ids = held.token_ids
-        if held.item.end > self._engine.max_context:
-            self._fail(held, f"context_too_long: {held.item.end} tokens, this teacher takes {self._engine.max_context}")
+        if len(ids) > self._engine.max_context:
+            self._fail(held, f"context_too_long: {len(ids)} tokens, this teacher takes {self._engine.max_context}")
         elif int(ids.min()) < 0 or int(ids.max()) >= self._engine.vocab_size:
             self._fail(held, f"token_out_of_vocab: ids {ids.min()}..{ids.max()}, {self._engine.vocab_size} rows")
         else:
@@ -214,10 +261,10 @@ class TeacherWorker:
 
     def _score_alike(self, batch: list[Held], top_k: int) -> list[tuple[Held, Graded | str]]:
         """A failing batch is graded one by one, so that one bad item does not take its neighbours with it. Position 0
-        has no grade: nothing stands before it."""
+        has no grade: nothing stands before it; nor have those of a prompt that this teacher does not read."""
         if not batch:
             return []
-        requests = [ScoreRequest(held.token_ids, max(1, held.item.start)) for held in batch]
+        requests = [ScoreRequest(held.token_ids, held.item.first + held.item.shift) for held in batch]
         try:
             results = self._engine.score(requests, top_k=top_k)
         except (ValueError, RuntimeError) as error:
@@ -229,8 +276,8 @@ class TeacherWorker:
 
     def _graded(self, item: ScoreItem, result: ScoreResult) -> Graded | str:
         logprobs = result.logprobs
-        if item.start == 0:
-            logprobs = np.concatenate([np.zeros(1, np.float32), logprobs])
+        if item.first > item.start:
+            logprobs = np.concatenate([np.zeros(item.first - item.start, np.float32), logprobs])
         if not np.isfinite(logprobs).all():
             return "non_finite_logprob"
         try:
@@ -244,8 +291,7 @@ class TeacherWorker:
             return None
         if result.top_ids is None or result.top_logprobs is None:
             return self._sets.nothing()
-        first = max(1, item.start)
-        place = slice(item.top_start - first, item.top_end - first)
+        place = slice(item.top_start - item.first, item.top_end - item.first)
         return self._sets.payload(result.top_ids[place], result.top_logprobs[place])
 
     def _fail(self, held: Held, reason: str) -> None:
@@ -265,7 +311,7 @@ class TeacherWorker:
         stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
         stats["held_tokens"] = float(self._held_tokens)
         stats["draining"] = float(self.leaving)
-        self._client.set_heartbeat(None, stats)
+        self._client.set_heartbeat(self._version, stats)
 
 
 def _frames(graded: Graded) -> list[Array]:

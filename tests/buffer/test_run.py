@@ -178,3 +178,19 @@ def test_a_run_goes_on_from_its_ledger_and_version(make: Make) -> None:
     assert batch is not None and batch.staleness == {0: 2}
     second.trained(batch)
     assert second.ledger.tokens.trained == 4
+
+
+def test_weights_for_teachers_of_a_pool_go_to_all_of_them_and_to_one_that_comes_later(make: Make) -> None:
+    driver = make()
+    driver.join("teacher", "u", pool="self")
+    driver.join("teacher", "x", pool="other")
+    refs = [m.WeightsRef(v(step), f"/{step}", "ab") for step in (3, 6)]
+    for ref in refs:
+        driver.send("learner", "learner", m.TeacherWeights("self", ref))
+    assert driver.take(m.TeacherWeights, to="u") == [m.TeacherWeights("self", ref) for ref in refs]
+    assert driver.take(m.TeacherWeights, to="x") == []
+    out = driver.join("teacher", "late", pool="self")
+    assert [o.message for o in out if isinstance(o.message, m.TeacherWeights)] == [m.TeacherWeights("self", refs[-1])]
+    driver.lose("teacher", "u")
+    out = driver.join("teacher", "u", incarnation="2", pool="self")
+    assert m.TeacherWeights("self", refs[-1]) in [o.message for o in out]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from protocol import messages as m
-from tests.buffer.driver import Driver, rollout_ids
+from tests.buffer.driver import PROMPT, Driver, rollout_ids
 
 Make = type[Driver]
 
@@ -232,3 +232,35 @@ def test_scores_of_an_ended_rollout_are_not_wanted(make: Make) -> None:
     driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
     assert driver.answer(lease).statuses == ("expired",)
     assert driver.ledger.tokens.dropped == {"rollout_failed:engine": 2}
+
+
+def test_a_teachers_prompt_stands_in_place_of_the_students(make: Make) -> None:
+    """In every segment's frame, which is what counts towards the credit; the rollout itself is the student's."""
+    driver = make(peers=False, staleness=1, batch=4)
+    driver.actor()
+    driver.join("learner", "learner")
+    driver.teacher(tokens=9)
+    own = [7, 8, 9, 7]
+    task = m.Task(0, "train", 1, m.Sampling(max_new_tokens=10), teacher_prompt_tokens=len(own))
+    out = driver.send("learner", "learner", m.TasksOffered((task,)), np.array([*PROMPT, *own], np.int32))
+    assert [a.tolist() for o in out if isinstance(o.message, m.Tickets) for a in o.arrays] == [[*PROMPT]]
+    driver.write("train-0-0-0", 2)
+    ((item, frame),) = [(item, ids.tolist()) for _, item, ids in driver.work.values()]
+    assert frame == [*own, 10, 11] and item.context_tokens == 6
+    assert (item.start, item.end, item.first, item.shift) == (0, 4, 2, 2)
+    driver.write("train-0-0-0", 2, final=True)
+    assert len(driver.work) == 1, "8 of its own do not fit in 9 - 6"
+    driver.send("teacher", "t", m.ScoreCredit(tokens=9, seq=2, items_received_total=1))
+    _, item, ids = driver.work[max(driver.work)]
+    assert ids.tolist() == [*own, 10, 11, 10, 11] and item.first == 4
+    driver.score()
+    assert driver.state.snapshot(0.0).queues["tokens_scored"] == 4
+
+
+@pytest.mark.parametrize("n", [-1, 4, 5])
+def test_a_teachers_prompt_that_leaves_none_for_the_student_is_refused(make: Make, n: int) -> None:
+    driver = make()
+    task = m.Task(0, "train", 1, m.Sampling(), teacher_prompt_tokens=n)
+    driver.send("learner", "learner", m.TasksOffered((task,)), np.array([1, 2, 3, 4], np.int32))
+    (refused,) = driver.take(m.Refused)
+    assert refused.got == f"teacher_prompt_tokens {n} of 4"

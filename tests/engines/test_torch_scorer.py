@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from engines.base import ScoreRequest, ScoringEngine
 from engines.models import ModelError
 from engines.scorer_config import ScorerConfig
+from engines.snapshot import write_snapshot
 from engines.torch_scorer import TorchScorer
+from engines.weight_sink import SnapshotRefused
+from protocol.messages import WeightsRef, WeightVersion
 
 VOCAB, CONTEXT = 67, 48
 SHAPE: dict[str, Any] = {
@@ -136,3 +139,24 @@ def test_bad_path_and_senseless_settings_fail_at_once(tmp_path: Path) -> None:
         TorchScorer.load(tmp_path / "none", ScorerConfig())
     with pytest.raises(ValueError, match="max_batch_tokens = 0"):
         ScorerConfig(max_batch_tokens=0)
+
+
+def test_a_snapshot_replaces_the_weights_as_a_whole_or_not_at_all(
+    scorer: TorchScorer, folder: Path, tmp_path: Path
+) -> None:
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    request = _request(9, 1)
+    before = scorer.score([request])[0].logprobs
+    damaged = write_snapshot(tmp_path / "damaged", WeightVersion(0, 1), [("model.norm.weight", torch.ones(32))], keep=1)
+    with pytest.raises(SnapshotRefused, match="do not fit this teacher"):
+        scorer.load_snapshot(damaged)
+    with pytest.raises(SnapshotRefused, match="no/such/file"):
+        scorer.load_snapshot(WeightsRef(WeightVersion(0, 1), "/no/such/file", "ab"))
+    np.testing.assert_array_equal(scorer.score([request])[0].logprobs, before)
+    scorer.load_snapshot(write_snapshot(tmp_path, WeightVersion(0, 2), other.named_parameters(), keep=1))
+    after = scorer.score([request])[0].logprobs
+    np.testing.assert_allclose(after, _expected(other, request)[0], atol=1e-4)
+    assert np.abs(after - before).max() > 0.1

@@ -219,3 +219,23 @@ def test_every_token_behind_the_set_is_for_small_vocabularies(tmp_path: Path) ->
     config = build(RunConfig, {"learner": {"divergence": "jsd"}, "teacher": {"top_k": 8, "tail": "each"}})
     (told,) = check_consistency(config, tmp_path).mistakes
     assert told.startswith("teacher.tail: got 'each' with 50000 rows in the embedding, expected at most 4096")
+
+
+def test_an_average_of_the_student_needs_the_student_as_teacher_and_an_engine_that_reads_it() -> None:
+    ema = {"learner": {"ema": {"decay": 0.9}}}
+    (told,) = mistakes(**ema)
+    assert told.startswith("models.teacher: got 'builtin'") and str(builtin.STUDENT_DIR) in told
+    assert mistakes(**ema, models={"teacher": str(builtin.STUDENT_DIR)}) == []
+    assert mistakes(**ema, models={"teacher": "org/model", "student": "org/model"}) == []
+    (told,) = mistakes(**ema, models={"teacher": str(builtin.STUDENT_DIR)}, teacher={"engine": "sglang"})
+    assert told.startswith("teacher.engine: got 'sglang'")
+    (told,) = mistakes(learner={"ema": {"decay": 0.9, "pool": "other"}})
+    assert told.startswith("learner.ema.pool: got 'other'")
+
+
+def test_privileged_prompts_that_may_exceed_the_teachers_context_are_warned_of() -> None:
+    told = {"privileged_tags": {"math": "{ground_truth}"}, "max_teacher_prompt_tokens": 1024}
+    (warned,) = warnings(learner={"tasks": told})
+    assert warned.startswith("models.teacher: its context of 1024 is less than")
+    assert warnings(learner={"tasks": told | {"max_teacher_prompt_tokens": 900}}) == []
+    assert warnings(learner={"tasks": told | {"privileged_tags": {}}}) == []

@@ -72,6 +72,7 @@ def _state(trainer: Trainer, step: int, epoch: int = 0) -> LearnerState:
         ledger=_ledger(),
         rng=capture_rng(),
         metrics={"loss": 0.25, "reverse_kl": float("nan")},
+        ema={"w": torch.arange(3.0)},
     )
 
 
@@ -97,6 +98,7 @@ def test_everything_comes_back(save: Save, trainer: Trainer, tmp_path: Path) -> 
         state.rng,
     )
     assert loaded.metrics == {"loss": 0.25, "reverse_kl": None}
+    assert loaded.ema.keys() == {"w"} and torch.equal(loaded.ema["w"], state.ema["w"])
     assert loaded.optimizer.steps_done == 1 and loaded.optimizer.tensors.keys() == state.optimizer.tensors.keys()
     assert all(torch.equal(loaded.optimizer.tensors[k], v) for k, v in state.optimizer.tensors.items())
 

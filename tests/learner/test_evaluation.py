@@ -244,7 +244,7 @@ def test_samples_are_the_first_prompts_of_each_half(small_tokenizer: PreTrainedT
 def test_the_evaluation_set_is_rendered_and_long_prompts_are_counted(small_tokenizer: PreTrainedTokenizerFast) -> None:
     records = [PromptRecord(i, text, None, "t", "x") for i, text in enumerate(["a", "b" * 90, "c"])]
     rendered = render_eval_set(records, small_tokenizer, TaskConfig(max_prompt_tokens=60))
-    assert rendered.dropped_too_long == 1
+    assert rendered.dropped == 1
     assert ["user\na" in small_tokenizer.decode(rendered.prompts[0].ids.tolist()), len(rendered.prompts)] == [True, 2]
     with pytest.raises(TokenizerError, match="evaluation prompt, row 0: messages need a chat template"):
         turns = ({"role": "user", "content": "a"},)

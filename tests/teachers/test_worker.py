@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import teachers.worker
 from buffer.config import BufferConfig
 from builtin import STUDENT_DIR
 from engines.base import Int32s, ScoreRequest, ScoreResult, ScoringEngine
+from engines.models import load_causal_lm
+from engines.snapshot import write_snapshot
 from engines.torch_scorer import TorchScorer
 from protocol import messages as m
 from protocol.client import Client
@@ -297,3 +300,92 @@ def test_a_rollout_is_graded_for_the_real_buffer_as_it_grows(scorer: TorchScorer
             learner.send(m.RunFinished(True, "enough"))
             assert ended.result(20.0) is True
         assert buffer_ended.result(20.0) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- new weights
+
+
+def test_new_weights_grade_the_next_batch_and_their_version_is_told(tmp_path: Path) -> None:
+    scorer = TorchScorer.load(STUDENT_DIR, TeacherConfig(device="cpu"))
+    model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    ref = write_snapshot(tmp_path, m.WeightVersion(0, 20), model.named_parameters(), keep=1)
+    gone = m.WeightsRef(m.WeightVersion(0, 30), str(tmp_path / "gone"), "ab")
+    ids = [5, 17, 200, 31, 8]
+    with ScriptedBuffer() as peer, teacher(peer.address, scorer) as (ended, _):
+        peer.send(*work((1, ids)), to=TEACHER)
+        before, _ = settled(peer, 1)
+        peer.send(m.TeacherWeights("default", ref), to=TEACHER)
+        peer.send(m.ScoreWork((m.ScoreItem(7, "train-7-0-0", 1, len(ids)),)), [np.array(ids, np.int32)], to=TEACHER)
+        after, _ = settled(peer, 2)
+        peer.send(m.TeacherWeights("default", gone), to=TEACHER)
+        beat = heartbeat(peer, lambda beat: beat.stats["weights_refused_total"] == 1)
+        end(peer, ended)
+    with torch.no_grad():
+        logprobs_LV = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), dim=-1)
+    expected = [float(logprobs_LV[t - 1, ids[t]]) for t in range(1, len(ids))]
+    np.testing.assert_allclose(after[7], expected, atol=1e-4)
+    assert np.abs(np.array(before[0]) - after[7]).max() > 0.1
+    assert beat.version == m.WeightVersion(0, 20) and beat.stats["weights_loaded_total"] == 1
+
+
+def test_an_engine_that_cannot_change_its_weights_says_so() -> None:
+    with ScriptedBuffer() as peer, teacher(peer.address, Fake()) as (ended, _):
+        peer.send(m.TeacherWeights("default", m.WeightsRef(m.WeightVersion(0, 1), "x", "ab")), to=TEACHER)
+        beat = heartbeat(peer, lambda beat: beat.stats["weights_refused_total"] == 1)
+        end(peer, ended)
+    assert beat.version is None
+
+
+def heartbeat(peer: ScriptedBuffer, such: Callable[[m.Heartbeat], bool]) -> m.Heartbeat:
+    """The first heartbeat like this, of those with figures."""
+    n = 1
+    while True:
+        got = peer.expect(m.Heartbeat, n)
+        for message, _ in got:
+            if "weights_refused_total" in message.stats and such(message):
+                return message
+        n = len(got) + 1
+
+
+# ------------------------------------------------------------------------------------- a prompt of the teacher's own
+
+
+@pytest.mark.parametrize("teacher_prompt", [[40, 41, 42, 43, 44, 45], [40]], ids=["longer", "shorter"])
+def test_grades_are_those_under_the_teachers_prompt_position_by_position(teacher_prompt: list[int]) -> None:
+    """Against transformers on [teacher's prompt + response]: a first segment with the prompt in it, and a later one."""
+    prompt, response = [7, 8, 9], [20, 30, 10, 31, 11, 12]
+    model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
+    both = teacher_prompt + response
+    with torch.no_grad():
+        logprobs_LV = torch.log_softmax(model(input_ids=torch.tensor([both])).logits[0].float(), dim=-1)
+    first = len(teacher_prompt)
+    expected = [float(logprobs_LV[first + i - 1, token]) for i, token in enumerate(response)]
+    n, k = len(prompt), len(teacher_prompt)
+    items = tuple(
+        m.ScoreItem(lease, "train-0-0-0", start, end, prompt_tokens=n, teacher_prompt_tokens=k)
+        for lease, (start, end) in enumerate([(0, n + 2), (n + 2, n + 6), (0, n)])
+    )
+    frames = [np.array((teacher_prompt + response)[: item.context_tokens], np.int32) for item in items]
+    scorer = TorchScorer.load(STUDENT_DIR, TeacherConfig(device="cpu"))
+    with ScriptedBuffer() as peer, teacher(peer.address, scorer) as (ended, _):
+        peer.send(m.ScoreWork(items), frames, to=TEACHER)
+        grades, failed = settled(peer, 3)
+        end(peer, ended)
+    assert failed == {}
+    np.testing.assert_allclose(grades[0], [0.0] * n + expected[:2], atol=1e-4)
+    np.testing.assert_allclose(grades[1], expected[2:], atol=1e-4)
+    assert grades[2] == [0.0] * n
+
+
+def test_the_teachers_prompt_counts_towards_its_context_and_its_vocabulary() -> None:
+    item = m.ScoreItem(0, "train-0-0-0", 3, 5, prompt_tokens=3, teacher_prompt_tokens=CONTEXT)
+    other = m.ScoreItem(1, "train-1-0-0", 3, 5, prompt_tokens=3, teacher_prompt_tokens=2)
+    frames = [np.ones(item.context_tokens, np.int32), np.array([VOCAB, 1, 1, 1], np.int32)]
+    with ScriptedBuffer() as peer, teacher(peer.address, Fake()) as (ended, _):
+        peer.send(m.ScoreWork((item, other)), frames, to=TEACHER)
+        _, failed = settled(peer, 2)
+        end(peer, ended)
+    assert [failed[i].split(":")[0] for i in (0, 1)] == ["context_too_long", "token_out_of_vocab"]
