@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from engines.models import load_causal_lm
+from launch.preflight import find_model
 from learner import checkpoint
 from learner.checkpoint import CheckpointError, LearnerState, latest, load_checkpoint, prune, save_checkpoint
 from learner.config import LearnerConfig
@@ -105,6 +106,7 @@ def test_everything_comes_back(save: Save, trainer: Trainer, tmp_path: Path) -> 
 
 def test_folder_is_a_hugging_face_model_by_itself(save: Save, trainer: Trainer) -> None:
     path = save(40)
+    assert find_model("models.teacher", str(path)) == path, "an earlier student may teach"
     model = AutoModelForCausalLM.from_pretrained(path)
     for (name, a), (_, b) in zip(trainer.model.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
