@@ -70,14 +70,14 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     )
 
 
-def resolve_config(line: CommandLine) -> RunConfig:
-    """The tree: defaults, under the built-in recipe where the student is the built-in one, under the resumed run's
-    configuration, under the file, under the flags. Raises ConfigError with every mistake there is."""
-    plain: Plain = {}
+def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
+    """The tree: defaults, under the built-in recipe where the student is the built-in one, under `base`, under the
+    resumed run's configuration, under the file, under the flags. Raises ConfigError with every mistake there is."""
+    plain: Plain = base or {}
     if line.resume:
         former = choose_path(line.run_dir, resume=True, name=line.name) / "config.yaml"
         if former.is_file():
-            plain = read_plain(former)
+            plain = merge(plain, read_plain(former))
         if plain.get("pools"):
             plain.pop("teachers", None)  # it was counted, and is counted again
     if line.config is not None:

@@ -166,5 +166,8 @@ ALIASES: Final = {
     "prompts": "learner.tasks.prompts",
     "eval_prompts": "learner.tasks.eval_prompts",
     "env": "learner.tasks.env",
+    "lambda": "learner.offline.student_fraction",
+    "offline": "learner.offline.file",
+    "record": "learner.record",
 }
 """Short flag -> key. On the command line only; a file says the key."""

@@ -76,8 +76,15 @@ def check(config: RunConfig) -> Checked:
         raise ConfigError(*mistakes)
     config = servers.config
     tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts) if eval_prompts else "")
+    learner, offline = config.learner, config.learner.offline
+    learner = replace(
+        learner,
+        tasks=tasks,
+        record=_absolute(learner.record) if learner.record else "",
+        offline=replace(offline, file=_absolute(offline.file) if offline.file else ""),
+    )
     return Checked(
-        config=replace(config, learner=replace(config.learner, tasks=tasks)),
+        config=replace(config, learner=learner),
         model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
         warnings=tuple(findings.warnings),
         servers=servers.plans,

@@ -24,6 +24,7 @@ from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import LaunchError
 from launch.pools import teacher_pools
+from launch.recorded import check_recorded
 from launch.resume import check_resumed
 from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
 from launch.runfolder import RunFolder, RunState, choose_path
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         checked = preflight.check(resolve_config(line))
         for warning in checked.warnings:
             print(f"stillhouse: warning: {warning}", file=sys.stderr)
+        check_recorded(checked.config, resume=line.resume)
         if line.resume:
             check_resumed(checked.config, choose_path(line.run_dir, resume=True, name=line.name))
         if line.check:

@@ -61,6 +61,8 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     eval: tuple[EvalPoint, ...] = ()
     learner: LearnerTimes = msgspec.field(default_factory=LearnerTimes)
     versions_published: int = 0
+    tokens_trained_offline: int = 0
+    """Of text that the teacher wrote; the ledger knows nothing of it."""
     reverse_kl_first: float | None = None
     """Of this launch's first optimizer step."""
     reverse_kl_last: float | None = None
@@ -148,6 +150,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     actors: int
     teachers: int
     versions_published: int
+    tokens_trained_offline: int = 0
+    """By this launch."""
     reverse_kl_first: float | None
     reverse_kl_last: float | None
     teacher_accuracy: float | None
@@ -187,6 +191,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         actors=config.actors,
         teachers=config.teachers,
         versions_published=account.versions_published,
+        tokens_trained_offline=account.tokens_trained_offline,
         reverse_kl_first=account.reverse_kl_first,
         reverse_kl_last=account.reverse_kl_last,
         teacher_accuracy=account.teacher_accuracy,
@@ -323,6 +328,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
     tokens = summary.tokens
     yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
+    if summary.tokens_trained_offline:
+        yield "of the teacher's text", f"{summary.tokens_trained_offline:,} trained besides"
     source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
     yield "ledger", ("balanced" if tokens.balanced else "NOT BALANCED") + source[summary.ledger.source]
     yield (

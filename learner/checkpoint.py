@@ -78,6 +78,8 @@ class LearnerState:
     """Of the last step; a figure that is not finite is saved as None."""
     ema: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """`StudentEma.state_dict()`; empty without one."""
+    offline: dict[str, Any] | None = None
+    """`OfflineMixer.state()`; None where nothing is mixed in."""
 
 
 class Skipped(NamedTuple):
@@ -116,6 +118,7 @@ class _TrainerFile(msgspec.Struct, frozen=True):
     ledger: Ledger | None
     rng: RngState
     metrics: dict[str, float | None]
+    offline: dict[str, Any] | None = None
 
 
 def save_checkpoint(
@@ -210,6 +213,7 @@ def load_checkpoint(path: Path) -> LearnerState:
         rng=record.rng,
         metrics=record.metrics,
         ema=ema,
+        offline=record.offline,
     )
 
 
@@ -271,6 +275,7 @@ def _trainer_file(state: LearnerState) -> _TrainerFile:
         ledger=state.ledger,
         rng=state.rng,
         metrics={name: _finite_or_none(value) for name, value in state.metrics.items()},
+        offline=state.offline,
     )
 
 

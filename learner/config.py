@@ -23,6 +23,7 @@ from learner.objectives.registry import (
     check_member,
     divergence_group,
 )
+from learner.offline_config import OfflineConfig, check_seq_kd
 from learner.publish_config import PublishConfig
 from learner.task_config import TaskConfig
 
@@ -59,8 +60,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     divergence: str = "k1"
     """From the student's distribution to the teachers'. Of sampled tokens: k1, k2: s - q, the gradient of the reverse
-    KL; k3: 1 - exp(q - s), the gradient of the forward KL. Between distributions, which need teacher.top_k: reverse_kl,
-    forward_kl, mixed, jsd. All members of the objective: docs/objectives.md; further ones by entry point."""
+    KL; k3: 1 - exp(q - s), the gradient of the forward KL; seq_kd: -1, cross-entropy, for text that the teacher wrote.
+    Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd. All members of the objective:
+    docs/objectives.md; further ones by entry point."""
     mixed_weight: float = 0.5
     """For mixed: of the forward KL; the reverse KL gets the rest."""
     jsd_beta: float = 0.5
@@ -111,6 +113,15 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights."""
+    offline: OfflineConfig = msgspec.field(default_factory=OfflineConfig)
+    """Rollouts that the teacher wrote, mixed into the batches."""
+    frozen: bool = False
+    """Nothing is trained: the weights stay as they are, and the run only writes (python -m launch.write)."""
+    record: str = ""
+    """File to which every trained batch is appended, for python -m launch.replay; a folder: batches.record in it.
+    Empty: no recording."""
+    record_max_bytes: int = 0
+    """The file does not grow past this: later batches are counted instead. 0 = no bound."""
 
     ema: EmaConfig = msgspec.field(default_factory=EmaConfig)
     """The student's own average as its teacher."""
@@ -139,6 +150,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
         _at_least(1, max_skipped_steps=self.max_skipped_steps)
         _at_least(0, warmup_steps=self.warmup_steps, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        _at_least(0, record_max_bytes=self.record_max_bytes)
         _at_least(0, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
         if not 0.0 <= self.min_lr_ratio <= 1.0:
             raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
@@ -156,6 +168,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Names that exist, coefficients of pools that exist, and something to learn from."""
         between_distributions = divergence_group(self.divergence) is DISTRIBUTION_DIVERGENCES
         check_member(IMPORTANCE, self.importance)
+        check_seq_kd("", self.divergence, self.importance)
         check_member(ADVANTAGES, self.advantage)
         check_member(AGGREGATIONS, self.aggregation)
         _at_least(0, coef=self.coef, ratio_dual=self.ratio_dual)

@@ -30,9 +30,10 @@ class Outcome(NamedTuple):
     """Rollouts that were left out, in the order of the batch."""
 
 
-def finite_step(trainer: Trainer, items: Sequence[TrainItem]) -> Outcome:
+def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> Outcome:
     """One tick of the run's clock. An item that is left out stays as context of the batch, so that its group keeps its
-    size and its mean reward. Each try leaves out at least one more; where only their sum is not finite, all."""
+    size and its mean reward; one of `offline` (`Trainer.step`) just goes. Each try leaves out at least one more; where
+    only their sum is not finite, all."""
     masked: set[str] = set()
     while True:
         left = [_as_context(train_item) if train_item.item.rollout_id in masked else train_item for train_item in items]
@@ -40,11 +41,12 @@ def finite_step(trainer: Trainer, items: Sequence[TrainItem]) -> Outcome:
             trainer.skip()
             return Outcome(None, _in_order(items, masked))
         try:
-            return Outcome(trainer.step(left), _in_order(items, masked))
+            theirs = [train_item for train_item in offline if train_item.item.rollout_id not in masked]
+            return Outcome(trainer.step(left, theirs), _in_order(items, masked))
         except NonFiniteError as error:
             log.error("left out of step %d: %s", trainer.steps_done + 1, error)
             culprits = set(error.rollout_ids) - masked
-            masked |= culprits or {train_item.item.rollout_id for train_item in items}
+            masked |= culprits or {train_item.item.rollout_id for train_item in (*items, *offline)}
 
 
 def _as_context(train_item: TrainItem) -> TrainItem:

@@ -32,8 +32,10 @@ from learner.evaluation import EvaluationResult
 from learner.finite_step import Outcome, finite_step
 from learner.inbox import Delivered, Inbox, RunStopped
 from learner.metrics import MetricsWriter
+from learner.offline import OfflineMixer
 from learner.packing import train_items
 from learner.publisher import Publisher, PublisherStats
+from learner.record_writer import BatchRecorder
 from learner.tasks import TaskStream
 from learner.train_step import StepMetrics, Trainer
 from learner.wait_clock import WaitCause, WaitClock
@@ -75,6 +77,9 @@ class Progress:
     reverse_kl_first: float | None = None
     reverse_kl_last: float | None = None
     tokens_trained: int = 0
+    """Of the student's own, as in the ledger."""
+    tokens_trained_offline: int = 0
+    """Of the teacher's text; the ledger knows nothing of them."""
     last: StepMetrics | None = None
     checkpoint: Path | None = None
     """Folder of the newest."""
@@ -101,7 +106,10 @@ class LearnerLoop:
         version: WeightVersion,
         steps: int,
         ema: StudentEma | None = None,
+        mixer: OfflineMixer | None = None,
+        recorder: BatchRecorder | None = None,
     ) -> None:
+        """`mixer`: what adds the teacher's rollouts to the batches; `recorder`: what keeps them in a file."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
@@ -115,6 +123,8 @@ class LearnerLoop:
         self._version = version
         self._first_step = version.step
         self._steps = steps
+        self._mixer = mixer
+        self._recorder = recorder
         self._clock = WaitClock()
         self._desk = make_eval_desk(self._on_evaluation)
         self._inbox = Inbox(client, on_membership=publisher.membership, on_eval=self._desk.add)
@@ -150,7 +160,9 @@ class LearnerLoop:
 
     def _one_step(self) -> None:
         delivered = self._next_batch()
-        outcome = finite_step(self._trainer, train_items(delivered.batch.items, delivered.arrays))
+        items = train_items(delivered.batch.items, delivered.arrays)
+        mixed = self._mixer.take(sum(item.n_trained for item in items)) if self._mixer is not None else []
+        outcome = finite_step(self._trainer, items, [item for _, item in mixed])
         self._version = WeightVersion(self._version.epoch, self._version.step + 1)
         self._client.send(BatchTrained(delivered.batch.batch_id, self._version, outcome.masked))
         self._stop_if_diverged(outcome)
@@ -163,7 +175,9 @@ class LearnerLoop:
                 self._ema.step(self._version, self._trainer.weights())
         self._stream.settled(delivered.batch.tasks_done)
         self._offer_tasks()
-        self._record(delivered, outcome)
+        if self._recorder is not None:
+            self._recorder.add(delivered.batch, delivered.arrays, [rollout for rollout, _ in mixed])
+        self._report(delivered, outcome)
         every = self._config.checkpoint_every
         if every and step % every == 0 and step < self._steps:
             self._checkpoint(delivered.batch.batch_id)
@@ -271,6 +285,8 @@ class LearnerLoop:
         goes on then, and the next one may find room."""
         with self._clock.waiting("checkpoint"):
             snapshot = self._snapshot_after(batch_id)
+            if self._recorder is not None:
+                self._recorder.sync()
             try:
                 self._save_checkpoint(self._version, snapshot)
             except OSError as error:
@@ -327,7 +343,7 @@ class LearnerLoop:
                 raise
         raise LearnerStalled(f"the buffer did not end the run within {GOODBYE_S:.0f} s of RunFinished")
 
-    def _record(self, delivered: Delivered, outcome: Outcome) -> None:
+    def _report(self, delivered: Delivered, outcome: Outcome) -> None:
         """Metrics of the step just made, and the gauges of the next heartbeat. A skipped one trained 0 tokens."""
         batch, figures = delivered.batch, outcome.figures
         if figures is not None:
@@ -342,12 +358,17 @@ class LearnerLoop:
             weights=weight_figures(self._publisher.stats) | (self._ema.figures if self._ema is not None else {}),
             tasks_dropped=self._stream.dropped,
             tasks_done=batch.tasks_done,
+            others={
+                **(self._mixer.figures if self._mixer is not None else {}),
+                **(self._recorder.figures if self._recorder is not None else {}),
+            },
         )
         self._heartbeat()
 
     def _note_progress(self, figures: StepMetrics) -> None:
         progress = self.progress
         progress.tokens_trained += figures.tokens
+        progress.tokens_trained_offline += figures.offline.tokens if figures.offline is not None else 0
         progress.last = figures
         if progress.reverse_kl_first is None:
             progress.reverse_kl_first = figures.reverse_kl
@@ -372,6 +393,7 @@ class LearnerLoop:
             "step": float(self._version.step),
             "steps_total": float(self._steps),
             "tokens_trained_total": float(progress.tokens_trained),
+            "tokens_trained_offline_total": float(progress.tokens_trained_offline),
             "metrics_unwritten_rows_total": float(self._metrics.unwritten.rows_total),
             "checkpoints_failed_total": float(progress.checkpoints_failed),
             "steps_skipped_total": float(progress.steps_skipped),

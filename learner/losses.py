@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -32,6 +33,8 @@ from learner.objectives.aggregation import AggregationFn
 from learner.objectives.combine import combined_advantage
 from learner.objectives.registry import find_member
 from learner.objectives.sampled import CostFn
+from learner.offline_config import OfflineConfig
+from learner.task_config import TaskConfig
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,25 @@ def make_objective(config: LearnerConfig) -> Objective:
 def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
     """Of a sampled token, where the divergence is one between distributions."""
     return torch.zeros_like(teacher)
+
+
+def offline_config(config: LearnerConfig) -> LearnerConfig:
+    """The learner's settings as rollouts see them that the teacher wrote: no rewards, and how the student samples is
+    nothing to them."""
+    offline = config.offline
+    return msgspec.structs.replace(
+        config,
+        divergence=offline.divergence,
+        importance=offline.importance,
+        coef=offline.coef,
+        teacher_coefs={},
+        domain_scale="none",
+        context_weight="none",
+        kl_student="current",
+        advantage="none",
+        tasks=TaskConfig(),
+        offline=OfflineConfig(),
+    )
 
 
 def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:

@@ -81,26 +81,27 @@ class MetricsWriter:
         *,
         staleness: Mapping[int, int],
         waits: WaitReport,
-        snapshot: Snapshot,
+        snapshot: Snapshot | None,
         weights: Mapping[str, float],
         tasks_dropped: Mapping[str, int],
         tasks_done: Sequence[int] = (),
+        others: Mapping[str, float] | None = None,
     ) -> Row:
         """Record optimizer step `step`; returns its line.
 
         `train`: figures of the step (reverse_kl, loss, ratio_mean, ratio_max, truncated_fraction, ess, ...), as
-        `train/<name>`. `staleness`: the batch's distance -> tokens. `waits`: wall time of this step. `weights`: figures
+        `train/<name>`. `staleness`: the batch's distance -> tokens. `waits`: wall time of this step. `snapshot`: the
+        buffer's; None where there is none (`learner.replay`). `others`: further ones by their tags. `weights`: figures
         of the last publication (broadcast_s, ...), as `weights/<name>`. `tasks_dropped`: prompts dropped by reason.
         `tasks_done`: ids of the tasks that this step settled; in the line only, the account of what was consumed."""
         scalars = {
             **{f"train/{name}": value for name, value in train.items()},
             **_staleness_scalars(staleness),
             **_wait_scalars(waits),
-            **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.update(snapshot).items()},
-            **{f"queue/{name}": depth for name, depth in snapshot.queues.items()},
-            **_ledger_scalars(snapshot.ledger.tokens),
+            **(self._buffer_scalars(snapshot) if snapshot is not None else {}),
             **{f"tasks/dropped_{reason}_total": n for reason, n in tasks_dropped.items()},
             **{f"weights/{name}": value for name, value in weights.items()},
+            **(others or {}),
         }
         extra = {
             "staleness": {str(distance): n for distance, n in sorted(staleness.items())},
@@ -136,6 +137,13 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _buffer_scalars(self, snapshot: Snapshot) -> dict[str, float]:
+        return {
+            **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.update(snapshot).items()},
+            **{f"queue/{name}": depth for name, depth in snapshot.queues.items()},
+            **_ledger_scalars(snapshot.ledger.tokens),
+        }
 
     def _record(self, kind: str, step: int, scalars: Mapping[str, float], extra: Row, summaries: Sequence[Any]) -> Row:
         """`summaries`: what TensorBoard gets besides the scalars. The line comes first, in one write: a killed learner

@@ -40,15 +40,34 @@ class StepSums:
 
 
 @dataclass(frozen=True)
+class OfflineMetrics:
+    """Of the trained tokens that the teacher wrote; no other figure of the step contains them but those that say so."""
+
+    tokens: int
+    items: int
+    logprob: float
+    """Under the current student: minus the cross-entropy on the teacher's text."""
+    reverse_kl: float
+    """s - q over the teacher's own tokens: minus an estimate of the FORWARD KL."""
+    weight_mean: float
+
+    @classmethod
+    def of(cls, sums: StepSums, *, items: int) -> OfflineMetrics:
+        n = sums.tokens
+        return cls(n, items, sums.logprob / n, sums.reverse_kl / n, sums.weight / n)
+
+
+@dataclass(frozen=True)
 class StepMetrics:
-    """Figures of one optimizer step. Means are over its trained tokens unless said otherwise; logs are natural."""
+    """Figures of one optimizer step. Means are over its trained tokens unless said otherwise; logs are natural. Tokens
+    are those that the student wrote, as in the ledger; `offline` has the others."""
 
     tokens: int
     """Trained."""
     tokens_ungraded: int
     """Trained tokens that no teacher graded: their advantage is 0."""
     input_tokens: int
-    """Read by the model, context included."""
+    """Read by the model, context included, `offline` too."""
     items: int
     items_idle: int
     """Items without a token to train."""
@@ -79,6 +98,8 @@ class StepMetrics:
     """Before clipping."""
     lr: float
     step_s: float
+    offline: OfflineMetrics | None = None
+    """None: nothing was mixed into the batch."""
 
     @classmethod
     def of(
@@ -93,6 +114,8 @@ class StepMetrics:
         microbatches: int,
         input_tokens: int,
         step_s: float,
+        offline: OfflineMetrics | None = None,
+        offline_loss: float = 0.0,
     ) -> StepMetrics:
         """Means from sums; `sums.tokens` >= 1."""
         n = sums.tokens
@@ -104,7 +127,7 @@ class StepMetrics:
             items_idle=items_idle,
             items_unrewarded=items_unrewarded,
             microbatches=microbatches,
-            loss=sums.loss,
+            loss=sums.loss + offline_loss,
             divergence=sums.divergence / sums.graded if sums.graded else 0.0,
             reverse_kl=sums.reverse_kl / sums.graded if sums.graded else 0.0,
             ratio_mean=sums.ratio / n,
@@ -118,8 +141,11 @@ class StepMetrics:
             grad_norm=grad_norm,
             lr=lr,
             step_s=step_s,
+            offline=offline,
         )
 
     def as_dict(self) -> dict[str, float]:
-        """For `MetricsWriter.step` and JSON."""
-        return asdict(self)
+        """For `MetricsWriter.step` and JSON; those of `offline` as `offline_<name>`."""
+        figures = asdict(self)
+        offline = figures.pop("offline") or {}
+        return {**figures, **{f"offline_{name}": value for name, value in offline.items()}}

@@ -6,6 +6,9 @@
 The loss is normalised over the whole batch, so neither `pack_tokens` nor the order of the items
 changes the gradient. A step either happens completely or raises and leaves weights and optimizer as they were.
 
+Rollouts that the teacher wrote have an objective of their own (learner.offline): they are packed apart and share the
+divisor.
+
 Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V vocabulary, M teachers.
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +27,13 @@ from transformers import PreTrainedModel
 from engines.logprobs import LmHead, lm_head
 from engines.packed import packed_hidden
 from learner.config import LearnerConfig
-from learner.losses import LossTerms, TokenInputs
+from learner.losses import LossTerms, TokenInputs, offline_config
 from learner.objectives.batch_terms import BatchTerms, batch_terms, coefficients
 from learner.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
 from learner.packing import BatchError, EmptyBatchError, Microbatch, PackedBatch, TrainItem, pack
 from learner.staged_weights import Weight
-from learner.step_loss import MicrobatchTerms, make_step_loss
-from learner.step_metrics import StepMetrics, StepSums
+from learner.step_loss import MicrobatchTerms, StepLoss, make_step_loss
+from learner.step_metrics import OfflineMetrics, StepMetrics, StepSums
 
 if TYPE_CHECKING:
     from learner.lora import Adapters  # loads peft
@@ -41,6 +44,16 @@ __all__ = ["BatchError", "EmptyBatchError", "NonFiniteError", "Trainer"]
 class NonFiniteError(BatchError):
     """The forward or backward pass gave NaN or infinity. `rollout_ids` are those that do so by themselves; empty when
     only their sum does. The step did not happen."""
+
+
+class _Part(NamedTuple):
+    """Items of a batch that one loss is for."""
+
+    items: Sequence[TrainItem]
+    batch: PackedBatch
+    whole: BatchTerms
+    """Of the whole batch, as these items see it."""
+    loss: StepLoss
 
 
 class Trainer:
@@ -76,7 +89,9 @@ class Trainer:
         self.total_steps = total_steps
         self.steps_done = 0
         rows = lm_head(model).weight_VH.shape[0]
-        self._loss = make_step_loss(config, vocab_tokens=rows if vocab_tokens is None else vocab_tokens, rows=rows)
+        n_vocab = rows if vocab_tokens is None else vocab_tokens
+        self._loss = make_step_loss(config, vocab_tokens=n_vocab, rows=rows)
+        self._offline_loss = make_step_loss(offline_config(config), vocab_tokens=n_vocab, rows=rows)
         self._optimizer = make_adamw(model, config)
 
     @property
@@ -84,20 +99,18 @@ class Trainer:
         """Learning rate of the step to come."""
         return learning_rate(self.config, self.steps_done, self.total_steps)
 
-    def step(self, items: Sequence[TrainItem]) -> StepMetrics:
-        """Train every token that the items' masks name, in one optimizer step.
+    def step(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
+        """Train every token that the items' masks name, in one optimizer step. `offline`: rollouts that the student
+        did not write, under the objective of `config.offline`.
 
         Raises EmptyBatchError when there is none, NonFiniteError when a number is not finite, BatchError for token
         ids outside the vocabulary; weights, optimizer and clock are then as before.
         """
         started_s = time.perf_counter()
-        self._check_ids(items)
-        items = self._loss.read(items)
-        batch = pack(items, self.config.pack_tokens)
-        whole = batch_terms(items, self._loss.objective)
+        parts = self._parts(items, offline)
         try:
-            sums = self._accumulate(batch, whole, items)
-            grad_norm = self._clipped_norm(whole, items)
+            sums, *sums_offline = self._accumulate(parts)
+            grad_norm = self._clipped_norm(parts)
         except BaseException:
             self._optimizer.zero_grad()
             raise
@@ -107,16 +120,19 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.steps_done += 1
+        batch = parts[0].batch
         return StepMetrics.of(
             sums,
             lr=lr,
             grad_norm=grad_norm,
             items=len(items),
             items_idle=batch.n_items_idle,
-            items_unrewarded=whole.items_unrewarded,
-            microbatches=len(batch.microbatches),
-            input_tokens=batch.n_inputs,
+            items_unrewarded=parts[0].whole.items_unrewarded,
+            microbatches=sum(len(part.batch.microbatches) for part in parts),
+            input_tokens=sum(part.batch.n_inputs for part in parts),
             step_s=time.perf_counter() - started_s,
+            offline=OfflineMetrics.of(sums_offline[0], items=len(offline)) if sums_offline else None,
+            offline_loss=sum(part.loss for part in sums_offline),
         )
 
     def weights(self) -> Iterable[tuple[str, Weight]]:
@@ -126,6 +142,14 @@ class Trainer:
     def skip(self) -> None:
         """A step that could not be made counts all the same: the clock goes on, weights and moments stay."""
         self.steps_done += 1
+
+    def gradient(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> list[Tensor]:
+        """The gradient of the same step, before clipping, by parameter; no step is made."""
+        try:
+            self._accumulate(self._parts(items, offline))
+            return [p.grad.detach().clone() for p in self.model.parameters() if p.grad is not None]
+        finally:
+            self._optimizer.zero_grad()
 
     def state_dict(self) -> AdamWState:
         """Optimizer moments by parameter name, and the clock. The weights are the model's own."""
@@ -137,22 +161,37 @@ class Trainer:
         load_adamw(self.model, self._optimizer, state)
         self.steps_done = state.steps_done
 
-    def _accumulate(self, batch: PackedBatch, whole: BatchTerms, items: Sequence[TrainItem]) -> StepSums:
-        """Add the gradients of all microbatches up."""
+    def _parts(self, items: Sequence[TrainItem], offline: Sequence[TrainItem]) -> list[_Part]:
+        """The student's own items first. Raises EmptyBatchError and BatchError."""
+        self._check_ids([*items, *offline])
+        items, offline = self._loss.read(items), self._offline_loss.read(offline)
+        own = pack(items, self.config.pack_tokens)
+        whole = batch_terms(items, self._loss.objective, offline)
+        parts = [_Part(items, own, whole.part(slice(len(items))), self._loss)]
+        if offline:
+            theirs = pack(offline, self.config.pack_tokens)
+            parts.append(_Part(offline, theirs, whole.part(slice(len(items), None)), self._offline_loss))
+        return parts
+
+    def _accumulate(self, parts: Sequence[_Part]) -> list[StepSums]:
+        """Add the gradients of all microbatches up; the sums of each part."""
+        return [self._accumulate_part(part) for part in parts]
+
+    def _accumulate_part(self, part: _Part) -> StepSums:
         sums = StepSums.zero()
-        for microbatch in batch.microbatches:
-            inputs = self._inputs(microbatch, batch.teachers, whole)
-            loss, terms, entropy_N = self._forward(microbatch, inputs, whole)
-            self._refuse_nonfinite(terms.student_N, microbatch, items)
+        for microbatch in part.batch.microbatches:
+            inputs = self._inputs(microbatch, part.batch.teachers, part.whole, part.loss)
+            loss, terms, entropy_N = self._forward(microbatch, inputs, part)
+            self._refuse_nonfinite(terms.student_N, microbatch, part.items)
             if not bool(torch.isfinite(loss)):
                 per_token_N = terms.slope_N * terms.student_N + terms.divergence_N
-                self._refuse_nonfinite(per_token_N, microbatch, items, what="loss")
+                self._refuse_nonfinite(per_token_N, microbatch, part.items, what="loss")
                 raise NonFiniteError(f"step {self.steps_done + 1}: the sum of the losses overflows; no step was made")
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
             sums = sums.plus(_measure(loss.detach(), terms, entropy_N, inputs))
         return sums
 
-    def _forward(self, microbatch: Microbatch, inputs: TokenInputs, whole: BatchTerms) -> MicrobatchTerms:
+    def _forward(self, microbatch: Microbatch, inputs: TokenInputs, part: _Part) -> MicrobatchTerms:
         """The loss of the N trained tokens, from the student's distributions at temperature 1."""
         ids_T = self._tensor(microbatch.ids_T)
         head = lm_head(self.model)
@@ -165,15 +204,18 @@ class Trainer:
             bias_V = None if head.bias_V is None else head.bias_V.bfloat16()
             head = LmHead(head.weight_VH.bfloat16(), bias_V, head.scale, head.softcap)
             hidden_NH = hidden_NH.bfloat16()
-        return self._loss(head, hidden_NH, self._tensor(microbatch.target_N), inputs, microbatch.top, whole.divisor)
+        targets_N = self._tensor(microbatch.target_N)
+        return part.loss(head, hidden_NH, targets_N, inputs, microbatch.top, part.whole.divisor)
 
-    def _inputs(self, microbatch: Microbatch, teachers: Sequence[str], whole: BatchTerms) -> TokenInputs:
+    def _inputs(
+        self, microbatch: Microbatch, teachers: Sequence[str], whole: BatchTerms, loss: StepLoss
+    ) -> TokenInputs:
         item_N = self._tensor(microbatch.item_N)
         return TokenInputs(
             behaviour_N=self._tensor(microbatch.behaviour_N),
             teacher_MN=self._tensor(microbatch.teacher_MN),
             routed_MN=self._tensor(microbatch.routed_MN),
-            coef_M=coefficients(teachers, self._loss.objective).to(self._device),
+            coef_M=coefficients(teachers, loss.objective).to(self._device),
             reward_advantage_N=whole.reward_advantage_R.to(self._device)[item_N],
             share_N=whole.share_R.to(self._device)[item_N],
             sequence_N=item_N,
@@ -181,29 +223,30 @@ class Trainer:
             cost_scale_N=whole.cost_scale_R.to(self._device)[item_N],
         )
 
-    def _clipped_norm(self, whole: BatchTerms, items: Sequence[TrainItem]) -> float:
+    def _clipped_norm(self, parts: Sequence[_Part]) -> float:
         """Global norm before clipping. Raises NonFiniteError."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not bool(torch.isfinite(norm)):
-            raise self._nonfinite_gradient(whole, items)
+            raise self._nonfinite_gradient(parts)
         if self.config.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm)
         return float(norm)
 
-    def _nonfinite_gradient(self, whole: BatchTerms, items: Sequence[TrainItem]) -> NonFiniteError:
+    def _nonfinite_gradient(self, parts: Sequence[_Part]) -> NonFiniteError:
         """Find the culprits: the backward pass once more, one item at a time. Slow, and only on the way out."""
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         parameters = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
         culprits: list[str] = []
-        for index, train_item in enumerate(items):
+        for part, index in ((p, i) for p in parts for i in range(len(p.items))):
+            train_item = part.items[index]
             if not train_item.n_trained:
                 continue
             self._optimizer.zero_grad()
             alone = pack([train_item], self.config.pack_tokens)
             microbatch = alone.microbatches[0]
-            inputs = self._inputs(microbatch, alone.teachers, whole.of(index))
-            self._forward(microbatch, inputs, whole).loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            inputs = self._inputs(microbatch, alone.teachers, part.whole.of(index), part.loss)
+            self._forward(microbatch, inputs, part).loss.backward()  # pyright: ignore[reportUnknownMemberType]
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
                 culprits.append(train_item.item.rollout_id)

@@ -7,19 +7,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, cast
 
 import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engines.models import load_causal_lm, resolve_device
+from engines.models import resolve_device
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
 from learner.account import AccountFile
 from learner.checkpoint import (
-    ADAPTER_CONFIG,
-    CheckpointError,
     LearnerState,
     latest,
     load_checkpoint,
@@ -31,10 +29,14 @@ from learner.eval_desk import EvalDesk
 from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set, teacher_accuracy
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
+from learner.make_trainer import make_trainer
 from learner.members import EMBEDDED, Members
 from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
+from learner.offline import OfflineMixer, open_mixer
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
+from learner.record_format import FORMAT, RecordError, RecordHeader, config_digest
+from learner.record_writer import BatchRecorder
 from learner.rng import capture_rng, restore_rng
 from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
@@ -139,24 +141,40 @@ class Start:
     """Of the checkpoint; None = the run begins."""
     average: dict[str, Tensor]
     """The student's, in the checkpoint; empty without one."""
+    mixer: OfflineMixer | None = None
+    """None: nothing is mixed into the batches."""
+
+    @property
+    def fingerprint(self) -> str:
+        return token_map_fingerprint(self.tokenizer)
 
 
 def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     """Entry of the learner's process (see launch.roles)."""
     torch.manual_seed(ctx.config.seed)
-    start = _start(ctx)
+    try:
+        start = _start(ctx)
+    except RecordError as error:
+        log.error("learner.offline.file: %s", error)
+        return ExitCode.USELESS
     hello = Hello(
         role="learner",
         name=ctx.name,
         incarnation=ctx.incarnation,
         run_id=ctx.run_id,
-        vocab_fingerprint=token_map_fingerprint(start.tokenizer),
+        vocab_fingerprint=start.fingerprint,
     )
     with ExitStack() as stack:
+        if start.mixer is not None:
+            stack.callback(start.mixer.close)
         client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "learner")))
         welcome = client.connect()
         version = first_version(start.version, welcome.version, newest_epoch(ctx.run_dir) if ctx.resume else None)
-        loop, write_account = _make_loop(ctx, start, client, version, stack)
+        try:
+            loop, write_account = _make_loop(ctx, start, client, version, stack)
+        except RecordError as error:
+            log.error("learner.record: %s", error)
+            return ExitCode.USELESS
         try:
             # A fork of the history, if it is one, has to be known before any task is offered under it.
             client.send(VersionPublished(version=version, weights=None))
@@ -182,7 +200,11 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         log.info("going on from %s", checkpoint or "the beginning: there is no checkpoint yet")
     prompts = load_prompts(learner.tasks)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
-    trainer = _trainer(config, checkpoint, vocab_tokens(tokenizer.get_vocab()))
+    n_vocab = vocab_tokens(tokenizer.get_vocab())
+    trainer = make_trainer(
+        config.models.student, learner, steps=config.steps, vocab_tokens=n_vocab, checkpoint=checkpoint
+    )
+    mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:
         stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
         version, average = None, dict[str, Tensor]()
@@ -191,38 +213,15 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         trainer.load_state_dict(state.optimizer)
         stream = TaskStream.from_state(learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks)
         restore_rng(state.rng)
+        if mixer is not None:
+            mixer.load_state(state.offline)
         version, average = state.version, state.ema
     rendered = render_eval_set(prompts.evaluation, tokenizer, learner.tasks)
     if rendered.dropped:
         log.warning(
             "%d evaluation prompts are left out: too long, or without what teachers shall read", rendered.dropped
         )
-    return Start(tokenizer, trainer, stream, rendered.prompts, version, average)
-
-
-def _trainer(config: LearnerRunConfig, checkpoint: Path | None, n_vocab: int) -> Trainer:
-    """The student as given, or as the checkpoint has it. With adapters the student is as given in any case."""
-    learner = config.learner
-    lora = learner.lora
-    if checkpoint is not None and (checkpoint / ADAPTER_CONFIG).is_file() != (lora.rank > 0):
-        holds = "all weights" if lora.rank else "adapters"
-        raise CheckpointError(
-            f"{checkpoint} holds {holds}, but learner.lora.rank is {lora.rank}; a run goes on with the kind of weights "
-            "that it was started with"
-        )
-    source = str(checkpoint) if checkpoint is not None and not lora.rank else config.models.student
-    model = load_causal_lm(
-        source, device=resolve_device(learner.device), dtype="float32", attention="packed", train=True
-    )
-    if not lora.rank:
-        return Trainer(model, learner, total_steps=config.steps, vocab_tokens=n_vocab)
-    from learner.lora import Adapters
-
-    adapters = Adapters(model, lora, base=config.models.student)
-    if checkpoint is not None:
-        adapters.load(checkpoint)
-    log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
-    return Trainer(model, learner, total_steps=config.steps, adapters=adapters, vocab_tokens=n_vocab)
+    return Start(tokenizer, trainer, stream, rendered.prompts, version, average, mixer)
 
 
 def first_version(checkpoint: WeightVersion | None, buffers: WeightVersion, noted_epoch: int | None) -> WeightVersion:
@@ -255,6 +254,7 @@ def _make_loop(
             rng=capture_rng(),
             metrics=dict(loop.progress.last.as_dict()) if loop.progress.last else {},
             ema=ema.state_dict() if ema is not None else {},
+            offline=start.mixer.state() if start.mixer is not None else None,
         )
         root = ctx.run_dir / CHECKPOINTS
         trainer, keep = start.trainer, learner.keep_checkpoints
@@ -284,6 +284,9 @@ def _make_loop(
     resume = version if start.version is not None or version.epoch else None
     metrics = stack.enter_context(MetricsWriter(ctx.run_dir, resume=resume))
     account = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
+    recorder = _make_recorder(ctx, start, metrics, version if ctx.resume else None)
+    if recorder is not None:
+        stack.callback(recorder.close)
     publish = learner.publish
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
@@ -316,6 +319,8 @@ def _make_loop(
         version=version,
         steps=config.steps,
         ema=ema,
+        mixer=start.mixer,
+        recorder=recorder,
     )
     return loop, write_account
 
@@ -333,6 +338,27 @@ def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Clien
     if start.version is not None:
         ema.load_state_dict(start.average)
     return ema
+
+
+def _make_recorder(
+    ctx: RoleContext[LearnerRunConfig], start: Start, metrics: MetricsWriter, resume: WeightVersion | None
+) -> BatchRecorder | None:
+    """Raises RecordError for a file that is not this run's."""
+    config, learner = ctx.config, ctx.config.learner
+    if not learner.record:
+        return None
+    plain = cast(dict[str, Any], msgspec.to_builtins(config))
+    never_trained = config.models.student == config.models.teacher and learner.frozen
+    header = RecordHeader(
+        format=FORMAT,
+        run=ctx.run_dir.name,
+        vocab_fingerprint=start.fingerprint,
+        writer="teacher" if never_trained else "student",
+        config_digest=config_digest(plain),
+        config=plain,
+    )
+    path = Path(learner.record).expanduser()
+    return BatchRecorder(path, header, metrics.unwritten, resume=resume, max_bytes=learner.record_max_bytes)
 
 
 def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, str]:
@@ -354,6 +380,7 @@ def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str,
         "eval": [{name: getattr(result, name) for name in ACCOUNT_EVAL_FIELDS} for result in progress.evaluations],
         "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
         "versions_published": loop.versions_published,
+        "tokens_trained_offline": progress.tokens_trained_offline,
         "reverse_kl_first": progress.reverse_kl_first,
         "reverse_kl_last": progress.reverse_kl_last,
         "teacher_accuracy": teacher.accuracy_sampled if teacher else None,

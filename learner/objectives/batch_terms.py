@@ -34,7 +34,10 @@ class BatchTerms:
 
     def of(self, index: int) -> BatchTerms:
         """The same batch as item `index` alone sees it."""
-        place = slice(index, index + 1)
+        return self.part(slice(index, index + 1))
+
+    def part(self, place: slice) -> BatchTerms:
+        """The same batch as some of its items see it."""
         return replace(
             self,
             reward_advantage_R=self.reward_advantage_R[place],
@@ -43,14 +46,18 @@ class BatchTerms:
         )
 
 
-def batch_terms(items: Sequence[TrainItem], objective: Objective) -> BatchTerms:
-    """Raises BatchError when the advantage needs whole rollouts and got parts."""
+def batch_terms(items: Sequence[TrainItem], objective: Objective, offline: Sequence[TrainItem] = ()) -> BatchTerms:
+    """Of [*items, *offline]. Items that the student did not write have no part in the advantages from rewards; in the
+    mean over the batch they count like any other. Raises BatchError when the advantage needs whole rollouts and got
+    parts."""
     rewards = _rewards(items)
-    shares = objective.aggregation(rewards.tokens_R)
+    shares = objective.aggregation(torch.cat([rewards.tokens_R, _tokens(offline)]))
+    scale_R = cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items))
+    advantage_R = objective.advantage(rewards, objective.advantage_options)
     return BatchTerms(
-        reward_advantage_R=objective.advantage(rewards, objective.advantage_options),
+        reward_advantage_R=torch.cat([advantage_R, advantage_R.new_zeros(len(offline))]),
         share_R=shares.share_R,
-        cost_scale_R=cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items)),
+        cost_scale_R=torch.cat([scale_R, _ones(len(offline))]),
         divisor=shares.divisor,
         items_unrewarded=int(((rewards.tokens_R > 0) & ~rewards.rewarded_R).sum()),
     )
@@ -73,6 +80,11 @@ def _rewards(items: Sequence[TrainItem]) -> Rewards:
         reward_R=torch.tensor([t.item.reward or 0.0 for t in items], dtype=torch.float64),
         rewarded_R=torch.tensor([t.item.reward is not None for t in items], dtype=torch.bool),
         group_R=torch.tensor([groups[t.item.task_id] for t in items], dtype=torch.int64),
-        tokens_R=torch.tensor([t.n_trained for t in items], dtype=torch.int64),
+        tokens_R=_tokens(items),
         parts=tuple(t.item.rollout_id for t in items if t.n_trained and not t.item.final),
     )
+
+
+def _tokens(items: Sequence[TrainItem]) -> Tensor:
+    """Trained ones, int64."""
+    return torch.tensor([train_item.n_trained for train_item in items], dtype=torch.int64)

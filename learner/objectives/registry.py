@@ -31,7 +31,7 @@ _HERE = "learner.objectives"
 DIVERGENCES = Group(
     "divergence",
     "stillhouse.divergences",
-    {name: f"{_HERE}.sampled:{name}" for name in ("k1", "k2", "k3")},
+    {name: f"{_HERE}.sampled:{name}" for name in ("k1", "k2", "k3", "seq_kd")},
 )
 """Costs of a sampled token: `learner.objectives.sampled.CostFn`."""
 

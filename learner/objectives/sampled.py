@@ -6,7 +6,7 @@ token was sampled by the student. For an estimator known as a loss L(s, q) the c
 
 The estimators are those of Schulman, "Approximating KL divergence" (2020). What a name promises as a value it need not
 give as a gradient: k3 estimates the REVERSE KL, and its gradient is the FORWARD KL's. `tests/learner/objectives`
-proves every line below by enumeration of a vocabulary.
+proves every line below by enumeration of a vocabulary. `seq_kd` is the exception: for tokens that the teacher sampled.
 
 Legend: N tokens, S samples per position, M teachers.
 """
@@ -40,6 +40,13 @@ def k3(student: Tensor, teacher: Tensor) -> Tensor:
     exp(q - s) is an importance weight from student to teacher: unbounded where the teacher finds a token much likelier.
     """
     return -torch.expm1(teacher - student)
+
+
+def seq_kd(student: Tensor, teacher: Tensor) -> Tensor:
+    """-1: with it A = 1, and the loss is -s, plain cross-entropy (sequence-level distillation; Kim and Rush 2016). Not
+    for the student's own tokens, over which grad s has mean 0; where the TEACHER sampled the token, the expected
+    gradient is that of the FORWARD KL(teacher || student)."""
+    return -torch.ones_like(student + teacher)
 
 
 def multi_sample(student_SN: Tensor, teacher_SN: Tensor, cost: CostFn) -> Tensor:

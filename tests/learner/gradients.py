@@ -11,7 +11,9 @@ from learner.packing import TrainItem
 from learner.train_step import Trainer
 
 
-def step_gradients(trainer: Trainer, items: Sequence[TrainItem]) -> dict[str, Tensor]:
+def step_gradients(
+    trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()
+) -> dict[str, Tensor]:
     """What a step hands to AdamW, by parameter name."""
     seen: dict[str, Tensor] = {}
 
@@ -19,6 +21,6 @@ def step_gradients(trainer: Trainer, items: Sequence[TrainItem]) -> dict[str, Te
         seen.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
 
     hook = trainer._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
-    trainer.step(items)
+    trainer.step(items, offline)
     hook.remove()
     return seen

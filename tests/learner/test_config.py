@@ -27,6 +27,8 @@ from learner.task_config import TaskConfig
         ({"importance": "mask"}, "importance = 'mask'; did you mean 'masked'."),
         ({"advantage": "grpo2"}, "advantage = 'grpo2'; did you mean 'grpo'."),
         ({"aggregation": "mean"}, "aggregation = 'mean'; did you mean"),
+        ({"divergence": "seq_kd"}, "importance = 'truncated': cross-entropy is on the text as it stands"),
+        ({"record_max_bytes": -1}, "record_max_bytes must be at least 0"),
         ({"ratio_cap": -1.0}, "ratio_cap must be positive"),
         ({"ratio_low": 2.0}, "ratio_low must be below ratio_high"),
         ({"betas": (0.9, 1.0)}, "betas must be in"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.config import LearnerConfig
+from learner.frozen import FrozenTrainer
 from learner.packing import BatchError, EmptyBatchError, TrainItem
 from learner.train_step import NonFiniteError, Trainer
 from tests.learner.gradients import step_gradients
@@ -239,3 +240,24 @@ def test_parameters_that_cannot_be_trained_are_refused(tiny_student: Student, ha
         model.requires_grad_(False)
     with pytest.raises(ValueError, match="load the model with train=True"):
         Trainer(model, LearnerConfig(), total_steps=10)
+
+
+def test_a_frozen_trainer_changes_nothing_and_reports_what_the_engine_did(
+    tiny_student: Student, make_item: Make
+) -> None:
+    items = _items(make_item)
+    trainer = FrozenTrainer(tiny_student(), LearnerConfig(frozen=True), total_steps=10)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    metrics = trainer.step(items)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert (trainer.steps_done, metrics.tokens, metrics.tokens_ungraded, metrics.items_idle) == (1, 28, 2, 1)
+    gaps = [
+        float(item.behaviour_L[t]) - float(q)
+        for item in items
+        for t in np.flatnonzero(item.train_mask_L)
+        for q in item.teacher_ML[:, t]
+    ]
+    assert metrics.reverse_kl == pytest.approx(sum(gaps) / 26, rel=1e-5)
+    assert metrics.ess == metrics.ratio_mean == 1.0
+    with pytest.raises(EmptyBatchError):
+        trainer.step([make_item("c", [0, 0])])

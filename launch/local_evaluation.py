@@ -1,0 +1,179 @@
+"""Evaluations without a run: the embedded engine writes, the embedded scorer grades, in this process.
+
+The same tasks, seeds, environments and figures as those of a run (`learner.evaluation`), by the actor's own machinery
+(`actors.rollouts_running`); what differs is that nothing crosses a wire and nothing is tried a second time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from actors.env_runner import EnvRunner
+from actors.envs.base import TextTokenizer
+from actors.rollouts_running import RunningRollouts
+from buffer.rollouts import ticket_seed
+from engines.base import ScoreRequest
+from engines.models import load_causal_lm
+from engines.tokenizer import load_tokenizer, stop_token_ids
+from engines.torch_engine import TorchEngine
+from engines.torch_scorer import TorchScorer
+from launch.config import RunConfig
+from launch.pools import teacher_pools
+from learner.evaluation import Evaluation, EvaluationResult
+from learner.staged_weights import Weight, tensor_of
+from learner.tasks import TaskOffer
+from protocol.messages import (
+    BatchItem,
+    EvalResult,
+    Message,
+    RolloutFailed,
+    Sampling,
+    Segment,
+    Ticket,
+    WeightVersion,
+)
+
+ENVIRONMENT_WAIT_S: Final = 0.05
+"""One wait for environments while the engine has nothing to do."""
+Array = np.ndarray[Any, Any]
+
+
+class LocalEvaluator:
+    """A student's copy that writes, and its teacher. One thread; `close` when done."""
+
+    def __init__(self, config: RunConfig, *, check: Callable[[], None]) -> None:
+        """Loads both models; they are folders in `config`. `check` is called between two steps of the engine and may
+        raise to end an evaluation."""
+        path, engine = config.models.student, config.actor.torch
+        tokenizer = load_tokenizer(path)
+        self._check = check
+        self._deadline_s = config.learner.stall_timeout_s
+        self._engine = TorchEngine(load_causal_lm(path, device="cpu", dtype=engine.dtype, attention="sdpa"), engine)
+        self._scorers = {
+            pool.name: TorchScorer.load(pool.config.models.teacher, pool.config.teacher)
+            for pool in teacher_pools(config)
+        }
+        self._environments = EnvRunner()
+        self._segments: dict[str, list[tuple[Segment, Sequence[Array]]]] = defaultdict(list)
+        self._failed: Counter[str] = Counter()
+        """By evaluation."""
+        self._offers: dict[str, TaskOffer] = {}
+        self._rollouts = RunningRollouts(
+            self._engine,
+            self._environments,
+            TextTokenizer(tokenizer),
+            config.actor,
+            stop_token_ids=stop_token_ids(path, tokenizer),
+            max_context_tokens=engine.max_context,
+            send=self._take,
+        )
+
+    def run(
+        self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]]
+    ) -> EvaluationResult:
+        """Figures of `evaluation` under these weights, which are of `version`. Raises TimeoutError when it takes longer
+        than `learner.stall_timeout_s`, and what `check` raises."""
+        self._engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
+        self._segments.clear()
+        self._failed.clear()
+        self._offers.clear()
+        for offer in evaluation.tasks():
+            ticket = _ticket(offer, version)
+            self._offers[ticket.rollout_id] = offer
+            self._rollouts.add(ticket, offer.prompt_ids)
+        self._write()
+        for eval_id in evaluation.eval_ids:
+            done = [i for i, offer in self._offers.items() if offer.task.eval_id == eval_id and i in self._segments]
+            graded = [self._graded(rollout_id) for rollout_id in done]
+            result = EvalResult(eval_id, tuple(item for item, _ in graded), self._failed[eval_id], 0)
+            evaluation.add(result, [array for _, arrays in graded for array in arrays])
+        return evaluation.result()
+
+    def close(self) -> None:
+        self._environments.close()
+        self._engine.close()
+        for scorer in self._scorers.values():
+            scorer.close()
+
+    def _write(self) -> None:
+        """Until every rollout has ended."""
+        began_s = time.monotonic()
+        while len(self._rollouts):
+            self._check()
+            if time.monotonic() - began_s > self._deadline_s:
+                raise TimeoutError(
+                    f"{len(self._rollouts)} rollouts of an evaluation not done after {self._deadline_s:.0f} s "
+                    "(learner.stall_timeout_s)"
+                )
+            self._rollouts.take_deltas(self._engine.poll(0.0))
+            idle = not self._rollouts.generating
+            self._rollouts.take_environment_outcomes(self._environments.take(ENVIRONMENT_WAIT_S if idle else 0.0))
+            self._rollouts.start_ready()
+
+    def _take(self, message: Message, arrays: Sequence[Array]) -> None:
+        """What an actor would send."""
+        match message:
+            case Segment():
+                self._segments[message.rollout_id].append((message, arrays))
+            case RolloutFailed():
+                self._segments.pop(message.rollout_id, None)
+                self._failed[self._offers[message.rollout_id].task.eval_id] += 1
+            case _:
+                raise AssertionError(f"an actor sends no {type(message).__name__} for a rollout")
+
+    def _graded(self, rollout_id: str) -> tuple[BatchItem, tuple[Array, ...]]:
+        """A finished rollout as the buffer would give it to the learner."""
+        offer, segments = self._offers[rollout_id], self._segments[rollout_id]
+        task, n_prompt = offer.task, len(offer.prompt_ids)
+        ids, behaviour, mask = (np.concatenate([arrays[i] for _, arrays in segments]) for i in range(3))
+        last = segments[-1][0]
+        teacher = np.zeros((len(task.teachers), len(ids)), np.float32)
+        before = offer.teacher_prompt_ids if len(offer.teacher_prompt_ids) else offer.prompt_ids
+        read = np.concatenate([before, ids[n_prompt:]])
+        for row, pool in enumerate(task.teachers):
+            (scored,) = self._scorers[pool].score([ScoreRequest(read, len(before))])
+            teacher[row, n_prompt:] = scored.logprobs
+        item = BatchItem(
+            rollout_id=rollout_id,
+            task_id=task.task_id,
+            sample_index=0,
+            group_size=task.group_size,
+            tag=task.tag,
+            teachers=task.teachers,
+            end=len(ids),
+            spans=tuple(span for message, _ in segments for span in message.spans),
+            final=True,
+            finish_reason=last.finish_reason,
+            reward=last.reward,
+            n_turns=last.n_turns,
+        )
+        return item, (ids, behaviour, mask, teacher)
+
+
+def _ticket(offer: TaskOffer, version: WeightVersion) -> Ticket:
+    """As the buffer would issue it, with the same seed."""
+    task = offer.task
+    sampling: Sampling = task.sampling
+    seeded = Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens,
+        seed=ticket_seed(sampling.seed, 0, 0),
+    )
+    return Ticket(
+        rollout_id=f"eval-{task.task_id}-0-0",
+        task_id=task.task_id,
+        sample_index=0,
+        kind="eval",
+        sampling=seeded,
+        env=task.env,
+        tag=task.tag,
+        ground_truth=task.ground_truth,
+        min_version=version,
+    )

@@ -1,0 +1,212 @@
+"""Train from a file of recorded batches, with no actors, no teachers and no buffer:
+
+    python -m launch.replay FILE [--epochs N] [--order recorded|shuffled] [--KEY VALUE ...]
+    python -m launch.replay FILE --compare k1,k2,k3
+
+The configuration is that of the run that was recorded, under what is said here. Exit codes as of launch.run; Ctrl-C
+ends after the step under way and its checkpoint, a second one at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from launch import preflight
+from launch.command_line import CommandLine, parse_arguments, resolve_config
+from launch.config import RunConfig
+from launch.config_tree import Plain, merge
+from launch.errors import ConfigError, LaunchError
+from launch.preflight import replace
+from launch.run import WRONG_CONFIG_EXIT_CODE
+from learner.record_format import RecordError, RecordHeader
+from learner.record_reader import Recording
+from learner.replay_order import ORDERS, Order
+
+INTERRUPTED_EXIT_CODE: Final = 130
+COMPARED_BATCHES: Final = 8
+USAGE: Final = f"""\
+usage: python -m launch.replay FILE [--epochs N] [--order recorded|shuffled] [--run-dir DIR] [--KEY VALUE ...]
+       python -m launch.replay FILE --compare NAME,NAME[,...] [--batches N]
+
+Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (python -m launch.write).
+Keys are those of launch/cluster.py and begin with what the recorded run had; for a file that the teacher wrote, with
+learner.divergence seq_kd and learner.importance none. Evaluations run in this process; --learner.eval_every 0: none.
+
+  --epochs N        times that every batch is trained [1]
+  --order ORDER     of the batches: recorded, or shuffled by --seed [recorded]
+  --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
+  --batches N       so many of them [{COMPARED_BATCHES}]
+"""
+_OWN: Final = ("epochs", "order", "compare", "batches")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The command line."""
+
+    file: Path
+    epochs: int
+    order: Order
+    compare: tuple[str, ...]
+    batches: int
+    line: CommandLine
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE)
+        return 0
+    try:
+        asked = parse(arguments)
+        with Recording(asked.file) as recording:
+            config = configure(asked, recording.header)
+            for note in notes(recording):
+                print(f"stillhouse: {note}", file=sys.stderr)
+            from launch import replaying  # torch, and only now: what is wrong above is said at once
+
+            if asked.compare:
+                return replaying.compare_estimators(recording, config, asked.compare, asked.batches)
+            return replaying.train(
+                recording,
+                config,
+                run_dir=asked.line.run_dir,
+                name=asked.line.name,
+                epochs=asked.epochs,
+                order=asked.order,
+                steps_given=any(key.name == "steps" for key, _ in asked.line.overrides),
+            )
+    except (LaunchError, RecordError) as error:
+        for mistake in str(error).splitlines():
+            print(f"stillhouse: {mistake}", file=sys.stderr)
+        return WRONG_CONFIG_EXIT_CODE
+    except KeyboardInterrupt:
+        print("stillhouse: stopped", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+
+
+def parse(arguments: Sequence[str]) -> Asked:
+    """Raises ConfigError with all that is wrong."""
+    words, own, others, mistakes = list(arguments), dict[str, str](), list[str](), list[str]()
+    file = words.pop(0) if words and not words[0].startswith("--") else None
+    if file is None:
+        mistakes.append("expected the file of recorded batches first; --help says more")
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in _OWN:
+            others.append(word)
+            continue
+        if not equals:
+            text = words.pop(0) if words and not words[0].startswith("--") else ""
+        own[name] = text
+    try:
+        line = parse_arguments(others)
+        if line.resume:
+            mistakes.append("--resume: a replay is not gone on with; begin it again, or give --student a checkpoint")
+    except ConfigError as error:
+        line = CommandLine()
+        mistakes += error.mistakes
+    epochs = _positive(own, "epochs", 1, mistakes)
+    batches = _positive(own, "batches", COMPARED_BATCHES, mistakes)
+    order, compare = own.get("order", "recorded"), own.get("compare")
+    if order not in ORDERS:
+        mistakes.append(f"--order: got {order!r}, expected one of {', '.join(ORDERS)}")
+    names = tuple(name for name in (compare or "").split(",") if name)
+    if compare is not None and not names:
+        mistakes.append("--compare: expected names of divergences, e.g. k1,k2,k3")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return Asked(
+        file=Path(cast(str, file)).expanduser(),
+        epochs=epochs,
+        order=cast(Order, order),
+        compare=names,
+        batches=batches,
+        line=line,
+    )
+
+
+def configure(asked: Asked, header: RecordHeader) -> RunConfig:
+    """What the recorded run had, under what is said now; models and prompts looked at. Raises ConfigError."""
+    config = resolve_config(asked.line, _base(header))
+    if asked.compare:
+        config = replace(config, learner=replace(config.learner, eval_every=0))
+    if not config.learner.eval_every:  # then neither the teacher nor the prompts have to be on this machine
+        tasks = replace(config.learner.tasks, prompts="", eval_prompts="")
+        config = replace(
+            config,
+            models=replace(config.models, teacher=config.models.student),
+            learner=replace(config.learner, tasks=tasks),
+        )
+    checked = preflight.check(config)
+    for warning in checked.warnings:
+        print(f"stillhouse: warning: {warning}", file=sys.stderr)
+    return checked.config
+
+
+def notes(recording: Recording) -> list[str]:
+    """What one should know of a file before believing in what is made of it."""
+    told: list[str] = []
+    if recording.torn_bytes:
+        told.append(f"{recording.torn_bytes} bytes at its end are of a record that was not finished, and left out")
+    if recording.abandoned:
+        told.append(f"{recording.abandoned} batches are of a branch that its run did not go on from, and left out")
+    if recording.missing:
+        told.append(f"{recording.missing} steps are missing: the disk was full, or learner.record_max_bytes reached")
+    if recording.first_step:
+        told.append(f"it begins at step {recording.first_step}; --student can name the checkpoint of that step")
+    if _average(recording.header).get("decay"):
+        told.append("its teachers were the student's average; evaluations compare with the model that they began with")
+    return [f"{recording.path}: {text}" for text in told]
+
+
+def _base(header: RecordHeader) -> Plain:
+    """The configuration to begin with. Engines are the embedded ones, nothing is recorded again."""
+    here: Plain = {
+        "actors": 1,  # of a run that workers joined there may be none in its own configuration
+        "learner": {"record": "", "frozen": False, "ema": {"decay": 0.0}},
+        "actor": {"engine": "torch", "urls": []},
+        "teacher": {"engine": "torch", "urls": []},
+    }
+    recorded = header.config
+    pools = cast(dict[str, Any], recorded.get("pools") or {})
+    if not pools:
+        here["teachers"] = 1
+    here["pools"] = {name: {"engine": "torch", "urls": []} for name in pools}
+    if pools:
+        recorded = {name: value for name, value in recorded.items() if name != "teachers"}  # it is counted again
+    if header.writer == "student":
+        return merge(recorded, here)
+    learner = cast(dict[str, Any], recorded.get("learner", {}))
+    models = cast(dict[str, Any], recorded.get("models", {}))
+    off_policy: Plain = {
+        "seed": recorded.get("seed", 0),
+        "models": {"teacher": models.get("teacher", "")},
+        "learner": {"tasks": learner.get("tasks", {}), "divergence": "seq_kd", "importance": "none"},
+        "actor": recorded.get("actor", {}),
+        "teacher": recorded.get("teacher", {}),
+        "pools": pools,
+    }
+    return merge(off_policy, here)
+
+
+def _average(header: RecordHeader) -> dict[str, Any]:
+    """learner.ema."""
+    return cast(dict[str, dict[str, Any]], header.config).get("learner", {}).get("ema", {})
+
+
+def _positive(own: dict[str, str], name: str, default: int, mistakes: list[str]) -> int:
+    text = own.get(name, str(default))
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    mistakes.append(f"--{name}: got {text!r}, expected a number of at least 1")
+    return default
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

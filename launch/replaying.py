@@ -1,0 +1,268 @@
+"""What `launch.replay` does once its command line is understood: a run folder, a trainer, evaluations in this process,
+or gradients side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engines.tokenizer import load_tokenizer, token_map_fingerprint
+from launch.config import RunConfig
+from launch.config_file import write_config
+from launch.errors import ConfigError
+from launch.local_evaluation import LocalEvaluator
+from launch.runfolder import CHECKPOINTS, RunFolder, write_atomic
+from learner.checkpoint import LearnerState, save_checkpoint
+from learner.compare import compare
+from learner.evaluation import Evaluation, EvaluationResult, render_eval_set
+from learner.make_trainer import make_trainer
+from learner.metrics import MetricsWriter
+from learner.objectives.registry import DIVERGENCES, check_member
+from learner.offline_config import check_seq_kd
+from learner.record_reader import Recording
+from learner.replay import Replay, ReplayBatch, ReplayProgress, read_batch
+from learner.replay_order import Order, turns
+from learner.rng import capture_rng
+from learner.step_metrics import StepMetrics
+from learner.tasks import load_prompts
+from learner.train_step import Trainer
+from protocol.fingerprint import vocab_tokens
+from protocol.messages import WeightVersion
+
+log = logging.getLogger(__name__)
+
+SUMMARY_FILE: Final = "replay.json"
+
+
+class StopAsked(Exception):
+    """A signal came; the step under way is done."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+def train(
+    recording: Recording,
+    config: RunConfig,
+    *,
+    run_dir: Path | None,
+    name: str,
+    epochs: int,
+    order: Order,
+    steps_given: bool,
+) -> int:
+    """Train, evaluate, keep checkpoints in a run folder. The exit code."""
+    n_batches = len(recording.batches)
+    as_recorded = epochs == 1 and order == "recorded" and recording.header.writer == "student"
+    if not (as_recorded or steps_given):  # else the schedule of the learning rate is that of the recorded run
+        config = msgspec.structs.replace(config, steps=epochs * n_batches)
+    torch.set_num_threads(config.launch.threads_per_worker)
+    torch.manual_seed(config.seed)
+    tokenizer = load_tokenizer(config.models.student)
+    recording.expect_vocabulary(token_map_fingerprint(tokenizer))
+    trainer = make_trainer(config.models.student, config.learner, steps=config.steps, vocab_tokens=_vocab(tokenizer))
+    with closing(RunFolder.open(run_dir, resume=False, name=name)) as folder, ExitStack() as stack:
+        write_config(config, folder.config_path)
+        _say(_headline(recording, config, folder, epochs=epochs, order=order))
+        stop = stack.enter_context(_stop_asked())
+        metrics = stack.enter_context(MetricsWriter(folder.path))
+        replay = Replay(
+            recording,
+            trainer,
+            metrics,
+            config.learner,
+            steps=config.steps,
+            evaluate=_evaluations(config, tokenizer, trainer, stack, stop),
+            save_checkpoint=_checkpoints(config, tokenizer, trainer, folder),
+            after_step=lambda step, progress: _after_step(step, progress, config, stop),
+        )
+        code, reason = 0, "all batches trained"
+        try:
+            replay.run(turns(n_batches, epochs=epochs, order=order, seed=config.seed))
+        except StopAsked as asked:
+            code, reason = asked.exit_code, str(asked)
+            replay.checkpoint()
+        except BaseException as error:
+            _end(folder, recording, trainer, replay.progress, 1, f"{type(error).__name__}: {error}")
+            raise
+        _end(folder, recording, trainer, replay.progress, code, reason)
+        return code
+
+
+def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[str], n_batches: int) -> int:
+    """Print what each divergence makes of the first batches, under the student as it is given."""
+    mistakes: list[str] = []
+    for name in names:
+        try:
+            check_member(DIVERGENCES, name)
+            check_seq_kd("learner.", name, config.learner.importance)
+        except ValueError as error:
+            mistakes.append(f"--compare: {error}")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    torch.set_num_threads(config.launch.threads_per_worker)
+    tokenizer = load_tokenizer(config.models.student)
+    recording.expect_vocabulary(token_map_fingerprint(tokenizer))
+    torch.manual_seed(config.seed)
+    n_vocab = _vocab(tokenizer)
+    first = make_trainer(config.models.student, config.learner, steps=config.steps, vocab_tokens=n_vocab)
+    trainers = {
+        name: Trainer(
+            first.model,
+            msgspec.structs.replace(config.learner, divergence=name),
+            total_steps=config.steps,
+            adapters=first.adapters,
+            vocab_tokens=n_vocab,
+        )
+        for name in names
+    }
+
+    def gradient_of(name: str, batch: ReplayBatch) -> list[Tensor]:
+        return trainers[name].gradient(batch.own, batch.offline)
+
+    batches = [read_batch(recording, kept) for kept in recording.batches[:n_batches]]
+    table = Table("divergence", "|mean gradient|", "noise of a batch", f"cosine with {names[0]}")
+    for row in compare(names, batches, gradient_of):
+        table.add_row(row.name, f"{row.norm:.4g}", f"{row.noise:.4g}", f"{row.cosine:.4f}")
+    _say(
+        f"{len(batches)} batches of {recording.path}, student {config.models.student}, importance "
+        f"{config.learner.importance}; gradients before clipping"
+    )
+    Console().print(table)
+    return 0
+
+
+def _evaluations(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, stack: ExitStack, stop: list[int]
+) -> Callable[[int], EvaluationResult] | None:
+    """`evaluate(step)`; both models are loaded only when there are evaluations."""
+    if not config.learner.eval_every:
+        return None
+    tasks = config.learner.tasks
+    rendered = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks)
+    evaluator = LocalEvaluator(config, check=lambda: _raise_if_asked(stop))
+    stack.callback(evaluator.close)
+
+    def evaluate(step: int) -> EvaluationResult:
+        version = WeightVersion(0, step)
+        evaluation = Evaluation(tasks, rendered.prompts, tokenizer, version=version, seed=config.seed)
+        result = evaluator.run(evaluation, version, trainer.weights())
+        figures = {"greedy": result.accuracy_greedy, "sampled": result.accuracy_sampled, "KL": result.reverse_kl}
+        told = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
+        _say(f"evaluation at step {step}: {told or 'nothing could be measured'}")
+        return result
+
+    return evaluate
+
+
+def _checkpoints(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, folder: RunFolder
+) -> Callable[[int, StepMetrics], None]:
+    def save(step: int, figures: StepMetrics) -> None:
+        state = LearnerState(
+            version=WeightVersion(0, step),
+            optimizer=trainer.state_dict(),
+            tasks={},
+            ledger=None,
+            rng=capture_rng(),
+            metrics=dict(figures.as_dict()),
+        )
+        keep = config.learner.keep_checkpoints
+        root = folder.path / CHECKPOINTS
+        save_checkpoint(root, trainer.model, tokenizer, state, keep=keep, adapters=trainer.adapters)
+
+    return save
+
+
+def _after_step(step: int, progress: ReplayProgress, config: RunConfig, stop: list[int]) -> None:
+    figures = progress.last
+    if figures is not None and step % max(1, min(20, config.steps // 10)) == 0:
+        _say(
+            f"step {step}/{config.steps}, epoch {progress.epoch}: loss {figures.loss:.4f}, reverse KL "
+            f"{figures.reverse_kl:.4f}, log-prob {figures.logprob:.4f}, gradient {figures.grad_norm:.3g}"
+        )
+    _raise_if_asked(stop)
+
+
+@contextlib.contextmanager
+def _stop_asked() -> Generator[list[int]]:
+    """While entered, the first SIGINT or SIGTERM is noted in the list; after it they do what they always do."""
+    asked: list[int] = []
+    former = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        asked.append(signum)
+        _restore()
+
+    def _restore() -> None:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+    for signum in former:
+        signal.signal(signum, note)
+    try:
+        yield asked
+    finally:
+        _restore()
+
+
+def _raise_if_asked(stop: list[int]) -> None:
+    if stop:
+        raise StopAsked(stop[0])
+
+
+def _headline(recording: Recording, config: RunConfig, folder: RunFolder, *, epochs: int, order: Order) -> str:
+    header, learner = recording.header, config.learner
+    return (
+        f"replay of {len(recording.batches)} batches of the run {header.run} (written by the {header.writer}, "
+        f"configuration {header.config_digest[:12]}), {epochs} epochs, {order}: {config.models.student}, divergence "
+        f"{learner.divergence}, importance {learner.importance}, lr {learner.lr:g}, {config.steps} steps; all of it in "
+        f"{folder.path}"
+    )
+
+
+def _end(
+    folder: RunFolder, recording: Recording, trainer: Trainer, progress: ReplayProgress, code: int, reason: str
+) -> None:
+    """replay.json, run.json, and the last line."""
+    account = {
+        "file": str(recording.path),
+        "run": recording.header.run,
+        "writer": recording.header.writer,
+        "steps": trainer.steps_done,
+        "tokens_trained": progress.tokens_trained,
+        "reason": reason,
+        "exit_code": code,
+        "reverse_kl_first": progress.reverse_kl_first,
+        "reverse_kl_last": progress.last.reverse_kl if progress.last is not None else None,
+        "eval": [
+            {name: getattr(result, name) for name in ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl")}
+            for result in progress.evaluations
+        ],
+    }
+    write_atomic(folder.path / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(account), indent=2) + b"\n")
+    folder.finish("finished" if code == 0 else "interrupted" if code > 128 else "failed", code)
+    _say(f"{trainer.steps_done} steps, {reason}; {folder.path}")
+
+
+def _vocab(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Ids that it has."""
+    return vocab_tokens(tokenizer.get_vocab())
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

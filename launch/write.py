@@ -1,0 +1,54 @@
+"""The teacher writes, and grades, what a student can be trained on off-policy:
+
+    python -m launch.write FILE --teacher DIR --steps 50      (any key of launch/cluster.py)
+
+A run like any other, in which the student is the teacher's checkpoint and is never trained; what the learner gets is
+recorded in FILE. `steps` times `buffer.batch_rollouts` rollouts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from launch import run
+from launch.command_line import parse_arguments, resolve_config
+from launch.errors import LaunchError
+from launch.preflight import find_model
+
+RECIPE: Final = (
+    "--learner.eval_every=0",
+    "--learner.checkpoint_every=0",
+    "--learner.tasks.group_size=1",
+    "--buffer.release=rollout",
+    "--buffer.max_staleness=7",
+    "--learner.publish_every=8",
+)
+"""Under what the user says: whole rollouts, a prompt each, and seldom weights, for they are always the same."""
+USAGE: Final = f"""\
+usage: python -m launch.write FILE [--teacher DIR] [--steps N] [--KEY VALUE ...]
+
+The teacher writes and grades rollouts, which are recorded in FILE: for --learner.offline.file of a run, and for
+python -m launch.replay. Keys are those of launch/cluster.py; set unless you say otherwise: {" ".join(RECIPE)}
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code, as launch.run's."""
+    if not arguments or arguments[0].startswith("-"):
+        print(USAGE, file=sys.stdout if arguments[:1] == ["--help"] else sys.stderr)
+        return 0 if arguments[:1] == ["--help"] else run.WRONG_CONFIG_EXIT_CODE
+    file, *rest = arguments
+    try:
+        teacher = find_model("models.teacher", resolve_config(parse_arguments(rest)).models.teacher)
+    except LaunchError as error:
+        for mistake in str(error).splitlines():
+            print(f"stillhouse: {mistake}", file=sys.stderr)
+        return run.WRONG_CONFIG_EXIT_CODE
+    writer = (f"--models.student={teacher}", f"--models.teacher={teacher}", "--learner.frozen=true")
+    return run.main([*RECIPE, *rest, *writer, f"--learner.record={file}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""Record and replay of real runs, with teacher-written rollouts mixed in: the replay makes the very same updates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import replay, write
+from tests.integration.conftest import SMALL, Launched
+
+LENGTHY = 400  # three starts of the system, on a machine that may be busy
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "step"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LENGTHY)
+def test_a_replay_makes_the_updates_of_the_run_bit_for_bit(
+    launch: Callable[..., Launched], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run has rollouts in it that the teacher wrote, so that it needs all of: written file, mixing, recording."""
+    written, recorded = tmp_path / "teacher.record", tmp_path / "run.record"
+    small = [*SMALL, "--actors=1", "--launch.status=off"]
+    assert write.main([str(written), f"--run-dir={tmp_path / 'writing'}", "--steps=3", *small]) == 0
+    run = launch(
+        "--actors=1", "--steps=5", "--learner.eval_every=0", "--record", str(recorded), "--offline", str(written),
+        "--lambda=0.6",
+    )  # fmt: skip
+    assert run.wait(LENGTHY / 2) == 0, run.text()
+    summary = run.summary()
+    theirs, own = summary["tokens_trained_offline"], summary["tokens"]["trained"]
+    assert summary["tokens"]["balanced"] and summary["ok"]
+    assert abs(theirs - own * 0.4 / 0.6) <= 96 / 2  # half of the longest rollout
+    assert theirs == sum(row["train/offline_tokens"] for row in lines(run.run_dir)) > 0
+
+    again = tmp_path / "again"
+    assert replay.main([str(recorded), f"--run-dir={again}"]) == 0
+    weights = Path("checkpoints") / "step_000005" / "model.safetensors"
+    assert (again / weights).read_bytes() == (run.run_dir / weights).read_bytes()
+    for ours, recorded_row in zip(lines(again), lines(run.run_dir), strict=True):
+        for name, value in recorded_row.items():
+            if name.startswith("train/") and name != "train/step_s":
+                assert ours[name] == value, name
+
+    other = tmp_path / "other"
+    assert replay.main([str(recorded), f"--run-dir={other}", "--learner.lr=1e-3"]) == 0
+    assert (other / weights).read_bytes() != (run.run_dir / weights).read_bytes()
+
+    off_policy = tmp_path / "off_policy"
+    flags = ["--epochs=5", "--order=shuffled", "--learner.eval_every=15", "--learner.warmup_steps=0"]
+    flags += ["--learner.tasks.eval_greedy=8", "--learner.tasks.eval_sampled=8"]
+    assert replay.main([str(written), f"--run-dir={off_policy}", *flags]) == 0
+    account = json.loads((off_policy / "replay.json").read_text())
+    assert (account["steps"], account["writer"], account["exit_code"]) == (15, "teacher", 0)
+    assert [point["step"] for point in account["eval"]] == [0, 15]
+    assert all(0 <= point["accuracy_sampled"] <= 1 and point["reverse_kl"] > 0 for point in account["eval"])
+    logprobs = [row["train/logprob"] for row in lines(off_policy)]
+    assert sum(logprobs[-3:]) > sum(logprobs[:3])  # the last epoch finds the same three batches likelier
+    assert "divergence seq_kd, importance none" in capfd.readouterr().out

@@ -1,0 +1,73 @@
+"""Made-up batches and files of them, for tests of what is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from learner.append_file import Unwritten
+from learner.record_format import FORMAT, RecordHeader, Rollout, Writer
+from learner.record_writer import BatchRecorder
+from protocol.messages import Batch, BatchItem, Ledger, LedgerCounts, Snapshot, VersionSpan, WeightVersion
+
+VOCABULARY = "ab" * 32
+NONE = LedgerCounts(0, 0, {}, {}, 0, 0)
+Array = np.ndarray[Any, Any]
+
+
+def header(**changes: Any) -> RecordHeader:
+    told: dict[str, Any] = {
+        "format": FORMAT,
+        "run": "run",
+        "vocab_fingerprint": VOCABULARY,
+        "writer": "student",
+        "config_digest": "0",
+        "config": {"steps": 3},
+    }
+    return RecordHeader(**(told | changes))
+
+
+def rollout(
+    rollout_id: str, n_trained: int = 3, *, teachers: tuple[str, ...] = ("default",), reward: float | None = 1.0
+) -> Rollout:
+    """Two tokens of a prompt and `n_trained` sampled ones, random by the id."""
+    random = np.random.default_rng(list(rollout_id.encode()))
+    end = 2 + n_trained
+    spans = (VersionSpan(WeightVersion(0, 1), 2, end),)
+    item = BatchItem(rollout_id, 7, 0, 1, "sum", teachers, end, spans, True, "stop", reward, 1)
+    arrays = (
+        random.integers(0, 23, end).astype(np.int32),
+        -random.exponential(1.0, end).astype(np.float32),
+        (np.arange(end) >= 2).astype(np.uint8),
+        -random.exponential(1.0, (len(teachers), end)).astype(np.float32),
+    )
+    return Rollout(item, arrays)
+
+
+def batch(step: int, rollouts: Sequence[Rollout], *, epoch: int = 0) -> tuple[Batch, list[Array]]:
+    """As it comes from the buffer, for the step that makes `step + 1`."""
+    version = WeightVersion(epoch, step)
+    snapshot = Snapshot(0.0, "running", "", version, version, Ledger(NONE, NONE, NONE, {}, NONE), {}, {}, 4, ())
+    tokens = sum(int(r.arrays[2].sum()) for r in rollouts)
+    message = Batch(step + 1, version, tuple(r.item for r in rollouts), {1: tokens}, (step,), snapshot)
+    return message, [array for r in rollouts for array in r.arrays]
+
+
+def record(path: Path, batches: Sequence[Sequence[Rollout]], *, writer: Writer = "student", **changes: Any) -> Path:
+    """A file of these batches, of steps 0, 1, ..."""
+    recorder = BatchRecorder(path, header(writer=writer, **changes), Unwritten())
+    for step, rollouts in enumerate(batches):
+        recorder.add(*batch(step, rollouts))
+    recorder.close()
+    return path
+
+
+def same(one: Rollout, other: Rollout) -> bool:
+    """Items equal, frames equal in dtype, shape and every bit."""
+    return one.item == other.item and all(
+        a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        for a, b in zip(one.arrays, other.arrays, strict=True)
+    )
