@@ -79,7 +79,8 @@ STALE = "stale"
 UNSCORABLE = "unscorable"
 """Masked (evaluation: dropped): `max_score_attempts` leases of one pool failed."""
 NON_FINITE = "non_finite"
-"""Masked: the learner left the rollout out of its step, because its loss or gradient is not finite."""
+"""Masked: the learner left the rollout out of its step, because its loss or gradient is not finite, or
+its top-k sets cannot be read: the learner's log says which."""
 CONTEXT = "context"
 """Masked: a segment or rollout without any sampled token."""
 

@@ -1,8 +1,9 @@
-"""A step on what of a batch gives finite numbers.
+"""A step on what of a batch can be read and gives finite numbers.
 
-One rollout with an absurd number (a teacher's, an engine's, its own length) must not end a run, and must not come again
-and again to one learner after another: it is left out, named, and the buffer books it as masked. When nothing is
-left the step is skipped and counts, as loss scalers do it: the version rises, the weights stay.
+One rollout with an absurd number (a teacher's, an engine's, its own length) or a payload that cannot be read must not
+end a run, and must not come again and again to one learner after another: it is left out, named, and the buffer books
+it as masked. When nothing is left the step is skipped and counts, as loss scalers do it: the version rises, the weights
+stay.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from learner.packing import TrainItem
+from learner.packing import TrainItem, UnreadableScores
 from learner.step_metrics import StepMetrics
 from learner.train_step import NonFiniteError, Trainer
 
@@ -43,7 +44,7 @@ def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[
         try:
             theirs = [train_item for train_item in offline if train_item.item.rollout_id not in masked]
             return Outcome(trainer.step(left, theirs), _in_order(items, masked))
-        except NonFiniteError as error:
+        except (NonFiniteError, UnreadableScores) as error:
             log.error("left out of step %d: %s", trainer.steps_done + 1, error)
             culprits = set(error.rollout_ids) - masked
             masked |= culprits or {train_item.item.rollout_id for train_item in (*items, *offline)}

@@ -41,6 +41,10 @@ class BatchError(ValueError):
         self.rollout_ids = tuple(rollout_ids)
 
 
+class UnreadableScores(BatchError):
+    """What a teacher sent for `rollout_ids` cannot be read. Nothing else is wrong with the batch."""
+
+
 class EmptyBatchError(BatchError):
     """No token of the batch is to be trained, so that there is no step to make. The buffer never sends such a batch
     (items without a trainable token are settled there); the version rises without training only where

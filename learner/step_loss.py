@@ -30,7 +30,7 @@ from learner.losses import LossTerms, Objective, TokenInputs, make_objective, to
 from learner.objectives.distributions import DistributionFn, DistributionOptions
 from learner.objectives.head_divergence import TopKTeacher
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group, find_member
-from learner.packing import BatchError, TrainItem
+from learner.packing import TrainItem, UnreadableScores
 from learner.top_k import TopKError, TopRows, read_payloads
 
 
@@ -57,7 +57,7 @@ class Between(Protocol):
         ...
 
     def read(self, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
-        """The items with what their payloads say. Raises BatchError."""
+        """The items with what their payloads say. Raises UnreadableScores."""
         ...
 
     def prepare(
@@ -108,7 +108,7 @@ class BetweenDistributions:
                 top = read_payloads(train_item.item, train_item.payloads, trained, self.vocab_tokens)
             except TopKError as error:
                 rollout_id = train_item.item.rollout_id
-                raise BatchError(f"rollout {rollout_id!r}: {error}", [rollout_id]) from error
+                raise UnreadableScores(f"rollout {rollout_id!r}: {error}", [rollout_id]) from error
             ready.append(replace(train_item, top=top))
         return ready
 

@@ -436,8 +436,8 @@ class BatchTrained(msgspec.Struct, frozen=True, tag=True):
     batch_id: int
     version: WeightVersion
     masked: tuple[str, ...] = ()
-    """Rollouts of the batch that were left out of it, because they give a loss or a gradient that is not finite; all of
-    them: `version` has the weights of the one before."""
+    """Rollouts of the batch that were left out of it, because they give a loss or a gradient that is not finite,
+    or have top-k sets that cannot be read; all of them: `version` has the weights of the one before."""
 
 
 class BatchTrainedAck(msgspec.Struct, frozen=True, tag=True):

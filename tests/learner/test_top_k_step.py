@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.config import LearnerConfig
-from learner.packing import BatchError, TrainItem, train_items
+from learner.finite_step import finite_step
+from learner.packing import TrainItem, UnreadableScores, train_items
 from learner.task_config import TaskConfig
 from learner.train_step import Trainer
 from protocol.messages import TopKPiece
@@ -233,6 +234,15 @@ def test_sets_that_do_not_fit_stop_the_step_and_name_the_rollout(
 ) -> None:
     good = _with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB))
     trainer = Trainer(tiny_student(), _config(divergence="jsd"), total_steps=5, vocab_tokens=vocab_tokens)
-    with pytest.raises(BatchError, match=f"rollout 'bad': .*{message}") as caught:
+    with pytest.raises(UnreadableScores, match=f"rollout 'bad': .*{message}") as caught:
         trainer.step([spoil(good)])
     assert caught.value.rollout_ids == ("bad",) and trainer.steps_done == 0
+
+
+def test_a_rollout_whose_sets_cannot_be_read_is_left_out_of_the_step(tiny_student: Student, make_item: Make) -> None:
+    good = _with_sets(make_item("good", [0, 1, 1, 1], vocab=VOCAB))
+    bad = _changed(_with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB)), n_bytes=5)
+    trainer = Trainer(tiny_student(), _config(divergence="jsd"), total_steps=5, vocab_tokens=VOCAB)
+    outcome = finite_step(trainer, [bad, good])
+    assert outcome.masked == ("bad",)
+    assert outcome.figures is not None and outcome.figures.tokens == 3
