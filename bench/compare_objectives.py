@@ -2,7 +2,8 @@
 
     python bench/compare_objectives.py --folder DIR [--tables objectives,staleness] [--seeds 3] [--steps 150] [--jobs 1]
 
-Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR. A run that ended well there is not
+Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR; for off-policy rows launch.write, and
+launch.replay on what the teacher wrote. A run that ended well there is not
 made again, so that the grid can be stopped (Ctrl-C) and gone on with; whatever is there is written to --report
 (docs/results/objectives.md) after every run.
 """
@@ -21,7 +22,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from bench.objective_grid import BATCH_ROLLOUTS, Row, objectives, staleness
 
@@ -100,36 +101,57 @@ class Running:
         place = run_folder(folder, row, seed, steps)
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)
-        words = [
-            sys.executable, "launch/cluster.py", "--config", "examples/demo.toml", "--run-dir", str(place),
-            f"--steps={steps}", f"--seed={seed}", f"--learner.eval_every={steps}", "--learner.checkpoint_every=0",
-            f"--buffer.batch_rollouts={BATCH_ROLLOUTS}", *row.arguments,
-        ]  # fmt: skip
         with (place.parent / f"seed-{seed}.log").open("wb") as log:
-            with self._lock:
-                if self._over:
-                    return False
-                process = subprocess.Popen(
-                    words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, process_group=0
-                )
-                self._processes.add(process)
-            try:
-                return process.wait(RUN_TIMEOUT_S) == 0
-            except subprocess.TimeoutExpired:
-                process.kill()  # the launcher's children end with it
-                process.wait()
+            return all(self._run(words, log) for words in commands(place, row, seed, steps))
+
+    def _run(self, words: Sequence[str], log: BinaryIO) -> bool:
+        with self._lock:
+            if self._over:
                 return False
-            finally:
-                with self._lock:
-                    self._processes.discard(process)
+            process = subprocess.Popen(
+                words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, process_group=0
+            )
+            self._processes.add(process)
+        try:
+            return process.wait(RUN_TIMEOUT_S) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()  # the launcher's children end with it
+            process.wait()
+            return False
+        finally:
+            with self._lock:
+                self._processes.discard(process)
+
+
+def commands(place: Path, row: Row, seed: int, steps: int) -> list[list[str]]:
+    """To be run one after the other; the last one leaves its figures in `place`."""
+    common = ["--config", "examples/demo.toml", f"--steps={steps}", f"--seed={seed}", "--learner.checkpoint_every=0"]
+    rollouts, evaluated = f"--buffer.batch_rollouts={BATCH_ROLLOUTS}", f"--learner.eval_every={steps}"
+    own = ["--run-dir", str(place), *common, evaluated, *row.arguments]
+    if row.prepare is None:
+        return [[sys.executable, "launch/cluster.py", *own, rollouts]]
+    writing, file = place.with_name(f"seed-{seed}-written"), place.with_name(f"seed-{seed}.record")
+    shutil.rmtree(writing, ignore_errors=True)
+    file.unlink(missing_ok=True)
+    written = ["--run-dir", str(writing), *common, "--learner.eval_every=0", rollouts, *row.prepare]
+    return [
+        [sys.executable, "-m", "launch.write", str(file), *written],
+        [sys.executable, "-m", "launch.replay", str(file), *own],
+    ]
 
 
 def summary_of(folder: Path, row: Row, seed: int, steps: int) -> dict[str, Any] | None:
-    """None where there is no run that ended well."""
+    """None where there is no run that ended well. Of a replay: what it has in common with a run's."""
     try:
-        summary = json.loads((run_folder(folder, row, seed, steps) / "summary.json").read_text())
+        place = run_folder(folder, row, seed, steps)
+        summary = json.loads((place / ("summary.json" if row.prepare is None else "replay.json")).read_text())
     except (OSError, ValueError):
         return None
+    if row.prepare is not None:
+        trained = summary["tokens_trained"]
+        summary["ok"] = summary["exit_code"] == 0
+        summary["tokens"] = {"trained": trained, "accepted": trained, "masked": {}}
+        summary["staleness"] = None
     return summary if summary["ok"] and summary["steps"] == steps else None
 
 
@@ -183,8 +205,14 @@ def line(row: Row, found: list[dict[str, Any]]) -> str:
         spread([end["accuracy_greedy"] for end in ends]),
         spread([end["reverse_kl"] for end in ends]),
         f"{statistics.mean(summary['tokens']['trained'] for summary in found):,.0f}",
-        f"{statistics.mean(summary['staleness']['mean'] for summary in found):.2f}",
-        f"{statistics.mean(stale):.1%}",
+        *(
+            (
+                f"{statistics.mean(summary['staleness']['mean'] for summary in found):.2f}",
+                f"{statistics.mean(stale):.1%}",
+            )
+            if row.prepare is None
+            else ("-", "-")
+        ),
     ]
     return f"| {' | '.join(cells)} |"
 

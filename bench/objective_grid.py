@@ -20,6 +20,9 @@ class Row:
     table: str
     name: str
     arguments: tuple[str, ...]
+    prepare: tuple[str, ...] | None = None
+    """Words of `python -m launch.write`, run before, once per seed; the run is then a replay of what the teacher wrote:
+    as many rollouts in as many steps. None: a run of its own."""
 
     @property
     def folder(self) -> str:
@@ -36,7 +39,14 @@ def objectives() -> list[Row]:
         "RL, GRPO": ("--learner.coef=0", *GRPO),
         "OPD k1 + GRPO": ("--learner.coef=1", *GRPO),
     }
-    return [Row("objectives", name, arguments) for name, arguments in rows.items()]
+    off_policy = {
+        "off-policy SFT, seq_kd": (("--learner.divergence=seq_kd",), ()),
+        "off-policy logit KD": (("--learner.divergence=forward_kl",), TOP_K),
+    }
+    return [
+        *(Row("objectives", name, arguments) for name, arguments in rows.items()),
+        *(Row("objectives", name, arguments, prepare) for name, (arguments, prepare) in off_policy.items()),
+    ]
 
 
 def staleness() -> list[Row]:

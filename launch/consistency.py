@@ -196,11 +196,11 @@ def _vocabulary_size(folder: Path | None) -> int | None:
 
 
 def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """Those that nobody looks at, and those that the buffer refuses."""
+    """Those that nobody looks at now or in a recording, and those that the buffer refuses."""
     limit, rows = config.buffer.max_top_k_bytes, _vocabulary_size(student)
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
-        if teacher.top_k and not _needs_sets(config):
+        if teacher.top_k and not _needs_sets(config) and not config.learner.record:
             yield (
                 f"{pool.key}.top_k: got {teacher.top_k}, but learner.divergence = {config.learner.divergence!r} looks "
                 "at the sampled token alone; the sets will be made, sent and thrown away (0 spares that)"

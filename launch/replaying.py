@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -30,7 +31,7 @@ from learner.compare import compare
 from learner.evaluation import Evaluation, EvaluationResult, render_eval_set
 from learner.make_trainer import make_trainer
 from learner.metrics import MetricsWriter
-from learner.objectives.registry import DIVERGENCES, check_member
+from learner.objectives.registry import divergence_group
 from learner.offline_config import check_seq_kd
 from learner.record_reader import Recording
 from learner.replay import Replay, ReplayBatch, ReplayProgress, read_batch
@@ -72,8 +73,10 @@ def train(
         config = msgspec.structs.replace(config, steps=epochs * n_batches)
     torch.set_num_threads(config.launch.threads_per_worker)
     torch.manual_seed(config.seed)
+    began_s = time.monotonic()
     tokenizer = load_tokenizer(config.models.student)
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
+    recording.expect_top_k(config.learner.divergence)
     trainer = make_trainer(config.models.student, config.learner, steps=config.steps, vocab_tokens=_vocab(tokenizer))
     with closing(RunFolder.open(run_dir, resume=False, name=name)) as folder, ExitStack() as stack:
         write_config(config, folder.config_path)
@@ -97,9 +100,9 @@ def train(
             code, reason = asked.exit_code, str(asked)
             replay.checkpoint()
         except BaseException as error:
-            _end(folder, recording, trainer, replay.progress, 1, f"{type(error).__name__}: {error}")
+            _end(folder, recording, trainer, replay.progress, 1, f"{type(error).__name__}: {error}", began_s)
             raise
-        _end(folder, recording, trainer, replay.progress, code, reason)
+        _end(folder, recording, trainer, replay.progress, code, reason, began_s)
         return code
 
 
@@ -108,7 +111,8 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
     mistakes: list[str] = []
     for name in names:
         try:
-            check_member(DIVERGENCES, name)
+            divergence_group(name)
+            recording.expect_top_k(name)
             check_seq_kd("learner.", name, config.learner.importance)
         except ValueError as error:
             mistakes.append(f"--compare: {error}")
@@ -236,7 +240,13 @@ def _headline(recording: Recording, config: RunConfig, folder: RunFolder, *, epo
 
 
 def _end(
-    folder: RunFolder, recording: Recording, trainer: Trainer, progress: ReplayProgress, code: int, reason: str
+    folder: RunFolder,
+    recording: Recording,
+    trainer: Trainer,
+    progress: ReplayProgress,
+    code: int,
+    reason: str,
+    began_s: float,
 ) -> None:
     """replay.json, run.json, and the last line."""
     account = {
@@ -247,6 +257,7 @@ def _end(
         "tokens_trained": progress.tokens_trained,
         "reason": reason,
         "exit_code": code,
+        "wall_s": time.monotonic() - began_s,
         "reverse_kl_first": progress.reverse_kl_first,
         "reverse_kl_last": progress.last.reverse_kl if progress.last is not None else None,
         "eval": [

@@ -33,12 +33,13 @@ class OfflineMixer:
     from here on."""
 
     def __init__(self, recording: Recording, config: OfflineConfig, *, seed: int) -> None:
-        """Raises RecordError for a file that the teacher did not write."""
+        """Raises RecordError for a file that the teacher did not write, or without what the divergence needs."""
         if recording.header.writer != "teacher":
             raise RecordError(
                 f"{recording.path} was written by the student of the run {recording.header.run!r}; expected one that "
                 "the teacher wrote (python -m launch.write) for learner.offline.file"
             )
+        recording.expect_top_k(config.divergence)
         self._recording = recording
         self._owed_per_token = (1.0 - config.student_fraction) / config.student_fraction
         self._seed = seed

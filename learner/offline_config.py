@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from learner.objectives.registry import DIVERGENCES, IMPORTANCE, check_member
+from learner.objectives.registry import IMPORTANCE, check_member, divergence_group
 
 
 class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +19,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     the off-policy baseline, there is no run: python -m launch.replay trains on the file alone."""
     divergence: str = "seq_kd"
     """Cost of a token of `file`. seq_kd: -1, which makes it plain cross-entropy on the teacher's text; the others as in
-    learner.divergence."""
+    learner.divergence; those between distributions if `file` was written with teacher.top_k."""
     importance: str = "none"
     """Weight of a token of `file`, from r = exp(s - mu); mu is the teacher's log-prob, for it wrote the text. none:
     expectations are over the teacher's tokens; with `truncated` k1 estimates the reverse KL on its text."""
@@ -27,7 +27,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What a token of `file` weighs against one of the student."""
 
     def __post_init__(self) -> None:
-        check_member(DIVERGENCES, self.divergence)
+        divergence_group(self.divergence)
         check_member(IMPORTANCE, self.importance)
         check_seq_kd("offline.", self.divergence, self.importance)
         if not 0.0 <= self.student_fraction <= 1.0:

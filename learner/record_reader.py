@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
 from learner.record_format import (
     BatchRecord,
     ItemRecord,
@@ -74,6 +75,16 @@ class Recording:
         self.header = header
         self.batches: Sequence[Kept] = tuple(batches.values())
         """In the order of their steps."""
+
+    def expect_top_k(self, divergence: str) -> None:
+        """Raises RecordError for a divergence between distributions where no teacher sent top-k sets."""
+        if divergence_group(divergence) is not DISTRIBUTION_DIVERGENCES:
+            return
+        if not any(one.item.top_k for batch in self.batches for one in batch.record.items):
+            raise RecordError(
+                f"{self.path} holds no top-k sets, which the divergence {divergence!r} needs; expected a file of a run "
+                "with teacher.top_k, e.g. 256, or a divergence of sampled tokens (k1, k2, k3, seq_kd)"
+            )
 
     def __repr__(self) -> str:
         return f"Recording({self.path}, {len(self.batches)} batches of {self.header.run})"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch import replay, write
-from tests.integration.conftest import SMALL, Launched
+from tests.integration.conftest import ROOT, SMALL, Launched
 
 LENGTHY = 400  # three starts of the system, on a machine that may be busy
 
@@ -64,3 +64,32 @@ def test_a_replay_makes_the_updates_of_the_run_bit_for_bit(
     logprobs = [row["train/logprob"] for row in lines(off_policy)]
     assert sum(logprobs[-3:]) > sum(logprobs[:3])  # the last epoch finds the same three batches likelier
     assert "divergence seq_kd, importance none" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LENGTHY)
+def test_the_teachers_text_with_its_top_k_sets_is_distilled_off_policy(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """One file: for its logits, for plain cross-entropy by the recipe, and beside the student's own text."""
+    written, recipes = tmp_path / "teacher.record", ROOT / "examples" / "recipes"
+    words = [*SMALL, "--actors=1", "--launch.status=off", "--teacher.top_k=256", "--steps=2"]
+    assert write.main([str(written), f"--run-dir={tmp_path / 'writing'}", *words]) == 0
+
+    means: dict[str, list[float]] = {}
+    for name, flags in {
+        "logit": ["--learner.divergence=forward_kl", "--learner.eval_every=0", "--learner.warmup_steps=0"],
+        "seq_kd": [f"--config={recipes / 'seq_kd.toml'}", "--learner.eval_every=0", "--learner.warmup_steps=0"],
+    }.items():
+        assert replay.main([str(written), f"--run-dir={tmp_path / name}", "--epochs=5", *flags]) == 0
+        means[name] = [row["train/divergence"] for row in lines(tmp_path / name)]
+    assert all(0 < value < 5 for value in means["logit"]) and sum(means["logit"][-2:]) < sum(means["logit"][:2])
+    assert set(means["seq_kd"]) == {-1.0}
+
+    run = launch(
+        "--actors=1", "--config", str(recipes / "off_policy.toml"), "--steps=2", "--learner.eval_every=0",
+        "--offline", str(written), "--learner.offline.divergence=forward_kl",
+    )  # fmt: skip
+    assert run.wait(LENGTHY / 2) == 0, run.text()
+    rows = lines(run.run_dir)
+    assert len(rows) == 2 and all(row["train/offline_tokens"] > 0 and row["train/grad_norm"] > 0 for row in rows)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from learner.config import LearnerConfig
 from learner.finite_step import finite_step
+from learner.offline_config import OfflineConfig
 from learner.packing import TrainItem, UnreadableScores, train_items
 from learner.task_config import TaskConfig
 from learner.train_step import Trainer
@@ -204,6 +205,23 @@ def test_sets_that_nobody_asked_for_change_nothing(tiny_student: Student, make_i
     ]
     for name, gradient in gradients[0].items():
         assert torch.equal(gradients[1][name], gradient)
+
+
+def test_the_teachers_rollouts_in_a_batch_have_their_own_divergence(tiny_student: Student, make_item: Make) -> None:
+    """Off-policy logit distillation beside the student's own tokens: both gradients, under one divisor."""
+    own, theirs = [make_item("a", [0, 1, 1, 1], vocab=VOCAB)], [_with_sets(make_item("t", [0, 0, 1, 1], vocab=VOCAB))]
+
+    def gradients(config: LearnerConfig, *items: Sequence[TrainItem]) -> dict[str, Tensor]:
+        trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=1, vocab_tokens=VOCAB)
+        return step_gradients(trainer, *items)
+
+    offline = OfflineConfig(file="t", student_fraction=0.5, divergence="forward_kl", coef=0.5)
+    mixed = gradients(_config(domain_scale="rms", offline=offline), own, theirs)
+    sampled = gradients(_config(domain_scale="rms"), own)
+    between = gradients(_config(divergence="forward_kl"), theirs)
+    for name, gradient in mixed.items():
+        expected = sampled[name] * 3 / 5 + 0.5 * between[name] * 2 / 5
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def _changed(train_item: TrainItem, **fields: Any) -> TrainItem:
