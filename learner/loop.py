@@ -333,6 +333,7 @@ class LearnerLoop:
     def _finish(self, *, ok: bool, reason: str) -> None:
         """The end of the run for everybody. Raises RunStopped where it is not a good one."""
         self._client.send(RunFinished(ok=ok, reason=reason))
+        self._heartbeat(at_once=True)  # the last figures, for the buffer's final account
         deadline_s = time.monotonic() + GOODBYE_S
         while time.monotonic() < deadline_s:
             try:
@@ -387,7 +388,7 @@ class LearnerLoop:
                 uniform_logprob,
             )
 
-    def _heartbeat(self) -> None:
+    def _heartbeat(self, *, at_once: bool = False) -> None:
         progress, total = self.progress, self._clock.total()
         gauges = {
             "step": float(self._version.step),
@@ -407,7 +408,7 @@ class LearnerLoop:
                 gauges["eval_greedy"] = result.accuracy_greedy
             if result.accuracy_sampled is not None:
                 gauges["eval_sampled"] = result.accuracy_sampled
-        self._client.set_heartbeat(self._version, gauges)
+        self._client.set_heartbeat(self._version, gauges, at_once=at_once)
 
 
 def weight_figures(stats: PublisherStats) -> dict[str, float]:

@@ -169,11 +169,16 @@ class Client:
                 self._wake()
             return received
 
-    def set_heartbeat(self, version: WeightVersion | None, stats: Mapping[str, float]) -> None:
-        """What the following heartbeats say."""
+    def set_heartbeat(
+        self, version: WeightVersion | None, stats: Mapping[str, float], *, at_once: bool = False
+    ) -> None:
+        """What the following heartbeats say; `at_once`: one follows what is queued now."""
         with self._state.changed:
             self._state.heartbeat_version = version
             self._state.heartbeat_stats = dict(stats)
+            if at_once:
+                self._state.heartbeat_at_once = True
+                self._wake()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything sent is known to have arrived; False when it is not after `timeout_s`. Raises like

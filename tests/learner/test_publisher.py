@@ -261,8 +261,10 @@ def test_a_member_whose_engine_refuses_the_tensors_is_left_out_and_says_why(lear
     learner.delivered(2, NAMES[0], NAMES[2])
     assert publisher.wait_idle(WAIT_S)
     assert publisher.stats.dropped_total == {"refused": 1}
-    failure = learner.fleet.report(NAMES[1]).failure
-    assert failure is not None and "no such parameter: embed" in failure
+    deadline_s = time.monotonic() + WAIT_S  # it tells the learner before it ends
+    while (failure := learner.fleet.report(NAMES[1]).failure) is None:
+        assert time.monotonic() < deadline_s
+    assert "no such parameter: embed" in failure
 
 
 class Gate:
