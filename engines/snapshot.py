@@ -47,8 +47,10 @@ def write_snapshot(
             os.fsync(file.fileno())
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         partial.replace(target)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):  # what it makes of a full disk
+            raise OSError(f"{target}: {error}") from error
         raise
     _sync_folder(target.parent)
     _delete_old(folder, keep)

@@ -13,6 +13,7 @@ from torch import Tensor
 from engines.snapshot import FILE_NAME, read_snapshot, snapshots, write_snapshot
 from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef, WeightVersion
+from tests.full_disk import fill, small_disk
 
 VERSION = WeightVersion(1, 7)
 
@@ -29,6 +30,17 @@ def tensors() -> dict[str, Tensor]:
 
 def write(folder: Path, version: WeightVersion = VERSION, keep: int = 2) -> WeightsRef:
     return write_snapshot(folder, version, tensors().items(), keep=keep)
+
+
+def test_a_full_disk_is_an_os_error_and_the_snapshot_before_stays(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        ref = write(disk)
+        ballast = fill(disk)
+        with pytest.raises(OSError, match="No space left on device"):
+            write(disk, WeightVersion(1, 8))
+        assert snapshots(disk) == [VERSION] and not list(disk.glob("*/.partial-*"))
+        ballast.unlink()
+        assert dict(read_snapshot(ref)).keys() == tensors().keys()
 
 
 def test_tensors_of_any_dtype_come_back_equal(tmp_path: Path) -> None:
