@@ -122,7 +122,8 @@ def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher, signum: int
     launcher.process.send_signal(signum)
     assert launcher.wait() == code
     summary = launcher.summary()
-    assert summary["ledger"]["source"] == "final"  # the buffer was told last, and had its time
+    told = (launcher.said, launcher.log("buffer-0"))
+    assert summary["ledger"]["source"] == "final", told  # the buffer was told last, and had its time
     assert {tuple(w["exit_codes"]) for w in summary["workers"].values()} == {(143,)}
     assert launcher.leftovers() == []
 
