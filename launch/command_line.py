@@ -82,18 +82,29 @@ def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
             plain.pop("teachers", None)  # it was counted, and is counted again
     if line.config is not None:
         plain = merge(plain, read_plain(line.config))
-    mistakes: list[str] = []
-    for key, text in line.overrides:
-        try:
-            put(plain, key.name, parse_text(key, text))
-        except ConfigError as error:
-            mistakes += error.mistakes
+    mistakes = put_overrides(plain, line.overrides)
     _count_pools(plain)
     if get(plain, "models.student") in (None, BUILTIN):
         plain = merge(BUILTIN_RECIPE, plain)
     for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
         if get(plain, number) is None and isinstance(urls, list) and urls:
             put(plain, number, len(cast(list[object], urls)))
+    return build_run(plain, mistakes)
+
+
+def put_overrides(plain: Plain, overrides: Sequence[tuple[Key, str]]) -> list[str]:
+    """Lay them over `plain`. Returns what is wrong with those that cannot be."""
+    mistakes: list[str] = []
+    for key, text in overrides:
+        try:
+            put(plain, key.name, parse_text(key, text))
+        except ConfigError as error:
+            mistakes += error.mistakes
+    return mistakes
+
+
+def build_run(plain: Plain, mistakes: Sequence[str]) -> RunConfig:
+    """Raises ConfigError with the `mistakes` found before and those found now."""
     try:
         config = build(RunConfig, plain)
     except ConfigError as error:

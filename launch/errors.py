@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Final
+
+WRONG_CONFIG_EXIT_CODE: Final = 2
+INTERRUPTED_EXIT_CODE: Final = 130
+
 
 class LaunchError(Exception):
     """The run cannot be started or went wrong; the message says what to do."""
@@ -13,3 +19,16 @@ class ConfigError(LaunchError):
     def __init__(self, *mistakes: str) -> None:
         super().__init__("\n".join(mistakes))
         self.mistakes = mistakes
+
+
+def refuse(error: Exception) -> int:
+    """Tell the user why nothing is started, a line per mistake. The exit code of the command."""
+    for mistake in str(error).splitlines():
+        print(f"stillhouse: {mistake}", file=sys.stderr)
+    return WRONG_CONFIG_EXIT_CODE
+
+
+def interrupted() -> int:
+    """The same after a Ctrl-C that came before anything was started."""
+    print("stillhouse: stopped before anything was started", file=sys.stderr)
+    return INTERRUPTED_EXIT_CODE

@@ -8,7 +8,6 @@ FOLDER/ (0700)   join.json      the run's name and address
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -16,13 +15,12 @@ from typing import Final
 import msgspec
 
 from launch.config_file import read_config
-from launch.errors import ConfigError, LaunchError
+from launch.errors import ConfigError, LaunchError, refuse
 from launch.runfolder import read_record
 from launch.target import JOIN_FILE, JoinCard, find_folder, listening_address, reachable, running_record
 from launch.words import split_words
 from protocol.keys import KEYS
 
-WRONG_CONFIG_EXIT_CODE: Final = 2
 ROLES: Final = ("actor", "teacher")
 USAGE: Final = """\
 usage: cluster.py export RUN FOLDER [--roles actor,teacher]
@@ -59,9 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 0
     except LaunchError as error:
-        for mistake in str(error).splitlines():
-            print(f"stillhouse: {mistake}", file=sys.stderr)
-        return WRONG_CONFIG_EXIT_CODE
+        return refuse(error)
 
 
 def export(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from launch.buffer_link import BufferLink
 from launch.config import ALIASES
 from launch.config_file import write_config
 from launch.config_tree import Key
-from launch.errors import ConfigError, LaunchError
+from launch.errors import ConfigError, LaunchError, interrupted, refuse
 from launch.join_config import Joining, check_joining
 from launch.join_status import JoinStatus, JoinSummary
 from launch.joiner import Joiner
@@ -38,7 +37,6 @@ from protocol.errors import ConnectTimeout, ProtocolError
 from protocol.keys import KEYS, load_client_keys
 from protocol.messages import Snapshot
 
-WRONG_CONFIG_EXIT_CODE: Final = 2
 SNAPSHOT_WAIT_S: Final = 15.0
 LONGEST_PREFIX: Final = 60
 USAGE: Final = """\
@@ -89,12 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         finally:
             link.close()
     except LaunchError as error:
-        for mistake in str(error).splitlines():
-            print(f"stillhouse: {mistake}", file=sys.stderr)
-        return WRONG_CONFIG_EXIT_CODE
+        return refuse(error)
     except KeyboardInterrupt:
-        print("stillhouse: stopped before anything was started", file=sys.stderr)
-        return 130
+        return interrupted()
 
 
 def parse_join(arguments: Sequence[str]) -> JoinLine | None:

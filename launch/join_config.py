@@ -11,8 +11,9 @@ from typing import Final, NamedTuple, cast
 
 import msgspec
 
+from launch.command_line import build_run, put_overrides
 from launch.config import RunConfig
-from launch.config_tree import Key, Plain, build, get, parse_text, put
+from launch.config_tree import Key, Plain, get, put
 from launch.consistency import check_join
 from launch.errors import ConfigError
 from launch.pools import teacher_pools
@@ -99,21 +100,12 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
                 f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers, and "
                 "most of models.*, actor.*, teacher.* and launch.*"
             )
-            continue
-        try:
-            put(plain, key.name, parse_text(key, text))
-        except ConfigError as error:
-            mistakes += error.mistakes
+        else:
+            mistakes += put_overrides(plain, [(key, text)])
     for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
         if get(plain, number) is None:
             put(plain, number, len(cast(list[object], urls)))
-    try:
-        config = build(RunConfig, plain)
-    except ConfigError as error:
-        raise ConfigError(*mistakes, *error.mistakes) from None
-    if mistakes:
-        raise ConfigError(*mistakes)
-    return config
+    return build_run(plain, mistakes)
 
 
 def _of_pool(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:

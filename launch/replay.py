@@ -19,14 +19,12 @@ from launch import preflight
 from launch.command_line import CommandLine, parse_arguments, resolve_config
 from launch.config import RunConfig
 from launch.config_tree import Plain, merge
-from launch.errors import ConfigError, LaunchError
+from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.preflight import replace
-from launch.run import WRONG_CONFIG_EXIT_CODE
 from learner.record_format import RecordError, RecordHeader
 from learner.record_reader import Recording
 from learner.replay_order import ORDERS, Order
 
-INTERRUPTED_EXIT_CODE: Final = 130
 COMPARED_BATCHES: Final = 8
 USAGE: Final = f"""\
 usage: python -m launch.replay FILE [--epochs N] [--order recorded|shuffled] [--run-dir DIR] [--KEY VALUE ...]
@@ -81,9 +79,7 @@ def main(arguments: Sequence[str]) -> int:
                 steps_given=any(key.name == "steps" for key, _ in asked.line.overrides),
             )
     except (LaunchError, RecordError) as error:
-        for mistake in str(error).splitlines():
-            print(f"stillhouse: {mistake}", file=sys.stderr)
-        return WRONG_CONFIG_EXIT_CODE
+        return refuse(error)
     except KeyboardInterrupt:
         print("stillhouse: stopped", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE

@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Final
 
 import psutil
 
@@ -22,7 +21,7 @@ from launch import preflight
 from launch.command_line import help_text, parse_arguments, resolve_config
 from launch.config import RunConfig
 from launch.config_file import write_config
-from launch.errors import LaunchError
+from launch.errors import LaunchError, interrupted, refuse
 from launch.pools import teacher_pools
 from launch.recorded import check_recorded
 from launch.resume import check_resumed
@@ -33,8 +32,6 @@ from launch.status import make_status
 from launch.summary import Summary, print_summary, write_summary
 from launch.supervisor import Supervisor
 from protocol.context import WorkerRole
-
-WRONG_CONFIG_EXIT_CODE: Final = 2
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,12 +63,9 @@ def main(arguments: Sequence[str]) -> int:
                 servers=checked.servers,
             )
     except LaunchError as error:
-        for mistake in str(error).splitlines():
-            print(f"stillhouse: {mistake}", file=sys.stderr)
-        return WRONG_CONFIG_EXIT_CODE
+        return refuse(error)
     except KeyboardInterrupt:
-        print("stillhouse: stopped before anything was started", file=sys.stderr)
-        return 130
+        return interrupted()
 
 
 def run(

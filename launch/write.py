@@ -14,7 +14,7 @@ from typing import Final
 
 from launch import run
 from launch.command_line import parse_arguments, resolve_config
-from launch.errors import LaunchError
+from launch.errors import WRONG_CONFIG_EXIT_CODE, LaunchError, refuse
 from launch.preflight import find_model
 
 RECIPE: Final = (
@@ -38,14 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code, as launch.run's."""
     if not arguments or arguments[0].startswith("-"):
         print(USAGE, file=sys.stdout if arguments[:1] == ["--help"] else sys.stderr)
-        return 0 if arguments[:1] == ["--help"] else run.WRONG_CONFIG_EXIT_CODE
+        return 0 if arguments[:1] == ["--help"] else WRONG_CONFIG_EXIT_CODE
     file, *rest = arguments
     try:
         teacher = find_model("models.teacher", resolve_config(parse_arguments(rest)).models.teacher)
     except LaunchError as error:
-        for mistake in str(error).splitlines():
-            print(f"stillhouse: {mistake}", file=sys.stderr)
-        return run.WRONG_CONFIG_EXIT_CODE
+        return refuse(error)
     writer = (f"--models.student={teacher}", f"--models.teacher={teacher}", "--learner.frozen=true")
     return run.main([*RECIPE, *rest, *writer, f"--learner.record={file}"])
 
