@@ -239,12 +239,6 @@ def _make_loop(
     """The loop, and what writes its account: with each checkpoint and each evaluation, and at the end."""
     config, learner = ctx.config, ctx.config.learner
 
-    def post_plan(plan: WeightPlan) -> None:
-        client.send(PostWeightPlan(plan=plan))
-
-    def published(version: WeightVersion, weights: WeightsRef | None, _broadcast_s: float) -> None:
-        client.send(VersionPublished(version=version, weights=weights))
-
     def save(version: WeightVersion, snapshot: Snapshot) -> None:
         state = LearnerState(
             version=version,
@@ -287,25 +281,7 @@ def _make_loop(
     recorder = _make_recorder(ctx, start, metrics, version if ctx.resume else None)
     if recorder is not None:
         stack.callback(recorder.close)
-    publish = learner.publish
-    if config.buffer.max_staleness == 0:
-        publish = msgspec.structs.replace(publish, every_version=True)
-    members, members_device = members_of(config.actor, publish)
-    if publish.backend == "auto" and not members_device.startswith("cuda"):
-        # NCCL delivers to GPUs only, and the engines are not on one.
-        publish = msgspec.structs.replace(publish, backend="gloo")
-    publisher = stack.enter_context(
-        Publisher(
-            publish,
-            snapshot_dir=ctx.run_dir / SNAPSHOTS,
-            post_plan=post_plan,
-            published=published,
-            expected_actors=config.actors,
-            device=start.trainer.model.device,
-            members=members,
-            control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
-        )
-    )
+    publisher = stack.enter_context(_make_publisher(ctx, start.trainer.model.device, client))
     ema = _student_ema(ctx, start, client)
     loop = LearnerLoop(
         client=client,
@@ -323,6 +299,34 @@ def _make_loop(
         recorder=recorder,
     )
     return loop, write_account
+
+
+def _make_publisher(ctx: RoleContext[LearnerRunConfig], device: torch.device, client: Client) -> Publisher:
+    """`device`: of the student."""
+    config, publish = ctx.config, ctx.config.learner.publish
+
+    def post_plan(plan: WeightPlan) -> None:
+        client.send(PostWeightPlan(plan=plan))
+
+    def published(version: WeightVersion, weights: WeightsRef | None, _broadcast_s: float) -> None:
+        client.send(VersionPublished(version=version, weights=weights))
+
+    if config.buffer.max_staleness == 0:
+        publish = msgspec.structs.replace(publish, every_version=True)
+    members, members_device = members_of(config.actor, publish)
+    if publish.backend == "auto" and not members_device.startswith("cuda"):
+        # NCCL delivers to GPUs only, and the engines are not on one.
+        publish = msgspec.structs.replace(publish, backend="gloo")
+    return Publisher(
+        publish,
+        snapshot_dir=ctx.run_dir / SNAPSHOTS,
+        post_plan=post_plan,
+        published=published,
+        expected_actors=config.actors,
+        device=device,
+        members=members,
+        control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
+    )
 
 
 def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> StudentEma | None:
