@@ -174,6 +174,13 @@ def result_table(verdict: Verdict, undisturbed: dict[str, Any] | None) -> list[s
                  f"{sum(tokens['masked'].values()):,}", f"{sum(tokens['dropped'].values()):,}",
                  f"{summary['staleness']['max']} of {summary['staleness']['bound']}", str(restarts), *ends]  # fmt: skip
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    launches = 1 + sum(one.fault.kind == "relaunch" for one in verdict.struck)
+    if launches > 1:
+        lines += [
+            "",
+            f"Wall time and restarts of the run with faults are those of the last of {launches} launches; all of them "
+            f"took {verdict.wall_s:.0f} s. The tokens are the ledger's, which goes on over them.",
+        ]
     found, refused = verdict.audit, verdict.summary["ledger"]["rejected"] or "nothing"
     lines += [
         "",

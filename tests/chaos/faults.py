@@ -107,7 +107,9 @@ class Striker:
             case "stranger":
                 assert knock(self._proxy.address, Random(fault.seed)), "strangers were not answered"
             case "relaunch":
-                self._run.relaunch(self._proxy.address)
+                if self._disk is not None:
+                    self._disk.free()  # a launcher that finds no room at its start refuses to, and rightly
+                self._run.relaunch(self._proxy)
             case "disk":
                 assert self._disk is not None, "a full disk needs a disk of its own"
                 self._disk.fill()

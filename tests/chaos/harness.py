@@ -3,7 +3,8 @@
 How the workers come to the proxy: the launcher hands them the address that it reads in RUN/buffer.json. The buffer is
 told to listen at a port that we choose (`--buffer.bind`), and as soon as run.json says that the launch has begun, long
 before the buffer listens, we put down a buffer.json that names the proxy. The buffer overwrites it when it listens; by
-then the launcher has read it. The product knows nothing of it.
+then the launcher has read it. When a run is launched again, the launcher is stopped while we do so, and it is looked
+whether it came by the proxy. The product knows nothing of it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ reason to give up."""
 ADDRESS_WAIT_S: Final = 30.0
 READY: Final = "workers are ready after"
 STARTS: Final = " starts, pid "
+LAUNCHER_HERE: Final = "launcher launcher is here"
+RELAUNCHES: Final = 5
 READY_S: Final = 120.0
 GONE_S: Final = 15.0
 
@@ -92,29 +95,62 @@ class Run:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: self.mark},
             )
 
-    def relaunch(self, proxy_address: str) -> None:
-        """SIGKILL the launcher, whose workers die with it, and go on with the run by --resume."""
-        former = self.run_id
+    def relaunch(self, proxy: Proxy) -> None:
+        """SIGKILL the launcher, whose workers die with it, and go on with the run by --resume, behind the proxy."""
+        for _ in range(RELAUNCHES):
+            self._kill_launch()
+            if self._launch_again(proxy):
+                return
+        raise AssertionError(f"of {RELAUNCHES} launches none went by way of the proxy; the launcher said:\n{self.text}")
+
+    def _kill_launch(self) -> None:
         self.process.kill()
         self.process.wait(20)
         deadline_s = time.monotonic() + GONE_S
         while (left := marked(self.mark)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert not left, f"{left} outlived their launcher by {GONE_S} s"
-        ready, buffer_log = self.text.count(READY), self.run_dir / "logs" / "buffer-0.log"
-        starts = buffer_log.read_text().count(STARTS)
+
+    def _launch_again(self, proxy: Proxy) -> bool:
+        """Until all workers are ready; False, before a worker but the buffer was started, if the launcher was faster
+        than we at reading the buffer's own address."""
+        former, ready, buffer_log = self.run_id, self.text.count(READY), self.run_dir / "logs" / "buffer-0.log"
+        told = buffer_log.read_text(errors="replace")
+        starts, here = told.count(STARTS), told.count(LAUNCHER_HERE)
+
+        def said(words: str, before: int) -> Callable[[], bool]:
+            return lambda: buffer_log.read_text(errors="replace").count(words) > before
+
         self.process = self._launch("--resume")
         # Only when the buffer's process is there: this time the launcher has to do something for it to be forked, which
         # it would not while it waits for an answer from the address that it has found.
-        self.until(lambda: buffer_log.read_text().count(STARTS) > starts, "a buffer that starts", READY_S)
-        name_proxy(self, proxy_address, former)
+        self.until(said(STARTS, starts), "a buffer that starts", READY_S)
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            own = self.run_dir / "buffer.json"
+            self.until(
+                lambda: own.exists() and json.loads(own.read_bytes())["run_id"] != former, "buffer.json", READY_S
+            )
+            name_proxy(self, proxy.address, former)
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+        self.until(said(LAUNCHER_HERE, here), "the launcher at the buffer", READY_S)
+        if not proxy.look().connections.get("launcher"):
+            return False
         self.until(lambda: self.text.count(READY) > ready, "all workers to be ready again", READY_S)
+        return True
 
     @property
     def run_id(self) -> str:
         """Of the present launch; empty before it has one."""
         record = self.run_dir / "run.json"
         return json.loads(record.read_bytes())["run_id"] if record.exists() else ""
+
+    @property
+    def _told_by(self) -> str:
+        """The launch whose buffer.json is there; empty without one."""
+        told = self.run_dir / "buffer.json"
+        return json.loads(told.read_bytes())["run_id"] if told.exists() else ""
 
     @property
     def step(self) -> int:
