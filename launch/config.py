@@ -48,7 +48,8 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A worker whose process runs, but which the buffer counts as lost and has not heard of for this long, is killed
     (and started again like any dead one)."""
     shutdown_grace_s: float = 20.0
-    """How long workers may take to leave by themselves, at each stage of stopping, before SIGKILL."""
+    """How long workers may take to leave by themselves, at each stage of stopping, before SIGKILL. A teacher has
+    the time of its drain_s in any case."""
     status: Literal["auto", "rich", "plain", "off"] = "auto"
     """Live status: rich = a table on the terminal, plain = one line now and then; auto = rich on a terminal."""
     status_every_s: float = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from launch.config import RunConfig
-from launch.pools import pool_of
+from launch.pools import config_of, pool_of
 from launch.processes import Processes
 from launch.roles import StartRole
 from launch.server_plan import urls_of
@@ -19,6 +19,8 @@ from protocol.context import WorkerRole
 from protocol.messages import Snapshot
 
 ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
+CLOSING_S: Final = 2.0
+"""What a teacher needs to close its link and its engine, when it has drained."""
 
 
 class Crew:
@@ -52,6 +54,13 @@ class Crew:
 
     def running(self, workers: Iterable[Worker]) -> list[Worker]:
         return [worker for worker in workers if worker.running]
+
+    def grace_s(self, worker: Worker) -> float:
+        """How long it may take to leave when it is asked to."""
+        grace_s = self._config.launch.shutdown_grace_s
+        if worker.role != "teacher":
+            return grace_s
+        return max(grace_s, config_of(self._config, "teacher", worker.index).teacher.leaving_s + CLOSING_S)
 
     def unwelcomed(self, snapshot: Snapshot | None) -> list[str]:
         """Workers that the buffer has not met yet."""

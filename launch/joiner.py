@@ -148,7 +148,7 @@ class Joiner(Watch):
                     self._processes.signal(name, signal.SIGTERM)
                 self._last_look()
                 self._link.close()  # the buffer waits for its peers to leave
-                self._wait_gone(everybody, self._config.launch.shutdown_grace_s)
+                self._wait_gone(everybody)
             self._dismiss(everybody)
             self._end_servers()
             self._last_look()

@@ -197,8 +197,7 @@ class Supervisor(Watch):
                 for name in self._unwelcomed():  # nobody told them, and the buffer will not be there to
                     if self._crew.workers[name].role in ("actor", "teacher"):
                         self._processes.signal(name, signal.SIGTERM)
-                grace_s = self._config.launch.shutdown_grace_s
-                self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"], grace_s)
+                self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"])
                 self._wait_gone(self._crew.of("buffer"), BUFFER_ALONE_S)
             orderly = self._crew.workers[BUFFER].running and not self._at_once
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):

@@ -234,7 +234,7 @@ class Watch(ABC):
         self._status.say(f"{news.text}; the last lines of {log_name}.log:\n{self._folder.log_tail(log_name, lines=5)}")
         if worker.running:
             worker.excused = True
-            worker.kill_at_s = time.monotonic() + self._config.launch.shutdown_grace_s
+            worker.kill_at_s = time.monotonic() + self._crew.grace_s(worker)
             self._processes.signal(worker.name, signal.SIGTERM)
 
     def _start_due(self, now_s: float) -> None:
@@ -293,11 +293,11 @@ class Watch(ABC):
         if not self._at_once:
             for worker in self._crew.running(workers):
                 self._processes.signal(worker.name, signal.SIGTERM)
-            self._wait_gone(workers, self._config.launch.shutdown_grace_s)
+            self._wait_gone(workers)
         left = self._crew.running(workers)
         if left and not self._at_once:
-            names = ", ".join(worker.name for worker in left)
-            self._status.say(f"{names} did not leave in {self._config.launch.shutdown_grace_s:.0f} s: SIGKILL")
+            told = ", ".join(f"{worker.name} did not leave in {self._crew.grace_s(worker):g} s" for worker in left)
+            self._status.say(f"{told}: SIGKILL")
             self._dump_stacks(left)
         for worker in left:
             self._processes.signal(worker.name, signal.SIGKILL)
@@ -319,9 +319,13 @@ class Watch(ABC):
             self._processes.signal(worker.name, signal.SIGUSR1)
         time.sleep(STARTING_PUMP_S)
 
-    def _wait_gone(self, workers: Collection[Worker], timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while self._crew.running(workers) and time.monotonic() < deadline_s and not self._at_once:
+    def _wait_gone(self, workers: Collection[Worker], timeout_s: float | None = None) -> None:
+        """None: as long as those that still run may take, each its own grace."""
+        began_s = time.monotonic()
+        while (left := self._crew.running(workers)) and not self._at_once:
+            within_s = timeout_s if timeout_s is not None else max(map(self._crew.grace_s, left))
+            if time.monotonic() - began_s > within_s:
+                return
             self._pump(STARTING_PUMP_S)
 
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
 from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
+
+FLUSH_TIMEOUT_S: Final = 5.0
+"""How long a leaving teacher waits for its last grades to be acknowledged."""
 
 
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,8 +46,8 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gather_s: float = 0.005
     """How long a lone request waits for company before it is graded, seconds."""
     drain_s: float = 5.0
-    """A teacher that is asked to leave (SIGTERM) takes no more work, and has this long to grade what it holds; shorter
-    than launch.shutdown_grace_s. What is left then goes to other teachers at once."""
+    """A teacher that is asked to leave (SIGTERM) takes no more work, and has this long to grade what it holds, even
+    where launch.shutdown_grace_s is shorter. What is left then goes to other teachers at once."""
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1:
@@ -74,6 +77,11 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def credit_tokens(self) -> int:
         return int(self.max_batch_tokens * self.credit_batches)
 
+    @property
+    def leaving_s(self) -> float:
+        """Longest between SIGTERM and the moment from which it does nothing but close."""
+        return self.drain_s + FLUSH_TIMEOUT_S
+
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Teachers that hold one model, of a run with several. What is left out is as in `teacher`."""
@@ -98,6 +106,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """As teacher.max_batch_tokens."""
     credit_batches: float | None = None
     """As teacher.credit_batches."""
+    drain_s: float | None = None
+    """As teacher.drain_s."""
     top_k: int | None = None
     """As teacher.top_k."""
     top_mass: float | None = None

@@ -46,7 +46,7 @@ from protocol.messages import (
     WeightsRef,
     WeightVersion,
 )
-from teachers.config import TeacherConfig
+from teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from teachers.leaving import on_sigterm
 from teachers.top_k import TopKSets
 
@@ -56,8 +56,6 @@ IDLE_WAIT_S: Final = 0.2
 """How long one wait for work lasts; also the bound on noticing a stop request."""
 CREDIT_REPEAT_S: Final = 2.0
 """An idle teacher repeats its credit this often: a credit is not acknowledged, and a reconnect may have lost it."""
-FLUSH_TIMEOUT_S: Final = 5.0
-"""How long a leaving teacher waits for its last grades to be acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +406,7 @@ def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) 
     with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello, keys=keys) as client:
         client.connect()
         worker = TeacherWorker(client, engine, config, vocab_tokens=source.vocab_tokens)
-        with on_sigterm(worker.leave, config.drain_s + FLUSH_TIMEOUT_S):
+        with on_sigterm(worker.leave, config.leaving_s):
             ended_well = worker.run()
             client.flush(FLUSH_TIMEOUT_S)
         client.close("asked to leave" if worker.leaving else "run over")

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Generator
@@ -41,8 +42,10 @@ from protocol.messages import (
 )
 from protocol.server import FromPeer, PeerDown, PeerUp, Server
 from sglang_cpu.servers import answers
+from teachers.leaving import on_sigterm
 
 Context = RoleContext[RunConfig]
+DRAIN_S = 1.5
 
 
 def behaviour(ctx: Context) -> str:
@@ -202,11 +205,22 @@ def worker(ctx: Context) -> int:
         if word == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(300)
+        if word == "drains":
+            drain()
+            return ExitCode.TERMINATED
         if word in ("loses_sigterm", "swallows_sigterm"):
             lose_the_first_exit(ctx, in_callback=word == "loses_sigterm")
         with contextlib.suppress(LinkError):
             return until_shutdown(client)
     return 1
+
+
+def drain() -> None:
+    """On SIGTERM: a while longer than the grace of the test that asks for this."""
+    asked = threading.Event()
+    with on_sigterm(asked.set, 300.0):
+        asked.wait(300.0)
+        time.sleep(DRAIN_S)
 
 
 class Held:

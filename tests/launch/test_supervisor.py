@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -151,6 +152,31 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(start_launcher:
     assert "actor-0 did not leave" in launcher.said
     assert launcher.summary()["workers"]["actor-0"]["exit_codes"] == [-9]
     assert 'fake_roles.py", line' in launcher.log("actor-0")  # where it hung
+    assert launcher.leftovers() == []
+
+
+SLOW_POOL = {"quick": {"count": 1}, "slow": {"count": 1, "drain_s": 300.0}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "teacher"),
+    [
+        pytest.param({"teacher": {"drain_s": 300.0}}, "teacher-0", id="teacher.drain_s"),
+        pytest.param({"teachers": 2, "pools": SLOW_POOL, "teacher": {"drain_s": 0.0}}, "teacher-1", id="of its pool"),
+    ],
+)
+def test_a_teacher_may_drain_for_longer_than_the_grace_and_nobody_else(
+    start_launcher: StartLauncher, settings: dict[str, Any], teacher: str
+) -> None:
+    launcher = start_launcher(
+        {teacher: "drains", "actor-0": "deaf"}, settings=settings | {"launch": {"shutdown_grace_s": 0.2}}
+    )
+    launcher.until_ready()
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait() == 143, launcher.said
+    workers = launcher.summary()["workers"]
+    assert workers[teacher]["exit_codes"] == [143]
+    assert workers["actor-0"]["exit_codes"] == [-9] and "actor-0 did not leave in 0.2 s" in launcher.said
     assert launcher.leftovers() == []
 
 
