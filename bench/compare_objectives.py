@@ -170,8 +170,9 @@ def report(args: argparse.Namespace) -> str:
         f"    python bench/compare_objectives.py --folder DIR --seeds {args.seeds} --steps {args.steps}",
         "",
         f"{time.strftime('%Y-%m-%d')}. The built-in task: {args.steps} steps of {BATCH_ROLLOUTS} rollouts, "
-        "`examples/demo.toml` (learning rate 3e-4, Adam, 10 warm-up steps) and what the row says; nothing is tuned per "
-        "row. Evaluation at the end: 256 prompts sampled, 128 greedy. Mean over seeds (lowest to highest).",
+        "`examples/demo.toml` (learning rate 3e-4, in the staleness table 1e-4; Adam, 10 warm-up steps) and what the "
+        "row says; nothing is tuned per row. Evaluation at the end: 256 prompts sampled, 128 greedy. Mean over seeds "
+        "(lowest to highest).",
         "",
     ]
     for table, rows_of in TABLES.items():
