@@ -34,6 +34,7 @@ def objectives() -> list[Row]:
     rows = {
         "OPD, k1": (),
         "OPD, k3": ("--learner.divergence=k3",),
+        "OPD, multi-sample 4": ("--learner.divergence=multi_sample", "--learner.samples=4", *TOP_K),
         "OPD, top-k reverse KL": ("--learner.divergence=reverse_kl", *TOP_K),
         "OPD, top-k forward KL": ("--learner.divergence=forward_kl", *TOP_K),
         "OPD, top-k JSD": ("--learner.divergence=jsd", *TOP_K),

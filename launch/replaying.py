@@ -77,7 +77,13 @@ def train(
     tokenizer = load_tokenizer(config.models.student)
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
     recording.expect_top_k(config.learner.divergence)
-    trainer = make_trainer(config.models.student, config.learner, steps=config.steps, vocab_tokens=_vocab(tokenizer))
+    trainer = make_trainer(
+        config.models.student,
+        config.learner,
+        steps=config.steps,
+        vocab_tokens=_vocab(tokenizer),
+        seed=config.seed,
+    )
     with closing(RunFolder.open(run_dir, resume=False, name=name)) as folder, ExitStack() as stack:
         write_config(config, folder.config_path)
         _say(_headline(recording, config, folder, epochs=epochs, order=order))
@@ -123,7 +129,9 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
     torch.manual_seed(config.seed)
     n_vocab = _vocab(tokenizer)
-    first = make_trainer(config.models.student, config.learner, steps=config.steps, vocab_tokens=n_vocab)
+    first = make_trainer(
+        config.models.student, config.learner, steps=config.steps, vocab_tokens=n_vocab, seed=config.seed
+    )
     trainers = {
         name: Trainer(
             first.model,
@@ -131,6 +139,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
             total_steps=config.steps,
             adapters=first.adapters,
             vocab_tokens=n_vocab,
+            seed=config.seed,
         )
         for name in names
     }

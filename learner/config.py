@@ -61,12 +61,14 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     divergence: str = "k1"
     """From the student's distribution to the teachers'. Of sampled tokens: k1, k2: s - q, the gradient of the reverse
     KL; k3: 1 - exp(q - s), the gradient of the forward KL; seq_kd: -1, cross-entropy, for text that the teacher wrote.
-    Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd. All members of the objective:
-    docs/objectives.md; further ones by entry point."""
+    Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd, multi_sample. All members of
+    the objective: docs/objectives.md; further ones by entry point."""
     mixed_weight: float = 0.5
     """For mixed: of the forward KL; the reverse KL gets the rest."""
     jsd_beta: float = 0.5
     """For jsd: of the teacher in the mixture that both are compared with; in (0, 1)."""
+    samples: int = 4
+    """For multi_sample: tokens that are drawn at each position from the student."""
     context_weight: Literal["none", "truncated"] = "none"
     """For divergences between distributions, which no ratio of the sampled token can correct. none: each context counts
     as the student came upon it; truncated: times the product of r over the rollout's trained tokens before it, up to
@@ -145,7 +147,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         _positive(lr=self.lr, eps=self.eps, ratio_cap=self.ratio_cap, ratio_low=self.ratio_low)
-        _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens)
+        _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens, samples=self.samples)
         _positive(stall_timeout_s=self.stall_timeout_s)
         _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
         _at_least(1, max_skipped_steps=self.max_skipped_steps)

@@ -15,7 +15,13 @@ log = logging.getLogger(__name__)
 
 
 def make_trainer(
-    student: str, learner: LearnerConfig, *, steps: int, vocab_tokens: int, checkpoint: Path | None = None
+    student: str,
+    learner: LearnerConfig,
+    *,
+    steps: int,
+    vocab_tokens: int,
+    seed: int,
+    checkpoint: Path | None = None,
 ) -> Trainer:
     """The student as given, or as the checkpoint has it. With adapters the student is as given in any case. Raises
     CheckpointError for a checkpoint of the other kind, and what loading raises."""
@@ -32,11 +38,11 @@ def make_trainer(
     )
     kind = FrozenTrainer if learner.frozen else Trainer
     if not lora.rank:
-        return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens)
+        return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed)
     from learner.lora import Adapters
 
     adapters = Adapters(model, lora, base=student)
     if checkpoint is not None:
         adapters.load(checkpoint)
     log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
-    return kind(model, learner, total_steps=steps, adapters=adapters, vocab_tokens=vocab_tokens)
+    return kind(model, learner, total_steps=steps, adapters=adapters, vocab_tokens=vocab_tokens, seed=seed)

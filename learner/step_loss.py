@@ -9,7 +9,8 @@
 What a run needs of this is chosen once, from its configuration (`make_step_loss`): where weights are a token's own,
 they are worked out with its logits; where they look at the whole rollout, one pass without gradient goes before.
 
-Legend: N trained tokens of a microbatch, C those of a chunk, V rows of the head, M teachers, R rows of one teacher.
+Legend: N trained tokens of a microbatch, C those of a chunk, V rows of the head, M teachers, R rows of one teacher, S
+draws per token.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engines.logprobs import LmHead, token_scores
 from engines.one_pass import one_pass_loss
 from learner.config import LearnerConfig
+from learner.draws import uniforms
 from learner.importance import TOKEN_LOCAL, context_weights
 from learner.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
 from learner.objectives.distributions import DistributionFn, DistributionOptions
@@ -56,8 +59,8 @@ class Between(Protocol):
         """Its weights depend on the log-probs of the whole rollout."""
         ...
 
-    def read(self, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
-        """The items with what their payloads say. Raises UnreadableScores."""
+    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
+        """The items with what their payloads say; random numbers are those of `step`. Raises UnreadableScores."""
         ...
 
     def prepare(
@@ -72,7 +75,7 @@ class SampledOnly:
 
     needs_logprobs = False
 
-    def read(self, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
+    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
         return items
 
     def prepare(
@@ -92,12 +95,15 @@ class BetweenDistributions:
     """Ids that exist; rows of the head behind them are in neither distribution."""
     context_cap: float | None
     """None: w = 1."""
+    samples: int
+    """S; 0 where the divergence draws none."""
+    seed: int
 
     @property
     def needs_logprobs(self) -> bool:
         return self.context_cap is not None
 
-    def read(self, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
+    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
         ready: list[TrainItem] = []
         for train_item in items:
             trained = np.flatnonzero(train_item.train_mask_L)
@@ -109,8 +115,16 @@ class BetweenDistributions:
             except TopKError as error:
                 rollout_id = train_item.item.rollout_id
                 raise UnreadableScores(f"rollout {rollout_id!r}: {error}", [rollout_id]) from error
+            if self.samples:
+                top = {name: self._with_draws(rows, step, train_item, name, trained) for name, rows in top.items()}
             ready.append(replace(train_item, top=top))
         return ready
+
+    def _with_draws(
+        self, rows: TopRows, step: int, train_item: TrainItem, teacher: str, trained: npt.NDArray[np.int64]
+    ) -> TopRows:
+        rollout_id = train_item.item.rollout_id
+        return replace(rows, uniform_RS=uniforms(self.seed, step, rollout_id, teacher, trained, self.samples))
 
     def prepare(
         self, inputs: TokenInputs, top: Sequence[TopRows], student_N: Tensor | None, divisor: int
@@ -120,18 +134,22 @@ class BetweenDistributions:
         if self.context_cap is not None and student_N is not None:
             weight_N = weight_N * context_weights(inputs.ratios(student_N), self.context_cap).double()
         teachers = [_teacher(rows, device) for rows in top]
+        uniforms_M = [torch.from_numpy(rows.uniform_RS).to(device) for rows in top]
         for teacher in teachers:
             teacher.check(len(teacher.counts_T), self.vocab_tokens)
         rows_M = [routed_N.nonzero().squeeze(1) for routed_N in inputs.routed_MN]
 
         def parts(z_CV: Tensor, place: slice) -> list[ChunkPart]:
             found: list[ChunkPart] = []
-            for teacher, rows_R, coef in zip(teachers, rows_M, inputs.coef_M.tolist(), strict=True):
+            coefs = inputs.coef_M.tolist()
+            for teacher, uniform_RS, rows_R, coef in zip(teachers, uniforms_M, rows_M, coefs, strict=True):
                 first, last = (int((rows_R < end).sum()) for end in (place.start, place.stop))
+                if first == last:
+                    continue
                 own_R = rows_R[first:last]
                 student_RV = z_CV.index_select(0, own_R - place.start)[:, : self.vocab_tokens]
-                compared = teacher.compare(student_RV, slice(first, last), self.divergence, self.options)
-                divergence_R, grad_RV = compared
+                options = replace(self.options, uniform_CS=uniform_RS[first:last])
+                divergence_R, grad_RV = teacher.compare(student_RV, slice(first, last), self.divergence, options)
                 weight_R = (coef * weight_N[own_R]).to(z_CV.dtype)
                 grad_RV.mul_(weight_R[:, None])
                 found.append(ChunkPart(own_R - place.start, divergence_R, weight_R, grad_RV))
@@ -181,9 +199,9 @@ class StepLoss:
             return token_scores(head, hidden_NH, targets_N, chunk_tokens=self._chunk_tokens).logprobs_T
 
 
-def make_step_loss(config: LearnerConfig, *, vocab_tokens: int, rows: int) -> StepLoss:
-    """`rows` of the student's head. Raises ValueError for names that cannot be loaded, and for a divergence between
-    distributions where the head has fewer rows than there are tokens."""
+def make_step_loss(config: LearnerConfig, *, vocab_tokens: int, rows: int, seed: int) -> StepLoss:
+    """`rows` of the student's head; `seed` of the run. Raises ValueError for names that cannot be loaded, and
+    for a divergence between distributions where the head has fewer rows than there are tokens."""
     objective = make_objective(config)
     between: Between = SampledOnly()
     if divergence_group(config.divergence) is DISTRIBUTION_DIVERGENCES:
@@ -194,6 +212,8 @@ def make_step_loss(config: LearnerConfig, *, vocab_tokens: int, rows: int) -> St
             DistributionOptions(weight=config.mixed_weight, beta=config.jsd_beta),
             vocab_tokens,
             config.ratio_cap if config.context_weight == "truncated" else None,
+            config.samples if config.divergence == "multi_sample" else 0,
+            seed,
         )
     return StepLoss(objective, between, chunk_tokens=config.logprob_chunk_tokens)
 

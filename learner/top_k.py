@@ -1,12 +1,12 @@
 """Teachers' top-k sets of a batch: from the payloads of an item to padded rows, one per trained token and teacher.
 
-Legend: R rows (trained tokens of an item, or of a microbatch, that a teacher grades), K columns.
+Legend: R rows (trained tokens of an item, or of a microbatch, that a teacher grades), K columns, S draws per row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ class TopRows:
     logprobs_RK: npt.NDArray[np.float32]
     tail_R: npt.NDArray[np.float32]
     counts_R: npt.NDArray[np.int64]
+    uniform_RS: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+    """Random numbers of the rows (learner.draws), where tokens are drawn; else none."""
 
     @classmethod
     def of(cls, top: TopK, rows: npt.NDArray[np.int64]) -> TopRows:
@@ -50,7 +52,8 @@ class TopRows:
             start += n
         tails = [part.tail_R for part in parts] or [np.zeros(0, np.float32)]
         counts = [part.counts_R for part in parts] or [np.zeros(0, np.int64)]
-        return cls(ids_RK, logprobs_RK, np.concatenate(tails), np.concatenate(counts))
+        uniforms = [part.uniform_RS for part in parts] or [np.zeros((0, 0))]
+        return cls(ids_RK, logprobs_RK, np.concatenate(tails), np.concatenate(counts), np.concatenate(uniforms))
 
 
 def read_payloads(

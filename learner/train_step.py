@@ -70,11 +70,12 @@ class Trainer:
         total_steps: int,
         adapters: Adapters | None = None,
         vocab_tokens: int | None = None,
+        seed: int = 0,
     ) -> None:
         """`adapters`: put on `model` already; they alone are trained. `vocab_tokens`: ids that the tokenizer has, where
-        the model's embedding is padded past them. Raises ValueError: total_steps below 1, no trainable parameter,
-        parameters that are not float32 or float64 (AdamW's small updates vanish in bfloat16; use config.dtype for
-        bfloat16 products), names of the objective that cannot be loaded."""
+        the model's embedding is padded past them. `seed`: of the run, for what is drawn. Raises ValueError: total_steps
+        below 1, no trainable parameter, parameters that are not float32 or float64 (AdamW's small updates vanish in
+        bfloat16; use config.dtype for bfloat16 products), names of the objective that cannot be loaded."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -90,8 +91,8 @@ class Trainer:
         self.steps_done = 0
         rows = lm_head(model).weight_VH.shape[0]
         n_vocab = rows if vocab_tokens is None else vocab_tokens
-        self._loss = make_step_loss(config, vocab_tokens=n_vocab, rows=rows)
-        self._offline_loss = make_step_loss(offline_config(config), vocab_tokens=n_vocab, rows=rows)
+        self._loss = make_step_loss(config, vocab_tokens=n_vocab, rows=rows, seed=seed)
+        self._offline_loss = make_step_loss(offline_config(config), vocab_tokens=n_vocab, rows=rows, seed=seed)
         self._optimizer = make_adamw(model, config)
 
     @property
@@ -164,7 +165,7 @@ class Trainer:
     def _parts(self, items: Sequence[TrainItem], offline: Sequence[TrainItem]) -> list[_Part]:
         """The student's own items first. Raises EmptyBatchError and BatchError."""
         self._check_ids([*items, *offline])
-        items, offline = self._loss.read(items), self._offline_loss.read(offline)
+        items, offline = self._loss.read(items, self.steps_done), self._offline_loss.read(offline, self.steps_done)
         own = pack(items, self.config.pack_tokens)
         whole = batch_terms(items, self._loss.objective, offline)
         parts = [_Part(items, own, whole.part(slice(len(items))), self._loss)]

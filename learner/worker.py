@@ -202,7 +202,12 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     tokenizer = load_tokenizer(checkpoint or config.models.student)
     n_vocab = vocab_tokens(tokenizer.get_vocab())
     trainer = make_trainer(
-        config.models.student, learner, steps=config.steps, vocab_tokens=n_vocab, checkpoint=checkpoint
+        config.models.student,
+        learner,
+        steps=config.steps,
+        vocab_tokens=n_vocab,
+        seed=config.seed,
+        checkpoint=checkpoint,
     )
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:

@@ -10,7 +10,7 @@ which holds for every divergence, bucketed or not: all that follows in learner.o
 
 Buckets that are padding hold PADDING on both sides: their probability is exactly 0 and their log-ratio 0.
 
-Legend: C positions, B buckets, K tokens of the teacher's top-k set; p student, q teacher.
+Legend: C positions, B buckets, K tokens of the teacher's top-k set, S draws per position; p student, q teacher.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class DistributionOptions:
     """mixed: of the forward KL, in [0, 1]."""
     beta: float = 0.5
     """jsd: of the teacher in the mixture, in (0, 1)."""
+    uniform_CS: Tensor | None = None
+    """multi_sample: independent numbers in [0, 1) of these positions, one per draw."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.weight <= 1.0:
@@ -89,6 +91,26 @@ def jsd(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) ->
     slope_CB = student_CB.exp().mul_(student_CB - mixture_CB).mul_(1.0 - beta)
     from_teacher_C = (teacher_CB.exp() * (teacher_CB - mixture_CB)).sum(dim=1)
     return Bucketed(beta * from_teacher_C + slope_CB.sum(dim=1), slope_CB)
+
+
+def multi_sample(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Bucketed:
+    """Reverse KL from S tokens drawn at each position from the student: the mean of log p_b - log q_b over their
+    buckets b (a token that the teacher did not send is a draw of the tail). Slope: the same, each bucket with its share
+    of the draws, so that the gradient is mean (log p_b - log q_b) * grad log p_b. Value and gradient have those of
+    `reverse_kl` as their expectation, and 1/S of the variance of one draw.
+
+    No leave-one-out baseline: it takes the mean of the costs, KL, out of the variance, and brings in that of S - 1
+    draws, which is more where the two distributions are near each other. Raises ValueError without
+    `options.uniform_CS`."""
+    uniform_CS = options.uniform_CS
+    if uniform_CS is None or not uniform_CS.shape[1]:
+        raise ValueError("multi_sample has nothing to draw by; expected options.uniform_CS with a column per sample")
+    up_to_CB = student_CB.double().exp().cumsum(dim=1)
+    sought_CS = uniform_CS.double() * up_to_CB[:, -1:]  # which rounding leaves a little off 1
+    drawn_CS = torch.searchsorted(up_to_CB, sought_CS, right=True).clamp_(max=student_CB.shape[1] - 1)
+    draws_CB = torch.zeros_like(student_CB).scatter_add_(1, drawn_CS, torch.ones_like(sought_CS).to(student_CB.dtype))
+    slope_CB = draws_CB.div_(uniform_CS.shape[1]).mul_(student_CB - teacher_CB)
+    return Bucketed(slope_CB.sum(dim=1), slope_CB)
 
 
 def by_autograd(divergence: Callable[[Tensor, Tensor, DistributionOptions], Tensor]) -> DistributionFn:

@@ -38,7 +38,7 @@ DIVERGENCES = Group(
 DISTRIBUTION_DIVERGENCES = Group(
     "divergence",
     "stillhouse.distribution_divergences",
-    {name: f"{_HERE}.distributions:{name}" for name in ("forward_kl", "reverse_kl", "mixed", "jsd")},
+    {name: f"{_HERE}.distributions:{name}" for name in ("forward_kl", "reverse_kl", "mixed", "jsd", "multi_sample")},
 )
 """Between whole distributions: `learner.objectives.distributions.DistributionFn`. They share the key with the costs."""
 

@@ -8,7 +8,7 @@ The estimators are those of Schulman, "Approximating KL divergence" (2020). What
 give as a gradient: k3 estimates the REVERSE KL, and its gradient is the FORWARD KL's. `tests/learner/objectives`
 proves every line below by enumeration of a vocabulary. `seq_kd` is the exception: for tokens that the teacher sampled.
 
-Legend: N tokens, S samples per position, M teachers.
+Legend: N tokens, M teachers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,3 @@ def seq_kd(student: Tensor, teacher: Tensor) -> Tensor:
     for the student's own tokens, over which grad s has mean 0; where the TEACHER sampled the token, the expected
     gradient is that of the FORWARD KL(teacher || student)."""
     return -torch.ones_like(student + teacher)
-
-
-def multi_sample(student_SN: Tensor, teacher_SN: Tensor, cost: CostFn) -> Tensor:
-    """[N] surrogate whose gradient is the mean over S tokens drawn at one position of c(sg[s], q) * grad s.
-
-    `student_SN` carries the gradient; all S tokens of a position are drawn independently from the student and scored by
-    the teacher. The expectation is that of one sample, the variance 1/S of it."""
-    return (cost(student_SN.detach(), teacher_SN) * student_SN).mean(dim=0)

@@ -186,7 +186,7 @@ def test_adapters_without_the_package_that_makes_them_are_refused(monkeypatch: p
 
 
 def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> None:
-    for name in ("reverse_kl", "forward_kl", "mixed", "jsd"):
+    for name in ("reverse_kl", "forward_kl", "mixed", "jsd", "multi_sample"):
         (told,) = mistakes(learner={"divergence": name})
         assert told.startswith(
             f"learner.divergence: got {name!r} with teacher.top_k = 0, expected one above 0, e.g. 256"

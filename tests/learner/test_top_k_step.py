@@ -173,7 +173,13 @@ def test_gradient_equals_the_slow_reference(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"divergence": "reverse_kl"}, CASES["with rewards"][1], CASES["context weights"][1]]
+    "fields",
+    [
+        {"divergence": "reverse_kl"},
+        {"divergence": "multi_sample"},
+        CASES["with rewards"][1],
+        CASES["context weights"][1],
+    ],
 )
 @pytest.mark.parametrize("pack_tokens", [1, 9])
 def test_packing_and_order_do_not_change_the_gradient(
@@ -188,6 +194,61 @@ def test_packing_and_order_do_not_change_the_gradient(
     parts = step_gradients(trainer, items[::-1])
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, atol=1e-9, rtol=1e-6, msg=name)
+
+
+def test_draws_of_many_samples_have_the_gradient_of_the_reverse_kl(tiny_student: Student, make_item: Make) -> None:
+    """Of every teacher with its coefficient, at every trained token; the value too."""
+    items, fields = _items(make_item, k=6), {"coef": 0.5, "teacher_coefs": {"math": 2.0}}
+
+    def trained(**more: Any) -> tuple[dict[str, Tensor], float]:
+        model, config = tiny_student(dtype=torch.float64), _config(**fields, **more, logprob_chunk_tokens=5)
+        gradients = step_gradients(Trainer(model, config, total_steps=9, vocab_tokens=VOCAB), items)
+        again = Trainer(tiny_student(dtype=torch.float64), config, total_steps=9, vocab_tokens=VOCAB).step(items)
+        return gradients, again.divergence
+
+    exact, divergence = trained(divergence="reverse_kl")
+    few, _ = trained(divergence="multi_sample", samples=1)
+    many, estimate = trained(divergence="multi_sample", samples=20_000)
+    scale = max(float(gradient.abs().max()) for gradient in exact.values())
+    for name, gradient in exact.items():
+        torch.testing.assert_close(many[name], gradient, atol=0.03 * scale, rtol=0.0, msg=name)
+    assert max(float((few[name] - exact[name]).abs().max()) for name in exact) > 0.1 * scale
+    assert estimate == pytest.approx(divergence, rel=0.03)
+
+
+def test_draws_are_the_steps_own(tiny_student: Student, make_item: Make) -> None:
+    """The same after a resume, whatever was looked at in between, without one rollout of the batch; others in another
+    step, and in a run with another seed."""
+    items, config = _items(make_item, k=6), _config(divergence="multi_sample", samples=2)
+
+    def trainer(seed: int = 0) -> Trainer:
+        return Trainer(tiny_student(dtype=torch.float64), config, total_steps=9, vocab_tokens=VOCAB, seed=seed)
+
+    def difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+    undisturbed, looked_at, resumed = trainer(), trainer(), trainer()
+    first = undisturbed.gradient(items)
+    undisturbed.step(items)
+    looked_at.gradient(items[:2])
+    looked_at.step(items)
+    resumed.model.load_state_dict(looked_at.model.state_dict())
+    resumed.load_state_dict(looked_at.state_dict())
+    for one in (undisturbed, looked_at, resumed):
+        one.step(items)
+    for one, other, third in zip(*(t.model.parameters() for t in (undisturbed, looked_at, resumed)), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+    busy = [train_item for train_item in items if train_item.n_trained]
+    shares = [train_item.n_trained / sum(one.n_trained for one in busy) for train_item in busy]
+    added = [torch.zeros_like(gradient) for gradient in first]
+    for train_item, share in zip(busy, shares, strict=True):
+        for total, gradient in zip(added, trainer().gradient([train_item]), strict=True):
+            total += share * gradient
+    assert difference(added, first) < 1e-6  # one other draw is 1e-3
+    later = trainer()
+    later.skip()
+    for other in (later, trainer(seed=1)):
+        assert difference(first, other.gradient(items)) > 1e-3
 
 
 def test_steps_bring_the_student_to_the_teacher(tiny_student: Student, make_item: Make) -> None:
