@@ -88,6 +88,8 @@ def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdi
     mark = f"chaos-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
         disk = stack.enter_context(small_disk(run_dir, plan.disk_mib)) if plan.disk_mib else None
+        if disk is not None:
+            stack.callback(_rescue, run_dir)
         run, proxy = stack.enter_context(proxied_run(run_dir, _arguments(plan), mark))
         striker = Striker(run, proxy, disk)
         stack.callback(striker.heal)
@@ -99,8 +101,6 @@ def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdi
         hung = _await_end(plan, run, proxy, struck, say)
         verdict = _judge(plan, run, proxy, struck, missed, faults_s, time.monotonic() - began_s)
         verdict.complaints += hung
-        if disk is not None:
-            _rescue(run_dir)
     verdict.complaints += _leftovers(mark, run_dir, fds_before)
     return verdict
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 from typing import Final
 
@@ -13,10 +14,21 @@ from protocol.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refus
 
 ANSWER_S: Final = 1.5
 """A refusal is told once a second per connection; here each connection asks once."""
+PATIENCE_S: Final = 30.0
+"""How long a buffer that is just being started again may keep strangers waiting for any answer."""
 
 
 def knock(address: str, rng: Random) -> list[str]:
-    """One connection each; the codes of the refusals that came back. Nobody may be let in (AssertionError)."""
+    """The codes of the refusals that came back; strangers come again until there was one."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    codes: list[str] = []
+    while not codes and time.monotonic() < deadline_s:
+        codes = _knock_once(address, rng)
+    return codes
+
+
+def _knock_once(address: str, rng: Random) -> list[str]:
+    """One connection each. Nobody may be let in (AssertionError)."""
     codes: list[str] = []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
