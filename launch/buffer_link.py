@@ -40,11 +40,14 @@ class BufferLink:
         keys: ClientKeys | None = None,
         *,
         name: str = "launcher",
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """Connects; raises protocol errors when that fails. `run_id` empty: whichever run this is. `keys` None: not
         encrypted."""
         hello = Hello(role="launcher", name=name, incarnation=incarnation, run_id=run_id, vocab_fingerprint="")
-        self._client = Client(address, hello, keys=keys, connect_timeout_s=CONNECT_TIMEOUT_S)
+        self._client = Client(
+            address, hello, keys=keys, connect_timeout_s=connect_timeout_s, reconnect_timeout_s=CONNECT_TIMEOUT_S
+        )
         self.snapshot: Snapshot | None = None
         self.shutdown: Shutdown | None = None
         self.lost: str | None = None

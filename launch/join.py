@@ -1,7 +1,7 @@
 """`cluster.py join RUN`: more actors and teachers for a run that goes on, from this machine or another.
 
-Exit codes: 0 the run finished; 1 it failed, or this end did; 2 the command line or the machine does not fit the run
-(nothing was started); 128 + n stopped by signal n (130: Ctrl-C), the run goes on.
+Exit codes: 0 the run finished; 1 it failed (and did not come back in --wait-s), or this end did; 2 the command line or
+the machine does not fit the run (nothing was started); 128 + n stopped by signal n (130: Ctrl-C), the run goes on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -24,23 +26,24 @@ from launch.config_file import write_config
 from launch.config_tree import Key
 from launch.errors import ConfigError, LaunchError, interrupted, refuse
 from launch.join_config import Joining, check_joining
+from launch.join_link import check_names, close_on_error, connect
 from launch.join_status import JoinStatus, JoinSummary
 from launch.joiner import Joiner
+from launch.rejoin import account, same_run, wait_for_run
 from launch.run import log_to, preload_modules
 from launch.runfolder import write_atomic
-from launch.slots import worker_name
+from launch.signals import StopRequests
+from launch.slots import Ending
 from launch.target import Target, find_target
 from launch.words import split_words
 from launch.work_folder import WorkFolder
-from protocol.addresses import is_local
-from protocol.errors import ConnectTimeout, ProtocolError
-from protocol.keys import KEYS, load_client_keys
-from protocol.messages import Snapshot
+from protocol.keys import KEYS
 
-SNAPSHOT_WAIT_S: Final = 15.0
+LOOK_TIMEOUT_S: Final = 5.0
+"""How long the buffer may take to answer while it is only looked whether the run is back."""
 LONGEST_PREFIX: Final = 60
 USAGE: Final = """\
-usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--KEY VALUE ...]
+usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--wait-s S] [--KEY VALUE ...]
 
 More actors and teachers for a run that goes on. They leave with Ctrl-C, or when the run ends; what they were at goes to
 others. docs/cluster.md has the whole of it.
@@ -51,6 +54,8 @@ others. docs/cluster.md has the whole of it.
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
   --name-prefix NAME   the workers are called actor-NAME-0, ...; this machine's name and something random without it
+  --wait-s S           a run that breaks off is waited for, so many seconds each time, until --resume brings it back;
+                       0: leave with it [0]
   --keys FOLDER        keys of the run, where RUN is an address
   --config FILE        config.yaml of the run, where RUN is an address
   --dir DIR            for logs; joined/NAME in the run's folder without it
@@ -68,7 +73,16 @@ class JoinLine:
     config: Path | None
     dir: Path | None
     prefix: str
+    wait_s: float
     overrides: tuple[tuple[Key, str], ...]
+
+
+class Found(NamedTuple):
+    """A run that can be joined. `link` is open."""
+
+    target: Target
+    joining: Joining
+    link: BufferLink
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,11 +95,10 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         target = find_target(line.run, keys=line.keys, config=line.config)
         joining = check_joining(target, line.overrides, line.prefix)
-        link = connect(target, joining, line.prefix)
-        try:
-            return join(line, target, joining, link, began_s).exit_code
-        finally:
-            link.close()
+        link = connect(target, line.prefix)
+        with close_on_error(link):
+            check_names(link, joining, line.prefix)
+        return stay(line, Found(target, joining, link), began_s).exit_code
     except LaunchError as error:
         return refuse(error)
     except KeyboardInterrupt:
@@ -96,7 +109,7 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
     """None: help is wanted. Raises ConfigError."""
     words = split_words(
         arguments,
-        own=("keys", "config", "dir", "name_prefix"),
+        own=("keys", "config", "dir", "name_prefix", "wait_s"),
         switches=("help",),
         positional=1,
         aliases={**ALIASES, "pool": "teacher.pool"},
@@ -117,65 +130,67 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
         config=Path(own["config"]).expanduser() if "config" in own else None,
         dir=Path(own["dir"]).expanduser() if "dir" in own else None,
         prefix=prefix,
+        wait_s=_seconds(own.get("wait_s", "0")),
         overrides=words.overrides,
     )
 
 
-def connect(target: Target, joining: Joining, prefix: str) -> BufferLink:
-    """The joiner's own link, to a run that goes on and has none of our names yet. Raises LaunchError."""
-    name = f"joiner-{prefix}-{secrets.token_hex(2)}"
+def _seconds(text: str) -> float:
     try:
-        keys = load_client_keys(target.keys, "launcher") if target.keys is not None else None
-        run_id = target.run_id
-        if not run_id:  # asked on a link of its own: one without a run id would follow the address to another run
-            asking = BufferLink(target.address, "", secrets.token_hex(8), keys, name=f"{name}-asks")
-            run_id = asking.run_id
-            asking.close()
-        link = BufferLink(target.address, run_id, secrets.token_hex(8), keys, name=name)
-    except ConnectTimeout as error:
-        here = "; that address is this machine's own" if is_local(target.address) else ""
-        raise LaunchError(f"{error}{here}") from error
-    except ProtocolError as error:
-        raise LaunchError(f"{target.address}: {error}") from error
-    try:
-        _check_names(_first_snapshot(link), joining, prefix)
-    except LaunchError:
-        link.close()
-        raise
-    return link
+        wait_s = float(text)
+    except ValueError:
+        wait_s = -1.0
+    if wait_s < 0 or not isfinite(wait_s):
+        raise ConfigError(f"--wait-s: got {text!r}, expected 0 or more seconds")
+    return wait_s
 
 
-def _first_snapshot(link: BufferLink) -> Snapshot:
-    deadline_s = time.monotonic() + SNAPSHOT_WAIT_S
-    while link.snapshot is None and link.shutdown is None and link.lost is None and time.monotonic() < deadline_s:
-        link.ask(time.monotonic(), 1.0)
-        link.take()
-        time.sleep(0.01)
-    if link.shutdown is not None:
-        raise LaunchError(f"the run is over: {link.shutdown.reason}")
-    if link.snapshot is None:
-        raise LaunchError(f"the buffer tells nothing of the run ({link.lost or f'for {SNAPSHOT_WAIT_S:.0f} s'})")
-    return link.snapshot
+def stay(line: JoinLine, found: Found, began_s: float) -> JoinSummary:
+    """Join, stay until the end, and come back as often as the run does. Raises LaunchError when the folder cannot be
+    made."""
+    launch = found.joining.config.launch
+    status = JoinStatus(None if launch.status == "off" else launch.status_every_s, began_s)
+    stays: list[JoinSummary] = []
+    while True:
+        stays.append(last := join(line, found, status))
+        ending = Ending(last.ok, last.reason, last.exit_code)
+        if not last.broke_off or not line.wait_s:
+            break
+        status.say(f"the run has broken off; it is waited for, up to {line.wait_s:g} s, until --resume brings it back")
+        with StopRequests() as stops:
+            back = wait_for_run(partial(look, line, last.run_id), line.wait_s, stops)
+        if isinstance(back, Ending):
+            ending = back if back.ok else back._replace(reason=f"{ending.reason}; {back.reason}")
+            status.say(back.reason)
+            break
+        found = back
+    summary = account(stays, ending, time.monotonic() - began_s)
+    file = _folder(line, found.target) / "summary.json"
+    write_atomic(file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    for name, worker in summary.workers.items():
+        print(f"{name}: {worker.tokens:,} tokens, {worker.done:,} {'rollouts' if name[0] == 'a' else 'items'} done")
+    return summary
 
 
-def _check_names(snapshot: Snapshot, joining: Joining, prefix: str) -> None:
-    config = joining.config
-    names = {worker_name("actor", i, prefix) for i in range(config.actors)}
-    names |= {worker_name("teacher", i, prefix) for i in range(config.teachers)}
-    taken = sorted(peer.name for peer in snapshot.peers if peer.alive and peer.name in names)
-    if taken:
-        raise LaunchError(
-            f"--name-prefix: {', '.join(taken)} is in the run already; choose another prefix (or wait, if that one has "
-            f"just died: the buffer counts it as lost after buffer.peer_timeout_s)"
-        )
+def look(line: JoinLine, former_id: str) -> Found:
+    """The run of which `former_id` was a launch, when it is back. Raises LaunchError as `wait_for_run` wants it."""
+    target = find_target(line.run, keys=line.keys, config=line.config, wait_s=0.0)
+    link = connect(target, line.prefix, timeout_s=LOOK_TIMEOUT_S)
+    with close_on_error(link):
+        if not same_run(former_id, link.run_id):
+            raise LaunchError(f"{target.address}: another run listens there now, {link.run_id}")
+        joining = check_joining(target, line.overrides, line.prefix)
+        check_names(link, joining, line.prefix)
+    return Found(target, joining, link)
 
 
-def join(line: JoinLine, target: Target, joining: Joining, link: BufferLink, began_s: float) -> JoinSummary:
-    """Join, stay, leave. Raises LaunchError when the folder cannot be made."""
-    config = joining.config
-    folder = _open_folder(line.dir or target.home / line.prefix, target, joining, link.run_id)
+def join(line: JoinLine, found: Found, status: JoinStatus) -> JoinSummary:
+    """One stay; closes the link. Raises LaunchError when the folder cannot be made."""
+    target, joining, link = found
+    config, began_s = joining.config, time.monotonic()
+    with close_on_error(link):
+        folder = _open_folder(_folder(line, target), target, joining, link.run_id)
     log_to(folder.logs / "launcher.log")
-    status = JoinStatus(None if config.launch.status == "off" else config.launch.status_every_s, began_s)
     status.say(
         f"joining {target.name} at {target.address} with {config.actors} actors and {config.teachers} teachers, called "
         f"...-{line.prefix}-N; logs in {folder.logs}"
@@ -191,15 +206,14 @@ def join(line: JoinLine, target: Target, joining: Joining, link: BufferLink, beg
         preload=preload_modules(config, joining.model_types, learner=False, roles=joining.roles),
         servers=joining.servers,
     )
-    summary = joiner.run(target.name)
-    write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    for name, worker in summary.workers.items():
-        print(f"{name}: {worker.tokens:,} tokens, {worker.done:,} {'rollouts' if name[0] == 'a' else 'items'} done")
-    return summary
+    return joiner.run(target.name)
+
+
+def _folder(line: JoinLine, target: Target) -> Path:
+    return (line.dir or target.home / line.prefix).absolute()
 
 
 def _open_folder(path: Path, target: Target, joining: Joining, run_id: str) -> WorkFolder:
-    path = path.absolute()
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
         _point_to_keys(path / KEYS, target.keys)

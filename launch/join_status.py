@@ -88,6 +88,10 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     reason: str
     exit_code: int
+    broke_off: bool
+    """It was the run that ended otherwise than well, or was not to be reached; nobody asked us to leave."""
     wall_s: float
     ready_s: float | None
+    stays: int = 1
+    """1, and one more for each time that the run came back after it had broken off."""
     workers: dict[str, JoinedWorker]

@@ -68,9 +68,11 @@ class Joiner(Watch):
 
     def run(self, run_name: str) -> JoinSummary:
         """Start, watch, stop. Does not raise for what goes wrong: the summary says it."""
+        broke_off = False
         with self._signals:
             try:
                 self._start_and_watch()
+                broke_off = self._has_broken_off()
             except Exception as error:  # ours: said, logged, and the exit code tells
                 log.exception("the joining launcher failed")
                 self._end(False, f"the joining launcher failed: {error!r}", ExitCode.FAILED)
@@ -84,6 +86,7 @@ class Joiner(Watch):
             ok=self._ending.ok,
             reason=self._ending.reason,
             exit_code=self._ending.exit_code,
+            broke_off=broke_off and not self._signals.count,
             wall_s=time.monotonic() - self._began_s,
             ready_s=self._ready_s,
             workers={
@@ -108,7 +111,14 @@ class Joiner(Watch):
             self._until(lambda: False, None, str)
 
     def _may_restart(self, worker: Worker, code: int) -> bool:
-        return code not in (ExitCode.OK, ExitCode.USELESS)
+        return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.OTHER_RUN)
+
+    def _has_broken_off(self) -> bool:
+        """Once there is an ending, before our own link is closed: is it the run's, and not a good one?"""
+        assert self._ending is not None and self._link is not None
+        told = self._link.shutdown is not None or self._link.lost is not None
+        other_run = any(ExitCode.OTHER_RUN in worker.exit_codes for worker in self._crew.workers.values())
+        return not self._ending.ok and (told or other_run)
 
     def _end_without_word(self, now_s: float) -> None:
         """A worker was told that the run ended well; the link should have heard the same."""

@@ -41,6 +41,10 @@ HOW_TO_LISTEN: Final = (
 )
 
 
+class RunIsFinished(LaunchError):
+    """It ended well; there is nothing to join any more."""
+
+
 class JoinCard(msgspec.Struct, frozen=True, kw_only=True):
     """join.json of an exported folder."""
 
@@ -91,21 +95,31 @@ class Target:
         return list(dict.fromkeys(mistakes))
 
 
-def find_target(run: str, *, keys: Path | None = None, config: Path | None = None) -> Target:
-    """Raises LaunchError when there is no such run, it is over, or it cannot be reached from here."""
+def find_target(
+    run: str, *, keys: Path | None = None, config: Path | None = None, wait_s: float = ADDRESS_WAIT_S
+) -> Target:
+    """Waits for `wait_s` until the buffer of a run that is being started listens. Raises LaunchError when there is no
+    such run, it is over, or it cannot be reached from here."""
     if "://" in run:
         return _at_address(run, keys, config)
     folder = find_folder(run)
     keys = keys or (folder / KEYS if (folder / KEYS).is_dir() else None)
-    settings = read_plain(config or folder / "config.yaml")
+    settings_file = config or folder / "config.yaml"
     if (folder / JOIN_FILE).is_file():
         card = msgspec.json.decode((folder / JOIN_FILE).read_bytes(), type=JoinCard)
         told = Target(
-            name=card.name, address=card.address, run_id="", keys=keys, settings=settings, home=folder / JOINED
+            name=card.name,
+            address=card.address,
+            run_id="",
+            keys=keys,
+            settings=read_plain(settings_file),
+            home=folder / JOINED,
         )
     else:
         record = running_record(folder)
-        address = _address_from_here(listening_address(folder, record), record, build(RunConfig, settings))
+        address = listening_address(folder, record, wait_s)
+        settings = read_plain(settings_file)  # only now: who starts a run writes it before the buffer is started
+        address = _address_from_here(address, record, build(RunConfig, settings))
         told = Target(
             name=record.name,
             address=address,
@@ -135,7 +149,8 @@ def running_record(folder: Path) -> RunRecord:
         raise LaunchError(f"{folder} holds no run (no run.json in it)")
     if record.state != "running":
         code = "" if record.exit_code is None else f", exit code {record.exit_code}"
-        raise LaunchError(f"the run {record.name} is over ({record.state}{code}); go on with it by --resume first")
+        over = RunIsFinished if record.state == "finished" else LaunchError
+        raise over(f"the run {record.name} is over ({record.state}{code}); go on with it by --resume first")
     if record.host == platform.node() and not psutil.pid_exists(record.launcher_pid):
         raise LaunchError(
             f"the launcher of {record.name} (pid {record.launcher_pid}) is gone without having ended the run; go on "
@@ -144,9 +159,9 @@ def running_record(folder: Path) -> RunRecord:
     return record
 
 
-def listening_address(folder: Path, record: RunRecord) -> str:
+def listening_address(folder: Path, record: RunRecord, wait_s: float = ADDRESS_WAIT_S) -> str:
     """Where its buffer says that it listens; waits while it does not yet. Raises LaunchError."""
-    deadline_s = time.monotonic() + ADDRESS_WAIT_S
+    deadline_s = time.monotonic() + wait_s
     while (address := read_address(folder / "buffer.json", record.run_id)) is None:
         if time.monotonic() > deadline_s:
             raise LaunchError(f"the buffer of {record.name} does not listen yet; see {folder / 'logs'}")

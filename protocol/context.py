@@ -29,6 +29,8 @@ class ExitCode(IntEnum):
     """Starting again would end the same way (handshake refused, wrong model): the run stops at once."""
     SERVER_LOST = 5
     """The inference server of this worker is dead or stuck: the supervisor ends that server, and starts both again."""
+    OTHER_RUN = 6
+    """Another launch of the run, or another run, listens where this worker's buffer was: its own is over."""
     TERMINATED = 143
     """SIGTERM was obeyed."""
 

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.integration.joined import Join, Joined
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "--learner.lr=2e-4",
@@ -104,6 +106,20 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     yield start
     for launched in running:
         launched.kill()
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    """`join(run, prefix, *arguments)`. Ends what still runs."""
+    running: list[Joined] = []
+
+    def start(run: str | Path, prefix: str, *arguments: str) -> Joined:
+        running.append(Joined(run, prefix, tmp_path / f"joined-{prefix}", arguments))
+        return running[-1]
+
+    yield start
+    for joined in running:
+        joined.end()
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

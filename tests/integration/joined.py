@@ -50,8 +50,8 @@ class Joined:
                 raise AssertionError(f"{what} was not seen; the joiner said:\n{self.text()}\n{logs}")
             time.sleep(0.05)
 
-    def until_there(self) -> None:
-        self.until(lambda: "have joined after" in self.text(), f"{self.prefix} in the run")
+    def until_there(self, times: int = 1) -> None:
+        self.until(lambda: self.text().count("have joined after") >= times, f"{self.prefix} in the run")
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
@@ -60,6 +60,10 @@ class Joined:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(20)
+
+
+Join = Callable[..., Joined]
+"""`join(run, prefix, *arguments)`, the fixture."""
 
 
 class Onlooker:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import psutil
@@ -15,24 +15,9 @@ import pytest
 
 from protocol.keys import KEYS, make_keys
 from tests.integration.conftest import Launched, alive
-from tests.integration.joined import Joined, Onlooker
+from tests.integration.joined import Join, Onlooker
 
 Launch = Callable[..., Launched]
-Join = Callable[..., Joined]
-
-
-@pytest.fixture
-def join(tmp_path: Path) -> Iterator[Join]:
-    """`join(run, prefix, *arguments)`. Ends what still runs."""
-    running: list[Joined] = []
-
-    def start(run: str | Path, prefix: str, *arguments: str) -> Joined:
-        running.append(Joined(run, prefix, tmp_path / f"joined-{prefix}", arguments))
-        return running[-1]
-
-    yield start
-    for joined in running:
-        joined.end()
 
 
 @contextlib.contextmanager
