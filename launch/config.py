@@ -94,7 +94,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     goes on (launch/cluster.py join); 0: the run waits for them."""
     teachers: int = 1
     """Teacher processes that grade them. With teacher.urls: as many as there are urls; with pools: the sum of their
-    counts. More can join; 0: the run waits for them."""
+    counts. More can join; 0: the run waits for them, unless learner.coef = 0: then it needs none."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)

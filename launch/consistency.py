@@ -97,7 +97,7 @@ def _left_to_others(config: RunConfig) -> Iterator[str]:
     """What waits for workers that join."""
     if not config.actors:
         yield "actors: 0; nothing is written until some join (launch/cluster.py join RUN --actors N)"
-    if not config.teachers:
+    if not config.teachers and config.learner.tasks.routes:
         pools = " or ".join(config.learner.tasks.routes)
         yield f"teachers: 0; nothing is graded until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
 

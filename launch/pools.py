@@ -1,7 +1,7 @@
 """Teacher pools of a run: who serves which, with which model and settings. No torch.
 
-A run without `[pools]` has one, `teacher.pool`, of `teachers` teachers. Teachers are numbered through all pools, in the
-order of the configuration: teacher-0, teacher-1, ...
+A run without `[pools]` has one, `teacher.pool`, of `teachers` teachers; or none, where no task is for a teacher.
+Teachers are numbered through all pools, in the order of the configuration: teacher-0, teacher-1, ...
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class TeacherPool(NamedTuple):
 
 def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
     """All pools, in the order of the configuration."""
+    if needs_no_teacher(config):
+        return ()
     if not config.pools:
         return (TeacherPool(config.teacher.pool, "teacher", "models.teacher", 0, config),)
     found: list[TeacherPool] = []
@@ -45,6 +47,21 @@ def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
         found.append(TeacherPool(name, f"pools.{name}", model_key, first, own))
         first += pool.count
     return tuple(found)
+
+
+def needs_no_teacher(config: RunConfig) -> bool:
+    """Nobody is asked to grade anything: there is no teacher, and none is expected to join."""
+    return not config.teachers and not config.learner.tasks.routes
+
+
+def without_idle_routes(config: RunConfig) -> RunConfig:
+    """No task is for a teacher where there is none and grades would have no weight: what waited for one would wait for
+    ever. With a teacher grades are a metric."""
+    learner = config.learner
+    if config.teachers or learner.coef or any(learner.teacher_coefs.values()):
+        return config
+    tasks = replace(learner.tasks, routes={})
+    return replace(config, learner=replace(learner, tasks=tasks, teacher_coefs={}))
 
 
 def config_of(config: RunConfig, role: WorkerRole, index: int) -> RunConfig:

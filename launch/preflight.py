@@ -19,7 +19,7 @@ import builtin
 from launch.config import BUILTIN, RunConfig
 from launch.consistency import check_consistency
 from launch.errors import ConfigError
-from launch.pools import teacher_pools
+from launch.pools import teacher_pools, without_idle_routes
 from launch.server_plan import ServerPlan
 from launch.server_preflight import check_servers
 from launch.vocabularies import check_teachers
@@ -33,7 +33,8 @@ class Checked(NamedTuple):
     """What the launcher goes on with."""
 
     config: RunConfig
-    """`builtin` and hub names replaced by folders and files, so that 40 workers need not ask the hub again."""
+    """`builtin` and hub names replaced by folders and files, so that 40 workers need not ask the hub again; no routes
+    to teachers that there are not and that nothing needs."""
     model_types: tuple[str, ...]
     """Of student and teacher, as in their config.json."""
     warnings: tuple[str, ...] = ()
@@ -47,6 +48,7 @@ class Checked(NamedTuple):
 def check(config: RunConfig) -> Checked:
     """Raises ConfigError with all that is wrong."""
     mistakes: list[str] = []
+    config = without_idle_routes(config)
     named = {"models.student": config.models.student}
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
     folders: dict[str, Path] = {}

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 from launch import preflight
 from launch.command_line import CommandLine, parse_arguments, resolve_config
 from launch.config import RunConfig
-from launch.config_tree import Plain, merge
+from launch.config_tree import Plain, get, merge
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.preflight import replace
 from learner.record_format import RecordError, RecordHeader
@@ -171,8 +171,8 @@ def _base(header: RecordHeader) -> Plain:
     }
     recorded = header.config
     pools = cast(dict[str, Any], recorded.get("pools") or {})
-    if not pools:
-        here["teachers"] = 1
+    if not pools:  # the evaluations'
+        here["teachers"] = 0 if get(recorded, "learner.tasks.routes") == {} else 1
     here["pools"] = {name: {"engine": "torch", "urls": []} for name in pools}
     if pools:
         recorded = {name: value for name, value in recorded.items() if name != "teachers"}  # it is counted again

@@ -204,9 +204,10 @@ def _checkpoints(
 def _after_step(step: int, progress: ReplayProgress, config: RunConfig, stop: list[int]) -> None:
     figures = progress.last
     if figures is not None and step % max(1, min(20, config.steps // 10)) == 0:
+        kl = "" if figures.reverse_kl is None else f"reverse KL {figures.reverse_kl:.4f}, "
         _say(
-            f"step {step}/{config.steps}, epoch {progress.epoch}: loss {figures.loss:.4f}, reverse KL "
-            f"{figures.reverse_kl:.4f}, log-prob {figures.logprob:.4f}, gradient {figures.grad_norm:.3g}"
+            f"step {step}/{config.steps}, epoch {progress.epoch}: loss {figures.loss:.4f}, {kl}log-prob "
+            f"{figures.logprob:.4f}, gradient {figures.grad_norm:.3g}"
         )
     _raise_if_asked(stop)
 

@@ -22,7 +22,7 @@ from launch.command_line import help_text, parse_arguments, resolve_config
 from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import LaunchError, interrupted, refuse
-from launch.pools import teacher_pools
+from launch.pools import needs_no_teacher, teacher_pools
 from launch.recorded import check_recorded
 from launch.resume import check_resumed
 from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
@@ -125,8 +125,9 @@ def preload_modules(
 
 def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
     what = "going on with" if resume else "run"
+    teachers = "no teacher (rewards only)" if needs_no_teacher(config) else f"{config.teachers} teachers"
     return (
-        f"{what} {folder.record.name}: {config.steps} steps, {config.actors} actors, {config.teachers} teachers, "
+        f"{what} {folder.record.name}: {config.steps} steps, {config.actors} actors, {teachers}, "
         f"max staleness {config.buffer.max_staleness}; all of it in {folder.path}"
     )
 

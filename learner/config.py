@@ -75,7 +75,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ratio_cap."""
     coef: float = 1.0
     """Weight of the divergence against the rewards: A = A_reward - sum over its teachers of coef * cost. Between
-    distributions coef * divergence is added to the loss. 0: rewards only."""
+    distributions coef * divergence is added to the loss. 0: rewards only; with teachers = 0 nobody grades."""
     teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Teacher pool -> its own coef, instead of the common one."""
     domain_scale: DomainScale = "none"
@@ -203,6 +203,11 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.coef == 0.0 and not any(self.teacher_coefs.values()) and self.advantage == "none":
             raise ValueError(
                 "coef = 0 with advantage = 'none' leaves nothing to learn from; expected a coef above 0 or an advantage"
+            )
+        if not self.tasks.routes and self.advantage == "none":
+            raise ValueError(
+                "tasks.routes = {} with advantage = 'none' leaves nothing to learn from, for no teacher grades "
+                "anything; expected a pool in tasks.routes, or an advantage"
             )
 
     def _check_domain_scale(self) -> None:

@@ -371,16 +371,17 @@ class LearnerLoop:
         progress.tokens_trained += figures.tokens
         progress.tokens_trained_offline += figures.offline.tokens if figures.offline is not None else 0
         progress.last = figures
+        if figures.reverse_kl is None:
+            return  # no teacher has graded any of it
         if progress.reverse_kl_first is None:
             progress.reverse_kl_first = figures.reverse_kl
-            self._doubt_the_teacher(figures)
+            self._doubt_the_teacher(figures.logprob - figures.reverse_kl)
         progress.reverse_kl_last = figures.reverse_kl
 
-    def _doubt_the_teacher(self, figures: StepMetrics) -> None:
+    def _doubt_the_teacher(self, teacher_logprob: float) -> None:
         """A teacher on random weights finds every token about as likely as any other. It must be noticed."""
-        teacher_logprob = figures.logprob - figures.reverse_kl
         uniform_logprob = -math.log(lm_head(self._trainer.model).weight_VH.shape[0])
-        if figures.tokens_ungraded < figures.tokens and teacher_logprob < DOUBTFUL_SHARE * uniform_logprob:
+        if teacher_logprob < DOUBTFUL_SHARE * uniform_logprob:
             log.error(
                 "the teacher gives the student's tokens %.2f nats each, random weights would give %.2f: is it the "
                 "right checkpoint, fully loaded?",
@@ -401,8 +402,9 @@ class LearnerLoop:
             **total.gauges(),
         }
         if progress.last is not None:
-            gauges["reverse_kl"] = progress.last.reverse_kl
             gauges["loss"] = progress.last.loss
+            if progress.last.reverse_kl is not None:
+                gauges["reverse_kl"] = progress.last.reverse_kl
         for result in progress.evaluations[-1:]:
             if result.accuracy_greedy is not None:
                 gauges["eval_greedy"] = result.accuracy_greedy

@@ -75,11 +75,13 @@ class StepMetrics:
     """Items with a token to train and without a reward: no advantage comes from one."""
     microbatches: int
     loss: float
-    divergence: float
+    divergence: float | None
     """What is trained on, summed over a token's teachers without their coefficients, mean over the graded tokens: the
-    cost of the sampled tokens (k1: the same as reverse_kl), or the divergence between the distributions."""
-    reverse_kl: float
-    """sg[s] - q summed over a token's teachers, mean over the graded tokens; always under the current student."""
+    cost of the sampled tokens (k1: the same as reverse_kl), or the divergence between the distributions. None: no
+    token was graded."""
+    reverse_kl: float | None
+    """sg[s] - q summed over a token's teachers, mean over the graded tokens; always under the current student. None: no
+    token was graded."""
     ratio_mean: float
     """r = exp(s - mu); 1 in expectation whatever the staleness, so a drift tells of an engine that reports other
     log-probs than the learner computes."""
@@ -128,8 +130,8 @@ class StepMetrics:
             items_unrewarded=items_unrewarded,
             microbatches=microbatches,
             loss=sums.loss + offline_loss,
-            divergence=sums.divergence / sums.graded if sums.graded else 0.0,
-            reverse_kl=sums.reverse_kl / sums.graded if sums.graded else 0.0,
+            divergence=sums.divergence / sums.graded if sums.graded else None,
+            reverse_kl=sums.reverse_kl / sums.graded if sums.graded else None,
             ratio_mean=sums.ratio / n,
             ratio_max=sums.ratio_max,
             truncated_fraction=sums.cut / n,
@@ -145,7 +147,8 @@ class StepMetrics:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """For `MetricsWriter.step` and JSON; those of `offline` as `offline_<name>`."""
+        """For `MetricsWriter.step` and JSON; those of `offline` as `offline_<name>`. Without what is None."""
         figures = asdict(self)
         offline = figures.pop("offline") or {}
-        return {**figures, **{f"offline_{name}": value for name, value in offline.items()}}
+        figures |= {f"offline_{name}": value for name, value in offline.items()}
+        return {name: value for name, value in figures.items() if value is not None}

@@ -57,7 +57,7 @@ class TaskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     env: str = "single_turn"
     """Environment that runs the rollouts (`actors.envs`)."""
     routes: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"default": ()})
-    """Teacher pool -> tags of the tasks it grades; an empty list = all tasks."""
+    """Teacher pool -> tags of the tasks it grades; an empty list = all tasks. {} = nobody grades: rewards only."""
     eval_greedy: int = 64
     """Prompts answered greedily per evaluation (the first of the evaluation set); 0 = none."""
     eval_sampled: int = 64

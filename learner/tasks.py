@@ -229,7 +229,7 @@ class TaskStream:
         config, task_id = self._config, self._next_task_id
         self._next_task_id += 1
         teachers = config.teachers_for(record.tag)
-        if not teachers and record.tag not in self._unrouted_tags:
+        if not teachers and config.routes and record.tag not in self._unrouted_tags:
             self._unrouted_tags.add(record.tag)
             _log.warning(
                 "no teacher is routed to tag %r (routes: %s): such tasks get no scores", record.tag, config.routes

@@ -383,7 +383,7 @@ def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, s
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:
     """This learner's own part of the run (`learner.account`)."""
     progress, times = loop.progress, loop.clock.total()
-    teacher = teacher_accuracy(ctx.config.models.teacher)
+    teacher = teacher_accuracy(ctx.config.models.teacher) if ctx.config.learner.tasks.routes else None
     return {
         "steps": loop.version.step,
         "eval": [{name: getattr(result, name) for name in ACCOUNT_EVAL_FIELDS} for result in progress.evaluations],

@@ -9,6 +9,7 @@ import pytest
 
 from builtin.problems_file import write_problems
 from builtin.specialists import problem_sets
+from launch import replay
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
 
@@ -28,6 +29,30 @@ def run_recipe(launch: Launch, name: str, *more: str) -> Launched:
 @pytest.mark.parametrize("name", ["opd", "opd_grpo", "grpo"])
 def test_a_recipe_trains(launch: Launch, name: str) -> None:
     run_recipe(launch, name)
+
+
+def test_rewards_need_no_teacher(launch: Launch, tmp_path: Path) -> None:
+    """Nothing waits for grades, nothing says what only a teacher could; the recording of it is replayed so, too."""
+    record = tmp_path / "run.record"
+    run = launch(
+        *("--config", str(ROOT / "examples" / "recipes" / "grpo.toml"), "--steps=4", "--actors=1"),
+        *("--learner.eval_every=2", f"--record={record}", "--teacher=nowhere"),
+    )
+    assert run.wait() == 0, run.text()
+    summary = run.summary()
+    assert_balanced(summary)
+    assert "no teacher (rewards only)" in run.text() and "warning" not in run.text()
+    assert {worker["role"] for worker in summary["workers"].values()} == {"buffer", "learner", "actor"}
+    assert [point["step"] for point in summary["eval"]] == [0, 2, 4]
+    assert all(0 <= point["accuracy_sampled"] <= 1 and point["reverse_kl"] is None for point in summary["eval"])
+    assert summary["reverse_kl_last"] is None and summary["teacher_accuracy"] is None
+    assert "KL" not in run.text().partition("the run is over")[2]
+    assert len(run.steps()) == 4 and not {"train/reverse_kl", "train/divergence"} & run.steps()[-1].keys()
+
+    again = tmp_path / "again"
+    assert replay.main([str(record), f"--run-dir={again}", "--learner.eval_every=4"]) == 0
+    weights = Path("checkpoints") / "step_000004" / "model.safetensors"
+    assert (again / weights).read_bytes() == (run.run_dir / weights).read_bytes()
 
 
 def test_two_pools_grade_their_own_tags_in_the_shares_of_the_mix(launch: Launch, tmp_path: Path) -> None:

@@ -43,8 +43,10 @@ def test_a_pool_that_nothing_is_sent_to_and_a_route_to_nobody_are_both_told() ->
     assert mistakes(teacher={"pool": "math"}, learner={"tasks": {"routes": {"math": ["sums"]}}}) == []
     (told,) = mistakes(learner={"tasks": {"routes": {"default": [], "judge": []}}})
     assert "got pool 'judge', which no teacher serves" in told
-    (told,) = mistakes(learner={"tasks": {"routes": {}}})
+    whole = {"learner": {"tasks": {"routes": {}}, "advantage": "grpo"}, "buffer": {"release": "rollout"}}
+    (told,) = mistakes(**whole)
     assert "expected one of its pools: (none)" in told
+    assert check_consistency(build(RunConfig, {"teachers": 0, **whole}), builtin.STUDENT_DIR) == ([], [])
 
 
 def test_a_run_without_workers_waits_for_those_who_join_and_says_so() -> None:

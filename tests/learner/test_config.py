@@ -20,6 +20,7 @@ from learner.task_config import TaskConfig
         ({"coef": float("inf")}, "coef must be at least 0"),
         ({"coef": 0.0}, "leaves nothing to learn from"),
         ({"teacher_coefs": {"default": 0.0}, "coef": 0.0}, "leaves nothing to learn from"),
+        ({"tasks": TaskConfig(routes={})}, "tasks.routes = {} with advantage = 'none' leaves nothing to learn from"),
         ({"teacher_coefs": {"math": 1.0}}, "names the pool 'math'; expected one of tasks.routes: default"),
         ({"teacher_coefs": {"default": -1.0}}, "teacher_coefs.default must be at least 0"),
         ({"ratio_dual": 1.5}, "ratio_dual must be 0 .off. or above ratio_high = 2.0, got 1.5"),
