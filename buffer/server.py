@@ -15,10 +15,12 @@ the end, both written atomically; `journal/` until ledger.json is there.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -29,9 +31,10 @@ from buffer.image import release_hash
 from buffer.loop import BufferLoop, SigtermCount
 from buffer.recovery import Beginning, Started, start
 from protocol.context import ExitCode
-from protocol.errors import KeysUnusable, LocalProtocolError
+from protocol.errors import AddressUnusable
 from protocol.keys import KEYS, load_server_keys
 from protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
+from protocol.ports import lasting_ports
 from protocol.server import Server
 
 JOURNAL: Final = "journal"
@@ -113,24 +116,40 @@ def main(
 def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Started) -> Server:
     """A restored buffer listens where it did before, or its peers would not find it."""
     config = beginning.config
+
+    def listen(endpoint: str) -> Server:
+        return Server(
+            endpoint,
+            run_id=beginning.run_id,
+            vocab_fingerprint=beginning.vocab_fingerprint,
+            heartbeat_s=config.heartbeat_s,
+            peer_timeout_s=config.peer_timeout_s,
+            keys=load_server_keys(run_dir / KEYS) if config.encrypted else None,
+            restored=started.book,
+        )
+
     former = _former_address(run_dir, beginning.run_id) if started.book is not None else None
+    return _listen_anew(listen, bind or config.bind) if former is None else _listen_again(listen, former)
+
+
+def _listen_anew(listen: Callable[[str], Server], bind: str) -> Server:
+    """Where the port is ours to choose, one that will be free when this process is started again."""
+    host, _, port = bind.rpartition(":")
+    for chosen in lasting_ports() if port in ("0", "*") else ():
+        with contextlib.suppress(AddressUnusable):
+            return listen(f"{host}:{chosen}")
+    return listen(bind)
+
+
+def _listen_again(listen: Callable[[str], Server], former: str) -> Server:
+    """The process before this one may not be quite gone."""
     deadline_s = time.monotonic() + REBIND_S
     while True:
         try:
-            return Server(
-                former or bind or config.bind,
-                run_id=beginning.run_id,
-                vocab_fingerprint=beginning.vocab_fingerprint,
-                heartbeat_s=config.heartbeat_s,
-                peer_timeout_s=config.peer_timeout_s,
-                keys=load_server_keys(run_dir / KEYS) if config.encrypted else None,
-                restored=started.book,
-            )
-        except LocalProtocolError as error:
-            if former is None or isinstance(error, KeysUnusable):
-                raise
+            return listen(former)
+        except AddressUnusable as error:
             if time.monotonic() > deadline_s:
-                raise LocalProtocolError(
+                raise AddressUnusable(
                     f"{error}; the peers of this run look for the buffer there: end the process that holds the address"
                 ) from error
             time.sleep(0.1)

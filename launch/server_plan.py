@@ -205,11 +205,3 @@ def reachable_host(host: str) -> str:
 def url_of(host: str, port: int) -> str:
     host = reachable_host(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def free_port(host: str) -> int:
-    """A port of this address that nobody uses now. Raises OSError where the address is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

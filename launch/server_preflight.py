@@ -17,12 +17,12 @@ from launch.server_plan import (
     ServerGroup,
     ServerPlan,
     count,
-    free_port,
     launched_groups,
     plan_servers,
     server_config,
     with_server,
 )
+from protocol.ports import free_port
 
 HIGHEST_PORT: Final = 65535
 

@@ -17,9 +17,10 @@ from typing import Final, Literal, NamedTuple
 
 from launch.config import RunConfig
 from launch.restarts import RestartBudget
-from launch.server_plan import ServerPlan, free_port, reachable_host, server_environment, url_of
+from launch.server_plan import ServerPlan, reachable_host, server_environment, url_of
 from launch.servers import ZYGOTE_LOG, Exited, ServerProcesses, Started
 from launch.slots import said
+from protocol.ports import free_port
 from sglang_cpu.servers import answers
 
 PROBE_EVERY_S: Final = 0.2

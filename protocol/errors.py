@@ -4,6 +4,7 @@ ProtocolError
 ├── LocalProtocolError          our fault: a bug on this side of the wire
 │   ├── EncodeError                 message and arrays do not fit each other, or exceed the size limits
 │   ├── NotConnected                the client was used before `connect` or after `close`
+│   ├── AddressUnusable             nobody can listen at this address, or somebody does
 │   ├── KeysUnusable                the files with this process's keys are missing, broken, or open to others
 │   └── MessageRefused              the buffer refused a message that we sent after the handshake
 ├── RemoteProtocolError         the peer's fault: what it sent cannot be; carries a `Refused` code to answer with
@@ -62,6 +63,10 @@ class MessageRefused(LocalProtocolError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(_told(refused))
         self.refused = refused
+
+
+class AddressUnusable(LocalProtocolError):
+    """Nobody can listen there: not an address of this machine, or somebody listens already."""
 
 
 class KeysUnusable(LocalProtocolError):

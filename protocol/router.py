@@ -13,7 +13,7 @@ from protocol.checksum import CHECKSUM_BYTES
 from protocol.codec import Frame
 from protocol.connections import MAX_STRANGERS_UNREAD_BYTES, MAX_UNREAD_BYTES, ConnectionFault, Connections
 from protocol.encryption import Gatekeeper, encrypt_server, role_of
-from protocol.errors import LocalProtocolError
+from protocol.errors import AddressUnusable
 from protocol.keys import ServerKeys
 from protocol.messages import Role
 from protocol.ratelimit import RateLimitedLog
@@ -24,7 +24,7 @@ WAITING_MESSAGES: Final = 256
 
 
 class Router:
-    """Binds at once. Raises LocalProtocolError when it cannot. `keys` None: not encrypted, and everybody may come."""
+    """Binds at once. Raises AddressUnusable when it cannot. `keys` None: not encrypted, and everybody may come."""
 
     def __init__(
         self,
@@ -65,9 +65,7 @@ class Router:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self.close(linger_s=0.0)
-            raise LocalProtocolError(
-                f"cannot bind {bind}: {error}; expected a free address like tcp://HOST:0"
-            ) from error
+            raise AddressUnusable(f"cannot bind {bind}: {error}; expected a free address like tcp://HOST:0") from error
         self.address: Final = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     @property

@@ -28,6 +28,7 @@ from protocol import messages as m
 from protocol.client import Client
 from protocol.codec import Received
 from protocol.context import ExitCode
+from protocol.ports import outgoing_ports
 
 RUN, VOCAB = "run-1", "ab" * 32
 CONFIG = BufferConfig(heartbeat_s=0.1, peer_timeout_s=20.0, tick_s=0.01, max_staleness=0, batch_rollouts=2)
@@ -146,6 +147,8 @@ def test_the_address_file_names_process_and_run(in_thread: Future[int], connect:
     address = wait_for_address(tmp_path)
     told = msgspec.json.decode((tmp_path / "buffer.json").read_bytes(), type=BufferAddress)
     assert told == BufferAddress(address, os.getpid(), RUN)
+    low, high = outgoing_ports()
+    assert not low <= int(address.rpartition(":")[2]) <= high, "free again for whoever goes on after this process"
     end_run(connect("learner"))
     assert in_thread.result(WAIT_S) == ExitCode.OK
 

@@ -152,13 +152,6 @@ def running_proxy(
             shutil.rmtree(folder)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """One that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def wait_until_listening(host: str, port: int, timeout_s: float = PATIENCE_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while True:

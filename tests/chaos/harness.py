@@ -26,7 +26,8 @@ import psutil
 
 from buffer.server import BufferAddress
 from launch.runfolder import write_atomic
-from tests.chaos.commands import ROOT, Proxy, free_port, running_proxy
+from protocol.ports import free_port
+from tests.chaos.commands import ROOT, Proxy, running_proxy
 
 MARK: Final = "STILLHOUSE_CHAOS"
 """Environment variable that everything started here inherits; nothing is judged by its name."""

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 import builtin
-from launch.server_plan import ServerPlan, free_port
+from launch.server_plan import ServerPlan
 from launch.servers import Event, Exited, ServerProcesses, Started
+from protocol.ports import free_port
 from sglang_cpu.servers import DEFAULT_PYTHON, SERVER_ARGS, answers, server_environment
 
 pytestmark = [

@@ -13,7 +13,7 @@ import zmq
 
 from protocol import messages as m
 from protocol.codec import Received, decode, encode
-from protocol.errors import LocalProtocolError
+from protocol.errors import AddressUnusable
 from protocol.server import POLL_MESSAGES, Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sockets import new_socket, receive_frames, send_frames
 
@@ -506,5 +506,5 @@ def test_behind_a_damaged_message_nothing_is_read_until_a_new_connection(server:
 
 
 def test_an_address_in_use_is_told(make_server: MakeServer, server: Server) -> None:
-    with pytest.raises(LocalProtocolError, match="cannot bind"):
+    with pytest.raises(AddressUnusable, match="cannot bind"):
         make_server(server.address)
