@@ -128,14 +128,13 @@ class Run:
         self.until(said(STARTS, starts), "a buffer that starts", READY_S)
         self.process.send_signal(signal.SIGSTOP)
         try:
-            own = self.run_dir / "buffer.json"
-            self.until(
-                lambda: own.exists() and json.loads(own.read_bytes())["run_id"] != former, "buffer.json", READY_S
-            )
+            self.until(lambda: self._told_by not in ("", former), "the buffer's own buffer.json", READY_S)
+            own = (self.run_dir / "buffer.json").read_bytes()
             name_proxy(self, proxy.address, former)
         finally:
             self.process.send_signal(signal.SIGCONT)
         self.until(said(LAUNCHER_HERE, here), "the launcher at the buffer", READY_S)
+        write_atomic(self.run_dir / "buffer.json", own)  # a buffer that is started again listens where it says
         if not proxy.look().connections.get("launcher"):
             return False
         self.until(lambda: self.text.count(READY) > ready, "all workers to be ready again", READY_S)
