@@ -60,11 +60,16 @@ class Started(NamedTuple):
     journal: Journal | None
 
 
-def start(folder: Path, beginning: Beginning) -> Started:
+def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Started:
     """Restore what `folder` holds of this run, or begin there. A journal of another run (the folder was resumed from a
-    checkpoint since) is removed. Raises JournalError."""
+    checkpoint since) is removed. `goes_on`: a buffer of this run was there before, so that to begin would be to forget
+    what peers were told, and to give out the same numbers again. Raises JournalError."""
     config = beginning.config
     if not config.journal:
+        if goes_on:
+            raise JournalError(
+                "a buffer of this run has died, and buffer.journal is false; resume the run from its last checkpoint"
+            )
         return Started(beginning.core(), None, None, None)
     try:
         _forget_other_run(folder, beginning.run_id)
@@ -73,6 +78,11 @@ def start(folder: Path, beginning: Beginning) -> Started:
             found = journal.store.meta()
             if found is not None:
                 return _restored(journal, _beginning(found, folder), beginning, folder)
+            if goes_on:
+                raise JournalError(
+                    f"the journal is gone: a buffer of this run has died, and {folder} holds nothing of it; resume the "
+                    "run from its last checkpoint"
+                )
             journal.store.begin(msgspec.msgpack.encode(beginning))
             return Started(beginning.core(), None, None, journal)
         except BaseException:

@@ -87,7 +87,7 @@ def main(
     ended = _ended_before(run_dir, run_id)
     if ended is not None:
         return exit_code(ended, terminated=False)
-    started = start(run_dir / JOURNAL, beginning)
+    started = start(run_dir / JOURNAL, beginning, goes_on=_former_address(run_dir, run_id) is not None)
     server = None
     try:
         server = _listen(bind, run_dir, beginning, started)

@@ -111,14 +111,14 @@ class Joiner(Watch):
             self._until(lambda: False, None, str)
 
     def _may_restart(self, worker: Worker, code: int) -> bool:
-        return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.OTHER_RUN)
+        return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.RUN_LOST)
 
     def _has_broken_off(self) -> bool:
         """Once there is an ending, before our own link is closed: is it the run's, and not a good one?"""
         assert self._ending is not None and self._link is not None
         told = self._link.shutdown is not None or self._link.lost is not None
-        other_run = any(ExitCode.OTHER_RUN in worker.exit_codes for worker in self._crew.workers.values())
-        return not self._ending.ok and (told or other_run)
+        run_lost = any(ExitCode.RUN_LOST in worker.exit_codes for worker in self._crew.workers.values())
+        return not self._ending.ok and (told or run_lost)
 
     def _end_without_word(self, now_s: float) -> None:
         """A worker was told that the run ended well; the link should have heard the same."""

@@ -122,7 +122,7 @@ def run_role(start: StartRole, config: RunConfig) -> NoReturn:
             code = stop.code if isinstance(stop.code, int) else ExitCode.FAILED
             log.info("%s was asked to leave, exit code %d", start.name, code)
         except HandshakeRefused as error:
-            code = ExitCode.OTHER_RUN if error.refused.code == "run_id" else ExitCode.USELESS
+            code = ExitCode.RUN_LOST if error.refused.code in ("run_id", "peer_ahead") else ExitCode.USELESS
             log.exception("the buffer refused %s; starting it again would not help", start.name)
         except BaseException:
             log.exception("%s failed", start.name)

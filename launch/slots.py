@@ -84,6 +84,6 @@ def said(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     if code == ExitCode.SERVER_LOST:
         return "found its inference server dead or stuck"
-    if code == ExitCode.OTHER_RUN:
-        return "found another launch of the run, or another run, at the buffer's address"
+    if code == ExitCode.RUN_LOST:
+        return "found another buffer than the one it knew"
     return f"ended with exit code {code}"

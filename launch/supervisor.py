@@ -134,7 +134,7 @@ class Supervisor(Watch):
     # ------------------------------------------------------------------------------------------------- watching
 
     def _may_restart(self, worker: Worker, code: int) -> bool:
-        if worker.role not in self._restartable or code in (ExitCode.USELESS, ExitCode.OTHER_RUN):
+        if worker.role not in self._restartable or code in (ExitCode.USELESS, ExitCode.RUN_LOST):
             return False
         match worker.role:
             case "buffer":

@@ -29,8 +29,9 @@ class ExitCode(IntEnum):
     """Starting again would end the same way (handshake refused, wrong model): the run stops at once."""
     SERVER_LOST = 5
     """The inference server of this worker is dead or stuck: the supervisor ends that server, and starts both again."""
-    OTHER_RUN = 6
-    """Another launch of the run, or another run, listens where this worker's buffer was: its own is over."""
+    RUN_LOST = 6
+    """The buffer is not the one that this worker knew: another launch of the run, another run, or it has lost its
+    journal. What this worker was part of is over."""
     TERMINATED = 143
     """SIGTERM was obeyed."""
 

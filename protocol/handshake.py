@@ -83,6 +83,9 @@ class Doorkeeper:
         if known is not None and hello.incarnation in known and hello.incarnation != known[-1]:
             message = f"another process has become {peer}; give each process its own name"
             return Refused("duplicate_name", message, hello.incarnation, "a new incarnation")
+        strange = known is None or hello.incarnation not in known
+        if strange and hello.received_total and len(self._admitted) < REMEMBERED_PEERS:
+            return ahead_of_journal(hello, 0)
         return None
 
 
@@ -91,11 +94,11 @@ def wrong_version(version: int) -> Refused:
 
 
 def ahead_of_journal(hello: Hello, known_total: int) -> Refused:
-    """The peer has messages that the restored buffer does not know it sent: what they said would be done again, and
-    numbers (rollouts, leases, batches) given out twice. The session stays as it is, for who says so may be lying: it
-    ends by silence, or with the peer's next incarnation."""
+    """The peer has messages that this buffer does not know it sent, or was never met here at all (`known_total` 0):
+    what they said would be done again, and numbers (rollouts, leases, batches) given out twice. The session stays as it
+    is, for who says so may be lying: it ends by silence, or with the peer's next incarnation."""
     message = (
         "the buffer came back from a journal that could not be written when it died (disk full or unwritable; or the "
-        "power failed, with buffer.journal_sync=process); resume the run from its last checkpoint"
+        "power failed, with buffer.journal_sync=process), or without one; resume the run from its last checkpoint"
     )
     return Refused("peer_ahead", message, f"{hello.received_total} messages received", f"at most {known_total}")

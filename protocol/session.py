@@ -35,7 +35,7 @@ class Session:
         self.restored = False
         """It was another process of the buffer that spoke to it, and it has not been heard since."""
         self.last_heard_s = now_s
-        # Messages before the first Hello to us were another server's: numbering goes on where the peer stands.
+        # Of a peer that was counted as lost, and comes back: numbering goes on where it stands.
         self._confirmed_total = hello.received_total
         self._log: deque[list[Frame]] = deque()
         self._log_bytes = 0

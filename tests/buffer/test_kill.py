@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import pytest
 
 from bench.synthetic_run import RUN, VOCAB, WAIT_S, BufferProcess, Shape, SyntheticRun
 from buffer.config import BufferConfig
+from buffer.recovery import JournalError
+from buffer.server import main
 from protocol import messages as m
 from protocol.client import Client
 from protocol.errors import HandshakeRefused
@@ -69,6 +72,24 @@ def test_a_buffer_killed_after_the_end_says_how_the_run_ended_however_often_it_i
         actor.close("done")
     finally:
         process.close()
+
+
+@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_buffer_whose_journal_is_gone_does_not_begin_anew(tmp_path: Path, folder: bool, journal: bool) -> None:
+    config = BufferConfig(journal=journal)
+    process = BufferProcess(config, tmp_path)
+    try:
+        process.start()
+        process.kill()
+    finally:
+        process.close()
+    shutil.rmtree(tmp_path / "journal", ignore_errors=True)
+    if folder:
+        (tmp_path / "journal").mkdir()
+    for _ in range(2):
+        with pytest.raises(JournalError, match="resume the run from its last checkpoint"):
+            main(config=config, run_id=RUN, run_dir=tmp_path)
 
 
 def connected(address: str, role: m.Role) -> Client:

@@ -364,8 +364,12 @@ def test_a_peer_that_goes_on_with_a_connection_it_had_replaced_is_told_to_say_he
 
 
 def test_heartbeats_confirm_what_need_not_be_kept(server: Server, connect: MakePeer) -> None:
+    lost = connect()
+    lost.greet()
+    lost.send(m.Goodbye("it was counted as lost, with seven messages"))
+    events_until_one(server)
     peer = connect()
-    peer.greet(received_total=7)  # seven messages of the buffer that ran before this one
+    peer.greet(received_total=7)
     for n in range(3):
         server.send("actor", "actor-0", m.CancelRollout(f"r{n}", "x"))
     assert server.unconfirmed("actor", "actor-0") == 3
@@ -375,6 +379,18 @@ def test_heartbeats_confirm_what_need_not_be_kept(server: Server, connect: MakeP
     peer.read_n(4)
     peer.send(m.Heartbeat(None, {}, 99))
     assert peer.refused().code == "malformed"
+
+
+def test_who_has_messages_of_a_buffer_that_this_one_knows_nothing_of_is_refused(
+    server: Server, connect: MakePeer
+) -> None:
+    """It would go on with numbers of leases and batches that are given out anew here."""
+    peer = connect()
+    peer.send(msgspec.structs.replace(HELLO, received_total=7))
+    refused = peer.refused()
+    assert (refused.code, refused.got, refused.expected) == ("peer_ahead", "7 messages received", "at most 0")
+    assert server.peers == () and server.refused == {"peer_ahead": 1}
+    assert [type(event) for event in connect().greet(incarnation="its next process")] == [PeerUp]
 
 
 def test_an_impossible_count_in_a_hello_starts_anew(server: Server, connect: MakePeer) -> None:
