@@ -50,8 +50,9 @@ class Joined:
                 raise AssertionError(f"{what} was not seen; the joiner said:\n{self.text()}\n{logs}")
             time.sleep(0.05)
 
-    def until_there(self, times: int = 1) -> None:
-        self.until(lambda: self.text().count("have joined after") >= times, f"{self.prefix} in the run")
+    def until_there(self, times: int = 1, timeout_s: float = 90.0) -> None:
+        told = "have joined after"
+        self.until(lambda: self.text().count(told) >= times, f"{self.prefix} in the run", timeout_s)
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
