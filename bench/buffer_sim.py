@@ -21,6 +21,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -76,8 +77,16 @@ def random_world(rng: Random, check_every: int) -> World:
 
 
 def _work_quietly() -> None:
-    """Ctrl-C is the parent's."""
+    """Ctrl-C is the parent's; when that is gone, whatever ended it, nobody wants what is done here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
 def chapter(seed: str, events: int, check_every: int) -> Counter[str]:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
 import pytest
 
 from bench import buffer_sim
@@ -33,3 +41,25 @@ def test_a_run_is_repeated_by_its_seed() -> None:
 
 def test_the_chapters_are_the_same_in_several_processes() -> None:
     assert buffer_sim.run(6_000, 8, 1000, jobs=2) == buffer_sim.run(6_000, 8, 1000)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_its_processes_end_with_it(signum: signal.Signals) -> None:
+    command = [sys.executable, str(Path(buffer_sim.__file__)), "--events", "100000000", "--jobs", "2"]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    family: list[psutil.Process] = []
+    try:
+        deadline_s = time.monotonic() + 60
+        while sum("spawn_main" in " ".join(process.cmdline()) for process in family) < 2:
+            assert time.monotonic() < deadline_s and parent.poll() is None, "two processes work"
+            family = psutil.Process(parent.pid).children(recursive=True)
+            time.sleep(0.05)
+        parent.send_signal(signum)
+        assert parent.wait(60) == -signum
+        _, left = psutil.wait_procs(family, timeout=60)
+        assert not left
+    finally:
+        for process in (parent, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        parent.wait()
