@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.chaos.commands import free_port
+from protocol.ports import free_port
 from tests.integration.conftest import Launched, alive
 from tests.integration.joined import Join
 
