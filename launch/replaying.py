@@ -28,6 +28,7 @@ from launch.local_evaluation import LocalEvaluator
 from launch.runfolder import CHECKPOINTS, RunFolder, write_atomic
 from learner.checkpoint import LearnerState, save_checkpoint
 from learner.compare import compare
+from learner.eval_figures import describe
 from learner.evaluation import Evaluation, EvaluationResult, render_eval_set
 from learner.make_trainer import make_trainer
 from learner.metrics import MetricsWriter
@@ -46,6 +47,8 @@ from protocol.messages import WeightVersion
 log = logging.getLogger(__name__)
 
 SUMMARY_FILE: Final = "replay.json"
+EVAL_FIELDS: Final = ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl", "n_greedy", "n_sampled", "tags")
+"""Of each EvaluationResult, what it carries."""
 
 
 class StopAsked(Exception):
@@ -174,9 +177,9 @@ def _evaluations(
         version = WeightVersion(0, step)
         evaluation = Evaluation(tasks, rendered.prompts, tokenizer, version=version, seed=config.seed)
         result = evaluator.run(evaluation, version, trainer.weights())
-        figures = {"greedy": result.accuracy_greedy, "sampled": result.accuracy_sampled, "KL": result.reverse_kl}
-        told = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
-        _say(f"evaluation at step {step}: {told or 'nothing could be measured'}")
+        _say(f"evaluation at step {step}: {describe(result)}")
+        for tag, figures in result.tags.items():
+            _say(f"  {tag}: {describe(figures)}")
         return result
 
     return evaluate
@@ -270,10 +273,7 @@ def _end(
         "wall_s": time.monotonic() - began_s,
         "reverse_kl_first": progress.reverse_kl_first,
         "reverse_kl_last": progress.last.reverse_kl if progress.last is not None else None,
-        "eval": [
-            {name: getattr(result, name) for name in ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl")}
-            for result in progress.evaluations
-        ],
+        "eval": [{name: getattr(result, name) for name in EVAL_FIELDS} for result in progress.evaluations],
     }
     write_atomic(folder.path / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(account), indent=2) + b"\n")
     folder.finish("finished" if code == 0 else "interrupted" if code > 128 else "failed", code)

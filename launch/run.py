@@ -29,7 +29,8 @@ from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, 
 from launch.runfolder import RunFolder, RunState, choose_path
 from launch.server_plan import ServerPlan
 from launch.status import make_status
-from launch.summary import Summary, print_summary, write_summary
+from launch.summary import Summary, write_summary
+from launch.summary_table import print_summary
 from launch.supervisor import Supervisor
 from protocol.context import WorkerRole
 

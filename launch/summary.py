@@ -1,4 +1,4 @@
-"""What is left of a run: summary.json in the run folder, and the table that the user sees at the end.
+"""What is left of a run: summary.json in the run folder. launch.summary_table shows it.
 
 Inputs: the supervisor's Outcome; ledger.json, the final Snapshot that the buffer writes; learner.json, the learner's
 own account. Each may be missing (a worker may be killed at any moment): the last snapshot that the launcher saw stands
@@ -8,17 +8,13 @@ in for the ledger, and the summary says so.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from launch.config import RunConfig
-from launch.figures import clock, learner_stats, staleness
+from launch.figures import learner_stats, staleness
 from launch.guests import guests
 from launch.runfolder import RunFolder, newest_checkpoint, write_atomic
 from launch.slots import Ending, Outcome
@@ -28,6 +24,16 @@ UNBALANCED_EXIT_CODE = 3
 NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
 log = logging.getLogger(__name__)
 StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+class TagPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation, of the tasks with one tag."""
+
+    accuracy_greedy: float | None = None
+    accuracy_sampled: float | None = None
+    reverse_kl: float | None = None
+    n_greedy: int = 0
+    n_sampled: int = 0
 
 
 class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +50,8 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts of both kinds that were asked for and not received when the learner stopped waiting."""
     failed: int | None = None
     """Rollouts of both kinds that the buffer gave up."""
+    tags: dict[str, TagPoint] = {}
+    """By tag, where the tasks of the evaluation have more than one."""
 
 
 class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,110 +295,3 @@ def _servers(outcome: Outcome) -> dict[str, ServerAccount]:
         )
         for name, end in outcome.servers.items()
     }
-
-
-def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
-    """The table at the end."""
-    console = console or Console(width=None if sys.stdout.isatty() else 160)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in _rows(summary, folder):
-        grid.add_row(label, text)
-    console.print()
-    console.print(grid)
-    if not summary.tokens.balanced:
-        console.print(unbalanced_report(summary), style="bold red", markup=False)
-
-
-def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
-    yield "run", f"{summary.name}: {'finished' if summary.ok else 'FAILED'}, {summary.reason}"
-    first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
-    if first is not None and last is not None:
-        for kind in ("sampled", "greedy"):
-            before, after = getattr(first, f"accuracy_{kind}"), getattr(last, f"accuracy_{kind}")
-            if before is not None and after is not None:
-                yield (
-                    f"student accuracy, {kind}",
-                    f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}",
-                )
-    for point in dict.fromkeys(point for point in (first, last) if point is not None):
-        if lacking := lacking_text(point):
-            yield "evaluation incomplete", lacking
-    if summary.teacher_accuracy is not None:
-        yield "teacher accuracy, sampled", f"{summary.teacher_accuracy:.3f}"
-    kl_first = summary.reverse_kl_first if first is None or first.reverse_kl is None else first.reverse_kl
-    kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
-    if kl_first is not None and kl_last is not None:
-        yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
-    ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
-    yield "steps, time", f"{summary.steps} optimizer steps in {clock(summary.wall_s)}, {ready}"
-    yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
-    tokens = summary.tokens
-    yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
-    if summary.tokens_trained_offline:
-        yield "of the teacher's text", f"{summary.tokens_trained_offline:,} trained besides"
-    source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
-    yield "ledger", ("balanced" if tokens.balanced else "NOT BALANCED") + source[summary.ledger.source]
-    yield (
-        "staleness",
-        (
-            f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}, bound {summary.staleness.bound} "
-            "optimizer steps"
-        ),
-    )
-    if told := joined_text(summary):
-        yield "joined", told
-    restarts = sum(worker.restarts for worker in summary.workers.values())
-    of_servers = sum(server.restarts for server in summary.servers.values())
-    if restarts or of_servers:
-        yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
-    yield "checkpoint", summary.checkpoint or "none"
-    yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
-    yield "all of it", str(folder.path)
-
-
-def joined_text(summary: Summary) -> str:
-    """What those did that joined; empty without any."""
-    told: list[str] = []
-    for role, did in (("actor", "written"), ("teacher", "graded")):
-        workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
-        if workers:
-            tokens = sum(worker.tokens for worker in workers)
-            told.append(f"{len(workers)} {role}{'s' if len(workers) > 1 else ''} ({tokens:,} tokens {did})")
-    return ", ".join(told)
-
-
-def lacking_text(point: EvalPoint) -> str:
-    """What the accuracies of this evaluation leave out; empty when they are of all rollouts that were asked for."""
-    lacking = {"missing": point.missing or 0, "failed": point.failed or 0}
-    if not any(lacking.values()):
-        return ""
-    why = ", ".join(f"{n} {name}" for name, n in lacking.items() if n)
-    asked = (point.n_greedy or 0) + (point.n_sampled or 0) + sum(lacking.values())
-    return (
-        f"step {point.step}: the figures are of {point.n_greedy or 0} greedy and {point.n_sampled or 0} sampled "
-        f"rollouts, {asked} were asked for ({why})"
-    )
-
-
-def counts_text(counts: TokenCounts | LedgerCounts) -> str:
-    """The right-hand side of the ledger's equation, zero terms left out but `trained`."""
-    terms = [f"{counts.trained:,} trained"]
-    terms += [f"{n:,} masked ({reason})" for reason, n in counts.masked.items() if n]
-    terms += [f"{n:,} dropped ({reason})" for reason, n in counts.dropped.items() if n]
-    terms += [f"{n:,} {name}" for name, n in (("waiting", counts.waiting), ("in flight", counts.in_flight)) if n]
-    return " + ".join(terms)
-
-
-def unbalanced_report(summary: Summary) -> str:
-    """Which unit is off, and by how much."""
-    ledger = summary.ledger
-    told = ["THE LEDGER DOES NOT BALANCE: something was lost or counted twice; please report it with the run folder."]
-    units = {"tokens": summary.tokens, "rollouts": ledger.rollouts, "segments": ledger.segments}
-    for unit, counts in {**units, "eval_tokens": ledger.eval_tokens}.items():
-        gone = counts.trained + sum(counts.masked.values()) + sum(counts.dropped.values())
-        off = counts.accepted - gone - counts.waiting - counts.in_flight
-        if off:
-            told.append(f"  {unit}: {counts.accepted:,} accepted, but {counts_text(counts)}: off by {off:+,}")
-    return "\n".join(told)

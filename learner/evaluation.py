@@ -7,7 +7,7 @@ One evaluation has two halves, each known to the buffer by its own eval id:
 loop offers `tasks()`, repeats `wanted()` until `done`, and hands every EvalResult to `add`.
 
 The same prompt has the same seed in every evaluation of a run, which takes part of the sampling noise out of the
-difference between two of them. Suffix N: tokens of one rollout; K: teachers.
+difference between two of them. Suffix N: tokens of one rollout.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
 from engines.tokenizer import TokenizerError
+from learner.eval_figures import EvalRollout, TagFigures, accuracy, figures_by_tag, mean, ratio, reverse_kl
 from learner.privileged import NONE, teacher_prompt
 from learner.records import DataError, PromptRecord
 from learner.rendering import render
 from learner.task_config import MAX_EVAL_PROMPTS, TaskConfig
 from learner.tasks import TaskOffer, derive_seed
-from protocol.messages import BatchItem, EvalResult, EvalWanted, Sampling, Task, WeightVersion
+from protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVersion
 
 Half: TypeAlias = Literal["greedy", "sampled"]
 HALVES: tuple[Half, ...] = ("greedy", "sampled")
@@ -81,6 +82,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     version_mean_step: float | None
     """Mean over its tokens of the step of the weights that sampled them."""
     samples: tuple[EvalSample, ...] = ()
+    tags: dict[str, TagFigures] = {}
+    """By tag, where the tasks have more than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class Evaluation:
             for eval_id, half in self._half_of.items()
         }
         self._task_of = {offer.task.task_id: offer.task for offers in self._offers.values() for offer in offers}
-        self._received: dict[str, dict[int, _Rollout]] = {eval_id: {} for eval_id in self._offers}
+        self._received: dict[str, dict[int, EvalRollout]] = {eval_id: {} for eval_id in self._offers}
         self._failed = dict.fromkeys(self._offers, 0)
         self._duplicates = 0
 
@@ -205,7 +208,7 @@ class Evaluation:
             if item.task_id in received:
                 self._duplicates += 1
             else:
-                received[item.task_id] = _Rollout.of(item, arrays[4 * i : 4 * i + 4])
+                received[item.task_id] = EvalRollout.of(item, arrays[4 * i : 4 * i + 4])
         self._failed[result.eval_id] = max(self._failed[result.eval_id], result.failed)
 
     def result(self) -> EvaluationResult:
@@ -215,13 +218,13 @@ class Evaluation:
         failed = sum(self._failed.values())
         return EvaluationResult(
             step=self._version.step,
-            accuracy_greedy=_accuracy(greedy),
-            accuracy_sampled=_accuracy(sampled),
-            reward_greedy=_mean([r.reward for r in greedy if r.reward is not None]),
-            reward_sampled=_mean([r.reward for r in sampled if r.reward is not None]),
-            reverse_kl=_reverse_kl(sampled),
-            mean_length_greedy=_mean([len(r.behaviour_N) for r in greedy]),
-            mean_length_sampled=_mean([len(r.behaviour_N) for r in sampled]),
+            accuracy_greedy=accuracy(greedy),
+            accuracy_sampled=accuracy(sampled),
+            reward_greedy=mean([r.reward for r in greedy if r.reward is not None]),
+            reward_sampled=mean([r.reward for r in sampled if r.reward is not None]),
+            reverse_kl=reverse_kl(sampled),
+            mean_length_greedy=mean([len(r.behaviour_N) for r in greedy]),
+            mean_length_sampled=mean([len(r.behaviour_N) for r in sampled]),
             n_greedy=len(greedy),
             n_sampled=len(sampled),
             ungraded=sum(r.reward is None for r in both),
@@ -229,8 +232,9 @@ class Evaluation:
             missing=max(0, len(self._task_of) - len(both) - failed),
             duplicates=self._duplicates,
             version_min=min((r.version_min for r in both if r.version_min is not None), default=None),
-            version_mean_step=_ratio(sum(r.version_steps for r in both), sum(r.version_tokens for r in both)),
+            version_mean_step=ratio(sum(r.version_steps for r in both), sum(r.version_tokens for r in both)),
             samples=self._samples(),
+            tags=figures_by_tag((task.tag for task in self._task_of.values()), greedy, sampled),
         )
 
     def _offer(self, eval_id: str, i: int, prompt: EvalPrompt, seed: int) -> TaskOffer:
@@ -285,56 +289,3 @@ class Evaluation:
 
     def _text(self, ids_N: npt.NDArray[np.int32]) -> str:
         return str(self._tokenizer.decode(ids_N.tolist(), skip_special_tokens=False))
-
-
-@dataclass(frozen=True, slots=True)
-class _Rollout:
-    """What the figures need of one rollout."""
-
-    rollout_id: str
-    reward: float | None
-    finish_reason: str | None
-    ids_N: npt.NDArray[np.int32]
-    behaviour_N: npt.NDArray[np.float64]
-    """Of the sampled tokens only, as `teacher_KN`."""
-    teacher_KN: npt.NDArray[np.float64]
-    version_min: WeightVersion | None
-    version_tokens: int
-    version_steps: int
-    """Sum over sampled tokens of their version's step."""
-
-    @classmethod
-    def of(cls, item: BatchItem, frames: Sequence[np.ndarray]) -> _Rollout:
-        ids_N, behaviour_N, mask_N, teacher_KN = frames
-        sampled_N = mask_N.astype(bool)
-        # Spans may include tokens that were not sampled.
-        tokens = [int(sampled_N[span.start : span.end].sum()) for span in item.spans]
-        return cls(
-            rollout_id=item.rollout_id,
-            reward=item.reward,
-            finish_reason=item.finish_reason,
-            ids_N=ids_N.copy(),  # the frame belongs to a whole message: do not keep that alive
-            behaviour_N=behaviour_N[sampled_N].astype(np.float64),
-            teacher_KN=teacher_KN[:, sampled_N].astype(np.float64),
-            version_min=min((s.version for s, n in zip(item.spans, tokens, strict=True) if n), default=None),
-            version_tokens=sum(tokens),
-            version_steps=sum(n * span.version.step for n, span in zip(tokens, item.spans, strict=True)),
-        )
-
-
-def _accuracy(rollouts: Sequence[_Rollout]) -> float | None:
-    return _mean([float(r.reward >= 0.5) for r in rollouts if r.reward is not None])
-
-
-def _reverse_kl(rollouts: Sequence[_Rollout]) -> float | None:
-    scored = [r for r in rollouts if len(r.teacher_KN)]
-    total = sum(float(np.sum(r.behaviour_N - r.teacher_KN.mean(axis=0))) for r in scored)
-    return _ratio(total, sum(len(r.behaviour_N) for r in scored))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return _ratio(sum(values), len(values))
-
-
-def _ratio(total: float, n: int) -> float | None:
-    return total / n if n else None

@@ -28,6 +28,7 @@ from engines.logprobs import lm_head
 from learner.config import LearnerConfig
 from learner.ema import StudentEma
 from learner.eval_desk import EvalDesk
+from learner.eval_figures import describe
 from learner.evaluation import EvaluationResult
 from learner.finite_step import Outcome, finite_step
 from learner.inbox import Delivered, Inbox, RunStopped
@@ -272,13 +273,9 @@ class LearnerLoop:
     def _on_evaluation(self, result: EvaluationResult) -> None:
         self._metrics.evaluation(result)
         self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # they are in a file
-        log.info(
-            "evaluation at step %d: greedy %s, sampled %s, reverse KL %s",
-            result.step,
-            result.accuracy_greedy,
-            result.accuracy_sampled,
-            result.reverse_kl,
-        )
+        log.info("evaluation at step %d: %s", result.step, describe(result))
+        for tag, figures in result.tags.items():
+            log.info("evaluation at step %d, %s: %s", result.step, tag, describe(figures))
 
     def _checkpoint(self, batch_id: int) -> OSError | None:
         """Model, optimizer, stream and ledger of one and the same step. Returns why it could not be written: training

@@ -110,11 +110,11 @@ class MetricsWriter:
         return self._record("step", step, scalars, extra, _histogram("staleness/tokens", staleness))
 
     def evaluation(self, result: EvaluationResult) -> Row:
-        """Record one evaluation, and its samples as text; returns its line. What could not be measured is
-        null in the line and left out of TensorBoard."""
-        figures = {
-            name: value for name, value in msgspec.to_builtins(result).items() if name not in ("step", "samples")
-        }
+        """Record one evaluation, and its samples as text; returns its line. Figures of a tag are `eval/<tag>/<name>`.
+        What could not be measured is null in the line and left out of TensorBoard."""
+        plain = msgspec.to_builtins(result)
+        figures = {name: value for name, value in plain.items() if name not in ("step", "samples", "tags")}
+        figures |= {f"{tag}/{name}": value for tag, own in plain["tags"].items() for name, value in own.items()}
         version_min = result.version_min
         figures["version_min"] = None if version_min is None else version_min.step
         lines = [_json_line({"step": result.step, **msgspec.to_builtins(sample)}) for sample in result.samples]

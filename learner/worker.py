@@ -72,6 +72,7 @@ ACCOUNT_EVAL_FIELDS: Final = (
     "n_sampled",
     "missing",
     "failed",
+    "tags",
 )
 """Of each EvaluationResult, what the account carries (`launch.summary.EvalPoint`)."""
 FLUSH_TIMEOUT_S: Final = 5.0

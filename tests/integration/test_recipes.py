@@ -57,13 +57,22 @@ def test_rewards_need_no_teacher(launch: Launch, tmp_path: Path) -> None:
 
 def test_two_pools_grade_their_own_tags_in_the_shares_of_the_mix(launch: Launch, tmp_path: Path) -> None:
     train, evaluation, _ = problem_sets()
-    for name, problems in (("train", train), ("eval", evaluation)):
+    half = len(evaluation) // 2
+    mixed = [problem for pair in zip(evaluation[:half], evaluation[half:], strict=True) for problem in pair]
+    for name, problems in (("train", train), ("eval", mixed)):
         write_problems(tmp_path / f"{name}.jsonl", problems)
     run = run_recipe(
         launch,
         "specialists",
         *("--student=builtin", "--pools.multipliers.model=builtin"),
         *(f"--prompts={tmp_path / 'train.jsonl'}", f"--eval-prompts={tmp_path / 'eval.jsonl'}"),
+        "--learner.eval_every=3",
     )
+    for point in run.summary()["eval"]:
+        tags = point["tags"]
+        assert tags.keys() == {"addition", "multiplication"}
+        assert sum(own["n_sampled"] for own in tags.values()) == point["n_sampled"] == 8
+        assert all(0 <= own["accuracy_sampled"] <= 1 and own["reverse_kl"] > 0 for own in tags.values())
+    assert "of multiplication" in run.text()
     workers = run.summary()["workers"]
     assert workers["teacher-0"]["tokens"] > 0 and workers["teacher-1"]["tokens"] > 0

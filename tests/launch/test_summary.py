@@ -15,7 +15,8 @@ from launch.config import RunConfig
 from launch.config_tree import build
 from launch.runfolder import CHECKPOINTS, RunFolder
 from launch.slots import Ending, Outcome
-from launch.summary import EvalPoint, Summary, print_summary, write_summary
+from launch.summary import EvalPoint, Summary, write_summary
+from launch.summary_table import print_summary
 from learner.evaluation import EvaluationResult
 from learner.worker import ACCOUNT_EVAL_FIELDS
 from protocol.messages import Ledger, LedgerCounts, PeerView, Snapshot, WeightVersion
@@ -110,10 +111,24 @@ def test_the_promised_fields_are_there(folder: RunFolder) -> None:
         "balanced": True,
     }
     assert summary["staleness"] == {"max": 2, "mean": 40 / 60, "bound": 4}
-    assert summary["eval"] == ACCOUNT["eval"]
+    assert summary["eval"] == [{**point, "tags": {}} for point in ACCOUNT["eval"]]
     assert summary["learner"] == ACCOUNT["learner"]
     assert (summary["actors"], summary["teachers"], summary["versions_published"]) == (3, 2, 13)
     assert (summary["ok"], summary["exit_code"], summary["reason"]) == (True, 0, "all steps are made")
+
+
+def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None:
+    def point(step: int, sampled: float, reverse_kl: float | None) -> dict[str, Any]:
+        figures = {"accuracy_greedy": None, "accuracy_sampled": sampled, "reverse_kl": reverse_kl}
+        return {"step": step, "tags": {"sums": {**figures, "n_greedy": 0, "n_sampled": 32}}}
+
+    points = [point(0, 0.25, 0.5), point(12, 0.75, 0.125)]
+    points[1]["tags"]["new"] = {"accuracy_sampled": None, "n_sampled": 0}
+    leave(folder, snapshot(), {**ACCOUNT, "eval": points})
+    shown = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert written(folder)["eval"][0]["tags"] == points[0]["tags"]
+    assert "of sums sampled (of 32) 0.250 -> 0.750, reverse KL 0.500 -> 0.125" in shown
+    assert "of new nothing could be measured" in shown
 
 
 def test_a_resumed_run_keeps_the_evaluations_of_the_launches_before(folder: RunFolder) -> None:

@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engines.tokenizer import TokenizerError
+from learner.eval_figures import TagFigures, describe
 from learner.evaluation import (
     EvalPrompt,
     Evaluation,
@@ -125,6 +126,41 @@ def test_fewer_prompts_than_asked_for_or_none_at_all(small_tokenizer: PreTrained
 
 
 # ------------------------------------------------------------------------------------------------ figures
+
+
+def test_figures_by_tag_are_those_of_an_evaluation_of_the_tag_alone(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Tags with their own teachers, or none, and one of which nothing came back; a tag alone is not told twice."""
+    config = TaskConfig(eval_greedy=3, eval_sampled=7, routes={"one": ("sums",), "two": ("sums", "lost")})
+    tags = ["sums", "", "sums", "", "", "sums", "lost"]
+    mixed = [EvalPrompt(p.ids, tag, p.ground_truth) for p, tag in zip(prompts(7), tags, strict=True)]
+    rewards, kls, lengths = (
+        [1.0, 0.0, 0.0, None, 1.0, 1.0, 1.0],
+        [0.5, 0.0, 0.2, 0.0, 0.0, 0.1, 0.0],
+        [1, 2, 3, 4, 1, 2, 3],
+    )
+
+    def answered(tag: str | None) -> EvaluationResult:
+        evaluation = Evaluation(config, mixed, small_tokenizer, version=V40, seed=1)
+        for eval_id in evaluation.eval_ids:
+            for i, task in enumerate(tasks_of(evaluation, eval_id)):
+                if task.tag != "lost" and tag in (None, task.tag):
+                    send(evaluation, eval_id, answer(task, reward=rewards[i], kl=kls[i], n=lengths[i]))
+        return evaluation.result()
+
+    whole = answered(None)
+    assert list(whole.tags) == ["(untagged)", "lost", "sums"]
+    for name, tag in (("sums", "sums"), ("(untagged)", "")):
+        alone = msgspec.to_builtins(answered(tag))
+        assert {field: alone[field] for field in TagFigures.__struct_fields__} == msgspec.to_builtins(whole.tags[name])
+    sums, untagged = whole.tags["sums"], whole.tags["(untagged)"]
+    assert (sums.n_greedy, sums.n_sampled, sums.accuracy_sampled) == (2, 3, pytest.approx(2 / 3))
+    assert sums.reverse_kl == pytest.approx((1 * 0.5 + 3 * 0.2 + 2 * 0.1) / 6, abs=1e-6)
+    assert (untagged.accuracy_sampled, untagged.reverse_kl, untagged.n_sampled) == (0.5, None, 3)
+    assert whole.tags["lost"] == TagFigures(None, None, None, 0, 0)
+    assert describe(untagged) == "greedy 0.000 (of 1), sampled 0.500 (of 3)"
+    assert describe(whole.tags["lost"]) == "nothing could be measured"
+    one = Evaluation(config, mixed[:1], small_tokenizer, version=V40, seed=1)
+    assert finish(one).tags == {}
 
 
 def test_the_figures_of_a_whole_evaluation(evaluation: Evaluation) -> None:

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from learner.eval_figures import TagFigures
 from learner.evaluation import EvalSample, EvaluationResult
 from learner.metrics import MetricsWriter, read_metrics
 from learner.rates import TokenRates
@@ -90,6 +92,20 @@ def events(folder: Path) -> EventAccumulator:
 
 def scalar_series(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events(folder).Scalars(tag)]
+
+
+def test_figures_of_tags_are_written_beside_those_of_all(tmp_path: Path) -> None:
+    tags = {"sums": TagFigures(0.5, 0.25, 0.4, 2, 4), "style": TagFigures(None, 0.75, None, 0, 4)}
+    with MetricsWriter(tmp_path) as writer:
+        row = writer.evaluation(evaluation(3, tags=tags))
+        writer.evaluation(evaluation(6))
+    assert row["eval/accuracy_sampled"] == 0.5 and "eval/tags" not in row
+    told = {name: row[f"eval/sums/{name}"] for name in TagFigures.__struct_fields__}
+    assert told == msgspec.to_builtins(tags["sums"])
+    assert scalar_series(tmp_path, "eval/sums/reverse_kl") == [(3, pytest.approx(0.4))]
+    assert row["eval/style/reverse_kl"] is None
+    with pytest.raises(KeyError):
+        scalar_series(tmp_path, "eval/style/reverse_kl")
 
 
 # ------------------------------------------------------------------------------------------------ what a step writes

@@ -1,0 +1,139 @@
+"""The table that the user sees at the end of a run, from summary.json."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.figures import clock
+from launch.runfolder import RunFolder
+from launch.summary import EvalPoint, Summary, TagPoint, TokenCounts
+from protocol.messages import LedgerCounts
+
+
+def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
+    """The table at the end."""
+    console = console or Console(width=None if sys.stdout.isatty() else 160)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in _rows(summary, folder):
+        grid.add_row(label, text)
+    console.print()
+    console.print(grid)
+    if not summary.tokens.balanced:
+        console.print(unbalanced_report(summary), style="bold red", markup=False)
+
+
+def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
+    yield "run", f"{summary.name}: {'finished' if summary.ok else 'FAILED'}, {summary.reason}"
+    first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
+    if first is not None and last is not None:
+        for kind in ("sampled", "greedy"):
+            before, after = getattr(first, f"accuracy_{kind}"), getattr(last, f"accuracy_{kind}")
+            if before is not None and after is not None:
+                yield (
+                    f"student accuracy, {kind}",
+                    f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}",
+                )
+        yield from _tag_rows(first, last)
+    for point in summary.eval[:1] + summary.eval[1:][-1:]:
+        if lacking := lacking_text(point):
+            yield "evaluation incomplete", lacking
+    if summary.teacher_accuracy is not None:
+        yield "teacher accuracy, sampled", f"{summary.teacher_accuracy:.3f}"
+    kl_first = summary.reverse_kl_first if first is None or first.reverse_kl is None else first.reverse_kl
+    kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
+    if kl_first is not None and kl_last is not None:
+        yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
+    ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
+    yield "steps, time", f"{summary.steps} optimizer steps in {clock(summary.wall_s)}, {ready}"
+    yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
+    tokens = summary.tokens
+    yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
+    if summary.tokens_trained_offline:
+        yield "of the teacher's text", f"{summary.tokens_trained_offline:,} trained besides"
+    source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
+    yield "ledger", ("balanced" if tokens.balanced else "NOT BALANCED") + source[summary.ledger.source]
+    yield (
+        "staleness",
+        (
+            f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}, bound {summary.staleness.bound} "
+            "optimizer steps"
+        ),
+    )
+    if told := joined_text(summary):
+        yield "joined", told
+    restarts = sum(worker.restarts for worker in summary.workers.values())
+    of_servers = sum(server.restarts for server in summary.servers.values())
+    if restarts or of_servers:
+        yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
+    yield "checkpoint", summary.checkpoint or "none"
+    yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
+    yield "all of it", str(folder.path)
+
+
+def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
+    """One per tag of the last evaluation: what it was at first, what it is now, and of how many rollouts."""
+    for tag, now in last.tags.items():
+        was = first.tags.get(tag, TagPoint())
+        figures = {
+            f"sampled (of {now.n_sampled})": (was.accuracy_sampled, now.accuracy_sampled),
+            f"greedy (of {now.n_greedy})": (was.accuracy_greedy, now.accuracy_greedy),
+            "reverse KL": (was.reverse_kl, now.reverse_kl),
+        }
+        told = [
+            f"{name} {'?' if before is None else f'{before:.3f}'} -> {after:.3f}"
+            for name, (before, after) in figures.items()
+            if after is not None
+        ]
+        yield f"of {tag}", ", ".join(told) or "nothing could be measured"
+
+
+def joined_text(summary: Summary) -> str:
+    """What those did that joined; empty without any."""
+    told: list[str] = []
+    for role, did in (("actor", "written"), ("teacher", "graded")):
+        workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
+        if workers:
+            tokens = sum(worker.tokens for worker in workers)
+            told.append(f"{len(workers)} {role}{'s' if len(workers) > 1 else ''} ({tokens:,} tokens {did})")
+    return ", ".join(told)
+
+
+def lacking_text(point: EvalPoint) -> str:
+    """What the accuracies of this evaluation leave out; empty when they are of all rollouts that were asked for."""
+    lacking = {"missing": point.missing or 0, "failed": point.failed or 0}
+    if not any(lacking.values()):
+        return ""
+    why = ", ".join(f"{n} {name}" for name, n in lacking.items() if n)
+    asked = (point.n_greedy or 0) + (point.n_sampled or 0) + sum(lacking.values())
+    return (
+        f"step {point.step}: the figures are of {point.n_greedy or 0} greedy and {point.n_sampled or 0} sampled "
+        f"rollouts, {asked} were asked for ({why})"
+    )
+
+
+def counts_text(counts: TokenCounts | LedgerCounts) -> str:
+    """The right-hand side of the ledger's equation, zero terms left out but `trained`."""
+    terms = [f"{counts.trained:,} trained"]
+    terms += [f"{n:,} masked ({reason})" for reason, n in counts.masked.items() if n]
+    terms += [f"{n:,} dropped ({reason})" for reason, n in counts.dropped.items() if n]
+    terms += [f"{n:,} {name}" for name, n in (("waiting", counts.waiting), ("in flight", counts.in_flight)) if n]
+    return " + ".join(terms)
+
+
+def unbalanced_report(summary: Summary) -> str:
+    """Which unit is off, and by how much."""
+    ledger = summary.ledger
+    told = ["THE LEDGER DOES NOT BALANCE: something was lost or counted twice; please report it with the run folder."]
+    units = {"tokens": summary.tokens, "rollouts": ledger.rollouts, "segments": ledger.segments}
+    for unit, counts in {**units, "eval_tokens": ledger.eval_tokens}.items():
+        gone = counts.trained + sum(counts.masked.values()) + sum(counts.dropped.values())
+        off = counts.accepted - gone - counts.waiting - counts.in_flight
+        if off:
+            told.append(f"  {unit}: {counts.accepted:,} accepted, but {counts_text(counts)}: off by {off:+,}")
+    return "\n".join(told)

@@ -1,0 +1,129 @@
+"""Figures of evaluation rollouts, of all of them or of those with one tag. No sockets, no torch.
+
+Suffix N: tokens of one rollout; K: teachers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import BatchItem, WeightVersion
+
+UNTAGGED: Final = "(untagged)"
+"""Stands for the empty tag where tags are names."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRollout:
+    """What the figures need of one rollout."""
+
+    rollout_id: str
+    tag: str
+    reward: float | None
+    finish_reason: str | None
+    ids_N: npt.NDArray[np.int32]
+    behaviour_N: npt.NDArray[np.float64]
+    """Of the sampled tokens only, as `teacher_KN`."""
+    teacher_KN: npt.NDArray[np.float64]
+    version_min: WeightVersion | None
+    version_tokens: int
+    version_steps: int
+    """Sum over sampled tokens of their version's step."""
+
+    @classmethod
+    def of(cls, item: BatchItem, frames: Sequence[np.ndarray]) -> EvalRollout:
+        ids_N, behaviour_N, mask_N, teacher_KN = frames
+        sampled_N = mask_N.astype(bool)
+        # Spans may include tokens that were not sampled.
+        tokens = [int(sampled_N[span.start : span.end].sum()) for span in item.spans]
+        return cls(
+            rollout_id=item.rollout_id,
+            tag=item.tag,
+            reward=item.reward,
+            finish_reason=item.finish_reason,
+            ids_N=ids_N.copy(),  # the frame belongs to a whole message: do not keep that alive
+            behaviour_N=behaviour_N[sampled_N].astype(np.float64),
+            teacher_KN=teacher_KN[:, sampled_N].astype(np.float64),
+            version_min=min((s.version for s, n in zip(item.spans, tokens, strict=True) if n), default=None),
+            version_tokens=sum(tokens),
+            version_steps=sum(n * span.version.step for n, span in zip(tokens, item.spans, strict=True)),
+        )
+
+
+class TagFigures(msgspec.Struct, frozen=True):
+    """Of the rollouts with one tag, as those of the same name in EvaluationResult. None = cannot be said."""
+
+    accuracy_greedy: float | None
+    accuracy_sampled: float | None
+    reverse_kl: float | None
+    n_greedy: int
+    n_sampled: int
+
+
+class Figures(Protocol):
+    """What an evaluation says of all rollouts, and of those with one tag."""
+
+    @property
+    def accuracy_greedy(self) -> float | None: ...
+    @property
+    def accuracy_sampled(self) -> float | None: ...
+    @property
+    def reverse_kl(self) -> float | None: ...
+    @property
+    def n_greedy(self) -> int: ...
+    @property
+    def n_sampled(self) -> int: ...
+
+
+def figures_by_tag(
+    tags: Iterable[str], greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]
+) -> dict[str, TagFigures]:
+    """Per tag of the tasks asked for, also where nothing came back. Empty with one tag."""
+    names = sorted(set(tags))
+    if len(names) < 2:
+        return {}
+    return {
+        tag or UNTAGGED: _of_tag(*([r for r in half if r.tag == tag] for half in (greedy, sampled))) for tag in names
+    }
+
+
+def describe(figures: Figures) -> str:
+    """For people: what can be said, with the rollouts it is said of."""
+    return ", ".join(_parts(figures)) or "nothing could be measured"
+
+
+def accuracy(rollouts: Sequence[EvalRollout]) -> float | None:
+    return mean([float(r.reward >= 0.5) for r in rollouts if r.reward is not None])
+
+
+def reverse_kl(rollouts: Sequence[EvalRollout]) -> float | None:
+    scored = [r for r in rollouts if len(r.teacher_KN)]
+    total = sum(float(np.sum(r.behaviour_N - r.teacher_KN.mean(axis=0))) for r in scored)
+    return ratio(total, sum(len(r.behaviour_N) for r in scored))
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return ratio(sum(values), len(values))
+
+
+def ratio(total: float, n: int) -> float | None:
+    return total / n if n else None
+
+
+def _of_tag(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) -> TagFigures:
+    return TagFigures(accuracy(greedy), accuracy(sampled), reverse_kl(sampled), len(greedy), len(sampled))
+
+
+def _parts(figures: Figures) -> Iterator[str]:
+    if figures.accuracy_greedy is not None:
+        yield f"greedy {figures.accuracy_greedy:.3f} (of {figures.n_greedy})"
+    if figures.accuracy_sampled is not None:
+        yield f"sampled {figures.accuracy_sampled:.3f} (of {figures.n_sampled})"
+    if figures.reverse_kl is not None:
+        yield f"reverse KL {figures.reverse_kl:.3f}"
