@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -10,6 +10,20 @@ from protocol.addresses import is_local
 
 Sync: TypeAlias = Literal["process", "disk"]
 Release: TypeAlias = Literal["rollout", "segment", "deadline"]
+
+AT_LEAST_ZERO: Final = (
+    *("max_staleness", "max_held_segments", "journal_reserve_mb", "journal_memory_mb"),
+    *("hedge_multiple", "hedge_floor_s", "breaker_failures"),
+)
+AT_LEAST_ONE: Final = (
+    *("batch_rollouts", "max_attempts", "max_score_attempts", "task_queue", "max_segment_tokens"),
+    *("max_rollout_tokens", "journal_log_mb", "max_top_k_bytes"),
+)
+ABOVE_ZERO: Final = (
+    *("heartbeat_s", "peer_timeout_s", "tick_s", "idle_release_s", "lease_s", "ticket_timeout_s"),
+    "breaker_backoff_s",
+)
+SHARES: Final = ("hedge_quantile", "hedge_budget")
 
 
 class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +117,11 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return not is_local(self.bind) or bool(self.advertise and not is_local(self.advertise))
 
     def __post_init__(self) -> None:
+        self._check_network()
+        self._check_numbers()
+        self._check_pairs()
+
+    def _check_network(self) -> None:
         if self.advertise and not self.advertise.startswith("tcp://"):
             raise ValueError(f"buffer.advertise is {self.advertise!r}, expected tcp://HOST:PORT")
         if not self.encrypted and self._reachable and not self.allow_plain_network:
@@ -111,47 +130,21 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"buffer.encrypt is off, and other machines reach {where}: whoever does could read "
                 "and feed this run. Leave encrypt at auto, or say buffer.allow_plain_network = true as well"
             )
-        at_least_zero = {
-            "max_staleness": self.max_staleness,
-            "max_held_segments": self.max_held_segments,
-            "journal_reserve_mb": self.journal_reserve_mb,
-            "journal_memory_mb": self.journal_memory_mb,
-            "hedge_multiple": self.hedge_multiple,
-            "hedge_floor_s": self.hedge_floor_s,
-            "breaker_failures": self.breaker_failures,
-        }
-        shares = {"hedge_quantile": self.hedge_quantile, "hedge_budget": self.hedge_budget}
-        at_least_one = {
-            "batch_rollouts": self.batch_rollouts,
-            "max_attempts": self.max_attempts,
-            "max_score_attempts": self.max_score_attempts,
-            "task_queue": self.task_queue,
-            "max_segment_tokens": self.max_segment_tokens,
-            "max_rollout_tokens": self.max_rollout_tokens,
-            "journal_log_mb": self.journal_log_mb,
-            "max_top_k_bytes": self.max_top_k_bytes,
-        }
-        above_zero = {
-            "heartbeat_s": self.heartbeat_s,
-            "peer_timeout_s": self.peer_timeout_s,
-            "tick_s": self.tick_s,
-            "idle_release_s": self.idle_release_s,
-            "lease_s": self.lease_s,
-            "ticket_timeout_s": self.ticket_timeout_s,
-            "breaker_backoff_s": self.breaker_backoff_s,
-        }
-        for name, share in shares.items():
-            if not 0 <= share <= 1:
-                raise ValueError(f"buffer.{name} is {share}, expected a share from 0 to 1")
-        for name, value in at_least_zero.items():
-            if not value >= 0:
-                raise ValueError(f"buffer.{name} is {value}, expected 0 or more")
-        for name, value in at_least_one.items():
-            if value < 1:
-                raise ValueError(f"buffer.{name} is {value}, expected 1 or more")
-        for name, seconds in above_zero.items():
-            if not seconds > 0:
-                raise ValueError(f"buffer.{name} is {seconds}, expected more than 0 seconds")
+
+    def _check_numbers(self) -> None:
+        """Each by itself. NaN is refused everywhere: no comparison with it holds."""
+        checks = (
+            *((name, getattr(self, name) >= 0, "0 or more") for name in AT_LEAST_ZERO),
+            *((name, getattr(self, name) >= 1, "1 or more") for name in AT_LEAST_ONE),
+            *((name, getattr(self, name) > 0, "more than 0 seconds") for name in ABOVE_ZERO),
+            *((name, 0 <= getattr(self, name) <= 1, "a share from 0 to 1") for name in SHARES),
+        )
+        for name, fits, expected in checks:
+            if not fits:
+                raise ValueError(f"buffer.{name} is {getattr(self, name)}, expected {expected}")
+
+    def _check_pairs(self) -> None:
+        """Fields that bound one another."""
         if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise ValueError(
                 f"buffer.peer_timeout_s is {self.peer_timeout_s}, expected at least twice heartbeat_s"
