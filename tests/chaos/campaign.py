@@ -19,7 +19,7 @@ from tests.chaos.audit import Audit, audit
 from tests.chaos.commands import Proxy
 from tests.chaos.disk import mounted_at, small_disk
 from tests.chaos.faults import PROCESSES, Fault, Kind, Striker, draw
-from tests.chaos.harness import PATIENT, READY, READY_S, TASK, Run, marked, proxied_run
+from tests.chaos.harness import PATIENT, TASK, Run, marked, proxied_run
 from tests.chaos.tap import read_tap
 
 LOOK_EVERY_S: Final = 0.1
@@ -93,7 +93,6 @@ def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdi
         run, proxy = stack.enter_context(proxied_run(run_dir, _arguments(plan), mark))
         striker = Striker(run, proxy, disk)
         stack.callback(striker.heal)
-        run.until(lambda: READY in run.text, "all workers to be ready", READY_S)
         began_s = time.monotonic()
         struck, missed = _storm(plan, run, proxy, striker, say)
         faults_s = time.monotonic() - began_s

@@ -1,10 +1,9 @@
 """A real run of the built-in task, started by launch/cluster.py, with the proxy between its workers and its buffer.
 
 How the workers come to the proxy: the launcher hands them the address that it reads in RUN/buffer.json. The buffer is
-told to listen at a port that we choose (`--buffer.bind`), and as soon as run.json says that the launch has begun, long
-before the buffer listens, we put down a buffer.json that names the proxy. The buffer overwrites it when it listens; by
-then the launcher has read it. When a run is launched again, the launcher is stopped while we do so, and it is looked
-whether it came by the proxy. The product knows nothing of it.
+told to listen at a port that we choose (`--buffer.bind`). The launcher is stopped while the buffer writes its
+buffer.json, and reads one that names the proxy when it goes on; it is looked whether it did. The product knows nothing
+of it.
 """
 
 from __future__ import annotations
@@ -62,11 +61,10 @@ PATIENT: Final = (
 )
 """Deadlines in seconds where a real run has tens of them, and no end to restarts: a fault every other second is no
 reason to give up."""
-ADDRESS_WAIT_S: Final = 30.0
 READY: Final = "workers are ready after"
 STARTS: Final = " starts, pid "
 LAUNCHER_HERE: Final = "launcher launcher is here"
-RELAUNCHES: Final = 5
+LAUNCHES: Final = 5
 READY_S: Final = 120.0
 GONE_S: Final = 15.0
 
@@ -98,47 +96,51 @@ class Run:
 
     def relaunch(self, proxy: Proxy) -> None:
         """SIGKILL the launcher, whose workers die with it, and go on with the run by --resume, behind the proxy."""
-        for _ in range(RELAUNCHES):
-            self._kill_launch()
-            if self._launch_again(proxy):
-                return
-        raise AssertionError(f"of {RELAUNCHES} launches none went by way of the proxy; the launcher said:\n{self.text}")
+        former, ready = self.run_id, self.text.count(READY)
+        self._resume()
+        self.ready_behind(proxy, former, ready)
 
-    def _kill_launch(self) -> None:
+    def ready_behind(self, proxy: Proxy, former_run_id: str = "", ready_before: int = 0) -> None:
+        """Wait until all workers are ready, with their links by way of the proxy. A launcher that was faster than we at
+        reading the buffer's own address is killed before it has started the others, and the run launched again."""
+        for _ in range(LAUNCHES):
+            if self._comes_by(proxy, former_run_id):
+                self.until(lambda: self.text.count(READY) > ready_before, "all workers to be ready", READY_S)
+                return
+            former_run_id = self.run_id
+            self._resume()
+        raise AssertionError(f"of {LAUNCHES} launches none went by way of the proxy; the launcher said:\n{self.text}")
+
+    def _resume(self) -> None:
         self.process.kill()
         self.process.wait(20)
         deadline_s = time.monotonic() + GONE_S
         while (left := marked(self.mark)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert not left, f"{left} outlived their launcher by {GONE_S} s"
-
-    def _launch_again(self, proxy: Proxy) -> bool:
-        """Until all workers are ready; False, before a worker but the buffer was started, if the launcher was faster
-        than we at reading the buffer's own address."""
-        former, ready, buffer_log = self.run_id, self.text.count(READY), self.run_dir / "logs" / "buffer-0.log"
-        told = buffer_log.read_text(errors="replace")
-        starts, here = told.count(STARTS), told.count(LAUNCHER_HERE)
-
-        def said(words: str, before: int) -> Callable[[], bool]:
-            return lambda: buffer_log.read_text(errors="replace").count(words) > before
-
         self.process = self._launch("--resume")
-        # Only when the buffer's process is there: this time the launcher has to do something for it to be forked, which
-        # it would not while it waits for an answer from the address that it has found.
-        self.until(said(STARTS, starts), "a buffer that starts", READY_S)
+
+    def _comes_by(self, proxy: Proxy, former_run_id: str) -> bool:
+        """The launcher stands still from when the buffer's process is there until buffer.json names the proxy; then the
+        buffer's own words are put back, for it listens where they say when it is started again."""
+        self.until(lambda: self.run_id not in ("", former_run_id), "run.json", READY_S)
+        self.until(lambda: self.pid("buffer-0") is not None, "the buffer's process", READY_S)
+        told = self.run_dir / "buffer.json"
         self.process.send_signal(signal.SIGSTOP)
         try:
-            self.until(lambda: self._told_by not in ("", former), "the buffer's own buffer.json", READY_S)
-            own = (self.run_dir / "buffer.json").read_bytes()
-            name_proxy(self, proxy.address, former)
+            self.until(lambda: self._told_by == self.run_id, "the buffer's own buffer.json", READY_S)
+            own = told.read_bytes()
+            write_atomic(told, msgspec.json.encode(BufferAddress(proxy.address, self.process.pid, self.run_id)))
         finally:
             self.process.send_signal(signal.SIGCONT)
-        self.until(said(LAUNCHER_HERE, here), "the launcher at the buffer", READY_S)
-        write_atomic(self.run_dir / "buffer.json", own)  # a buffer that is started again listens where it says
-        if not proxy.look().connections.get("launcher"):
-            return False
-        self.until(lambda: self.text.count(READY) > ready, "all workers to be ready again", READY_S)
-        return True
+        buffer_log = self.run_dir / "logs" / "buffer-0.log"
+        self.until(
+            lambda: LAUNCHER_HERE in buffer_log.read_text(errors="replace").rpartition(STARTS)[2],
+            "the launcher at the buffer",
+            READY_S,
+        )
+        write_atomic(told, own)
+        return bool(proxy.look().connections.get("launcher"))
 
     @property
     def run_id(self) -> str:
@@ -243,7 +245,8 @@ def marked(mark: str) -> list[psutil.Process]:
 
 @contextmanager
 def proxied_run(run_dir: Path, arguments: Sequence[str], mark: str) -> Generator[tuple[Run, Proxy]]:
-    """Start the run and its proxy; both are gone afterwards. The proxy's tap is RUN.tap beside the run folder."""
+    """Start the run and its proxy, until all workers are ready; both are gone afterwards. The proxy's tap is RUN.tap
+    beside the run folder."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
     with running_proxy(
@@ -251,14 +254,7 @@ def proxied_run(run_dir: Path, arguments: Sequence[str], mark: str) -> Generator
     ) as proxy:
         run = Run(run_dir, [*arguments, f"--buffer.bind=tcp://127.0.0.1:{port}"], mark)
         try:
-            name_proxy(run, proxy.address)
+            run.ready_behind(proxy)
             yield run, proxy
         finally:
             run.end()
-
-
-def name_proxy(run: Run, address: str, former_run_id: str = "") -> None:
-    """Put down a buffer.json that names the proxy, as soon as this launch has a run id."""
-    run.until(lambda: run.run_id not in ("", former_run_id), "run.json", ADDRESS_WAIT_S)
-    told = BufferAddress(address, run.process.pid, run.run_id)
-    write_atomic(run.run_dir / "buffer.json", msgspec.json.encode(told))
