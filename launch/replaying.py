@@ -192,6 +192,7 @@ def _checkpoints(
         state = LearnerState(
             version=WeightVersion(0, step),
             optimizer=trainer.state_dict(),
+            value_head=trainer.critic.state_dict(),
             tasks={},
             ledger=None,
             rng=capture_rng(),

@@ -3,6 +3,7 @@
     config.json, model.safetensors, generation_config.json, tokenizer ...   a Hugging Face folder, loadable as it is
     optimizer.safetensors                                                   AdamW state by parameter name
     ema.safetensors                                                         the student's average, with learner.ema
+    value_head.safetensors                                                  with a value function: head and its AdamW
     trainer.json                                                            clock, task stream, ledger, RNG, metrics
     manifest.json                                                           written last: sha256 and size of the others
 
@@ -50,6 +51,7 @@ MANIFEST: Final = "manifest.json"
 TRAINER: Final = "trainer.json"
 OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
+VALUE_HEAD: Final = "value_head.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """There instead of config.json: only adapters are in this checkpoint."""
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
@@ -78,6 +80,8 @@ class LearnerState:
     """Of the last step; a figure that is not finite is saved as None."""
     ema: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """`StudentEma.state_dict()`; empty without one."""
+    value_head: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """`Critic.state_dict()`; empty without a value function."""
     offline: dict[str, Any] | None = None
     """`OfflineMixer.state()`; None where nothing is mixed in."""
 
@@ -155,6 +159,8 @@ def save_checkpoint(
         save_file(state.optimizer.tensors, temporary / OPTIMIZER)
         if state.ema:
             save_file(state.ema, temporary / EMA)
+        if state.value_head:
+            save_file(state.value_head, temporary / VALUE_HEAD)
         (temporary / TRAINER).write_bytes(msgspec.json.encode(_trainer_file(state)))
         _write_manifest(temporary, state.version)
         temporary.rename(target)
@@ -202,7 +208,7 @@ def load_checkpoint(path: Path) -> LearnerState:
     try:
         record = msgspec.json.decode((path / TRAINER).read_bytes(), type=_TrainerFile)
         tensors = load_file(path / OPTIMIZER)
-        ema = load_file(path / EMA) if (path / EMA).exists() else {}
+        ema, value_head = (load_file(path / name) if (path / name).exists() else {} for name in (EMA, VALUE_HEAD))
     except (OSError, msgspec.MsgspecError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return LearnerState(
@@ -213,6 +219,7 @@ def load_checkpoint(path: Path) -> LearnerState:
         rng=record.rng,
         metrics=record.metrics,
         ema=ema,
+        value_head=value_head,
         offline=record.offline,
     )
 

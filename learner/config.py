@@ -16,16 +16,17 @@ import msgspec
 from learner.ema_config import EmaConfig
 from learner.lora_config import LoraConfig
 from learner.objectives.registry import (
-    ADVANTAGES,
     AGGREGATIONS,
     DISTRIBUTION_DIVERGENCES,
     IMPORTANCE,
+    advantage_group,
     check_member,
     divergence_group,
 )
 from learner.offline_config import OfflineConfig, check_seq_kd
 from learner.publish_config import PublishConfig
 from learner.task_config import TaskConfig
+from learner.value_config import ValueConfig
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
 DomainScale: TypeAlias = Literal["none", "rms"]
@@ -98,11 +99,19 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ratio_dual: float = 0.0
     """For ppo and gspo: where A < 0, r above this gives nothing (dual clip; published: 3). 0 = off."""
     advantage: str = "none"
-    """From the rewards: none, grpo, reinforce_pp, reinforce_pp_baseline. All but none need buffer.release = rollout."""
+    """From the rewards: none; of whole rollouts grpo, reinforce_pp, reinforce_pp_baseline; of single tokens, by a
+    learned value function, gae (PPO's). All but none need buffer.release = rollout."""
     advantage_std: bool = True
     """For grpo: divide by the group's standard deviation."""
+    value: ValueConfig = msgspec.field(default_factory=ValueConfig)
+    """For gae: the value function."""
     aggregation: str = "token_mean"
     """Of the loss over the batch: token_mean, or sequence_mean (the mean over rollouts of their token means)."""
+
+    updates_per_batch: int = 1
+    """Optimizer updates that one step makes of its batch, all at the step's learning rate. Advantages from rewards,
+    values and the policy that `decoupled` calls proximal are those from before the first. The version rises by one,
+    and staleness, ledger and schedule count steps, as ever."""
 
     pack_tokens: int = 4096
     """Input tokens of one packed forward and backward pass; bounds memory, does not change the gradient."""
@@ -150,7 +159,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens, samples=self.samples)
         _positive(stall_timeout_s=self.stall_timeout_s)
         _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
-        _at_least(1, max_skipped_steps=self.max_skipped_steps)
+        _at_least(1, max_skipped_steps=self.max_skipped_steps, updates_per_batch=self.updates_per_batch)
         _at_least(0, warmup_steps=self.warmup_steps, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
         _at_least(0, record_max_bytes=self.record_max_bytes)
         _at_least(0, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
@@ -171,7 +180,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         between_distributions = divergence_group(self.divergence) is DISTRIBUTION_DIVERGENCES
         check_member(IMPORTANCE, self.importance)
         check_seq_kd("", self.divergence, self.importance)
-        check_member(ADVANTAGES, self.advantage)
+        advantage_group(self.advantage)
         check_member(AGGREGATIONS, self.aggregation)
         _at_least(0, coef=self.coef, ratio_dual=self.ratio_dual)
         if not 0.0 <= self.mixed_weight <= 1.0:

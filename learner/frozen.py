@@ -57,5 +57,6 @@ def _sums(train_item: TrainItem) -> StepSums:
         entropy=-float(mu_N.sum()),
         logprob=float(mu_N.sum()),
         advantage=0.0,
+        value_error=0.0,
         ratio_max=1.0,
     )

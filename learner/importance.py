@@ -48,7 +48,7 @@ class TokenRatios:
     n_sequences: int
     """R."""
     proximal_N: Tensor | None = None
-    """Log-prob under the policy at the start of several updates on one batch; None: there is one update, it is s."""
+    """Log-prob under the policy at the start of several updates on one batch; None: this is the first, it is s."""
 
     def ratio(self) -> Tensor:
         """r, [N]."""
@@ -128,7 +128,7 @@ def gspo(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
 def decoupled(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
     """min(exp(prox - mu), cap) times the weight of `ppo` for exp(s - prox): what is off-policy is corrected against the
     policy that sampled, what one update may change is clipped against the one the update began from (Hilton et al.
-    2022; AReaL, Fu et al. 2025). With one update per batch prox = s, and this is `truncated`."""
+    2022; AReaL, Fu et al. 2025). In the first update on a batch prox = s, and this is `truncated`."""
     proximal_N = ratios.student_N if ratios.proximal_N is None else ratios.proximal_N
     behaviour = _capped(torch.exp(proximal_N - ratios.behaviour_N), options.cap)
     update = _clipped(torch.exp(ratios.student_N - proximal_N), ratios.advantage_N, options)

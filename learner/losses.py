@@ -28,10 +28,10 @@ from torch import Tensor
 from learner.config import DomainScale, KlStudent, LearnerConfig
 from learner.importance import ImportanceFn, ImportanceOptions, TokenRatios
 from learner.objectives import registry
-from learner.objectives.advantages import AdvantageFn, AdvantageOptions
 from learner.objectives.aggregation import AggregationFn
 from learner.objectives.combine import combined_advantage
 from learner.objectives.registry import find_member
+from learner.objectives.reward_signal import RewardSignal, make_signal
 from learner.objectives.sampled import CostFn
 from learner.offline_config import OfflineConfig
 from learner.task_config import TaskConfig
@@ -58,6 +58,8 @@ class TokenInputs:
     """R."""
     cost_scale_N: Tensor | None = None
     """What costs are divided by (learner.objectives.domain_scale); None = 1."""
+    proximal_N: Tensor | None = None
+    """s at the first of several updates on one batch; None: this is the first."""
 
     def at(self, place: slice) -> TokenInputs:
         """Of some of the tokens."""
@@ -70,12 +72,13 @@ class TokenInputs:
             share_N=self.share_N[place],
             sequence_N=self.sequence_N[place],
             cost_scale_N=None if self.cost_scale_N is None else self.cost_scale_N[place],
+            proximal_N=None if self.proximal_N is None else self.proximal_N[place],
         )
 
     def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
         """`student_N` has no gradient; advantage 0 where it is not looked at."""
         advantage_N = torch.zeros_like(student_N) if advantage_N is None else advantage_N
-        return TokenRatios(student_N, self.behaviour_N, advantage_N, self.sequence_N, self.n_sequences)
+        return TokenRatios(student_N, self.behaviour_N, advantage_N, self.sequence_N, self.n_sequences, self.proximal_N)
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ class Objective:
     kl_student: KlStudent
     importance: ImportanceFn
     options: ImportanceOptions
-    advantage: AdvantageFn
-    advantage_options: AdvantageOptions
+    signal: RewardSignal
     aggregation: AggregationFn
     domain_scale: DomainScale = "none"
 
@@ -134,8 +136,7 @@ def make_objective(config: LearnerConfig) -> Objective:
         kl_student=config.kl_student,
         importance=cast(ImportanceFn, find_member(registry.IMPORTANCE, config.importance)),
         options=ImportanceOptions(config.ratio_cap, config.ratio_low, config.ratio_high, config.ratio_dual),
-        advantage=cast(AdvantageFn, find_member(registry.ADVANTAGES, config.advantage)),
-        advantage_options=AdvantageOptions(std=config.advantage_std),
+        signal=make_signal(config),
         aggregation=cast(AggregationFn, find_member(registry.AGGREGATIONS, config.aggregation)),
         domain_scale=config.domain_scale,
     )

@@ -48,7 +48,7 @@ def make_adamw(model: PreTrainedModel, config: LearnerConfig) -> torch.optim.Ada
     )
 
 
-def dump_adamw(model: PreTrainedModel, optimizer: torch.optim.AdamW, *, steps_done: int) -> AdamWState:
+def dump_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, *, steps_done: int) -> AdamWState:
     tensors: dict[str, Tensor] = {}
     never_stepped: list[str] = []
     for name, parameter in _trained(model).items():
@@ -60,7 +60,7 @@ def dump_adamw(model: PreTrainedModel, optimizer: torch.optim.AdamW, *, steps_do
     return AdamWState(tensors, tuple(never_stepped), steps_done)
 
 
-def load_adamw(model: PreTrainedModel, optimizer: torch.optim.AdamW, state: AdamWState) -> None:
+def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: AdamWState) -> None:
     """Replace the optimizer's state. Raises ValueError (changing nothing) for names or shapes that do not fit."""
     trained = _trained(model)
     stepped = {name: p for name, p in trained.items() if name not in state.never_stepped}
@@ -86,5 +86,5 @@ def load_adamw(model: PreTrainedModel, optimizer: torch.optim.AdamW, state: Adam
         }
 
 
-def _trained(model: PreTrainedModel) -> dict[str, Tensor]:
+def _trained(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

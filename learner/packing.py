@@ -90,6 +90,8 @@ class Microbatch:
     routed_MN: npt.NDArray[np.bool_]
     item_N: npt.NDArray[np.int64]
     """Index of the token's item in the batch, so that a bad number can be traced to its rollout."""
+    token_N: npt.NDArray[np.int64]
+    """Index of the token among the trained tokens of the batch, in the order of the items."""
     top: tuple[TopRows, ...]
     """Per teacher the top-k sets of the tokens that `routed_MN` gives it, where they were read; else no rows."""
 
@@ -147,16 +149,20 @@ def pack(items: Sequence[TrainItem], pack_tokens: int) -> PackedBatch:
         )
     inputs = [items[i].n_inputs for i in busy]
     packs = first_fit_decreasing(inputs, pack_tokens)
+    ends = np.cumsum([train_item.n_trained for train_item in items])
     return PackedBatch(
-        microbatches=tuple(_microbatch([busy[p] for p in members], items, teachers) for members in packs),
+        microbatches=tuple(_microbatch([busy[p] for p in members], items, teachers, ends) for members in packs),
         teachers=teachers,
-        n_trained=sum(items[i].n_trained for i in busy),
+        n_trained=int(ends[-1]),
         n_inputs=sum(inputs),
         n_items_idle=len(items) - len(busy),
     )
 
 
-def _microbatch(members: Sequence[int], items: Sequence[TrainItem], teachers: Sequence[str]) -> Microbatch:
+def _microbatch(
+    members: Sequence[int], items: Sequence[TrainItem], teachers: Sequence[str], ends: npt.NDArray[np.int64]
+) -> Microbatch:
+    """`ends`: trained tokens up to and with each item."""
     lengths = [items[i].n_inputs for i in members]
     trained = [np.flatnonzero(items[i].train_mask_L) for i in members]
     firsts = np.cumsum([0, *lengths[:-1]])
@@ -179,6 +185,7 @@ def _microbatch(members: Sequence[int], items: Sequence[TrainItem], teachers: Se
         teacher_MN=teacher_MN,
         routed_MN=routed_MN,
         item_N=np.repeat(np.array(members, np.int64), [len(offsets) for offsets in trained]),
+        token_N=np.concatenate([np.arange(ends[i] - len(o), ends[i]) for i, o in zip(members, trained, strict=True)]),
         top=tuple(TopRows.joined([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
     )
 

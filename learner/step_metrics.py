@@ -27,6 +27,8 @@ class StepSums:
     entropy: float
     logprob: float
     advantage: float
+    value_error: float
+    """`learner.objectives.values.value_loss`, without its coefficient; 0 without a value function."""
     ratio_max: float
 
     @classmethod
@@ -58,16 +60,52 @@ class OfflineMetrics:
 
 
 @dataclass(frozen=True)
+class ValueMetrics:
+    """Of a value function, over the trained tokens of judged rollouts; None where the batch has none."""
+
+    tokens: int
+    loss: float | None
+    """Mean of `value_loss`, without its coefficient, before the first update."""
+    explained_variance: float | None
+    """1 - Var(return - value) / Var(return): 1 is perfect, 0 no better than a constant. None: returns do not vary."""
+    return_mean: float | None
+    mean: float | None
+    """Of the values."""
+    grad_norm: float
+    """Of the head's gradient before clipping; the student's own is `StepMetrics.grad_norm`."""
+
+
+@dataclass(frozen=True)
+class UpdatesMetrics:
+    """Of a step that makes several updates of its batch. All but the counts: as the last update found it."""
+
+    made: int
+    lost: int
+    """Not made: one of them was not finite."""
+    ratio_max: float
+    truncated_fraction: float
+    logprob_shift: float
+    """Mean over the trained tokens of s then minus s at the first update."""
+    grad_norm: float
+
+    @classmethod
+    def of(cls, first: StepSums, last: StepSums, made: int, asked: int, grad_norm: float) -> UpdatesMetrics:
+        n = first.tokens
+        shift = (last.logprob - first.logprob) / n
+        return cls(made, asked - made, last.ratio_max, last.cut / n, shift, grad_norm)
+
+
+@dataclass(frozen=True)
 class StepMetrics:
-    """Figures of one optimizer step. Means are over its trained tokens unless said otherwise; logs are natural. Tokens
-    are those that the student wrote, as in the ledger; `offline` has the others."""
+    """Figures of one optimizer step, at its first update. Means are over its trained tokens unless said otherwise; logs
+    are natural. Tokens are those that the student wrote, as in the ledger; `offline` has the others."""
 
     tokens: int
     """Trained."""
     tokens_ungraded: int
     """Trained tokens that no teacher graded: their advantage is 0."""
     input_tokens: int
-    """Read by the model, context included, `offline` too."""
+    """Read by the model in one pass over the batch, context included, `offline` too."""
     items: int
     items_idle: int
     """Items without a token to train."""
@@ -102,6 +140,10 @@ class StepMetrics:
     step_s: float
     offline: OfflineMetrics | None = None
     """None: nothing was mixed into the batch."""
+    value: ValueMetrics | None = None
+    """None: no value function is trained."""
+    updates: UpdatesMetrics | None = None
+    """None: one update per batch."""
 
     @classmethod
     def of(
@@ -118,6 +160,8 @@ class StepMetrics:
         step_s: float,
         offline: OfflineMetrics | None = None,
         offline_loss: float = 0.0,
+        value: ValueMetrics | None = None,
+        updates: UpdatesMetrics | None = None,
     ) -> StepMetrics:
         """Means from sums; `sums.tokens` >= 1."""
         n = sums.tokens
@@ -144,11 +188,13 @@ class StepMetrics:
             lr=lr,
             step_s=step_s,
             offline=offline,
+            value=value,
+            updates=updates,
         )
 
     def as_dict(self) -> dict[str, float]:
-        """For `MetricsWriter.step` and JSON; those of `offline` as `offline_<name>`. Without what is None."""
+        """For `MetricsWriter.step` and JSON; `offline` as `offline_<name>` and so on. Without what is None."""
         figures = asdict(self)
-        offline = figures.pop("offline") or {}
-        figures |= {f"offline_{name}": value for name, value in offline.items()}
+        for group in ("offline", "value", "updates"):
+            figures |= {f"{group}_{name}": value for name, value in (figures.pop(group) or {}).items()}
         return {name: value for name, value in figures.items() if value is not None}

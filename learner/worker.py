@@ -24,6 +24,7 @@ from learner.checkpoint import (
     save_checkpoint,
 )
 from learner.config import LearnerConfig
+from learner.critic import CriticStateError
 from learner.ema import StudentEma
 from learner.eval_desk import EvalDesk
 from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set, teacher_accuracy
@@ -158,6 +159,9 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     except RecordError as error:
         log.error("learner.offline.file: %s", error)
         return ExitCode.USELESS
+    except CriticStateError as error:
+        log.error("%s", error)
+        return ExitCode.USELESS
     hello = Hello(
         role="learner",
         name=ctx.name,
@@ -217,6 +221,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     else:
         state = load_checkpoint(checkpoint)
         trainer.load_state_dict(state.optimizer)
+        trainer.critic.load_state_dict(state.value_head)
         stream = TaskStream.from_state(learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks)
         restore_rng(state.rng)
         if mixer is not None:
@@ -249,6 +254,7 @@ def _make_loop(
         state = LearnerState(
             version=version,
             optimizer=start.trainer.state_dict(),
+            value_head=start.trainer.critic.state_dict(),
             tasks=start.stream.state(),
             ledger=snapshot.ledger,
             rng=capture_rng(),

@@ -1,7 +1,7 @@
 """What an objective needs to know of a whole batch before its first microbatch: advantages from rewards, what a token
 of each rollout counts, and each teacher's coefficient.
 
-Legend: R items (rollouts) of the batch, M teachers of it.
+Legend: R items (rollouts) of the batch, N trained tokens of it in the order of the items, M teachers of it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from learner.losses import Objective
 from learner.objectives.advantages import Rewards
 from learner.objectives.combine import teacher_coefs
 from learner.objectives.domain_scale import cost_scales
+from learner.objectives.reward_signal import Values, ValueTargets
 from learner.packing import TrainItem
 
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """On the CPU, float64; a microbatch takes the entries of its tokens' rollouts."""
+    """On the CPU, float64; a microbatch takes the entries of its tokens, or of their rollouts."""
 
-    reward_advantage_R: Tensor
+    tokens_R: Tensor
+    """int64: trained ones."""
+    reward_advantage_N: Tensor
+    values: ValueTargets | None
+    """None: no value function is trained."""
     share_R: Tensor
     cost_scale_R: Tensor
     """Of the rollout's domain; 1 unless `domain_scale` says otherwise."""
@@ -38,24 +43,33 @@ class BatchTerms:
 
     def part(self, place: slice) -> BatchTerms:
         """The same batch as some of its items see it."""
+        begins, ends = (int(self.tokens_R[:r].sum()) for r in place.indices(len(self.tokens_R))[:2])
+        tokens = slice(begins, ends)
         return replace(
             self,
-            reward_advantage_R=self.reward_advantage_R[place],
+            tokens_R=self.tokens_R[place],
+            reward_advantage_N=self.reward_advantage_N[tokens],
+            values=None if self.values is None else self.values.at(tokens),
             share_R=self.share_R[place],
             cost_scale_R=self.cost_scale_R[place],
         )
 
 
-def batch_terms(items: Sequence[TrainItem], objective: Objective, offline: Sequence[TrainItem] = ()) -> BatchTerms:
+def batch_terms(
+    items: Sequence[TrainItem], objective: Objective, offline: Sequence[TrainItem] = (), *, values: Values
+) -> BatchTerms:
     """Of [*items, *offline]. Items that the student did not write have no part in the advantages from rewards; in the
-    mean over the batch they count like any other. Raises BatchError when the advantage needs whole rollouts and got
-    parts."""
-    rewards = _rewards(items)
-    shares = objective.aggregation(torch.cat([rewards.tokens_R, _tokens(offline)]))
+    mean over the batch they count like any other. `values`: of the trained tokens of `items`, called where the
+    advantage wants them. Raises BatchError when the advantage needs whole rollouts and got parts."""
+    rewards, tokens_offline_R = _rewards(items), _tokens(offline)
+    tokens_R, n_offline = torch.cat([rewards.tokens_R, tokens_offline_R]), int(tokens_offline_R.sum())
+    shares = objective.aggregation(tokens_R)
     scale_R = cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items))
-    advantage_R = objective.advantage(rewards, objective.advantage_options)
+    signal = objective.signal(rewards, values)
     return BatchTerms(
-        reward_advantage_R=torch.cat([advantage_R, advantage_R.new_zeros(len(offline))]),
+        tokens_R=tokens_R,
+        reward_advantage_N=torch.cat([signal.advantage_N, signal.advantage_N.new_zeros(n_offline)]),
+        values=None if signal.values is None else signal.values.followed_by(n_offline),
         share_R=shares.share_R,
         cost_scale_R=torch.cat([scale_R, _ones(len(offline))]),
         divisor=shares.divisor,

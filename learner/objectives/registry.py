@@ -77,6 +77,13 @@ ADVANTAGES = Group(
 )
 """From rewards of rollouts: `learner.objectives.advantages.AdvantageFn`."""
 
+TOKEN_ADVANTAGES = Group(
+    "advantage",
+    "stillhouse.token_advantages",
+    {"gae": f"{_HERE}.token_advantages:gae_whitened"},
+)
+"""From rewards and a value function: `learner.objectives.token_advantages.TokenAdvantageFn`. They share the key."""
+
 AGGREGATIONS = Group(
     "aggregation",
     "stillhouse.aggregations",
@@ -113,13 +120,23 @@ def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> st
 def divergence_group(name: str) -> Group:
     """Whether `learner.divergence` is a cost of sampled tokens or between distributions. `module:function` is a cost.
     Raises ValueError for a name that neither has."""
-    for group in (DIVERGENCES, DISTRIBUTION_DIVERGENCES):
+    return _one_of(DIVERGENCES, DISTRIBUTION_DIVERGENCES, name)
+
+
+def advantage_group(name: str) -> Group:
+    """Whether `learner.advantage` is one of rollouts, or of tokens, which needs a value function. `module:function` is
+    one of rollouts. Raises ValueError for a name that neither has."""
+    return _one_of(ADVANTAGES, TOKEN_ADVANTAGES, name)
+
+
+def _one_of(plain: Group, other: Group, name: str) -> Group:
+    for group in (plain, other):
         if name in group.built_in:
             return group
-    if ":" not in name and name in known_members(DISTRIBUTION_DIVERGENCES):
-        return DISTRIBUTION_DIVERGENCES
-    check_member(DIVERGENCES, name, others=(*DISTRIBUTION_DIVERGENCES.built_in,))
-    return DIVERGENCES
+    if ":" not in name and name in known_members(other):
+        return other
+    check_member(plain, name, others=(*other.built_in,))
+    return plain
 
 
 def find_member(group: Group, name: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Advantages per token from a learned value function: generalised advantage estimation, a value head and its loss.
 
 Sampled tokens of one rollout follow one another as if an environment's tokens were not there: a state is the context of
-a sampled token. Functions only: no run trains a value head yet (docs/objectives.md).
+a sampled token. The head of a run, its optimizer and its part of a step are in `learner.critic`.
 
 Legend: N trained tokens, R rollouts, L tokens of the longest rollout, H hidden size.
 """
@@ -23,7 +23,8 @@ class ValueHead(torch.nn.Module):
         """`through_backbone`: let the value loss train the model below, too. Starts at 0 everywhere."""
         super().__init__()
         self.through_backbone = through_backbone
-        self.linear = torch.nn.Linear(hidden_size, 1)
+        # Drawn from no random generator: a run with a head goes on with the same numbers as one without.
+        self.linear = cast(torch.nn.Linear, torch.nn.utils.skip_init(torch.nn.Linear, hidden_size, 1))
         torch.nn.init.zeros_(self.linear.weight)
         torch.nn.init.zeros_(self.linear.bias)
 

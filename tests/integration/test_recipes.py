@@ -55,6 +55,19 @@ def test_rewards_need_no_teacher(launch: Launch, tmp_path: Path) -> None:
     assert (again / weights).read_bytes() == (run.run_dir / weights).read_bytes()
 
 
+def test_ppo_trains_and_a_replay_makes_its_updates_again(launch: Launch, tmp_path: Path) -> None:
+    """Value head and several updates per batch, from key to checkpoint, bit for bit."""
+    recorded, again = tmp_path / "ppo.record", tmp_path / "again"
+    run = run_recipe(launch, "ppo", "--record", str(recorded))
+    assert [(row["train/updates_made"], row["train/updates_lost"]) for row in run.steps()] == [(2, 0)] * 3
+    assert all(row["train/value_tokens"] == row["train/tokens"] > 0 for row in run.steps())
+    assert run.steps()[0]["train/value_mean"] == 0.0 != run.steps()[-1]["train/value_mean"]
+    assert replay.main([str(recorded), f"--run-dir={again}"]) == 0
+    for name in ("model.safetensors", "value_head.safetensors", "optimizer.safetensors"):
+        file = Path("checkpoints") / "step_000003" / name
+        assert (again / file).read_bytes() == (run.run_dir / file).read_bytes(), name
+
+
 def test_two_pools_grade_their_own_tags_in_the_shares_of_the_mix(launch: Launch, tmp_path: Path) -> None:
     train, evaluation, _ = problem_sets()
     half = len(evaluation) // 2

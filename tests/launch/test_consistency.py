@@ -113,6 +113,8 @@ def test_an_advantage_of_parts_of_rollouts_is_refused() -> None:
     ]
     (told,) = mistakes(learner={"advantage": "reinforce_pp"})
     assert told.startswith("learner.advantage: got 'reinforce_pp' with buffer.release = deadline")
+    (told,) = mistakes(learner={"advantage": "gae"})
+    assert told.startswith("learner.advantage: got 'gae' with buffer.release = deadline")
     assert mistakes(learner={"advantage": "grpo"}, buffer={"release": "rollout"}) == []
 
 

@@ -74,6 +74,7 @@ def _state(trainer: Trainer, step: int, epoch: int = 0) -> LearnerState:
         rng=capture_rng(),
         metrics={"loss": 0.25, "reverse_kl": float("nan")},
         ema={"w": torch.arange(3.0)},
+        value_head={"head/linear.weight": torch.arange(4.0)},
     )
 
 
@@ -100,6 +101,8 @@ def test_everything_comes_back(save: Save, trainer: Trainer, tmp_path: Path) -> 
     )
     assert loaded.metrics == {"loss": 0.25, "reverse_kl": None}
     assert loaded.ema.keys() == {"w"} and torch.equal(loaded.ema["w"], state.ema["w"])
+    assert loaded.value_head.keys() == state.value_head.keys()
+    assert all(torch.equal(loaded.value_head[name], tensor) for name, tensor in state.value_head.items())
     assert loaded.optimizer.steps_done == 1 and loaded.optimizer.tensors.keys() == state.optimizer.tensors.keys()
     assert all(torch.equal(loaded.optimizer.tensors[k], v) for k, v in state.optimizer.tensors.items())
 

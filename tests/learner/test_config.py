@@ -10,6 +10,7 @@ import pytest
 
 from learner.config import LearnerConfig
 from learner.task_config import TaskConfig
+from learner.value_config import ValueConfig
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ from learner.task_config import TaskConfig
         ({"divergence": "k4"}, "divergence = 'k4'; did you mean 'k[123]'. expected one of k1, k2, k3"),
         ({"importance": "mask"}, "importance = 'mask'; did you mean 'masked'."),
         ({"advantage": "grpo2"}, "advantage = 'grpo2'; did you mean 'grpo'."),
+        ({"advantage": "gea"}, "advantage = 'gea'; did you mean 'gae'.* 'stillhouse.advantages'"),
+        ({"updates_per_batch": 0}, "updates_per_batch must be at least 1, got 0"),
         ({"aggregation": "mean"}, "aggregation = 'mean'; did you mean"),
         ({"divergence": "seq_kd"}, "importance = 'truncated': cross-entropy is on the text as it stands"),
         ({"record_max_bytes": -1}, "record_max_bytes must be at least 0"),
@@ -61,6 +64,21 @@ def test_sampling_that_cannot_be_corrected_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LearnerConfig(tasks=TaskConfig(**tasks), **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("coef", 0.0, "value.coef must be positive and finite, got 0.0"),
+        ("lr", float("inf"), "value.lr must be positive"),
+        ("clip", -0.1, "value.clip must be at least 0"),
+        ("discount", 1.1, r"value.discount must be in \[0, 1\], got 1.1"),
+        ("decay", -0.5, r"value.decay must be in \[0, 1\]"),
+    ],
+)
+def test_wrong_values_of_a_value_function_are_refused(field: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ValueConfig(**{field: value})  # pyright: ignore[reportArgumentType]
 
 
 def test_other_temperature_is_accepted_where_the_ratio_corrects_it() -> None:

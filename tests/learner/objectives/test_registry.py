@@ -19,6 +19,7 @@ from learner.objectives.registry import (
     DISTRIBUTION_DIVERGENCES,
     DIVERGENCES,
     IMPORTANCE,
+    TOKEN_ADVANTAGES,
     Group,
     find_member,
     known_members,
@@ -27,7 +28,7 @@ from learner.packing import TrainItem
 from learner.train_step import Trainer
 
 PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
-GROUPS = (ADVANTAGES, AGGREGATIONS, DISTRIBUTION_DIVERGENCES, DIVERGENCES, IMPORTANCE)
+GROUPS = (ADVANTAGES, AGGREGATIONS, DISTRIBUTION_DIVERGENCES, DIVERGENCES, IMPORTANCE, TOKEN_ADVANTAGES)
 
 
 @pytest.fixture
