@@ -6,7 +6,8 @@ each acknowledged.
 Two processes on loopback TCP. "bare" is a DEALER and a ROUTER that pass ready-made frames and look at nothing: no
 codec, no checks, no heartbeats, no copy kept for a resend, no second thread. "ours" is protocol.Client and
 protocol.Server with all of that; "curve" is ours with the keys of a run. All keep at most WINDOW messages
-unacknowledged. Rounds alternate; medians are shown. "cpu us" is the processor time of both processes per message; the
+unacknowledged. Rounds alternate; medians are shown. "checksum" is what the checksums of a segment's frames cost both
+ends, of the "cpu us" of ours. "cpu us" is the processor time of both processes per message; the
 round trip is one message at a time, until its answer is in the caller's hands.
 """
 
@@ -28,6 +29,7 @@ import numpy as np
 import psutil
 import zmq
 
+from protocol.checksum import checksum
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.keys import load_client_keys, load_server_keys, make_keys
@@ -227,6 +229,19 @@ def measure(way: Way, load: Load, seconds: float, n_round_trips: int) -> Result:
     return Result(n / taken_s, megabytes / taken_s, taken_cpu_s / n * 1e6, statistics.median(times_s) * 1e6)
 
 
+def checksum_s(load: Load) -> float:
+    """Processor time of one end's checksum of a segment; the least of ten."""
+    frames = encode(load.segment(0), load.arrays)
+    calls = 200
+    times_s: list[float] = []
+    for _ in range(10):
+        start_s = time.process_time()
+        for _ in range(calls):
+            checksum(frames)
+        times_s.append((time.process_time() - start_s) / calls)
+    return min(times_s)
+
+
 def cpu_s(other: psutil.Process) -> float:
     """Of this process and another, so far."""
     times = other.cpu_times()
@@ -260,6 +275,9 @@ def compare(ways: dict[str, Way], seconds: float, rounds: int, round_trips: int)
             ratios = [of / over for of, over in zip(medians[name], medians[base], strict=True)]
             what = f"{name}/{base}"
             print(f"{n_tokens:7d} {what:>10} {ratios[0]:11.2f} {ratios[1]:8.2f} {ratios[2]:7.2f} {ratios[3]:14.2f}")
+        both_us = 2e6 * checksum_s(load)
+        share = both_us / medians["ours"].cpu_us
+        print(f"{n_tokens:7d} {'checksum':>10} {both_us:28.1f}{'':15} at both ends, {share:.1%} of ours")
 
 
 if __name__ == "__main__":
