@@ -26,7 +26,7 @@ COUNTED_ROLES: Final[tuple[Role, ...]] = ("actor", "teacher", "learner")
 
 
 class RunView(NamedTuple):
-    """What the supervisor knows at one moment."""
+    """What a launcher knows at one moment: a run's own, or that of some who joined it."""
 
     now_s: float
     """Monotonic clock of the launcher."""
@@ -37,8 +37,9 @@ class RunView(NamedTuple):
     workers: Mapping[str, bool]
     """Worker name -> its process runs."""
     restarts: int
-    memory_bytes: int
-    ending: str | None
+    memory_bytes: int = 0
+    """At most so far, of all processes; 0 where nobody looks."""
+    ending: str | None = None
     """Why the run is ending, once it is."""
     servers_up: int = 0
     """Inference servers of the launcher's that answer."""

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 
-from launch.figures import clock, short
+from launch.figures import RunView, clock, short
 from launch.status import QuietStatus
 from protocol.messages import PeerView, Snapshot
-
-
-class JoinView(NamedTuple):
-    """What the joiner knows at one moment."""
-
-    now_s: float
-    """Monotonic clock."""
-    elapsed_s: float
-    steps: int
-    snapshot: Snapshot | None
-    workers: Mapping[str, bool]
-    """Name -> its process runs."""
-    restarts: int
-    servers_up: int = 0
-    servers: int = 0
 
 
 class JoinStatus(QuietStatus):
@@ -35,14 +19,14 @@ class JoinStatus(QuietStatus):
         self._every_s = every_s
         self._shown_s = now_s
 
-    def show_join(self, view: JoinView) -> None:
+    def show(self, view: RunView) -> None:
         """Shown when it is time to."""
         if self._every_s is not None and view.now_s - self._shown_s >= self._every_s:
             self._shown_s = view.now_s
             print(join_line(view), flush=True)
 
 
-def join_line(view: JoinView) -> str:
+def join_line(view: RunView) -> str:
     """Everything that matters, in one line."""
     ours = own_peers(view.snapshot, view.workers)
     running = Counter(name.partition("-")[0] for name, runs in view.workers.items() if runs)

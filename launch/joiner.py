@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 
 from launch.buffer_link import BufferLink
 from launch.config import RunConfig
-from launch.join_status import JoinedWorker, JoinStatus, JoinSummary, JoinView, own_peers
+from launch.join_status import JoinedWorker, JoinStatus, JoinSummary, own_peers
 from launch.roles import ENTRIES
 from launch.server_plan import ServerPlan
 from launch.slots import Worker, said
@@ -64,7 +64,6 @@ class Joiner(Watch):
         )
         self._crew.address = address
         self._link = link
-        self._join_status = status
 
     def run(self, run_name: str) -> JoinSummary:
         """Start, watch, stop. Does not raise for what goes wrong: the summary says it."""
@@ -135,19 +134,6 @@ class Joiner(Watch):
         assert self._left is not None
         name, _, code = self._left
         self._end(code == ExitCode.OK, f"{name} {said(code)}, as the run told it to", ExitCode(code))
-
-    def _show(self, now_s: float) -> None:
-        view = JoinView(
-            now_s=now_s,
-            elapsed_s=now_s - self._began_s,
-            steps=self._config.steps,
-            snapshot=self._link.snapshot if self._link is not None else None,
-            workers={name: worker.running for name, worker in self._crew.workers.items()},
-            restarts=sum(self._budget.totals.values()),
-            servers_up=sum(slot.state == "up" for slot in self._servers.slots.values()),
-            servers=len(self._servers.slots),
-        )
-        self._join_status.show_join(view)
 
     def _stop(self) -> None:
         """However it went: afterwards no process of ours is left, and the buffer knows that they are gone."""

@@ -77,14 +77,13 @@ class Supervisor(Watch):
             entries=entries,
             servers=servers,
         )
-        self._view_on = status
         self._restartable = restartable
         self._guests = Guests(self._crew.workers)
         self._memory = MemoryGauge(config.launch.memory_every_s)
 
     def run(self) -> Outcome:
         """Start, watch, stop. Does not raise for what goes wrong in the run: the outcome says it."""
-        with self._signals, self._view_on:
+        with self._signals, self._status:
             try:
                 self._start_and_watch()
             except Exception as error:  # ours: said, logged, and the run is a failed one
@@ -168,22 +167,11 @@ class Supervisor(Watch):
         if self._link is not None and self._link.snapshot is not None:
             for text in self._guests.news(self._link.snapshot):
                 self._status.say(text)
-        self._view_on.show(self._view(now_s))
+        super()._show(now_s)
         self._memory.sample_when_due()
 
     def _view(self, now_s: float) -> RunView:
-        return RunView(
-            now_s=now_s,
-            elapsed_s=now_s - self._began_s,
-            steps=self._config.steps,
-            snapshot=self._link.snapshot if self._link is not None else None,
-            workers={name: worker.running for name, worker in self._crew.workers.items()},
-            restarts=sum(self._budget.totals.values()),
-            memory_bytes=self._memory.peak_bytes,
-            ending=self._ending.reason if self._ending is not None else None,
-            servers_up=sum(slot.state == "up" for slot in self._servers.slots.values()),
-            servers=len(self._servers.slots),
-        )
+        return super()._view(now_s)._replace(memory_bytes=self._memory.peak_bytes)
 
     # ------------------------------------------------------------------------------------------------- stopping
 

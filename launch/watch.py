@@ -14,12 +14,13 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 from engines.sglang_http import API_KEY_VARIABLE
 from launch.buffer_link import BufferLink
 from launch.config import RunConfig
 from launch.crew import Crew
+from launch.figures import RunView
 from launch.lifeline import sweep
 from launch.processes import Exited, Notice, Processes, Started
 from launch.restarts import RestartBudget
@@ -28,6 +29,7 @@ from launch.server_plan import ServerPlan
 from launch.server_watch import ServerNews, ServerWatch
 from launch.signals import StopRequests
 from launch.slots import Ending, ServerEnd, Worker, said
+from launch.status import StatusView
 from launch.work_folder import WorkFolder
 from protocol.context import ExitCode, WorkerRole
 from protocol.messages import Snapshot
@@ -42,12 +44,6 @@ KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
 
 
-class Says(Protocol):
-    """Where events go (launch.status)."""
-
-    def say(self, text: str) -> None: ...
-
-
 class Watch(ABC):
     """Owner of the processes. Subclasses start them and decide what their deaths mean."""
 
@@ -58,7 +54,7 @@ class Watch(ABC):
         self,
         config: RunConfig,
         folder: WorkFolder,
-        status: Says,
+        status: StatusView,
         workers: Sequence[Worker],
         *,
         resume: bool,
@@ -113,10 +109,6 @@ class Watch(ABC):
     @abstractmethod
     def _link_lost(self, why: str) -> None:
         """There is no connection to the buffer any more."""
-
-    @abstractmethod
-    def _show(self, now_s: float) -> None:
-        """The state now, for the status."""
 
     # ------------------------------------------------------------------------------------------------- starting
 
@@ -280,6 +272,23 @@ class Watch(ABC):
             self._status.say(f"the last lines of {self._folder.log_path(name)}:\n{self._folder.log_tail(name)}")
         self._ending = Ending(ok, reason, int(exit_code))
         self._status.say(f"the run is over: {reason}" if ok else f"{self.LEAVING}: {reason}")
+
+    def _show(self, now_s: float) -> None:
+        """The state now, for the status."""
+        self._status.show(self._view(now_s))
+
+    def _view(self, now_s: float) -> RunView:
+        return RunView(
+            now_s=now_s,
+            elapsed_s=now_s - self._began_s,
+            steps=self._config.steps,
+            snapshot=self._link.snapshot if self._link is not None else None,
+            workers={name: worker.running for name, worker in self._crew.workers.items()},
+            restarts=sum(self._budget.totals.values()),
+            ending=self._ending.reason if self._ending is not None else None,
+            servers_up=sum(slot.state == "up" for slot in self._servers.slots.values()),
+            servers=len(self._servers.slots),
+        )
 
     def _say_features(self) -> None:
         """What the servers can do, once, as their workers have found out."""
