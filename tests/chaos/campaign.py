@@ -87,7 +87,7 @@ def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdi
     fds_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     mark = f"chaos-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
-        disk = stack.enter_context(small_disk(run_dir, plan.disk_mib)) if plan.disk_mib else None
+        disk = stack.enter_context(small_disk(run_dir, plan.disk_mib << 20)) if plan.disk_mib else None
         if disk is not None:
             stack.callback(_rescue, run_dir)
         run, proxy = stack.enter_context(proxied_run(run_dir, _arguments(plan), mark))

@@ -27,10 +27,10 @@ class SmallDisk:
         figures = os.statvfs(self.path)
         return figures.f_bavail * figures.f_frsize
 
-    def fill(self, leave_bytes: int = 0) -> None:
-        """Take all space but so much."""
+    def fill(self) -> None:
+        """Take all space that is left."""
         with (self.path / BALLAST).open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
-            while (left := self.free_bytes - leave_bytes) > 0:
+            while (left := self.free_bytes) > 0:
                 ballast.write(bytes(min(left, 1 << 20)))
 
     def free(self) -> None:
@@ -42,10 +42,10 @@ def mounted_at(path: Path) -> bool:
 
 
 @contextmanager
-def small_disk(path: Path, size_mib: int) -> Generator[SmallDisk]:
+def small_disk(path: Path, size_bytes: int) -> Generator[SmallDisk]:
     """A tmpfs at `path`, which is made if it is not there. Raises OSError where that is not permitted."""
     path.mkdir(parents=True, exist_ok=True)
-    options = f"size={size_mib}m".encode()
+    options = f"size={size_bytes}".encode()
     if _libc.mount(b"chaos", str(path).encode(), b"tmpfs", 0, options) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"cannot mount a tmpfs at {path}: {os.strerror(error)}")

@@ -12,7 +12,7 @@ from tests.chaos.disk import mounted_at, small_disk
 def test_full_then_free_then_gone(tmp_path: Path) -> None:
     path = tmp_path / "disk"
     try:
-        with small_disk(path, 2) as disk:
+        with small_disk(path, 2 << 20) as disk:
             assert mounted_at(path)
             disk.fill()
             with pytest.raises(OSError, match="No space left"):
