@@ -75,7 +75,7 @@ def parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in {**dict(trainer.model.named_parameters()), **head}.items()}
 
 
-def gradients(trainer: Trainer, items: Sequence[TrainItem]) -> dict[str, Tensor]:
+def gradients(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> dict[str, Tensor]:
     """Of the student, and of the head."""
     seen: dict[str, Tensor] = {}
     critic = critic_of(trainer)
@@ -86,7 +86,7 @@ def gradients(trainer: Trainer, items: Sequence[TrainItem]) -> dict[str, Tensor]
         )
 
     hook = critic._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
-    students = step_gradients(trainer, items)
+    students = step_gradients(trainer, items, offline)
     hook.remove()
     return students | seen
 
@@ -177,6 +177,21 @@ def test_without_a_way_through_the_backbone_the_value_loss_leaves_the_student_al
     students = [step_gradients(trainer, items) for trainer in trainers]
     for name, gradient in students[0].items():
         assert torch.equal(gradient, students[1][name]), name
+
+
+@pytest.mark.parametrize("pack_tokens", [1, 4096])
+def test_what_the_teacher_wrote_trains_no_value_and_shares_the_divisor(
+    tiny_student: Student, make_item: Make, pack_tokens: int
+) -> None:
+    items = batch(make_item, tiny_student("eager"))
+    theirs = [make_item("t", [0, 0] + [1] * 7, reward=9.0), make_item("u", [0, 1, 1])]
+    heads: list[dict[str, Tensor]] = []
+    for offline in ([], theirs):
+        trainer = trainer_of(tiny_student, config_of(pack_tokens=pack_tokens))
+        heads.append({name: g for name, g in gradients(trainer, items, offline).items() if name.startswith("value")})
+    alone, mixed = heads
+    own = sum(item.n_trained for item in items)
+    assert_same(mixed, {name: gradient * own / (own + 9) for name, gradient in alone.items()})
 
 
 def test_figures_equal_a_loop_over_judged_tokens(tiny_student: Student, make_item: Make) -> None:
