@@ -44,6 +44,11 @@ class ValueTerms(NamedTuple):
     error_N: Tensor
     """[N] float, no gradient: `value_loss`, 0 where not judged."""
 
+    @classmethod
+    def nothing(cls, states_NH: Tensor) -> ValueTerms:
+        zero = states_NH.new_zeros(())
+        return cls(zero, zero.expand(len(states_NH)))
+
 
 class Critic(Protocol):
     """A value function, or none."""
@@ -78,8 +83,7 @@ class NoCritic:
         raise TypeError("learner.advantage of single tokens without a value head")
 
     def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms:
-        zero = states_NH.new_zeros(())
-        return ValueTerms(zero, zero.expand(len(states_NH)))
+        return ValueTerms.nothing(states_NH)
 
     def gradients(self) -> list[Tensor]:
         return []
@@ -117,7 +121,7 @@ class ValueCritic:
 
     def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms:
         if targets is None or not bool(targets.judged_N.any()):
-            return NoCritic().loss(states_NH, targets, share_N, divisor)
+            return ValueTerms.nothing(states_NH)
         value_N: Tensor = self.head(states_NH)
         old_N, return_N = (x.to(value_N) for x in (targets.old_N, targets.return_N))
         error_N = value_loss(value_N, old_N, return_N, clip=self._config.value.clip)
