@@ -392,6 +392,9 @@ class BufferState:
     def _lose(self, now_s: float, peer: Peer, *, for_good: bool) -> None:
         """Tickets and leases of the peer go back. `for_good`: this process of it will not be heard again."""
         peer.alive = False
+        if peer.role == "launcher":
+            del self._peers[peer.role, peer.name]  # each link of those who look has a name of its own, and did nothing
+            return
         if self._phase != "running":
             return
         if isinstance(peer, ActorPeer):

@@ -67,6 +67,7 @@ def account(stays: Sequence[JoinSummary], ending: Ending, wall_s: float) -> Join
         ok=ending.ok,
         reason=ending.reason,
         exit_code=ending.exit_code,
+        broke_off=stays[-1].broke_off and not ending.ok,
         wall_s=wall_s,
         ready_s=stays[0].ready_s,
         stays=len(stays),

@@ -152,3 +152,19 @@ def test_after_thousands_of_others_a_first_segment_and_its_scores_are_still_know
     run.offer(0, 1, 2, group=GROUP)
     assert run.ledger == before, "nothing changed"
     assert not [t for t in run.tickets if t.split("-")[1] in ("0", "1", "2")], "no task is run again"
+
+
+def test_those_who_only_looked_at_the_run_are_forgotten() -> None:
+    driver = Driver()
+    before = [peer.name for peer in driver.snapshot.peers]
+    for i in range(100):
+        driver.join("launcher", f"joiner-{i}")
+        assert driver.snapshot.peers[-1].name == f"joiner-{i}"
+        if i % 2:
+            driver.send("launcher", f"joiner-{i}", m.Goodbye("done"))
+        else:
+            driver.lose("launcher", f"joiner-{i}")
+    assert [peer.name for peer in driver.snapshot.peers] == before
+    driver.join("launcher", "joiner-0")
+    (shown,) = [o.message for o in driver.send("launcher", "joiner-0", m.SnapshotWanted())]
+    assert isinstance(shown, m.Snapshot) and shown.peers[-1].alive, "it came back"

@@ -83,6 +83,7 @@ def test_the_account_counts_each_launch_of_the_run_once() -> None:
     told = account(stays, Ending(True, "all done", 0), 9.0)
     worker = told.workers["actor-x-0"]
     assert (worker.tokens, worker.done, worker.restarts, worker.exit_codes) == (150, 15, 4, [1, 1, 1, 143, 0])
+    assert not told.broke_off and account(stays, Ending(False, "gone", 1), 9.0).broke_off
     assert (told.ok, told.reason, told.exit_code, told.stays, told.wall_s, told.ready_s) == (
         True, "all done", 0, 4, 9.0, 1,
     )  # fmt: skip
