@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 
+import builtin
+from buffer.config import BufferConfig
+from buffer.state import BufferState
+from launch.config import RunConfig
+from launch.config_file import write_config
+from launch.config_tree import build
 from launch.errors import ConfigError, LaunchError
-from launch.join import parse_join
+from launch.join import look, parse_join
 from launch.join_status import JoinedWorker, JoinSummary
 from launch.rejoin import account, same_run, wait_for_run
 from launch.signals import StopRequests
 from launch.slots import Ending
 from launch.target import RunIsFinished, find_target
+from protocol import messages as m
+from tests.wire import RUN, ScriptedBuffer, acknowledgement
 
 
 class Looks:
@@ -57,6 +65,20 @@ def test_a_signal_ends_the_waiting() -> None:
 def test_a_run_is_known_by_its_name_and_a_launch_by_what_follows() -> None:
     assert same_run("my-run-12ab34cd", "my-run-99999999")
     assert not same_run("my-run-12ab34cd", "my-12ab34cd")
+
+
+def test_at_an_address_only_the_run_that_was_joined_counts_as_back(tmp_path: Path) -> None:
+    models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
+    write_config(build(RunConfig, {"models": models}), tmp_path / "config.yaml")
+    snapshot = BufferState(BufferConfig(), version=m.WeightVersion(1, 7)).snapshot(0.0)
+    with ScriptedBuffer(lambda got: snapshot if isinstance(got, m.SnapshotWanted) else acknowledgement(got)) as peer:
+        line = parse_join([peer.address, f"--config={tmp_path / 'config.yaml'}", "--teachers=1"])
+        assert line is not None and RUN == "run-1"
+        found = look(line, "run-0")
+        found.link.close()
+        assert (found.link.run_id, found.link.snapshot, found.joining.roles) == (RUN, snapshot, ("teacher",))
+        with pytest.raises(LaunchError, match="another run listens there now, run-1"):
+            look(line, "another-0")
 
 
 def test_a_folder_tells_a_finished_run_from_one_that_broke_off(tmp_path: Path) -> None:
