@@ -10,6 +10,7 @@ from rich.console import Console
 
 from launch.figures import Rates, RunView, clock, short, staleness
 from launch.guests import Guests
+from launch.join_status import JoinStatus
 from launch.status import LineStatus, QuietStatus, TableStatus, line, make_status, table
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 
@@ -224,3 +225,20 @@ def test_the_table_can_be_entered_fed_and_left(capsys: pytest.CaptureFixture[str
         status.say("actor-0 [died] of something")
         status.show(view(snapshot(1.0, 1, peer("learner", 0))))
     assert "actor-0 [died] of something" in capsys.readouterr().out
+
+
+def test_those_who_joined_show_their_own_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    workers = {"actor-p-0": True, "actor-p-1": False, "teacher-p-0": True}
+    ours = [msgspec.structs.replace(peer("actor", 0, 1500, version=9), name="actor-p-0")]
+    seen = RunView(100.0, 65.0, 40, snapshot(10.0, 10, peer("actor", 0, 9_999, version=8), *ours), workers, 2)
+    status = JoinStatus(5.0, now_s=97.0)
+    status.show(seen)
+    assert capsys.readouterr().out == "", "not yet"
+    status.show(seen._replace(now_s=102.0, servers=2, servers_up=1))
+    status.show(seen._replace(now_s=103.0))
+    assert capsys.readouterr().out == (
+        "[1:05] step 10/40 | actors 1 of 2 run, 1 there, tokens written 1500 | "
+        "teachers 1 of 1 run, 0 there, tokens graded 0 | weights 0.9 x1 | restarts 2 | 1 of 2 SGLang servers answer\n"
+    )
+    JoinStatus(None, now_s=0.0).show(seen)
+    assert capsys.readouterr().out == ""
