@@ -1,6 +1,7 @@
 """Train from a file of recorded batches, with no actors, no teachers and no buffer:
 
     python -m launch.replay FILE [--epochs N] [--order recorded|shuffled] [--KEY VALUE ...]
+    python -m launch.replay FILE --resume [--run-dir DIR]
     python -m launch.replay FILE --compare k1,k2,k3
 
 The configuration is that of the run that was recorded, under what is said here. Exit codes as of launch.run; Ctrl-C
@@ -9,6 +10,7 @@ ends after the step under way and its checkpoint, a second one at once.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from launch.config import RunConfig
 from launch.config_tree import Plain, get, merge
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.preflight import replace
+from launch.replay_plan import ReplayPlan, check_asked, check_config, check_file, read_plan
+from launch.runfolder import choose_path
 from learner.record_format import RecordError, RecordHeader
 from learner.record_reader import Recording
 from learner.replay_order import ORDERS, Order
@@ -28,6 +32,7 @@ from learner.replay_order import ORDERS, Order
 COMPARED_BATCHES: Final = 8
 USAGE: Final = f"""\
 usage: python -m launch.replay FILE [--epochs N] [--order recorded|shuffled] [--run-dir DIR] [--KEY VALUE ...]
+       python -m launch.replay FILE --resume [--run-dir DIR]
        python -m launch.replay FILE --compare NAME,NAME[,...] [--batches N]
 
 Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (python -m launch.write).
@@ -36,6 +41,7 @@ learner.divergence seq_kd and learner.importance none. Evaluations run in this p
 
   --epochs N        times that every batch is trained [1]
   --order ORDER     of the batches: recorded, or shuffled by --seed [recorded]
+  --resume          go on from the last checkpoint in DIR [runs/latest], to the outcome of an undisturbed replay
   --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
   --batches N       so many of them [{COMPARED_BATCHES}]
 """
@@ -47,8 +53,9 @@ class Asked:
     """The command line."""
 
     file: Path
-    epochs: int
-    order: Order
+    epochs: int | None
+    order: Order | None
+    """None: as a new replay has it, or as the one that is gone on with."""
     compare: tuple[str, ...]
     batches: int
     line: CommandLine
@@ -62,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         asked = parse(arguments)
         with Recording(asked.file) as recording:
-            config = configure(asked, recording.header)
+            folder = choose_path(asked.line.run_dir, resume=True, name=asked.line.name) if asked.line.resume else None
+            config, plan = prepare(asked, recording) if folder is None else prepare_resumed(asked, recording, folder)
             for note in notes(recording):
                 print(f"stillhouse: {note}", file=sys.stderr)
             from launch import replaying  # torch, and only now: what is wrong above is said at once
@@ -72,11 +80,10 @@ def main(arguments: Sequence[str]) -> int:
             return replaying.train(
                 recording,
                 config,
-                run_dir=asked.line.run_dir,
+                plan,
+                run_dir=folder or asked.line.run_dir,
                 name=asked.line.name,
-                epochs=asked.epochs,
-                order=asked.order,
-                steps_given=any(key.name == "steps" for key, _ in asked.line.overrides),
+                resume=folder is not None,
             )
     except (LaunchError, RecordError) as error:
         return refuse(error)
@@ -102,15 +109,15 @@ def parse(arguments: Sequence[str]) -> Asked:
         own[name] = text
     try:
         line = parse_arguments(others)
-        if line.resume:
-            mistakes.append("--resume: a replay is not gone on with; begin it again, or give --student a checkpoint")
+        if line.resume and "compare" in own:
+            mistakes.append("--resume: nothing is trained by --compare, so there is nothing to go on with")
     except ConfigError as error:
         line = CommandLine()
         mistakes += error.mistakes
-    epochs = _positive(own, "epochs", 1, mistakes)
+    epochs = _positive(own, "epochs", 1, mistakes) if "epochs" in own else None
     batches = _positive(own, "batches", COMPARED_BATCHES, mistakes)
-    order, compare = own.get("order", "recorded"), own.get("compare")
-    if order not in ORDERS:
+    order, compare = own.get("order"), own.get("compare")
+    if order not in (None, *ORDERS):
         mistakes.append(f"--order: got {order!r}, expected one of {', '.join(ORDERS)}")
     names = tuple(name for name in (compare or "").split(",") if name)
     if compare is not None and not names:
@@ -120,18 +127,23 @@ def parse(arguments: Sequence[str]) -> Asked:
     return Asked(
         file=Path(cast(str, file)).expanduser(),
         epochs=epochs,
-        order=cast(Order, order),
+        order=cast(Order | None, order),
         compare=names,
         batches=batches,
         line=line,
     )
 
 
-def configure(asked: Asked, header: RecordHeader) -> RunConfig:
-    """What the recorded run had, under what is said now; models and prompts looked at. Raises ConfigError."""
-    config = resolve_config(asked.line, _base(header))
+def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
+    """A new one: what the recorded run had, under what is said now. Raises ConfigError."""
+    config = resolve_config(asked.line, _base(recording.header))
     if asked.compare:
         config = replace(config, learner=replace(config.learner, eval_every=0))
+    plan = ReplayPlan.of(recording, epochs=asked.epochs or 1, order=asked.order or "recorded")
+    as_recorded = plan.epochs == 1 and plan.order == "recorded" and recording.header.writer == "student"
+    steps_given = any(key.name == "steps" for key, _ in asked.line.overrides)
+    if not (as_recorded or steps_given):  # else the schedule of the learning rate is that of the recorded run
+        config = replace(config, steps=plan.epochs * plan.batches)
     if not config.learner.eval_every:  # then neither the teacher nor the prompts have to be on this machine
         tasks = replace(config.learner.tasks, prompts="", eval_prompts="")
         config = replace(
@@ -139,6 +151,21 @@ def configure(asked: Asked, header: RecordHeader) -> RunConfig:
             models=replace(config.models, teacher=config.models.student),
             learner=replace(config.learner, tasks=tasks),
         )
+    return looked_at(config), plan
+
+
+def prepare_resumed(asked: Asked, recording: Recording, folder: Path) -> tuple[RunConfig, ReplayPlan]:
+    """The one in `folder`: its plan and its configuration. Raises ConfigError for anything else."""
+    plan = read_plan(folder)
+    check_file(plan, recording)
+    check_asked(plan, epochs=asked.epochs, order=asked.order)
+    config = looked_at(resolve_config(asked.line))
+    check_config(config, folder)
+    return config, plan
+
+
+def looked_at(config: RunConfig) -> RunConfig:
+    """With models and prompts as preflight finds them. Raises ConfigError."""
     checked = preflight.check(config)
     for warning in checked.warnings:
         print(f"stillhouse: warning: {warning}", file=sys.stderr)
@@ -169,7 +196,7 @@ def _base(header: RecordHeader) -> Plain:
         "actor": {"engine": "torch", "urls": []},
         "teacher": {"engine": "torch", "urls": []},
     }
-    recorded = header.config
+    recorded = copy.deepcopy(header.config)  # overrides are laid into what comes out of this
     pools = cast(dict[str, Any], recorded.get("pools") or {})
     if not pools:  # the evaluations'
         here["teachers"] = 0 if get(recorded, "learner.tasks.routes") == {} else 1

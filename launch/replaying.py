@@ -9,9 +9,10 @@ import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -25,19 +26,20 @@ from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import ConfigError
 from launch.local_evaluation import LocalEvaluator
+from launch.replay_plan import ReplayPlan
 from launch.runfolder import CHECKPOINTS, RunFolder, write_atomic
-from learner.checkpoint import LearnerState, save_checkpoint
+from learner.checkpoint import LearnerState, latest, load_checkpoint, save_checkpoint
 from learner.compare import compare
 from learner.eval_figures import describe
 from learner.evaluation import Evaluation, EvaluationResult, render_eval_set
 from learner.make_trainer import make_trainer
-from learner.metrics import MetricsWriter
+from learner.metrics import MetricsWriter, newest_epoch
 from learner.objectives.registry import divergence_group
 from learner.offline_config import check_seq_kd
 from learner.record_reader import Recording
 from learner.replay import Replay, ReplayBatch, ReplayProgress, read_batch
-from learner.replay_order import Order, turns
-from learner.rng import capture_rng
+from learner.replay_order import turns
+from learner.rng import RngState, capture_rng, restore_rng
 from learner.step_metrics import StepMetrics
 from learner.tasks import load_prompts
 from learner.train_step import Trainer
@@ -59,39 +61,36 @@ class StopAsked(Exception):
         self.exit_code = 128 + signum
 
 
+class Start(NamedTuple):
+    """What a replay begins with: the student as given, or a checkpoint."""
+
+    trainer: Trainer
+    progress: ReplayProgress
+    rng: RngState | None
+    """None: as the seed says."""
+
+
 def train(
-    recording: Recording,
-    config: RunConfig,
-    *,
-    run_dir: Path | None,
-    name: str,
-    epochs: int,
-    order: Order,
-    steps_given: bool,
+    recording: Recording, config: RunConfig, plan: ReplayPlan, *, run_dir: Path | None, name: str, resume: bool
 ) -> int:
-    """Train, evaluate, keep checkpoints in a run folder. The exit code."""
-    n_batches = len(recording.batches)
-    as_recorded = epochs == 1 and order == "recorded" and recording.header.writer == "student"
-    if not (as_recorded or steps_given):  # else the schedule of the learning rate is that of the recorded run
-        config = msgspec.structs.replace(config, steps=epochs * n_batches)
+    """Train, evaluate, keep checkpoints in a run folder; `resume`: go on in the one at `run_dir`, of which plan and
+    configuration have been looked at. The exit code."""
     torch.set_num_threads(config.launch.threads_per_worker)
     torch.manual_seed(config.seed)
     began_s = time.monotonic()
     tokenizer = load_tokenizer(config.models.student)
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
     recording.expect_top_k(config.learner.divergence)
-    trainer = make_trainer(
-        config.models.student,
-        config.learner,
-        steps=config.steps,
-        vocab_tokens=_vocab(tokenizer),
-        seed=config.seed,
-    )
-    with closing(RunFolder.open(run_dir, resume=False, name=name)) as folder, ExitStack() as stack:
+    start = _start(config, tokenizer, run_dir if resume else None)
+    trainer = start.trainer
+    with closing(RunFolder.open(run_dir, resume=resume, name=name)) as folder, ExitStack() as stack:
         write_config(config, folder.config_path)
-        _say(_headline(recording, config, folder, epochs=epochs, order=order))
+        plan.write(folder.path)
+        _say(_headline(recording, config, folder, plan, steps_done=trainer.steps_done))
         stop = stack.enter_context(_stop_asked())
-        metrics = stack.enter_context(MetricsWriter(folder.path))
+        epoch = newest_epoch(folder.path)
+        gone_on = None if epoch is None else WeightVersion(epoch + 1, trainer.steps_done)
+        metrics = stack.enter_context(MetricsWriter(folder.path, resume=gone_on))
         replay = Replay(
             recording,
             trainer,
@@ -100,11 +99,15 @@ def train(
             steps=config.steps,
             evaluate=_evaluations(config, tokenizer, trainer, stack, stop),
             save_checkpoint=_checkpoints(config, tokenizer, trainer, folder),
+            progress=start.progress,
             after_step=lambda step, progress: _after_step(step, progress, config, stop),
         )
         code, reason = 0, "all batches trained"
         try:
-            replay.run(turns(n_batches, epochs=epochs, order=order, seed=config.seed))
+            if start.rng is not None:
+                restore_rng(start.rng)
+            order = turns(plan.batches, epochs=plan.epochs, order=plan.order, seed=config.seed)
+            replay.run(islice(order, trainer.steps_done, None))
         except StopAsked as asked:
             code, reason = asked.exit_code, str(asked)
             replay.checkpoint()
@@ -113,6 +116,29 @@ def train(
             raise
         _end(folder, recording, trainer, replay.progress, code, reason, began_s)
         return code
+
+
+def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> Start:
+    """`folder`: of the replay to go on with, whose last checkpoint it is that can be read; where there is none, it
+    begins again. Raises CheckpointError."""
+    found = latest(folder / CHECKPOINTS) if folder is not None else None
+    for skipped in found.skipped if found is not None else ():
+        _say(f"checkpoint {skipped.path} is not usable: {skipped.reason}")
+    checkpoint = found.path if found is not None else None
+    trainer = make_trainer(
+        config.models.student,
+        config.learner,
+        steps=config.steps,
+        vocab_tokens=_vocab(tokenizer),
+        seed=config.seed,
+        checkpoint=checkpoint,
+    )
+    if checkpoint is None:
+        return Start(trainer, ReplayProgress(), None)
+    state = load_checkpoint(checkpoint)
+    trainer.load_state_dict(state.optimizer)
+    trainer.critic.load_state_dict(state.value_head)
+    return Start(trainer, ReplayProgress.of_state(state.tasks), state.rng)
 
 
 def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[str], n_batches: int) -> int:
@@ -187,13 +213,13 @@ def _evaluations(
 
 def _checkpoints(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, folder: RunFolder
-) -> Callable[[int, StepMetrics], None]:
-    def save(step: int, figures: StepMetrics) -> None:
+) -> Callable[[int, StepMetrics, ReplayProgress], None]:
+    def save(step: int, figures: StepMetrics, progress: ReplayProgress) -> None:
         state = LearnerState(
             version=WeightVersion(0, step),
             optimizer=trainer.state_dict(),
             value_head=trainer.critic.state_dict(),
-            tasks={},
+            tasks=progress.state(),
             ledger=None,
             rng=capture_rng(),
             metrics=dict(figures.as_dict()),
@@ -243,13 +269,14 @@ def _raise_if_asked(stop: list[int]) -> None:
         raise StopAsked(stop[0])
 
 
-def _headline(recording: Recording, config: RunConfig, folder: RunFolder, *, epochs: int, order: Order) -> str:
+def _headline(recording: Recording, config: RunConfig, folder: RunFolder, plan: ReplayPlan, *, steps_done: int) -> str:
     header, learner = recording.header, config.learner
+    going_on = f", going on from step {steps_done}" if folder.record.launches > 1 else ""
     return (
         f"replay of {len(recording.batches)} batches of the run {header.run} (written by the {header.writer}, "
-        f"configuration {header.config_digest[:12]}), {epochs} epochs, {order}: {config.models.student}, divergence "
-        f"{learner.divergence}, importance {learner.importance}, lr {learner.lr:g}, {config.steps} steps; all of it in "
-        f"{folder.path}"
+        f"configuration {header.config_digest[:12]}), {plan.epochs} epochs, {plan.order}{going_on}: "
+        f"{config.models.student}, divergence {learner.divergence}, importance {learner.importance}, "
+        f"lr {learner.lr:g}, {config.steps} steps; all of it in {folder.path}"
     )
 
 
@@ -273,7 +300,7 @@ def _end(
         "exit_code": code,
         "wall_s": time.monotonic() - began_s,
         "reverse_kl_first": progress.reverse_kl_first,
-        "reverse_kl_last": progress.last.reverse_kl if progress.last is not None else None,
+        "reverse_kl_last": progress.reverse_kl_last,
         "eval": [{name: getattr(result, name) for name in EVAL_FIELDS} for result in progress.evaluations],
     }
     write_atomic(folder.path / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(account), indent=2) + b"\n")

@@ -8,6 +8,7 @@ runs/<name>/   config.yaml    the resolved configuration; a run can be started a
                buffer.json    where the buffer listens
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
                summary.json   written at the end of every run
+               replay.json, replay_plan.json   of a replay in their place (launch.replaying, launch.replay_plan)
                servers/       <worker>.json, what its inference server can do
                joined/        a folder for each `cluster.py join RUN` on a machine that sees this one
                checkpoints/, tensorboard/ and the rest belong to the learner
@@ -86,7 +87,7 @@ class RunFolder(WorkFolder):
                     "or give another --run-dir"
                 )
             (path / "logs").mkdir(exist_ok=True)
-            for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json"):
+            for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json", "replay.json"):
                 _set_aside(path / stale, former)
             for stale in (path / SERVERS).glob("*.json"):
                 stale.unlink()

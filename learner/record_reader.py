@@ -6,10 +6,13 @@ read from the disk when they are asked for. The file may still be written to: wh
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
+
+import msgspec
 
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
 from learner.record_format import (
@@ -99,6 +102,14 @@ class Recording:
         """Steps between the first and the last batch of which there is none: they could not be written."""
         steps = [kept.record.version.step for kept in self.batches]
         return steps[-1] - steps[0] + 1 - len(steps)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of whose batches these are, and of every batch all but the bytes of its frames."""
+        whole = hashlib.sha256(msgspec.msgpack.encode(self.header))
+        for kept in self.batches:
+            whole.update(msgspec.msgpack.encode(kept.record))
+        return whole.hexdigest()
 
     def expect_vocabulary(self, fingerprint: str) -> None:
         """Raises RecordError unless the file's token ids are of this vocabulary."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from learner.config import LearnerConfig
 from learner.evaluation import EvaluationResult
@@ -48,13 +50,44 @@ def read_batch(recording: Recording, batch: Kept) -> ReplayBatch:
 
 @dataclass
 class ReplayProgress:
-    """Figures so far."""
+    """Figures so far, of the replay that this one goes on with too."""
 
     evaluations: list[EvaluationResult] = field(default_factory=list[EvaluationResult])
+    """Without the samples, which are in a file."""
     reverse_kl_first: float | None = None
+    reverse_kl_last: float | None = None
     last: StepMetrics | None = None
+    """Of the last step of this process; None before it."""
     tokens_trained: int = 0
     epoch: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Of what is carried over, as JSON types."""
+        return msgspec.to_builtins(
+            _ProgressState(
+                tuple(self.evaluations), self.reverse_kl_first, self.reverse_kl_last, self.tokens_trained, self.epoch
+            )
+        )
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> ReplayProgress:
+        """Raises msgspec.ValidationError for what is none."""
+        told = msgspec.convert(state, _ProgressState)
+        return cls(
+            evaluations=list(told.evaluations),
+            reverse_kl_first=told.reverse_kl_first,
+            reverse_kl_last=told.reverse_kl_last,
+            tokens_trained=told.tokens_trained,
+            epoch=told.epoch,
+        )
+
+
+class _ProgressState(msgspec.Struct, frozen=True):
+    evaluations: tuple[EvaluationResult, ...]
+    reverse_kl_first: float | None
+    reverse_kl_last: float | None
+    tokens_trained: int
+    epoch: int
 
 
 class Replay:
@@ -69,11 +102,12 @@ class Replay:
         *,
         steps: int,
         evaluate: Callable[[int], EvaluationResult] | None,
-        save_checkpoint: Callable[[int, StepMetrics], None],
+        save_checkpoint: Callable[[int, StepMetrics, ReplayProgress], None],
+        progress: ReplayProgress | None = None,
         after_step: Callable[[int, ReplayProgress], None] = lambda step, progress: None,
     ) -> None:
-        """`evaluate(step)` gives the figures of the present weights (None: nobody can); `save_checkpoint(step,
-        figures)` keeps them."""
+        """`evaluate(step)` gives the figures of the present weights (None: nobody can); `save_checkpoint(step, figures,
+        progress)` keeps the weights. `progress`: of the replay that is gone on with."""
         self._recording = recording
         self._trainer = trainer
         self._metrics = metrics
@@ -83,12 +117,14 @@ class Replay:
         self._save_checkpoint = save_checkpoint
         self._after_step = after_step
         self._clock = WaitClock()
-        self.progress = ReplayProgress()
+        self.progress = progress or ReplayProgress()
 
     def run(self, order: Iterator[Turn]) -> None:
-        """Train one batch per turn; evaluations as in a run, at both ends and every `eval_every` steps."""
+        """Train one batch per turn; evaluations as in a run, at both ends and every `eval_every` steps. `order` begins
+        with the turn of the trainer's next step."""
         every = self._config.eval_every
-        self._evaluate_now()
+        if every and self._trainer.steps_done % every == 0:  # a checkpoint is written before the evaluation of its step
+            self._evaluate_now()
         for turn in order:
             if self._trainer.steps_done >= self._steps:
                 break
@@ -105,7 +141,7 @@ class Replay:
             return
         with self._clock.waiting("checkpoint"):
             try:
-                self._save_checkpoint(self._trainer.steps_done, self.progress.last)
+                self._save_checkpoint(self._trainer.steps_done, self.progress.last, self.progress)
             except OSError as error:
                 log.error("the checkpoint of step %d could not be written: %s", self._trainer.steps_done, error)
 
@@ -121,6 +157,7 @@ class Replay:
             progress.tokens_trained += figures.tokens
             if progress.reverse_kl_first is None:
                 progress.reverse_kl_first = figures.reverse_kl
+            progress.reverse_kl_last = figures.reverse_kl
         train = {"tokens": 0, "items": len(batch.own)} if figures is None else figures.as_dict()
         self._metrics.step(
             step,
@@ -146,4 +183,4 @@ class Replay:
         with self._clock.waiting("eval"):
             result = self._evaluate(step)
         self._metrics.evaluation(result)
-        done.append(result)
+        done.append(msgspec.structs.replace(result, samples=()))
