@@ -24,10 +24,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from bench.objective_grid import BATCH_ROLLOUTS, Row, objectives, staleness
+from bench.objective_grid import Row, objectives, staleness
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TABLES: Final = {"objectives": objectives, "staleness": staleness}
+ABOUT: Final = {"staleness": ", learning rate 1e-4"}
 RUN_TIMEOUT_S: Final = 1800.0
 
 
@@ -125,8 +126,9 @@ class Running:
 
 def commands(place: Path, row: Row, seed: int, steps: int) -> list[list[str]]:
     """To be run one after the other; the last one leaves its figures in `place`."""
+    steps *= row.steps_times
     common = ["--config", "examples/demo.toml", f"--steps={steps}", f"--seed={seed}", "--learner.checkpoint_every=0"]
-    rollouts, evaluated = f"--buffer.batch_rollouts={BATCH_ROLLOUTS}", f"--learner.eval_every={steps}"
+    rollouts, evaluated = f"--buffer.batch_rollouts={row.batch_rollouts}", f"--learner.eval_every={steps}"
     own = ["--run-dir", str(place), *common, evaluated, *row.arguments]
     if row.prepare is None:
         return [[sys.executable, "launch/cluster.py", *own, rollouts]]
@@ -152,7 +154,7 @@ def summary_of(folder: Path, row: Row, seed: int, steps: int) -> dict[str, Any] 
         summary["ok"] = summary["exit_code"] == 0
         summary["tokens"] = {"trained": trained, "accepted": trained, "masked": {}}
         summary["staleness"] = None
-    return summary if summary["ok"] and summary["steps"] == steps else None
+    return summary if summary["ok"] and summary["steps"] == steps * row.steps_times else None
 
 
 def outcome(summary: dict[str, Any] | None) -> str:
@@ -169,16 +171,17 @@ def report(args: argparse.Namespace) -> str:
         "",
         f"    python bench/compare_objectives.py --folder DIR --seeds {args.seeds} --steps {args.steps}",
         "",
-        f"{time.strftime('%Y-%m-%d')}. The built-in task: {args.steps} steps of {BATCH_ROLLOUTS} rollouts, "
-        "`examples/demo.toml` (learning rate 3e-4, in the staleness table 1e-4; Adam, 10 warm-up steps) and what the "
-        "row says; nothing is tuned per row. Evaluation at the end: 256 prompts sampled, 128 greedy. Mean over seeds "
-        "(lowest to highest).",
+        f"{time.strftime('%Y-%m-%d')}. The built-in task, `examples/demo.toml` (Adam, learning rate 3e-4, 10 warm-up "
+        "steps) and what the row says; nothing is tuned per row. Evaluation at the end: 256 prompts sampled, 128 "
+        "greedy. Mean over seeds (lowest to highest).",
         "",
     ]
     for table, rows_of in TABLES.items():
         rows = [(row, summaries(args, row)) for row in rows_of()]
         if any(found for _, found in rows):
-            lines += [f"## {table.capitalize()}", "", *header(), *(line(row, found) for row, found in rows), ""]
+            shape = f"{args.steps * rows[0][0].steps_times} steps of {rows[0][0].batch_rollouts} rollouts"
+            lines += [f"## {table.capitalize()}", "", f"{shape}{ABOUT.get(table, '')}.", ""]
+            lines += [*header(), *(line(row, found) for row, found in rows), ""]
     return "\n".join(lines)
 
 

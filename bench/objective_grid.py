@@ -24,6 +24,9 @@ class Row:
     prepare: tuple[str, ...] | None = None
     """Words of `python -m launch.write`, run before, once per seed; the run is then a replay of what the teacher wrote:
     as many rollouts in as many steps. None: a run of its own."""
+    batch_rollouts: int = BATCH_ROLLOUTS
+    steps_times: int = 1
+    """Steps, in those that were asked for."""
 
     @property
     def folder(self) -> str:
@@ -52,10 +55,10 @@ def objectives() -> list[Row]:
 
 
 def staleness() -> list[Row]:
-    """The bound, with and without weights, and where the student's log-prob in the cost comes from. At a learning rate
-    that leaves room: at the demo's 3e-4 runs collapse from a bound of 2 on (docs/decisions/staleness-in-practice.md).
-    At a bound of 0 all ratios are 1 and both log-probs the same, so that there is one row of it.
-    """
+    """The bound, with and without weights, and where the student's log-prob in the cost comes from. Many small steps at
+    a learning rate that leaves room: at the demo's 3e-4 runs collapse from a bound of 2 on
+    (docs/decisions/staleness-in-practice.md). At a bound of 0 all ratios are 1 and both log-probs the same, so that
+    there is one row of it."""
     kinds = {
         "truncated, current": (),
         "no weights, current": ("--learner.importance=none",),
@@ -63,7 +66,13 @@ def staleness() -> list[Row]:
         "no weights, behaviour": ("--learner.importance=none", "--learner.kl_student=behaviour"),
     }
     return [
-        Row("staleness", f"{bound} {name}", (f"--buffer.max_staleness={bound}", STALENESS_LR, *arguments))
+        Row(
+            "staleness",
+            f"{bound} {name}",
+            (f"--buffer.max_staleness={bound}", STALENESS_LR, *arguments),
+            batch_rollouts=16,
+            steps_times=2,
+        )
         for bound in STALENESS
         for name, arguments in (kinds.items() if bound else [("synchronous", ())])
     ]
