@@ -26,7 +26,7 @@ def run_recipe(launch: Launch, name: str, *more: str) -> Launched:
     return run
 
 
-@pytest.mark.parametrize("name", ["opd", "opd_grpo", "grpo"])
+@pytest.mark.parametrize("name", ["opd", "opd_top_k", "opd_grpo", "grpo"])
 def test_a_recipe_trains(launch: Launch, name: str) -> None:
     run_recipe(launch, name)
 
