@@ -76,7 +76,7 @@ def test_resume_starts_from_the_configuration_of_the_run(tmp_path: Path) -> None
     [
         (["--actor", "3"], r"--actor: unknown key; did you mean actors\?"),
         (["--max-stalenes=3"], r"did you mean max_staleness\?"),
-        (["--lr", "3"], r"did you mean learner\.lr\?"),
+        (["--lr", "3"], r"did you mean learner\.lr or learner\.value\.lr\?"),
         (["--steps"], r"--steps: needs a value \(int\)"),
         (["--steps", "x"], r"steps: got 'x' \(str\), expected int"),
         (["steps=3"], "flags look like --key value"),
