@@ -102,6 +102,15 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
     bound: int
 
 
+class TeacherNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """In nats: what of a teacher's grade is not the model's (teachers.self_check)."""
+
+    batch: float
+    """Largest difference of a token's log-prob with what is graded beside it, of all teachers."""
+    teachers: float | None
+    """Between the means that the teachers of one model give a fixed text; None with several models, or one teacher."""
+
+
 class WorkerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker did, over all its incarnations."""
 
@@ -163,6 +172,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reverse_kl_first: float | None
     reverse_kl_last: float | None
     teacher_accuracy: float | None
+    teacher_noise: TeacherNoise | None
     checkpoint: str | None
     """The newest one in the run folder, whichever launch of the run wrote it."""
     tensorboard: str | None
@@ -203,6 +213,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         reverse_kl_first=account.reverse_kl_first,
         reverse_kl_last=account.reverse_kl_last,
         teacher_accuracy=account.teacher_accuracy,
+        teacher_noise=teacher_noise(snapshot, one_model=not config.pools),
         checkpoint=account.checkpoint or _newest_checkpoint(folder),
         tensorboard=account.tensorboard,
         ledger=LedgerAccount(
@@ -286,6 +297,17 @@ def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAcc
             role=peer.role, tokens=peer.tokens_total, done=peer.done_total, restarts=0, exit_codes=[], joined=True
         )
     return accounts
+
+
+def teacher_noise(snapshot: Snapshot | None, *, one_model: bool) -> TeacherNoise | None:
+    """From what the teachers measured at their start (teachers.self_check); None when none did."""
+    stats = [peer.stats for peer in snapshot.peers if peer.role == "teacher"] if snapshot is not None else []
+    noise = [one["noise_nats"] for one in stats if "noise_nats" in one]
+    logprobs = [one["check_logprob"] for one in stats if "check_logprob" in one]
+    if not noise:
+        return None
+    spread = max(logprobs) - min(logprobs) if one_model and len(logprobs) > 1 else None
+    return TeacherNoise(batch=max(noise), teachers=spread)
 
 
 def _servers(outcome: Outcome) -> dict[str, ServerAccount]:

@@ -49,6 +49,9 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
     if kl_first is not None and kl_last is not None:
         yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
+    if (noise := summary.teacher_noise) is not None:
+        between = "" if noise.teachers is None else f", {noise.teachers:.1g} between teachers (mean of a text)"
+        yield "noise of its grades", f"{noise.batch:.1g} nats with what is graded beside a token{between}"
     ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
     yield "steps, time", f"{summary.steps} optimizer steps in {clock(summary.wall_s)}, {ready}"
     yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"

@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -48,6 +48,7 @@ from protocol.messages import (
 )
 from teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from teachers.leaving import on_sigterm
+from teachers.self_check import self_check
 from teachers.top_k import TopKSets
 
 log = logging.getLogger(__name__)
@@ -79,9 +80,17 @@ class TeacherWorker:
     """Grades what the buffer leases to it until Shutdown; asked to `leave`, what it holds and no more."""
 
     def __init__(
-        self, client: Client, engine: ScoringEngine, config: TeacherConfig, *, vocab_tokens: int | None = None
+        self,
+        client: Client,
+        engine: ScoringEngine,
+        config: TeacherConfig,
+        *,
+        vocab_tokens: int | None = None,
+        gauges: Mapping[str, float] | None = None,
     ) -> None:
-        """`vocab_tokens`: ids that the tokenizer has, where they are fewer than the engine's rows."""
+        """`vocab_tokens`: ids that the tokenizer has, where they are fewer than the engine's rows. `gauges`: to be
+        reported beside its own."""
+        self._gauges = gauges or {}
         self._client = client
         self._engine = engine
         self._config = config
@@ -305,7 +314,7 @@ class TeacherWorker:
 
     def _report(self) -> None:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
-        stats = dict(self._totals)
+        stats = {**self._totals, **self._gauges}
         stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
         stats["held_tokens"] = float(self._held_tokens)
         stats["draining"] = float(self.leaving)
@@ -405,7 +414,10 @@ def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) 
     keys = run_client_keys(ctx.run_dir, "teacher")
     with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello, keys=keys) as client:
         client.connect()
-        worker = TeacherWorker(client, engine, config, vocab_tokens=source.vocab_tokens)
+        checked = self_check(engine, source.vocab_tokens)
+        worker = TeacherWorker(
+            client, engine, config, vocab_tokens=source.vocab_tokens, gauges=checked.gauges() if checked else None
+        )
         with on_sigterm(worker.leave, config.leaving_s):
             ended_well = worker.run()
             client.flush(FLUSH_TIMEOUT_S)

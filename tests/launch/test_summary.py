@@ -117,6 +117,24 @@ def test_the_promised_fields_are_there(folder: RunFolder) -> None:
     assert (summary["ok"], summary["exit_code"], summary["reason"]) == (True, 0, "all steps are made")
 
 
+@pytest.mark.parametrize(("pools", "between"), [({}, 0.25), ({"a": {"count": 1}, "b": {"count": 1}}, None)])
+def test_the_noise_of_grades_stands_beside_the_divergence(
+    pools: dict[str, Any], between: float | None, folder: RunFolder
+) -> None:
+    """The loudest teacher's, and how far those of one model are apart; of several models that would mean nothing."""
+    teachers = tuple(
+        PeerView("teacher", f"teacher-{i}", True, None, 0.0, {"noise_nats": noise, "check_logprob": mean}, 0, 1, 1)
+        for i, (noise, mean) in enumerate([(0.001, -2.0), (0.003, -2.25)])
+    )
+    seen = snapshot()
+    leave(folder, msgspec.structs.replace(seen, peers=seen.peers + teachers), ACCOUNT)
+    config = msgspec.structs.replace(CONFIG, pools=build(RunConfig, {"teachers": 2, "pools": pools}).pools)
+    shown = table(write_summary(config, folder, outcome(WELL)), folder)
+    assert written(folder)["teacher_noise"] == {"batch": 0.003, "teachers": between}
+    assert "noise of its grades 0.003 nats with what is graded beside a token" in shown
+    assert ("0.2 between teachers" in shown) == (between is not None)
+
+
 def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None:
     def point(step: int, sampled: float, reverse_kl: float | None) -> dict[str, Any]:
         figures = {"accuracy_greedy": None, "accuracy_sampled": sampled, "reverse_kl": reverse_kl}

@@ -5,6 +5,7 @@ grades are made up."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -386,6 +387,28 @@ def test_absurd_batches_are_left_out_and_told_and_so_many_in_a_row_end_the_run(
     assert (made.loop.progress.tokens_trained, made.loop.progress.steps_skipped) == (4, 3)
     rows = [row for row in read_metrics(tmp_path) if row["kind"] == "step"]
     assert [(row["train/tokens"], row["train/items_nonfinite"]) for row in rows] == [(0, 1), (4, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(("grade", "doubted"), [(-1.0, False), (-5.5, True)])
+def test_a_teacher_that_finds_all_tokens_alike_is_doubted(
+    grade: float, doubted: bool, learning: Learning, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does that was started on random weights."""
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=9) as made,
+        running(made.loop.run) as ran,
+    ):
+        assert -math.log(made.trainer.model.get_input_embeddings().num_embeddings) * 0.9 > -5.5
+        peer.expect(m.BatchWanted)
+        message, frames = batch(1, m.WeightVersion(0, 0))
+        frames[3][:] = grade
+        peer.send(message, frames, to=LEARNER)
+        peer.expect(m.BatchTrained)
+        peer.send(m.Shutdown(True, "done"), to=LEARNER)
+        with pytest.raises(RunStopped):
+            ran.result(WAIT_S)
+    assert ("is it the right checkpoint, fully loaded?" in caplog.text) == doubted
 
 
 def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_after_it(

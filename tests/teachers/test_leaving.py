@@ -29,8 +29,12 @@ PATIENCE_S: Final = 120.0
 """Bound of every wait: a busy machine takes long to start a process."""
 
 
+WORK_TOKENS: Final = 10
+"""Of each item; no text of a teacher's check of itself is as long."""
+
+
 class Slow:
-    """Grades one batch in `pause_s`; leaves a mark when it has begun."""
+    """Grades one batch of work in `pause_s`; leaves a mark when it has begun."""
 
     vocab_size, max_context = 50, 100
 
@@ -39,8 +43,9 @@ class Slow:
         self._pause_s = pause_s
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        self._begun.touch()
-        time.sleep(self._pause_s)
+        if len(requests[0].token_ids) == WORK_TOKENS:
+            self._begun.touch()
+            time.sleep(self._pause_s)
         return [ScoreResult(np.full(len(r.token_ids) - r.start, -1.0, np.float32)) for r in requests]
 
     def close(self) -> None: ...
@@ -81,10 +86,10 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 def give_work(peer: ScriptedBuffer, n: int, run_dir: Path) -> None:
-    """Items of 10 tokens, one to a batch; the first is being graded afterwards."""
-    items = tuple(m.ScoreItem(i, f"train-{i}-0-0", 1, 10) for i in range(n))
+    """Items, one to a batch; the first is being graded afterwards."""
+    items = tuple(m.ScoreItem(i, f"train-{i}-0-0", 1, WORK_TOKENS) for i in range(n))
     eventually(lambda: bool(peer.got(m.ScoreCredit)), "it asked for work")
-    peer.send(m.ScoreWork(items), [np.ones(10, np.int32)] * n, to=TEACHER)
+    peer.send(m.ScoreWork(items), [np.ones(WORK_TOKENS, np.int32)] * n, to=TEACHER)
     eventually((run_dir / "begun").exists, "it began to grade")
 
 
