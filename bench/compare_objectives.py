@@ -173,7 +173,8 @@ def report(args: argparse.Namespace) -> str:
         "",
         f"{time.strftime('%Y-%m-%d')}. The built-in task, `examples/demo.toml` (Adam, learning rate 3e-4, 10 warm-up "
         "steps) and what the row says; nothing is tuned per row. Evaluation at the end: 256 prompts sampled, 128 "
-        "greedy. Mean over seeds (lowest to highest). What follows: [the defaults](../decisions/objective-defaults.md).",
+        "greedy. Mean over seeds (lowest to highest). What follows from it: "
+        "[the defaults](../decisions/objective-defaults.md).",
         "",
     ]
     for table, rows_of in TABLES.items():
