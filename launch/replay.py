@@ -31,7 +31,8 @@ from learner.replay_order import ORDERS, Order
 
 COMPARED_BATCHES: Final = 8
 USAGE: Final = f"""\
-usage: python -m launch.replay FILE [--epochs N] [--order recorded|shuffled] [--run-dir DIR] [--KEY VALUE ...]
+usage: python -m launch.replay FILE [--objective NAME] [--epochs N] [--order recorded|shuffled] [--run-dir DIR]
+                                    [--KEY VALUE ...]
        python -m launch.replay FILE --resume [--run-dir DIR]
        python -m launch.replay FILE --compare NAME,NAME[,...] [--batches N]
 
@@ -42,10 +43,11 @@ learner.divergence seq_kd and learner.importance none. Evaluations run in this p
   --epochs N        times that every batch is trained [1]
   --order ORDER     of the batches: recorded, or shuffled by --seed [recorded]
   --resume          go on from the last checkpoint in DIR [runs/latest], to the outcome of an undisturbed replay
+  --objective NAME  the same as --learner.divergence NAME
   --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
   --batches N       so many of them [{COMPARED_BATCHES}]
 """
-_OWN: Final = ("epochs", "order", "compare", "batches")
+_OWN: Final = ("epochs", "order", "objective", "compare", "batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ def parse(arguments: Sequence[str]) -> Asked:
         if not equals:
             text = words.pop(0) if words and not words[0].startswith("--") else ""
         own[name] = text
+    if "objective" in own:
+        others.append(f"--learner.divergence={own['objective']}")
     try:
         line = parse_arguments(others)
         if line.resume and "compare" in own:

@@ -123,7 +123,7 @@ def line(f: Figures) -> str:
         f"[{clock(f.elapsed_s)}] step {f.step}/{f.steps}",
         f"tokens/s {_rates(f)}",
         f"staleness {f.staleness_mean:.2f} (max {f.staleness_max} of {f.staleness_bound})",
-        f"reverse KL {_number(f.learner.get('reverse_kl'))} loss {_number(f.learner.get('loss'))}",
+        _learning(f, " "),
     ]
     if "eval_sampled" in f.learner or "eval_greedy" in f.learner:
         parts.append(_accuracy(f))
@@ -163,8 +163,7 @@ def table(f: Figures) -> Table:
             "tokens/s",
             _rates(f),
         )
-        kl, loss = _number(f.learner.get("reverse_kl")), _number(f.learner.get("loss"))
-        grid.add_row("learning", f"reverse KL {kl}   loss {loss}   {_accuracy(f)}")
+        grid.add_row("learning", f"{_learning(f, '   ')}   {_accuracy(f)}")
         grid.add_row(
             "staleness", f"mean {f.staleness_mean:.2f}   max {f.staleness_max} of {f.staleness_bound} optimizer steps"
         )
@@ -193,6 +192,13 @@ def _rates(f: Figures) -> str:
     return " ".join(f"{role}s {short(f.rate(role))}" for role in ("actor", "teacher")) + (
         f" learner {short(f.rate('learner'))}"
     )
+
+
+def _learning(f: Figures, between: str) -> str:
+    """The reverse KL only where there is one: without teachers there is none."""
+    loss = f"loss {_number(f.learner.get('loss'))}"
+    kl = f.learner.get("reverse_kl")
+    return loss if kl is None else f"reverse KL {_number(kl)}{between}{loss}"
 
 
 def _accuracy(f: Figures) -> str:

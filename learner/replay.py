@@ -9,6 +9,8 @@ recorded, bit for bit where the machine is the same. One thread; nothing here wa
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -184,3 +186,7 @@ class Replay:
             result = self._evaluate(step)
         self._metrics.evaluation(result)
         done.append(msgspec.structs.replace(result, samples=()))
+
+
+if __name__ == "__main__":  # the command is launch's, where configurations are read; this name leads there, too
+    os.execv(sys.executable, [sys.executable, "-m", "launch.replay", *sys.argv[1:]])

@@ -46,7 +46,7 @@ def test_rewards_need_no_teacher(launch: Launch, tmp_path: Path) -> None:
     assert [point["step"] for point in summary["eval"]] == [0, 2, 4]
     assert all(0 <= point["accuracy_sampled"] <= 1 and point["reverse_kl"] is None for point in summary["eval"])
     assert summary["reverse_kl_last"] is None and summary["teacher_accuracy"] is None
-    assert "KL" not in run.text().partition("the run is over")[2]
+    assert "KL" not in run.text()
     assert len(run.steps()) == 4 and not {"train/reverse_kl", "train/divergence"} & run.steps()[-1].keys()
 
     again = tmp_path / "again"

@@ -63,6 +63,7 @@ def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGE
         (["FILE", "--resume", "--run-dir=gone"], "gone holds no replay"),
         (["FILE", "--resume"], "runs/latest is not there"),
         (["FILE", "--resume", "--compare=k1,k2"], "nothing to go on with"),
+        (["FILE", "--objective", "k9"], "divergence = 'k9'"),
         (["FILE", "--learner.importance=seldom"], "importance = 'seldom'"),
         (["FILE", "--student=/nowhere"], "models.student: no folder"),
         (["FILE", "--compare=k1,k9"], "--compare: divergence = 'k9'"),
@@ -116,9 +117,11 @@ def test_estimators_are_compared_on_the_same_batches(tmp_path: Path, capsys: pyt
     assert rows["k1"][2] == 1.0 and -1.0 < rows["k3"][2] < 1.0 and all(map(math.isfinite, rows["k3"]))
 
 
-def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["launch.replay", "learner.replay"])
+def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path, module: str) -> None:
+    """By either name."""
     file, folder, output = recorded(tmp_path / "r"), tmp_path / "run", tmp_path / "out"
-    command = [sys.executable, "-m", "launch.replay", str(file), f"--run-dir={folder}", "--epochs=1000000"]
+    command = [sys.executable, "-m", module, str(file), f"--run-dir={folder}", "--objective=k3", "--epochs=1000000"]
     with output.open("wb") as out:
         replaying = subprocess.Popen(
             [*command, "--learner.checkpoint_every=0"],
@@ -138,6 +141,7 @@ def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path) -> None:
     assert account["reason"] == "stopped by SIGINT" and account["steps"] >= 20
     assert (folder / "checkpoints" / f"step_{account['steps']:06d}" / "manifest.json").is_file()
     assert json.loads((folder / "run.json").read_text())["state"] == "interrupted"
+    assert 'divergence: "k3"' in (folder / "config.yaml").read_text()
 
 
 # ------------------------------------------------------------------------------- before a run that records or mixes

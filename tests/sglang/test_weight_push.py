@@ -301,7 +301,9 @@ def test_a_server_killed_inside_a_broadcast_is_left_out_and_the_others_get_the_v
     run.publish(V3)  # does not wait for the group to be made
     assert publisher.wait_idle(WAIT_S)
     run.delivered(V3, "actor-0", "actor-2")
-    wait_until(lambda: publisher.stats.dropped_total.keys() == {"refused", "no_ready"})  # it was tried once more
+    wait_until(lambda: "no_ready" in publisher.stats.dropped_total)  # it was tried once more
+    # Whether its actor or the learner's own end of the broken connection is the first to say so, is a race.
+    assert publisher.stats.dropped_total.keys() <= {"refused", "no_ready"}
     wait_until(lambda: run.plans[-1].members == ("actor-0", "actor-2"))
     assert all({"actor-0", "actor-2"} <= set(plan.members) for plan in run.plans)
 
