@@ -26,6 +26,7 @@ from buffer import (
     lifecycle,
     outgoing,
     pacing,
+    peer_table,
     peers,
     pools,
     release,
@@ -45,8 +46,9 @@ from protocol import bit_packing, codec, flow, messages, session, session_book, 
 from protocol.session_book import BookImage, SessionBook
 
 _STATE_MODULES = (
-    arrivals, breaker, config, core, ended, evals, hedging, learner_desk, ledger, lifecycle, outgoing, pacing, peers,
-    pools, release, rollouts, runs, scoring, state, task_book, teacher_health, tickets, tokens, validation, versions,
+    arrivals, breaker, config, core, ended, evals, hedging, learner_desk, ledger, lifecycle, outgoing, pacing,
+    peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book, teacher_health, tickets, tokens,
+    validation, versions,
     bit_packing, codec, flow, messages, session, session_book, topk_codec,
 )  # fmt: skip
 
@@ -69,6 +71,7 @@ _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
         lifecycle.Lifecycle,
         outgoing.Outbox,
         pacing.Pacing,
+        peer_table.PeerTable,
         peers.Peer,
         peers.ActorPeer,
         peers.TeacherPeer,
@@ -100,6 +103,7 @@ _VALUES: tuple[type[Any], ...] = (
     scoring.Answer,
     task_book.Done,
     messages.BatchItem,
+    messages.ForgottenPeers,
     messages.ScoreCredit,
     messages.Segment,
     messages.TicketCredit,

@@ -120,6 +120,10 @@ class ScoreDesk:
         self._health.lost(teacher)
         return [job for lease in list(teacher.leases.values()) for job in self._fail(now_s, lease, blame=False)]
 
+    def teacher_forgotten(self, teacher: TeacherPeer) -> None:
+        """It was lost long ago."""
+        self._health.forgotten(teacher.name)
+
     def credit_changed(self, teacher: TeacherPeer) -> None:
         self._dirty[teacher.pool] = None
 

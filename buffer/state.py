@@ -24,6 +24,7 @@ from buffer.ledger import RUN_ENDED, LedgerBook, RejectReason
 from buffer.lifecycle import Lifecycle
 from buffer.outgoing import Outbox, Outgoing
 from buffer.pacing import Pacing
+from buffer.peer_table import PeerTable
 from buffer.peers import ActorPeer, Peer, TeacherPeer
 from buffer.release import BatchDesk
 from buffer.scoring import Answer, ScoreDesk, ScoreStatus
@@ -64,7 +65,7 @@ class BufferState:
         self._phase_reason = ""
         self._intake_trouble = ""
         """Why nothing new is taken in; empty: it is."""
-        self._peers: dict[tuple[Role, str], Peer] = {}
+        self._peers = PeerTable()
         self._teacher_weights: dict[str, m.WeightsRef] = {}
         """Newest for the teachers of a pool; they begin with their own."""
         out = self._out = Outbox()
@@ -132,14 +133,14 @@ class BufferState:
 
     def peer_joined(self, now_s: float, role: Role, name: str, incarnation: str, pool: str = "") -> list[Outgoing]:
         """A peer said Hello, for the first time or again after a reconnect. The Welcome is the server's."""
-        former = self._peers.get((role, name))
+        former = self._peers.find(role, name)
         if former is not None and former.alive and former.incarnation != incarnation:
             self._lose(now_s, former, for_good=True)
         if former is not None and former.incarnation == incarnation:
             peer, came = former, not former.alive
         else:
             peer, came = self._new_peer(now_s, role, name, incarnation, pool, former), True
-            self._peers[role, name] = peer
+        self._peers.enter(peer)
         peer.alive = True
         peer.heard_s = now_s
         if self._phase != "running":
@@ -164,7 +165,7 @@ class BufferState:
     def peer_lost(self, now_s: float, role: Role, name: str) -> list[Outgoing]:
         """A peer was silent for too long. A learner's batch stays leased until it says Goodbye or another incarnation
         of it joins: it may only be cut off, and say later that it has trained the batch."""
-        peer = self._peers.get((role, name))
+        peer = self._peers.find(role, name)
         if peer is not None and peer.alive:
             self._lose(now_s, peer, for_good=False)
             self._pump(now_s)
@@ -174,7 +175,7 @@ class BufferState:
         self, now_s: float, role: Role, name: str, message: Message, arrays: Sequence[Array] = ()
     ) -> list[Outgoing]:
         """Any message but Hello from a joined peer. Messages a peer of that role cannot send are answered Refused."""
-        peer = self._peers.get((role, name))
+        peer = self._peers.find(role, name)
         if peer is None or not peer.alive:
             got = f"{type(message).__name__} from {role} {name}"
             self._out.send(role, name, m.Refused("not_hello_first", "say Hello first", got, "Hello"))
@@ -247,10 +248,10 @@ class BufferState:
             staleness_hist=dict(sorted(self._learner.staleness_hist.items())),
             max_staleness=self._config.max_staleness,
             peers=tuple(
-                peer.view(now_s, len(self._batches.leased) if peer.role == "learner" else None)
-                for peer in self._peers.values()
+                peer.view(now_s, len(self._batches.leased) if peer.role == "learner" else None) for peer in self._peers
             ),
             intake_trouble=self._intake_trouble,
+            forgotten=dict(self._peers.forgotten),
         )
 
     # ------------------------------------------------------------------------------------------------ handlers
@@ -325,7 +326,7 @@ class BufferState:
 
     def _post_weight_plan(self, now_s: float, peer: Peer, message: m.PostWeightPlan, arrays: Sequence[Array]) -> None:
         for name in message.plan.members:
-            actor = self._peers.get(("actor", name))
+            actor = self._peers.find("actor", name)
             if actor is not None and actor.alive:
                 self._out.send("actor", name, message.plan)
 
@@ -333,7 +334,7 @@ class BufferState:
         self, now_s: float, peer: Peer, message: m.TeacherWeights, arrays: Sequence[Array]
     ) -> None:
         self._teacher_weights[message.pool] = message.weights
-        for teacher in self._peers.values():
+        for teacher in self._peers:
             if isinstance(teacher, TeacherPeer) and teacher.alive and teacher.pool == message.pool:
                 self._out.send("teacher", teacher.name, message)
 
@@ -350,7 +351,7 @@ class BufferState:
         for slot in self._tasks.clear():
             self._life.slot_over(slot)
         self._evals.clear()
-        for other in self._peers.values():
+        for other in self._peers:
             if other.alive:
                 self._send_shutdown(other)
 
@@ -393,7 +394,7 @@ class BufferState:
         """Tickets and leases of the peer go back. `for_good`: this process of it will not be heard again."""
         peer.alive = False
         if peer.role == "launcher":
-            del self._peers[peer.role, peer.name]  # each link of those who look has a name of its own, and did nothing
+            self._peers.remove(peer)  # each link of those who look has a name of its own, and did nothing
             return
         if self._phase != "running":
             return
@@ -407,9 +408,12 @@ class BufferState:
             self._arrivals.jobs_given_up(self._scoring.teacher_lost(now_s, peer))
         elif peer.role == "learner":
             self._learner.lost(peer, for_good=for_good)
+            return
+        if isinstance(forgotten := self._peers.gone(peer), TeacherPeer):
+            self._scoring.teacher_forgotten(forgotten)
 
     def _send_membership(self) -> None:
-        actors = [peer for peer in self._peers.values() if peer.role == "actor" and peer.alive]
+        actors = [peer for peer in self._peers if peer.role == "actor" and peer.alive]
         membership = m.Membership(tuple(a.name for a in actors), tuple(a.incarnation for a in actors))
         self._out.send_learner(membership)
 

@@ -46,7 +46,7 @@ class TeacherHealth:
             self._against(now_s, lease.teacher, lease.lease_id, job.item)
             return
         lease.teacher.breaker.came_to_nothing(lease.lease_id)
-        for name in sorted(job.failed_by):
+        for name in sorted(job.failed_by & self._breakers.keys()):
             self._breakers[name].pardon(job.item)
 
     def superseded(self, lease: Lease) -> None:
@@ -79,6 +79,10 @@ class TeacherHealth:
         for lease_id in [i for i, (watched, _) in self._superseded.items() if watched is teacher]:
             del self._superseded[lease_id]
             teacher.breaker.came_to_nothing(lease_id)
+
+    def forgotten(self, name: str) -> None:
+        """This teacher left so long ago that nothing is held against it any more."""
+        del self._breakers[name]
 
     def _against(self, now_s: float, teacher: TeacherPeer, lease_id: int, item: str) -> None:
         self.opened_total += teacher.breaker.failed(now_s, lease_id, item)

@@ -138,7 +138,7 @@ class Rates:
     def _remember(self, snapshot: Snapshot) -> None:
         if self._past and self._past[-1][0] == snapshot.time_s:
             return
-        totals = {role: sum(p.tokens_total for p in snapshot.peers if p.role == role) for role in COUNTED_ROLES}
+        totals = {role: snapshot.tokens_total(role) for role in COUNTED_ROLES}
         self._past.append((snapshot.time_s, snapshot.version.step, totals))
         while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= WINDOW_S:
             self._past.popleft()

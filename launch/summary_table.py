@@ -11,7 +11,7 @@ from rich.table import Table
 from launch.figures import clock
 from launch.runfolder import RunFolder
 from launch.summary import EvalPoint, Summary, TagPoint, TokenCounts
-from protocol.messages import LedgerCounts
+from protocol.messages import ForgottenPeers, LedgerCounts
 
 
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
@@ -101,9 +101,10 @@ def joined_text(summary: Summary) -> str:
     told: list[str] = []
     for role, did in (("actor", "written"), ("teacher", "graded")):
         workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
-        if workers:
-            tokens = sum(worker.tokens for worker in workers)
-            told.append(f"{len(workers)} {role}{'s' if len(workers) > 1 else ''} ({tokens:,} tokens {did})")
+        others = summary.forgotten.get(role, ForgottenPeers())
+        if n := len(workers) + others.n:
+            tokens = sum(worker.tokens for worker in workers) + others.tokens_total
+            told.append(f"{n} {role}{'s' if n > 1 else ''} ({tokens:,} tokens {did})")
     return ", ".join(told)
 
 

@@ -19,10 +19,7 @@ class TokenRates:
 
         Empty for the first one, for one taken at the same moment, and when a total or the clock went back (the buffer
         began anew): there is no interval to speak of then."""
-        totals = dict.fromkeys(ROLES, 0)
-        for peer in snapshot.peers:
-            if peer.role in totals:
-                totals[peer.role] += peer.tokens_total
+        totals: dict[Role, int] = {role: snapshot.tokens_total(role) for role in ROLES}
         before_s, before = self._time_s, self._totals
         self._time_s, self._totals = snapshot.time_s, totals
         if before_s is None or snapshot.time_s <= before_s or any(totals[role] < before[role] for role in ROLES):

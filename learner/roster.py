@@ -59,6 +59,7 @@ class Roster:
         """These took part in a whole broadcast."""
         for seat in seats:
             self._strikes.pop(seat, None)
+            self._cool_until_s.pop(seat, None)
 
     def wanted(self, now_s: float) -> tuple[Seat, ...]:
         """In the order of their names, so that ranks are stable."""

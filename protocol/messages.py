@@ -588,6 +588,15 @@ class PeerView(msgspec.Struct, frozen=True):
     """Why a teacher is given no work at the moment although it is there: its items failed, or it is leaving."""
 
 
+class ForgottenPeers(msgspec.Struct, frozen=True):
+    """Actors or teachers that left so long ago that only their sum is known."""
+
+    n: int = 0
+    """Departures: a name that came back after it was forgotten counts again."""
+    done_total: int = 0
+    tokens_total: int = 0
+
+
 class SnapshotWanted(msgspec.Struct, frozen=True, tag=True):
     """anyone -> buffer."""
 
@@ -613,6 +622,13 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     peers: tuple[PeerView, ...]
     intake_trouble: str = ""
     """Why new segments and tasks are not taken in at the moment (the journal cannot be written); empty: they are."""
+    forgotten: dict[Role, ForgottenPeers] = {}
+    """By role; they are not among `peers`."""
+
+    def tokens_total(self, role: Role) -> int:
+        """Of all peers of the role, over the whole run."""
+        gone = self.forgotten.get(role, ForgottenPeers())
+        return gone.tokens_total + sum(peer.tokens_total for peer in self.peers if peer.role == role)
 
 
 Message: TypeAlias = (

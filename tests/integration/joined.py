@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from launch.buffer_link import BufferLink
 from launch.runfolder import read_record
@@ -18,7 +19,23 @@ from launch.target import find_target
 from protocol.keys import run_client_keys
 from protocol.messages import PeerView
 
+if TYPE_CHECKING:
+    from tests.integration.conftest import Launched  # which imports this
+
 ROOT = Path(__file__).parents[2]
+HOLDS: Final = "--launch.silent_kill_s=600"
+"""For a run whose learner is held for longer than the default."""
+
+
+@contextlib.contextmanager
+def held(run: Launched) -> Generator[None]:
+    """The run makes no step meanwhile, and before long writes nothing: others load their models undisturbed."""
+    (learner,) = run.workers("learner")
+    learner.suspend()
+    try:
+        yield
+    finally:
+        learner.resume()
 
 
 class Joined:

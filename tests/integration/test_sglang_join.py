@@ -11,7 +11,7 @@ import pytest
 
 from sglang_cpu.servers import DEFAULT_PYTHON
 from tests.integration.conftest import Launched, alive
-from tests.integration.joined import Join, Onlooker
+from tests.integration.joined import HOLDS, Join, Onlooker, held
 from tests.integration.test_sglang_run import START_S, of_server
 from tests.integration.test_whole_run import assert_balanced
 
@@ -26,13 +26,14 @@ Launch = Callable[..., Launched]
 def test_an_actor_on_a_server_joins_writes_under_new_weights_and_leaves(launch: Launch, join: Join) -> None:
     run = launch(
         *("--actor.engine=sglang", "--device=cpu", "--actors=1", "--teachers=1", "--max-staleness=2"),
-        *("--steps=100000", "--learner.eval_every=0", "--learner.publish.join_window_s=0.2"),
+        *("--steps=100000", "--learner.eval_every=0", "--learner.publish.join_window_s=0.2", HOLDS),
     )
     run.until(lambda: len(run.steps()) >= 1, "a step", START_S)
     onlooker = Onlooker(run.run_dir)
     try:
-        guest = join(run.run_dir, "guest", "--actors=1")
-        guest.until_there(timeout_s=START_S)
+        with held(run):
+            guest = join(run.run_dir, "guest", "--actors=1")
+            guest.until_there(timeout_s=START_S)
         processes = psutil.Process(guest.process.pid).children(recursive=True)
         assert len(of_server(processes)) >= 3, "a server, with scheduler and detokenizer"
         came_at = len(run.steps())
