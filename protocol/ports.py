@@ -7,6 +7,7 @@ reach it on the same machine may even be connected to itself.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from collections.abc import Iterator
@@ -41,14 +42,13 @@ def outgoing_ports() -> tuple[int, int]:
 def free_port(host: str = "127.0.0.1") -> int:
     """A port of this address that nobody uses now, if possible a lasting one. Raises OSError where the address is not
     ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in (*lasting_ports(), 0):
-        with socket.socket(family) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                if port == 0:
-                    raise
-                continue
-            return int(probe.getsockname()[1])
-    raise AssertionError("unreachable")
+    for port in lasting_ports():
+        with contextlib.suppress(OSError):
+            return _bound_once(host, port)
+    return _bound_once(host, 0)
+
+
+def _bound_once(host: str, port: int) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
