@@ -3,10 +3,10 @@
     python bench/buffer_sim.py --events 10000000 --seed 0 --jobs 2
 
 Each chapter of a few thousand events is a new buffer with other settings (staleness bound, release policy, batch and
-group size, teacher pools, hedges, breakers). Actors and the learner die, lie and come back; teachers do too, and are
-slow, sick, stuck, or leave in good order; some items are more than any teacher can take. In half of the chapters the
-buffer is restarted from its journal now and then, and must come back as the same bytes. A chapter ends with everybody
-working together (batches must come) and RunFinished (nothing may be left).
+group size, teacher pools, hedges, breakers, how many departed peers are remembered). Actors and the learner die, lie and
+come back; teachers do too, and are slow, sick, stuck, or leave in good order; some items are more than any teacher can
+take. In half of the chapters the buffer is restarted from its journal now and then, and must come back as the same
+bytes. A chapter ends with everybody working together (batches must come) and RunFinished (nothing may be left).
 
 After every event: the ledger balances in all units and agrees with an account kept from the messages alone, the pacing
 bound holds, hedges are accounted for; no lease goes where it may not (`buffer_teacher_model`); in every batch no token
@@ -32,6 +32,7 @@ from random import Random
 from bench.buffer_actions import ACTIONS, finish, work_together
 from bench.buffer_world import World
 from buffer.config import BufferConfig, Release
+from buffer.peer_table import PeerTable
 
 EVENTS_PER_CHAPTER = 5_000
 _ACTIONS = [action for action, _ in ACTIONS]
@@ -93,6 +94,7 @@ def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
     """One buffer's life. Raises AssertionError at the first violation, naming the chapter's seed."""
     rng = Random(seed)
     world = random_world(rng, check_every)
+    remembered, PeerTable.remembered = PeerTable.remembered, rng.choice((1, 2, 256))
     try:
         while world.tally.events < events:
             for action in rng.choices(_ACTIONS, _WEIGHTS, k=64):
@@ -101,6 +103,8 @@ def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
         finish(world, rng)
     except Exception as error:
         raise AssertionError(f"chapter {seed}, event {world.tally.events}, {world.config}: {error}") from error
+    finally:
+        PeerTable.remembered = remembered
     snapshot = world.state.snapshot(world.now_s)
     ledger, queues = snapshot.ledger, snapshot.queues
     told = Counter(
@@ -110,6 +114,7 @@ def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
         learner_restarts=world.tally.restarts,
         buffer_restarts=world.tally.buffer_restarts,
         teacher_drains=world.tally.drains,
+        peers_forgotten=sum(sums.n for sums in snapshot.forgotten.values()),
         breakers_opened=queues["breakers_opened_total"],
         breaker_probes=queues["breaker_probes_total"],
         hedges_sent=queues["hedges_sent_total"],

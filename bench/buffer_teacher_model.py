@@ -72,6 +72,8 @@ class TeacherModel:
         for _, teacher, pool, item in sorted(self._sent, key=lambda sent: sent[0]):
             self._granted(now_s, state, teacher, pool, item)
         self._sent.clear()
+        for name in [name for name in self.teachers if state._peers.find("teacher", name) is None]:
+            self.teachers[name] = ModelTeacher()  # gone for so long that the buffer has forgotten what it did
 
     def _granted(self, now_s: float, state: BufferState, teacher: str, pool: str, item: m.ScoreItem) -> None:
         self._see_cancelled(state)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import ClassVar
 
 from buffer.peers import Peer
 from protocol.messages import ForgottenPeers, Role
 
-REMEMBERED: Final = 256
-"""Actors and teachers that are gone. Of those that left before them only sums are kept."""
-
 
 class PeerTable:
     """A peer is entered when it says Hello and is gone when it is lost; under the same name it may come back."""
+
+    remembered: ClassVar[int] = 256
+    """Actors and teachers that are gone. Of those that left before them only sums are kept."""
 
     def __init__(self) -> None:
         self._peers: dict[tuple[Role, str], Peer] = {}
@@ -41,7 +41,7 @@ class PeerTable:
         """An actor or teacher that holds nothing any more. Returns a peer that is forgotten in its stead. (A learner is
         never told here: another that knows its batches must find it.)"""
         self._gone[peer.role, peer.name] = None
-        if len(self._gone) <= REMEMBERED:
+        if len(self._gone) <= self.remembered:
             return None
         oldest = next(iter(self._gone))
         del self._gone[oldest]

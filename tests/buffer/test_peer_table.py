@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer import peer_table
+from buffer.peer_table import PeerTable
 from protocol import messages as m
 from tests.buffer.driver import Driver
 
@@ -13,7 +13,7 @@ Make = type[Driver]
 
 @pytest.fixture(autouse=True)
 def few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_table, "REMEMBERED", 3)
+    monkeypatch.setattr(PeerTable, "remembered", 3)
 
 
 def names(driver: Driver) -> list[str]:
