@@ -3,9 +3,9 @@
     python bench/buffer_sim.py --events 10000000 --seed 0 --jobs 2
 
 Each chapter of a few thousand events is a new buffer with other settings (staleness bound, release policy, batch and
-group size, teacher pools, hedges, breakers, how many departed peers are remembered). Actors and the learner die, lie and
-come back; teachers do too, and are slow, sick, stuck, or leave in good order; some items are more than any teacher can
-take. In half of the chapters the buffer is restarted from its journal now and then, and must come back as the same
+group size, teacher pools, hedges, breakers, how many departed peers are remembered). Actors and the learner die, lie
+and come back; teachers do too, and are slow, sick, stuck, or leave in good order; some items are more than any teacher
+can take. In half of the chapters the buffer is restarted from its journal now and then, and must come back as the same
 bytes. A chapter ends with everybody working together (batches must come) and RunFinished (nothing may be left).
 
 After every event: the ledger balances in all units and agrees with an account kept from the messages alone, the pacing
