@@ -26,7 +26,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+"""Goes up whenever a message changes (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers each; no run is resumed that often."""
 MAX_STEP = 2**40
