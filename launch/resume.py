@@ -1,14 +1,15 @@
 """May a run go on under this configuration? Looked at before anything in its folder is touched.
 
 A checkpoint remembers which stream of tasks it is a position in: the prompts, the rows held out of them, the order and
-the seed. The learner refuses to go on in another one; told here, the run's former configuration stays as it is.
+the seed. It has a value head where the advantage needed one. The learner refuses to go on in another stream, or without
+the head; told here, the run's former configuration stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -17,11 +18,13 @@ from launch.config_file import read_config
 from launch.errors import ConfigError
 from launch.runfolder import CHECKPOINTS
 from learner.data import PromptSource, open_prompts
+from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
 from learner.records import DataError
 from learner.task_config import n_held_out
 
 TRAINER_FILE: Final = "trainer.json"
-"""Of a checkpoint (`learner.checkpoint.TRAINER`, which would import torch)."""
+VALUE_HEAD_FILE: Final = "value_head.safetensors"
+"""Of a checkpoint (`learner.checkpoint`, which would import torch)."""
 
 
 class StreamIdentity(msgspec.Struct, frozen=True):
@@ -46,22 +49,36 @@ class _Checkpoint(msgspec.Struct, frozen=True):
 
 def check_resumed(config: RunConfig, folder: Path) -> None:
     """`config`: with paths resolved. Raises ConfigError, naming the keys, when the checkpoints in the run's folder
-    belong to another stream of tasks. Without a checkpoint the run begins anew, and nothing has to fit."""
-    identity = stream_identity(folder)
-    if identity is None:
+    belong to another stream of tasks, or have no value head. Without a checkpoint the run begins anew, and nothing has
+    to fit."""
+    newest = _newest(folder)
+    if newest is None:
         return
     former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
-    mistakes = list(_differences(config, former, identity))
+    mistakes = list(_differences(config, former, newest.identity))
+    if mistakes:
+        mistakes.append(f"--resume: {folder} goes on with the same tasks in the same order")
+    advantage = config.learner.advantage
+    if advantage_group(advantage) is TOKEN_ADVANTAGES and not (newest.path / VALUE_HEAD_FILE).is_file():
+        mistakes.append(
+            f"learner.advantage: got {advantage!r}, which needs a value head, and {newest.path} has none; to begin "
+            "with one, start a new run with that checkpoint as --student"
+        )
     if mistakes:
         end = "resume with what the run was started with, or start a new run; nothing was changed"
-        raise ConfigError(*mistakes, f"--resume: {folder} goes on with the same tasks in the same order; {end}")
+        raise ConfigError(*mistakes[:-1], f"{mistakes[-1]}; {end}")
 
 
-def stream_identity(folder: Path) -> StreamIdentity | None:
-    """Of the newest checkpoint that can be read; all of a run have the same."""
+class _Newest(NamedTuple):
+    path: Path
+    identity: StreamIdentity
+
+
+def _newest(folder: Path) -> _Newest | None:
+    """Checkpoint that can be read."""
     for file in sorted(folder.glob(f"{CHECKPOINTS}/step_*/{TRAINER_FILE}"), reverse=True):
         try:
-            return msgspec.json.decode(file.read_bytes(), type=_Checkpoint).tasks.identity
+            return _Newest(file.parent, msgspec.json.decode(file.read_bytes(), type=_Checkpoint).tasks.identity)
         except msgspec.DecodeError:
             continue  # the learner passes it over as well, and says so
     return None

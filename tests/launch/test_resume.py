@@ -15,7 +15,7 @@ from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.config_tree import build
 from launch.preflight import check
-from launch.resume import TRAINER_FILE
+from launch.resume import TRAINER_FILE, VALUE_HEAD_FILE
 from launch.run import main
 from launch.runfolder import CHECKPOINTS, RunFolder
 from learner import checkpoint, worker
@@ -104,5 +104,17 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(run_dir: Path, check_re
     assert check_resume("--seed", "4") == 2
 
 
+def test_an_advantage_of_single_tokens_needs_the_value_head_of_the_checkpoint(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = ("--learner.advantage", "gae", "--buffer.release", "rollout")
+    assert check_resume(*rewards) == 2
+    told = capsys.readouterr().err
+    assert "learner.advantage: got 'gae', which needs a value head" in told and "nothing was changed" in told
+    (run_dir / CHECKPOINTS / "step_000004" / VALUE_HEAD_FILE).touch()
+    assert check_resume(*rewards) == 0
+
+
 def test_the_names_are_those_that_the_learner_writes() -> None:
     assert (CHECKPOINTS, TRAINER_FILE) == (worker.CHECKPOINTS, checkpoint.TRAINER)
+    assert checkpoint.VALUE_HEAD == VALUE_HEAD_FILE
