@@ -19,7 +19,7 @@ from launch.figures import learner_stats, staleness
 from launch.guests import guests
 from launch.runfolder import RunFolder, newest_checkpoint, write_atomic
 from launch.slots import Ending, Outcome
-from protocol.messages import ForgottenPeers, LedgerCounts, Snapshot
+from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
 
 UNBALANCED_EXIT_CODE = 3
 NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
@@ -179,7 +179,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tensorboard: str | None
     ledger: LedgerAccount
     workers: dict[str, WorkerAccount]
-    forgotten: Mapping[str, ForgottenPeers] = msgspec.field(default_factory=dict[str, ForgottenPeers])
+    forgotten: Mapping[Role, ForgottenPeers] = msgspec.field(default_factory=dict[Role, ForgottenPeers])
     """Of workers that joined and left long before the end, by role: of those that left `workers` has the last ones."""
     servers: dict[str, ServerAccount] = msgspec.field(default_factory=dict[str, ServerAccount])
 
@@ -227,7 +227,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
             rejected=ledger.rejected if ledger is not None else {},
         ),
         workers=_workers(outcome, snapshot),
-        forgotten=dict(snapshot.forgotten) if snapshot is not None else {},
+        forgotten=snapshot.forgotten if snapshot is not None else {},
         servers=_servers(outcome),
     )
     write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

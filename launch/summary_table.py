@@ -11,7 +11,7 @@ from rich.table import Table
 from launch.figures import clock
 from launch.runfolder import RunFolder
 from launch.summary import EvalPoint, Summary, TagPoint, TokenCounts
-from protocol.messages import ForgottenPeers, LedgerCounts
+from protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
@@ -99,7 +99,8 @@ def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
 def joined_text(summary: Summary) -> str:
     """What those did that joined; empty without any."""
     told: list[str] = []
-    for role, did in (("actor", "written"), ("teacher", "graded")):
+    roles: dict[Role, str] = {"actor": "written", "teacher": "graded"}
+    for role, did in roles.items():
         workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
         others = summary.forgotten.get(role, ForgottenPeers())
         if n := len(workers) + others.n:
