@@ -19,7 +19,7 @@ from launch.summary import EvalPoint, Summary, write_summary
 from launch.summary_table import print_summary
 from learner.evaluation import EvaluationResult
 from learner.worker import ACCOUNT_EVAL_FIELDS
-from protocol.messages import Ledger, LedgerCounts, PeerView, Snapshot, WeightVersion
+from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 
 TOKENS = LedgerCounts(accepted=100, trained=60, masked={"stale": 7}, dropped={"run_ended": 33}, waiting=0, in_flight=0)
 SOME = LedgerCounts(accepted=5, trained=5, masked={}, dropped={}, waiting=0, in_flight=0)
@@ -229,6 +229,17 @@ def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
         "checkpoints/step-12",
     ):
         assert said in text, said
+
+
+def test_workers_that_joined_are_counted_even_those_of_which_only_the_sum_is_known(folder: RunFolder) -> None:
+    final = snapshot()
+    guest = msgspec.structs.replace(final.peers[0], name="actor-guest-0", alive=False, tokens_total=66)
+    forgotten: dict[Role, ForgottenPeers] = {"actor": ForgottenPeers(n=300, done_total=5, tokens_total=1000)}
+    leave(folder, msgspec.structs.replace(final, peers=(*final.peers, guest), forgotten=forgotten), ACCOUNT)
+    text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert "joined 301 actors (1,066 tokens written)" in text
+    assert written(folder)["forgotten"] == {"actor": {"n": 300, "done_total": 5, "tokens_total": 1000}}
+    assert written(folder)["workers"]["actor-guest-0"]["tokens"] == 66
 
 
 def test_the_learner_tells_of_an_evaluation_what_the_summary_knows_of_it() -> None:
