@@ -40,6 +40,8 @@ PUMP_S: Final = 0.25
 SNAPSHOT_EVERY_S: Final = 1.0
 SERVER_GRACE_S: Final = 5.0
 """How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
+LEAVERS_WORD_S: Final = 3.0
+"""How long after a worker left in good order the word that the run is over may still come."""
 KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
 
@@ -94,6 +96,9 @@ class Watch(ABC):
         self._ending: Ending | None = None
         self._left: tuple[str, float, int] | None = None
         """Who left by itself, when, and its exit code, well before the launcher heard that the run is over."""
+        self._leavers: dict[str, float] = {}
+        """Workers that may be restarted and left in good order: as if they had been told of the end, which we would
+        hear of soon. And when."""
         self._ready_s: float | None = None
 
     # ------------------------------------------------------------------------------------- said by subclasses
@@ -166,6 +171,7 @@ class Watch(ABC):
             self._end(False, f"stopped by {self._signals.first.name}", self._signals.exit_code)
         self._read_link(now_s)
         if self._ending is None:
+            self._restart_leavers(now_s)
             self._start_due(now_s)
             self._end_without_word(now_s)
         self._show(now_s)
@@ -191,7 +197,10 @@ class Watch(ABC):
             self._budget.excused(worker.name)
             self._crew.start(worker)
         elif self._may_restart(worker, event.code):
-            self._restart(worker, event.code)
+            if event.code == ExitCode.OK:
+                self._leavers[worker.name] = time.monotonic()
+            else:
+                self._restart(worker, event.code)
         elif event.code in (ExitCode.OK, ExitCode.FAILED) and self._link is not None:
             # The buffer's word may be on its way: it tells everybody at once.
             self._left = self._left or (worker.name, time.monotonic(), event.code)
@@ -208,6 +217,11 @@ class Watch(ABC):
             return
         worker.restart_at_s = now_s + wait_s
         self._status.say(f"{worker.name} {said(code)}; it is started again in {wait_s:.1f} s")
+
+    def _restart_leavers(self, now_s: float) -> None:
+        for name in [name for name, left_s in self._leavers.items() if now_s - left_s > LEAVERS_WORD_S]:
+            del self._leavers[name]
+            self._restart(self._crew.workers[name], ExitCode.OK)
 
     def _take_news(self, news: ServerNews) -> None:
         """A server changed: its worker follows. One that runs on a dead server is told to leave, and comes back with

@@ -42,6 +42,18 @@ def test_a_dead_worker_is_started_again_under_its_name(start_launcher: StartLaun
     assert launcher.leftovers() == []
 
 
+def test_workers_that_leave_before_the_launcher_hears_of_the_end_are_not_dead(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"buffer-0": "tells_launcher_last"})
+    launcher.until_ready()
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+    workers = launcher.summary()["workers"]
+    assert {name: (worker["restarts"], worker["exit_codes"]) for name, worker in workers.items()} == {
+        name: (0, [0]) for name in ("buffer-0", "learner-0", "teacher-0", "actor-0")
+    }
+    assert "started again" not in launcher.said
+
+
 def test_a_worker_that_keeps_dying_stops_the_run_and_its_last_words_are_shown(start_launcher: StartLauncher) -> None:
     launcher = start_launcher({"actor-0": "crash"}, settings={"launch": {"max_restarts": 2}})
     assert launcher.wait() == 1
