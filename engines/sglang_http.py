@@ -18,8 +18,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import aiohttp
 import msgspec
@@ -131,12 +130,22 @@ class ServerLink:
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
         """Run on the loop and wait. Raises what it raised, or ServerUnavailable past `timeout_s`."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+        async def outcome() -> tuple[T | None, Exception | None]:
+            try:
+                return await coroutine, None
+            except Exception as error:  # raised below, if anybody still waits; asyncio would log it otherwise
+                return None, error
+
+        future = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
         try:
-            return future.result(timeout_s)
+            result, error = future.result(timeout_s)
         except TimeoutError:
             future.cancel()
             raise ServerUnavailable(f"{self.url}: no result within {timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start on the loop without waiting. The coroutine handles its own errors."""
