@@ -20,14 +20,11 @@ from launch.join_status import JoinedWorker, JoinStatus, JoinSummary, own_peers
 from launch.roles import ENTRIES
 from launch.server_plan import ServerPlan
 from launch.slots import Worker, said
-from launch.watch import Watch
+from launch.watch import WORD_S, Watch
 from launch.work_folder import WorkFolder
 from protocol.context import ExitCode
 
 log = logging.getLogger(__name__)
-WORD_S: Final = 3.0
-"""How long after a worker was told that the run is over the launcher's own link may take to hear it."""
-
 LAST_LOOK_S: Final = 1.0
 
 

@@ -29,7 +29,7 @@ from launch.runfolder import RunFolder
 from launch.server_plan import ServerPlan
 from launch.slots import Ending, Outcome, Worker, said
 from launch.status import StatusView
-from launch.watch import Watch
+from launch.watch import WORD_S, Watch
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
 from protocol.keys import run_client_keys
@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 BUFFER_ALONE_S: Final = 2.0
 """How long the buffer may take to leave by itself when all others have left; it may wait for a peer that is dead."""
 FAILED_WORD_S: Final = 1.0
-WORD_S: Final = 3.0
-"""How long after the learner's or the buffer's exit the Shutdown message may still come."""
+"""The same as WORD_S, after a learner or buffer that failed."""
 RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset(ROLES)
 """Roles that are started again when they die: actors and teachers however they died; the buffer when it was killed (it
 goes on from its journal, where what broke it once would break it again); the learner, from its last checkpoint, when it

@@ -40,8 +40,8 @@ PUMP_S: Final = 0.25
 SNAPSHOT_EVERY_S: Final = 1.0
 SERVER_GRACE_S: Final = 5.0
 """How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
-LEAVERS_WORD_S: Final = 3.0
-"""How long after a worker left in good order the word that the run is over may still come."""
+WORD_S: Final = 3.0
+"""How long after a process left in good order the word that the run is over may still come: it goes to all at once."""
 KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
 
@@ -219,7 +219,7 @@ class Watch(ABC):
         self._status.say(f"{worker.name} {said(code)}; it is started again in {wait_s:.1f} s")
 
     def _restart_leavers(self, now_s: float) -> None:
-        for name in [name for name, left_s in self._leavers.items() if now_s - left_s > LEAVERS_WORD_S]:
+        for name in [name for name, left_s in self._leavers.items() if now_s - left_s > WORD_S]:
             del self._leavers[name]
             self._restart(self._crew.workers[name], ExitCode.OK)
 
