@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from launch.config import RunConfig
 from launch.config_file import read_config
 from launch.errors import ConfigError
-from launch.runfolder import CHECKPOINTS
+from launch.runfolder import CHECKPOINTS, newest_checkpoint
 from learner.data import PromptSource, open_prompts
 from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
 from learner.records import DataError
@@ -51,17 +51,18 @@ def check_resumed(config: RunConfig, folder: Path) -> None:
     """`config`: with paths resolved. Raises ConfigError, naming the keys, when the checkpoints in the run's folder
     belong to another stream of tasks, or have no value head. Without a checkpoint the run begins anew, and nothing has
     to fit."""
-    newest = _newest(folder)
-    if newest is None:
+    identity = stream_identity(folder)
+    if identity is None:
         return
     former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
-    mistakes = list(_differences(config, former, newest.identity))
+    mistakes = list(_differences(config, former, identity))
     if mistakes:
         mistakes.append(f"--resume: {folder} goes on with the same tasks in the same order")
-    advantage = config.learner.advantage
-    if advantage_group(advantage) is TOKEN_ADVANTAGES and not (newest.path / VALUE_HEAD_FILE).is_file():
+    checkpoint, advantage = newest_checkpoint(folder), config.learner.advantage
+    has_head = checkpoint is None or (checkpoint / VALUE_HEAD_FILE).is_file()
+    if advantage_group(advantage) is TOKEN_ADVANTAGES and not has_head:
         mistakes.append(
-            f"learner.advantage: got {advantage!r}, which needs a value head, and {newest.path} has none; to begin "
+            f"learner.advantage: got {advantage!r}, which needs a value head, and {checkpoint} has none; to begin "
             "with one, start a new run with that checkpoint as --student"
         )
     if mistakes:
@@ -69,16 +70,11 @@ def check_resumed(config: RunConfig, folder: Path) -> None:
         raise ConfigError(*mistakes[:-1], f"{mistakes[-1]}; {end}")
 
 
-class _Newest(NamedTuple):
-    path: Path
-    identity: StreamIdentity
-
-
-def _newest(folder: Path) -> _Newest | None:
-    """Checkpoint that can be read."""
+def stream_identity(folder: Path) -> StreamIdentity | None:
+    """Of the newest checkpoint that can be read; all of a run have the same."""
     for file in sorted(folder.glob(f"{CHECKPOINTS}/step_*/{TRAINER_FILE}"), reverse=True):
         try:
-            return _Newest(file.parent, msgspec.json.decode(file.read_bytes(), type=_Checkpoint).tasks.identity)
+            return msgspec.json.decode(file.read_bytes(), type=_Checkpoint).tasks.identity
         except msgspec.DecodeError:
             continue  # the learner passes it over as well, and says so
     return None

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import builtin
@@ -20,6 +21,7 @@ from launch.run import main
 from launch.runfolder import CHECKPOINTS, RunFolder
 from learner import checkpoint, worker
 from learner.tasks import TaskStream, load_prompts
+from protocol.messages import WeightVersion
 
 Resume = Callable[..., int]
 
@@ -42,6 +44,7 @@ def run_dir(tmp_path: Path, prompts: Path) -> Path:
     saved = folder.path / CHECKPOINTS / "step_000004"
     saved.mkdir(parents=True)
     (saved / TRAINER_FILE).write_text(json.dumps({"tasks": stream.state()}))
+    (saved / "manifest.json").write_bytes(msgspec.json.encode({"version": WeightVersion(0, 4)}))
     folder.finish("interrupted", 130)
     folder.close()
     return folder.path
