@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+if __name__ == "__main__":  # the command is launch's; ahead of the imports that it has no use for
+    os.execv(sys.executable, [sys.executable, "-m", "launch.replay", *sys.argv[1:]])
+
 import msgspec
 
 from learner.config import LearnerConfig
@@ -186,7 +189,3 @@ class Replay:
             result = self._evaluate(step)
         self._metrics.evaluation(result)
         done.append(msgspec.structs.replace(result, samples=()))
-
-
-if __name__ == "__main__":  # the command is launch's, where configurations are read; this name leads there, too
-    os.execv(sys.executable, [sys.executable, "-m", "launch.replay", *sys.argv[1:]])
