@@ -16,14 +16,20 @@ def few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerTable, "remembered", 3)
 
 
+def with_one_task(make: Make) -> Driver:
+    """Whoever comes is given it; nobody is there yet but the learner."""
+    driver = make(staleness=0, batch=1, max_attempts=100, peers=False)
+    driver.join("learner", "learner")
+    driver.offer(0)
+    return driver
+
+
 def names(driver: Driver) -> list[str]:
     return [peer.name for peer in driver.snapshot.peers]
 
 
 def test_of_actors_that_left_long_ago_their_sum_is_kept(make: Make) -> None:
-    driver = make(staleness=0, batch=1, max_attempts=100, peers=False)
-    driver.join("learner", "learner")
-    driver.offer(0)
+    driver = with_one_task(make)
     for n in range(8):
         driver.actor(f"a{n}")
         driver.write(f"train-0-0-{n}", 2)
@@ -34,9 +40,7 @@ def test_of_actors_that_left_long_ago_their_sum_is_kept(make: Make) -> None:
 
 
 def test_who_comes_back_goes_on_counting_and_is_the_last_to_be_forgotten(make: Make) -> None:
-    driver = make(staleness=0, batch=1, max_attempts=100, peers=False)
-    driver.join("learner", "learner")
-    driver.offer(0)
+    driver = with_one_task(make)
     driver.actor("a")
     driver.write("train-0-0-0", 2)
     driver.lose("actor", "a")
@@ -52,9 +56,7 @@ def test_who_comes_back_goes_on_counting_and_is_the_last_to_be_forgotten(make: M
 
 
 def test_one_that_was_forgotten_may_come_back(make: Make) -> None:
-    driver = make(staleness=0, batch=1, max_attempts=100, peers=False)
-    driver.join("learner", "learner")
-    driver.offer(0)
+    driver = with_one_task(make)
     driver.actor("a")
     driver.write("train-0-0-0", 2)
     driver.lose("actor", "a")
