@@ -118,6 +118,18 @@ def test_an_advantage_of_single_tokens_needs_the_value_head_of_the_checkpoint(
     assert check_resume(*rewards) == 0
 
 
+def test_the_value_head_is_sought_in_the_branch_that_the_learner_goes_on_with(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later epoch's checkpoint is newer than one of more steps that was abandoned."""
+    saved = run_dir / CHECKPOINTS / "step_000004"
+    newer = shutil.copytree(saved, saved.with_name("step_000002_epoch_1"))
+    (newer / "manifest.json").write_bytes(msgspec.json.encode({"version": WeightVersion(1, 2)}))
+    (saved / VALUE_HEAD_FILE).touch()
+    assert check_resume("--learner.advantage", "gae", "--buffer.release", "rollout") == 2
+    assert f"{newer} has none" in capsys.readouterr().err
+
+
 def test_the_names_are_those_that_the_learner_writes() -> None:
     assert (CHECKPOINTS, TRAINER_FILE) == (worker.CHECKPOINTS, checkpoint.TRAINER)
     assert checkpoint.VALUE_HEAD == VALUE_HEAD_FILE
