@@ -2,7 +2,7 @@
 
     poll the server -> entries   \\
     every tick_s    -> a tick     }  one turn -> core.apply -> journal.write -> server.send
-    SIGTERM         -> give up   /
+    SIGTERM         -> give up   /      (when the learner has left, or does not leave)
 
 Nothing is sent before the turn that caused it is in the journal. While the journal cannot be written, segments and
 tasks are dropped unread: they have acknowledgements of their own, so their senders keep them and send them again.
@@ -33,6 +33,9 @@ DRAIN_S: Final = 30.0
 """After the end: workers may have a checkpoint to finish or an engine to stop before they say goodbye."""
 DRAIN_TERMINATED_S: Final = 5.0
 """The same after SIGTERM: whoever sent it waits, and kills in the end."""
+LEARNER_LEAVES_S: Final = 60.0
+"""After SIGTERM a learner that is connected has this long to leave first: where a whole group of processes is told to
+end (systemd, Slurm), it needs the buffer for its last checkpoint. A second SIGTERM ends the wait."""
 REPLAY_S: Final = 5.0
 """CPU seconds that the core may have spent on turns before an image spares the next process to spend them again; more
 when images are so large that they would cost more than a tenth of it."""
@@ -101,6 +104,8 @@ class BufferLoop:
         self._applied_s = 0.0
         """CPU time of the core since the last image."""
         self._image_s = 0.0
+        self._give_up_s: float | None = None
+        """When the learner that is still there after SIGTERM is waited for no longer."""
         self.terminated = False
         """SIGTERM came before the learner had finished the run."""
 
@@ -111,10 +116,18 @@ class BufferLoop:
         """Both phases."""
         while self._core.state.phase == "running":
             self._turn()
-            if self._sigterms.count and self._core.state.phase == "running":
+            if self._sigterms.count and self._core.state.phase == "running" and not self._learner_may_leave():
                 self.terminated = True
                 self._take(Turn(self._clock(), (GivenUp("SIGTERM"),)))
         self._drain()
+
+    def _learner_may_leave(self) -> bool:
+        """Is there a learner to wait for before the run is given up?"""
+        if self._sigterms.count > 1 or all(peer.role != "learner" for peer in self._server.peers):
+            return False
+        now_s = time.monotonic()
+        self._give_up_s = self._give_up_s or now_s + LEARNER_LEAVES_S
+        return now_s < self._give_up_s
 
     def snapshot(self) -> Snapshot:
         """Everything at this moment."""

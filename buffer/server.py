@@ -1,7 +1,8 @@
 """The buffer's process: begins with nothing or with what the process before it left, runs the loop, says how it ended.
 
 Three phases, each of them tested:
-    running     until the learner says RunFinished, or SIGTERM comes (then the run has failed)
+    running     until the learner says RunFinished, or SIGTERM comes (then the run has failed; a learner that is
+                connected may leave first, within LEARNER_LEAVES_S)
     draining    everybody was told Shutdown; late messages are still answered, until all have said goodbye, for at most
                 DRAIN_S (DRAIN_TERMINATED_S after a SIGTERM; a SIGTERM while draining ends it)
     gone        ledger.json is written. It is written when the loop breaks by an error, too, and the peers are told.

@@ -20,7 +20,7 @@ from protocol.messages import Snapshot
 
 ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
 CLOSING_S: Final = 2.0
-"""What a teacher needs to close its link and its engine, when it has drained."""
+"""What a teacher needs to close its link and its engine, when it has drained, and the buffer for its ledger."""
 
 
 class Crew:
@@ -58,6 +58,8 @@ class Crew:
     def grace_s(self, worker: Worker) -> float:
         """How long it may take to leave when it is asked to."""
         grace_s = self._config.launch.shutdown_grace_s
+        if worker.role == "buffer":  # it notices only then that a learner which was killed is not there any more
+            return max(grace_s, self._config.buffer.peer_timeout_s + CLOSING_S)
         if worker.role != "teacher":
             return grace_s
         return max(grace_s, config_of(self._config, "teacher", worker.index).teacher.leaving_s + CLOSING_S)

@@ -8,7 +8,8 @@ socket, one JSON object a line:
 
     launcher -> StartRole, Signal           here -> Warm, Forked, ForkRefused, Exited
 
-It ends when the launcher closes its side of the socket. However it ends, its children get SIGKILL (launch.lifeline).
+It ends when the launcher closes its side of the socket, not by SIGTERM: where a whole group of processes is told to
+end, the learner still has a checkpoint to write. However it ends, its children get SIGKILL (launch.lifeline).
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ class ForkServer:
             os.setsid()
             die_with_parent(parent_pid)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for signum in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_DFL)
             for inherited in (self._control, self._woken, self._wake):
                 inherited.close()
             redirect_output(start.log_path)
@@ -189,7 +191,8 @@ class ForkServer:
 def main() -> None:
     control_fd, lifeline_fd, launcher_pid = (int(arg) for arg in sys.argv[1:4])
     config_path, modules = Path(sys.argv[4]), sys.argv[5:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     die_with_parent(launcher_pid)
     began_s = time.monotonic()
     with socket.socket(fileno=control_fd) as control:

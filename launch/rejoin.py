@@ -14,7 +14,7 @@ import msgspec
 
 from launch.errors import ConfigError, LaunchError
 from launch.join_status import JoinedWorker, JoinSummary
-from launch.signals import StopRequests
+from launch.signals import StopRequests, said_of
 from launch.slots import Ending
 from launch.target import RunIsFinished
 from protocol.context import ExitCode
@@ -42,7 +42,7 @@ def wait_for_run(look: Callable[[], FoundT], wait_s: float, stops: StopRequests)
         while time.monotonic() < look_at_s:
             if stops.count:
                 assert stops.first is not None
-                return Ending(False, f"stopped by {stops.first.name} while the run was away", stops.exit_code)
+                return Ending(False, f"stopped by {said_of(stops.first)} while the run was away", stops.exit_code)
             if time.monotonic() > deadline_s:
                 return Ending(False, f"the run did not come back in {wait_s:g} s: {why}", int(ExitCode.FAILED))
             time.sleep(NAP_S)

@@ -304,7 +304,7 @@ def _end(
         "eval": [{name: getattr(result, name) for name in EVAL_FIELDS} for result in progress.evaluations],
     }
     write_atomic(folder.path / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(account), indent=2) + b"\n")
-    folder.finish("finished" if code == 0 else "interrupted" if code > 128 else "failed", code)
+    folder.finish(code)
     _say(f"{trainer.steps_done} steps, {reason}; {folder.path}")
 
 

@@ -1,7 +1,8 @@
 """One run from the command line to the exit code.
 
 Exit codes: 0 the run finished; 1 it failed; 2 the command line, configuration, models or prompts are wrong (nothing
-was started); 3 the ledger does not balance; 128 + n stopped by signal n (130: Ctrl-C).
+was started); 3 the ledger does not balance; 128 + n the user stopped it by signal n (130: Ctrl-C, 143: SIGTERM): that
+is no failure, and what was trained is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from launch.pools import needs_no_teacher, teacher_pools
 from launch.recorded import check_recorded
 from launch.resume import check_resumed
 from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
-from launch.runfolder import RunFolder, RunState, choose_path
+from launch.runfolder import RunFolder, choose_path
 from launch.server_plan import ServerPlan
 from launch.status import make_status
-from launch.summary import Summary, write_summary
+from launch.summary import write_summary
 from launch.summary_table import print_summary
 from launch.supervisor import Supervisor
 from protocol.context import WorkerRole
@@ -89,7 +90,7 @@ def run(
         config, folder, status, resume=resume, began_s=began_s, preload=preload, entries=entries, servers=servers
     )
     summary = write_summary(config, folder, supervisor.run())
-    folder.finish(_state(summary), summary.exit_code)
+    folder.finish(summary.exit_code)
     print_summary(summary, folder)
     return summary.exit_code
 
@@ -131,12 +132,6 @@ def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
         f"{what} {folder.record.name}: {config.steps} steps, {config.actors} actors, {teachers}, "
         f"max staleness {config.buffer.max_staleness}; all of it in {folder.path}"
     )
-
-
-def _state(summary: Summary) -> RunState:
-    if summary.ok:
-        return "finished"
-    return "interrupted" if summary.exit_code > 128 else "failed"
 
 
 def log_to(file: Path) -> None:

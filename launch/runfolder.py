@@ -33,7 +33,9 @@ from launch.work_folder import WorkFolder
 from protocol.keys import KEYS, make_keys
 from protocol.messages import WeightVersion
 
-RunState: TypeAlias = Literal["running", "finished", "failed", "interrupted"]
+EndState: TypeAlias = Literal["finished", "failed", "stopped"]
+"""stopped: a user, or the system, asked for the end (Ctrl-C, SIGTERM)."""
+RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
 CHECKPOINTS: Final = "checkpoints"
 """Folder of the learner's checkpoints in a run folder (`learner.worker.CHECKPOINTS`, which would import torch)."""
@@ -56,6 +58,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the launcher's machine; empty in records of older versions."""
     launches: int = 1
     """How often the run was started: 1, and one more for each --resume."""
+
+
+def end_state(exit_code: int) -> EndState:
+    """What a launcher's exit code says: 128 + n is the end by signal n."""
+    return "finished" if exit_code == 0 else "stopped" if exit_code > 128 else "failed"
 
 
 class RunFolder(WorkFolder):
@@ -124,9 +131,9 @@ class RunFolder(WorkFolder):
         elif not encrypted and keys.is_dir():
             keys.rename(unused)
 
-    def finish(self, state: RunState, exit_code: int) -> None:
+    def finish(self, exit_code: int) -> None:
         """Write down how the run ended."""
-        self.record = msgspec.structs.replace(self.record, state=state, exit_code=exit_code)
+        self.record = msgspec.structs.replace(self.record, state=end_state(exit_code), exit_code=exit_code)
         self._write_record()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from launch.config import RunConfig
 from launch.figures import learner_stats, staleness
 from launch.guests import guests
-from launch.runfolder import RunFolder, newest_checkpoint, write_atomic
+from launch.runfolder import EndState, RunFolder, end_state, newest_checkpoint, write_atomic
 from launch.slots import Ending, Outcome
 from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
 
@@ -153,6 +153,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     run_id: str
     ok: bool
+    """It finished."""
+    state: EndState
     reason: str
     exit_code: int
     steps: int
@@ -197,6 +199,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         name=folder.record.name,
         run_id=folder.record.run_id,
         ok=ending.ok,
+        state=end_state(ending.exit_code),
         reason=ending.reason,
         exit_code=ending.exit_code,
         steps=account.steps,

@@ -29,7 +29,8 @@ def print_summary(summary: Summary, folder: RunFolder, console: Console | None =
 
 
 def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
-    yield "run", f"{summary.name}: {'finished' if summary.ok else 'FAILED'}, {summary.reason}"
+    state = "FAILED" if summary.state == "failed" else summary.state
+    yield "run", f"{summary.name}: {state}, {summary.reason}"
     first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
     if first is not None and last is not None:
         for kind in ("sampled", "greedy"):

@@ -3,8 +3,9 @@
     start     fork server imports | SGLang servers load | buffer spawned at once -> it listens -> learner, teachers,
               actors, those with a server of their own when it answers -> all welcomed
     watch     until the buffer says Shutdown, the learner or the buffer dies, a worker dies too often, or Ctrl-C
-    stop      told by the buffer: each worker leaves by itself; then, or else: SIGTERM to the learner, to actors and
-              teachers, to their servers and the buffer (which writes the ledger), each stage with a grace, then SIGKILL
+    stop      told by the buffer: each worker leaves by itself; then, or else: SIGTERM to the learner (which writes a
+              checkpoint, while it is heard of), to actors and teachers, to their servers and the buffer (which writes
+              the ledger), each stage with a grace, then SIGKILL
 
 How processes are watched in between is in launch.watch.
 """
@@ -29,7 +30,7 @@ from launch.runfolder import RunFolder
 from launch.server_plan import ServerPlan
 from launch.slots import Ending, Outcome, Worker, said
 from launch.status import StatusView
-from launch.watch import WORD_S, Watch
+from launch.watch import STARTING_PUMP_S, WORD_S, Watch
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
 from protocol.keys import run_client_keys
@@ -187,6 +188,8 @@ class Supervisor(Watch):
                 self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"])
                 self._wait_gone(self._crew.of("buffer"), BUFFER_ALONE_S)
             orderly = self._crew.workers[BUFFER].running and not self._at_once
+            if orderly:
+                self._wait_for_checkpoint()
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
                 if "buffer" in stage:
                     self._servers.stop()  # they drain while the buffer writes
@@ -196,6 +199,27 @@ class Supervisor(Watch):
             self._end_servers()
         finally:
             self._close()
+
+    def _wait_for_checkpoint(self) -> None:
+        """The learner finishes its step and writes a checkpoint: for as long as the buffer hears of it, however slow
+        step and disk are. One that is not heard of gets the grace of all others."""
+        learners = self._crew.running(self._crew.of("learner"))
+        if not learners or self._silent(learners):
+            return
+        for learner in learners:
+            self._processes.signal(learner.name, signal.SIGTERM)
+        self._status.say("the learner finishes its step and writes a checkpoint (Ctrl-C again: stop at once, without)")
+        deadline_s = time.monotonic() + self._config.learner.stall_timeout_s
+        while self._crew.running(learners) and not (self._at_once or self._silent(learners)):
+            if time.monotonic() > deadline_s:
+                return
+            self._pump(STARTING_PUMP_S)
+
+    def _silent(self, workers: Collection[Worker]) -> bool:
+        """The buffer does not count them among those that are there, or is not there itself."""
+        snapshot = self._link.snapshot if self._link is not None and self._link.lost is None else None
+        alive = {peer.name for peer in snapshot.peers if peer.alive} if snapshot is not None else set[str]()
+        return all(worker.name not in alive for worker in workers)
 
     def _after_all(self, ending: Ending) -> Ending:
         """A run that was said to be over is a failed one still, if learner or buffer broke after that."""

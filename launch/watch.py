@@ -9,6 +9,7 @@ launch.supervisor (a whole run's) and launch.joiner (some that join a run).
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 import time
@@ -27,7 +28,7 @@ from launch.restarts import RestartBudget
 from launch.server_features import features_of_run
 from launch.server_plan import ServerPlan
 from launch.server_watch import ServerNews, ServerWatch
-from launch.signals import StopRequests
+from launch.signals import StopRequests, said_of
 from launch.slots import Ending, ServerEnd, Worker, said
 from launch.status import StatusView
 from launch.work_folder import WorkFolder
@@ -166,9 +167,12 @@ class Watch(ABC):
         for news in self._servers.pump(restart=self._ending is None):
             self._take_news(news)
         now_s = time.monotonic()
+        if self._signals.hung_up:
+            self._signals.hung_up = False
+            self._status.say(f"the terminal is gone (SIGHUP); this goes on, and ends by: kill {os.getpid()}")
         if self._signals.count and self._ending is None:
             assert self._signals.first is not None
-            self._end(False, f"stopped by {self._signals.first.name}", self._signals.exit_code)
+            self._end(False, f"stopped by {said_of(self._signals.first)}", self._signals.exit_code)
         self._read_link(now_s)
         if self._ending is None:
             self._restart_leavers(now_s)

@@ -37,10 +37,12 @@ from learner.offline import OfflineMixer
 from learner.packing import train_items
 from learner.publisher import Publisher, PublisherStats
 from learner.record_writer import BatchRecorder
+from learner.stopping import StopAsked, StopRequest
 from learner.tasks import TaskStream
 from learner.train_step import StepMetrics, Trainer
 from learner.wait_clock import WaitCause, WaitClock
 from protocol.client import Client
+from protocol.errors import LinkError
 from protocol.messages import (
     BatchTrained,
     BatchWanted,
@@ -64,6 +66,8 @@ DOUBTFUL_SHARE: Final = 0.75
 """Of the log-prob of a uniform guess: a teacher this far down on the first batch is worth an error in the log."""
 GOODBYE_S: Final = 30.0
 """How long the buffer may take to end the run once the learner is done."""
+STOP_ANSWER_S: Final = 15.0
+"""How long it may be silent when the learner, asked to leave, needs its answer for a checkpoint."""
 
 
 class LearnerStalled(RuntimeError):
@@ -109,8 +113,10 @@ class LearnerLoop:
         ema: StudentEma | None = None,
         mixer: OfflineMixer | None = None,
         recorder: BatchRecorder | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
-        """`mixer`: what adds the teacher's rollouts to the batches; `recorder`: what keeps them in a file."""
+        """`mixer`: what adds the teacher's rollouts to the batches; `recorder`: what keeps them in a file; `stop`: what
+        asks the loop to end early."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
@@ -126,6 +132,7 @@ class LearnerLoop:
         self._steps = steps
         self._mixer = mixer
         self._recorder = recorder
+        self._stop = stop or StopRequest()
         self._clock = WaitClock()
         self._desk = make_eval_desk(self._on_evaluation)
         self._inbox = Inbox(client, on_membership=publisher.membership, on_eval=self._desk.add)
@@ -147,7 +154,15 @@ class LearnerLoop:
     def run(self) -> None:
         """All steps, the evaluations around them and the checkpoints. Raises RunStopped when the buffer ends the
         run, also when it does so because the last checkpoint could not be written, LearnerStalled when nothing to train
-        comes, and whatever a step raises."""
+        comes, StopAsked when it was asked to leave (what it trained is in a checkpoint then), and whatever a step
+        raises."""
+        try:
+            self._run()
+        except StopAsked:
+            self._save_before_leaving()
+            raise
+
+    def _run(self) -> None:
         self._publisher.publish(self._version, self._trainer.weights())
         if self._ema is not None:
             self._ema.publish(self._version)  # before any task: no rollout is graded by another teacher
@@ -210,6 +225,7 @@ class LearnerLoop:
         self._client.send(wanted)
         with self._clock.waiting("data"):
             while True:
+                self._stop.check()
                 self._inbox.pump(PUMP_S)
                 self._desk.ask()
                 self._offer_tasks()
@@ -262,6 +278,7 @@ class LearnerLoop:
         deadline_s = time.monotonic() + self._config.stall_timeout_s
         with self._clock.waiting("eval"):
             while self._desk.active:
+                self._stop.check()
                 self._desk.ask()
                 self._inbox.pump(PUMP_S)
                 self._offer_tasks()
@@ -299,9 +316,19 @@ class LearnerLoop:
                 return error
         return None
 
+    def _save_before_leaving(self) -> None:
+        """A checkpoint of all that was trained. Without one the learner leaves all the same: the log says why."""
+        if self._last_batch_id is None:
+            log.info("asked to leave before the first step of this process; there is nothing new to keep")
+            return
+        try:
+            self._checkpoint(self._last_batch_id)
+        except (LearnerStalled, LinkError) as error:
+            log.error("no checkpoint of step %d: %s", self._version.step, error)
+
     def _snapshot_after(self, batch_id: int) -> Snapshot:
         """A snapshot in which the batch counts as trained."""
-        deadline_s = time.monotonic() + self._config.stall_timeout_s
+        deadline_s = time.monotonic() + (STOP_ANSWER_S if self._stop.asked else self._config.stall_timeout_s)
         while self._inbox.last_trained_ack < batch_id:
             self._inbox.pump(PUMP_S)
             if time.monotonic() > deadline_s:

@@ -39,6 +39,7 @@ from learner.publisher import Publisher
 from learner.record_format import FORMAT, RecordError, RecordHeader, config_digest
 from learner.record_writer import BatchRecorder
 from learner.rng import capture_rng, restore_rng
+from learner.stopping import StopAsked, StopRequest
 from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
 from protocol.client import Client
@@ -175,8 +176,9 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
         client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "learner")))
         welcome = client.connect()
         version = first_version(start.version, welcome.version, newest_epoch(ctx.run_dir) if ctx.resume else None)
+        stop = stack.enter_context(StopRequest())
         try:
-            loop, write_account = _make_loop(ctx, start, client, version, stack)
+            loop, write_account = _make_loop(ctx, start, client, version, stack, stop)
         except RecordError as error:
             log.error("learner.record: %s", error)
             return ExitCode.USELESS
@@ -184,14 +186,17 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
             # A fork of the history, if it is one, has to be known before any task is offered under it.
             client.send(VersionPublished(version=version, weights=None))
             loop.run()
-            ended_well = True
+            code = ExitCode.OK
         except RunStopped as stopped:
             log.warning("%s", stopped)
-            ended_well = stopped.shutdown.ok
+            code = ExitCode.OK if stopped.shutdown.ok else ExitCode.FAILED
+        except StopAsked as asked:
+            log.info("%s; step %d is the last one", asked, loop.version.step)
+            code = ExitCode.TERMINATED
         finally:
             write_account()
         client.flush(FLUSH_TIMEOUT_S)
-    return ExitCode.OK if ended_well else ExitCode.FAILED
+    return code
 
 
 def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
@@ -245,7 +250,12 @@ def first_version(checkpoint: WeightVersion | None, buffers: WeightVersion, note
 
 
 def _make_loop(
-    ctx: RoleContext[LearnerRunConfig], start: Start, client: Client, version: WeightVersion, stack: ExitStack
+    ctx: RoleContext[LearnerRunConfig],
+    start: Start,
+    client: Client,
+    version: WeightVersion,
+    stack: ExitStack,
+    stop: StopRequest,
 ) -> tuple[LearnerLoop, Callable[[], None]]:
     """The loop, and what writes its account: with each checkpoint and each evaluation, and at the end."""
     config, learner = ctx.config, ctx.config.learner
@@ -309,6 +319,7 @@ def _make_loop(
         ema=ema,
         mixer=start.mixer,
         recorder=recorder,
+        stop=stop,
     )
     return loop, write_account
 

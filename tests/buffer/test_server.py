@@ -264,6 +264,24 @@ def test_sigterm_fails_the_run_tells_everybody_and_leaves_a_ledger(
     assert (final.phase, final.phase_reason, final.ledger.balanced) == ("failed", "SIGTERM", True)
 
 
+def test_after_sigterm_a_learner_may_leave_first_and_a_second_one_ends_the_wait(
+    in_process: SpawnProcess, connect: Connect, tmp_path: Path
+) -> None:
+    """It needs answers for its last checkpoint; the run is given up when it has gone, or nobody waits any more."""
+    learner, actor = connect("learner"), connect("actor")
+    terminate(in_process)
+    learner.send(m.SnapshotWanted())
+    assert receive(learner, m.Snapshot)[0].phase == "running"
+    learner.send(m.SnapshotWanted())
+    assert receive(learner, m.Snapshot)[0].phase == "running"
+    terminate(in_process)
+    assert receive(actor, m.Shutdown)[0] == m.Shutdown(False, "SIGTERM")
+    learner.close("done")
+    actor.close("done")
+    in_process.join(WAIT_S)
+    assert in_process.exitcode == ExitCode.TERMINATED
+
+
 def test_sigterm_while_waiting_for_goodbyes_ends_the_wait_not_the_result(
     in_process: SpawnProcess, connect: Connect, tmp_path: Path
 ) -> None:

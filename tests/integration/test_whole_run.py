@@ -121,15 +121,50 @@ def test_a_killed_launcher_leaves_nobody_and_the_run_goes_on_from_the_last_check
     assert under_way & set(settled), "some tasks that were under way at the checkpoint were settled after it"
 
 
-def test_ctrl_c_ends_in_order_and_leaves_a_summary(launch: Launch) -> None:
-    run = launch("--actors=1", "--teachers=1", "--steps=500", "--learner.eval_every=0")
-    run.until(lambda: len(run.steps()) >= 1, "a step")
+PATIENCE_S = 250.0
+STOPPED = ("--actors=1", "--teachers=1", "--steps=500", "--learner.eval_every=0", "--learner.checkpoint_every=0")
+
+
+def saved_step(run: Launched) -> int:
+    """Of the newest checkpoint."""
+    return max(int(path.name.split("_")[1]) for path in (run.run_dir / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_ctrl_c_ends_in_order_with_a_checkpoint_and_the_run_goes_on_from_its_last_step(launch: Launch) -> None:
+    run = launch(*STOPPED)
+    run.until(lambda: len(run.steps()) >= 2, "two steps", PATIENCE_S)
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.process.pid, signal.SIGINT)
-    assert run.wait(60) == 130, run.text()
+    assert run.wait(PATIENCE_S) == 130, run.text()
+    assert not alive(family)
+    summary = run.summary()
+    assert_balanced(summary)
+    assert (summary["ok"], summary["state"], summary["exit_code"]) == (False, "stopped", 130)
+    assert "stopped, stopped by Ctrl-C" in run.text() and "FAILED" not in run.text()
+    last = run.steps()[-1]["step"]
+    assert summary["steps"] == last == saved_step(run), "nothing that was trained is lost"
+    assert {worker["exit_codes"][0] for worker in summary["workers"].values()} == {143}
+
+    resumed = launch("--resume", f"--steps={last + 2}")
+    assert resumed.wait(PATIENCE_S) == 0, resumed.text()
+    assert [row["step"] for row in resumed.steps()] == list(range(1, last + 3))
+    assert_balanced(resumed.summary())
+
+
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_a_whole_group_of_processes_that_is_told_to_end_leaves_a_checkpoint(launch: Launch) -> None:
+    """As systemd and Slurm do it."""
+    run = launch(*STOPPED)
+    run.until(lambda: len(run.steps()) >= 2, "two steps", PATIENCE_S)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    for process in (*family, psutil.Process(run.process.pid)):
+        process.send_signal(signal.SIGTERM)
+    assert run.wait(PATIENCE_S) == 143, run.text()
     assert not alive(family)
     assert_balanced(run.summary())
-    assert not run.summary()["ok"]
+    assert run.summary()["state"] == "stopped"
+    assert run.summary()["steps"] == run.steps()[-1]["step"] == saved_step(run)
 
 
 def test_the_ledger_file_is_the_buffers_own_snapshot(launch: Launch) -> None:

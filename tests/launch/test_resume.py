@@ -45,7 +45,7 @@ def run_dir(tmp_path: Path, prompts: Path) -> Path:
     saved.mkdir(parents=True)
     (saved / TRAINER_FILE).write_text(json.dumps({"tasks": stream.state()}))
     (saved / "manifest.json").write_bytes(msgspec.json.encode({"version": WeightVersion(0, 4)}))
-    folder.finish("interrupted", 130)
+    folder.finish(130)
     folder.close()
     return folder.path
 

@@ -46,7 +46,7 @@ def test_a_folder_in_use_is_refused_and_the_user_is_named(tmp_path: Path) -> Non
 def test_a_folder_that_holds_a_run_is_only_used_again_by_resume(tmp_path: Path, state: str) -> None:
     folder = RunFolder.open(tmp_path / "run", resume=False)
     if state != "running":  # "running": as after SIGKILL of the launcher
-        folder.finish("finished" if state == "finished" else "failed", 0)
+        folder.finish(0 if state == "finished" else 1)
     folder.close()
     with pytest.raises(LaunchError, match=f"holds a run already .*{state}.*--resume"):
         RunFolder.open(tmp_path / "run", resume=False)
@@ -92,11 +92,11 @@ def test_a_folder_full_of_other_things_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_end_is_recorded(tmp_path: Path) -> None:
     folder = RunFolder.open(tmp_path / "run", resume=False)
-    folder.finish("interrupted", 130)
+    folder.finish(130)
     folder.close()
     record = read_record(tmp_path / "run")
     assert record is not None
-    assert (record.state, record.exit_code, record.launcher_pid) == ("interrupted", 130, os.getpid())
+    assert (record.state, record.exit_code, record.launcher_pid) == ("stopped", 130, os.getpid())
 
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ grades are made up."""
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +31,7 @@ from learner.loop import LearnerLoop, LearnerStalled
 from learner.metrics import MetricsWriter, read_metrics
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
+from learner.stopping import StopAsked, StopRequest
 from learner.task_config import TaskConfig
 from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
@@ -66,6 +69,7 @@ class Learner:
     trainer: Trainer
     client: Client
     folder: Path
+    stop: StopRequest
     saved: list[Saved] = field(default_factory=list[Saved])
     no_room_at: set[int] = field(default_factory=set[int])
     """Steps whose checkpoint finds the disk full."""
@@ -113,6 +117,7 @@ def learning(
                     raise OSError(28, "No space left on device")
                 made.saved.append(Saved(version, snapshot, stream.state(), trainer.steps_done))
 
+            stop = StopRequest()
             loop = LearnerLoop(
                 client=client,
                 trainer=trainer,
@@ -124,8 +129,9 @@ def learning(
                 config=config,
                 version=V0,
                 steps=steps,
+                stop=stop,
             )
-            made = Learner(loop, trainer, client, tmp_path)
+            made = Learner(loop, trainer, client, tmp_path, stop)
             yield made
 
     return make
@@ -224,6 +230,50 @@ def test_without_room_for_the_last_checkpoint_the_run_has_failed_and_says_why(
                 made.loop.run()
         assert ended.result(WAIT_S) == 1
     assert not stopped.value.shutdown.ok and [saved.version.step for saved in made.saved] == [2]
+
+
+def test_asked_to_leave_in_a_step_it_finishes_it_and_leaves_a_checkpoint_of_it(
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=50) as made, crowd(address):
+            asked_at: list[int] = []
+            step = learner.loop.finite_step
+
+            def asked_in_the_third(*arguments: Any) -> Any:
+                if made.trainer.steps_done == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    asked_at.append(made.trainer.steps_done)
+                return step(*arguments)
+
+            monkeypatch.setattr(learner.loop, "finite_step", asked_in_the_third)
+            with made.stop, pytest.raises(StopAsked):
+                made.loop.run()
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "a second SIGTERM must not cut the leaving"
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            made.client.send(m.RunFinished(False, "stopped"))
+            receive(made.client, m.Shutdown)
+        assert ended.result(WAIT_S) != 0
+    assert asked_at == [2] and made.loop.version.step == 3
+    (saved,) = made.saved
+    assert (saved.version.step, saved.steps_done, saved.snapshot.version.step) == (3, 3, 3)
+    assert saved.snapshot.ledger.rollouts.trained == 2 * 3, "the buffer had it in its books"
+
+
+@pytest.mark.parametrize("eval_every", [0, 1])
+def test_asked_to_leave_before_its_first_step_it_leaves_at_once_without_a_checkpoint(
+    learning: Learning, tmp_path: Path, eval_every: int
+) -> None:
+    """Whether it waits for a batch or for an evaluation."""
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=5, eval_every=eval_every) as made:
+            made.stop.asked = True
+            with pytest.raises(StopAsked):
+                made.loop.run()
+            made.client.send(m.RunFinished(False, "stopped"))
+            receive(made.client, m.Shutdown)
+        assert ended.result(WAIT_S) != 0
+    assert made.saved == []
 
 
 def test_reports_that_cannot_be_written_cost_no_step(
