@@ -1,5 +1,6 @@
 """Start a run:  python launch/cluster.py --actors 32 --teachers 8       (--help lists every key)
 More workers for it:  python launch/cluster.py join RUN --actors 8     from another machine: what `export` writes
+Count it again:  python launch/cluster.py audit RUN                     of a run that was started with --record FILE
 
 Thin on purpose: finds the packages, and an interpreter that has what they need; launch.run does the rest.
 """
@@ -43,6 +44,10 @@ def main() -> int:
         from launch.export import main as export_main
 
         return export_main(arguments)
+    if command == "audit":
+        from launch.audit.command import main as audit_main
+
+        return audit_main(arguments)
     from launch.run import main as run_main
 
     return run_main(sys.argv[1:])

@@ -1,0 +1,111 @@
+"""Which weight versions are on the branch that was kept, and how many steps lie between two versions.
+
+    epoch 0   0 -- 1 -- 2 -- 3 -- 4 -- 5        the learner died at 5
+    epoch 1             2 -- 3                  began again from the checkpoint 0.2, and died
+    epoch 2                       4 -- 5 -- 6   began again from the checkpoint 0.4
+
+The kept branch is found by walking back from the newest version, here 2.6: steps 4 and 5 of epoch 2, then steps 0 to 3
+of epoch 0. Epoch 1 is abandoned, and so is step 4 of epoch 0. From 1.3 to 2.5 it is one step down to where both
+branches are one, 0.2, and three up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.audit.record import Version
+
+
+@dataclass(slots=True)
+class _Epoch:
+    began: int
+    """Step."""
+    parent: Version | None
+    """None: not known, or the beginning of the run."""
+    reached: int
+    """The newest step."""
+
+
+class History:
+    """All epochs of a run. First `begin` and `reach` for all of them, in any order; then questions."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, _Epoch] = {}
+        self.guessed: list[Version] = []
+        """Where epochs began whose parent nobody wrote down: it was inferred from the steps."""
+
+    def begin(self, version: Version, parent: Version | None) -> None:
+        """A learner went on under this version, with the weights of `parent`. Of an epoch that is begun more than once
+        (its first record may be missing) the earliest step counts."""
+        epoch = self._epochs.setdefault(version.epoch, _Epoch(version.step, parent, version.step))
+        epoch.began = min(epoch.began, version.step)
+        epoch.parent = epoch.parent or parent
+
+    def reach(self, version: Version) -> None:
+        """This version was made."""
+        self.begin(version, None)
+        epoch = self._epochs[version.epoch]
+        epoch.reached = max(epoch.reached, version.step)
+
+    @property
+    def n_epochs(self) -> int:
+        return len(self._epochs)
+
+    def knows(self, version: Version) -> bool:
+        """Was it made, as far as is known? One step more is possible: that one may have died with its learner."""
+        epoch = self._epochs.get(version.epoch)
+        return epoch is not None and epoch.began <= version.step <= epoch.reached + 1
+
+    @property
+    def newest(self) -> Version | None:
+        """None: there is none."""
+        if not self._epochs:
+            return None
+        epoch = max(self._epochs)
+        return Version(epoch, self._epochs[epoch].reached)
+
+    def find_parents(self) -> None:
+        """Infer those that are not known: the newest earlier version of that step on the branch of the epoch before."""
+        for number in sorted(self._epochs)[1:]:
+            epoch = self._epochs[number]
+            if epoch.parent is None:
+                epoch.parent = self._guess(number, epoch.began)
+                if epoch.began:
+                    self.guessed.append(Version(number, epoch.began))
+
+    def lineage(self, version: Version) -> Iterator[tuple[Version, int]]:
+        """From `version` back to the beginning: (newest version of an epoch on this branch, where that epoch began)."""
+        at: Version | None = version
+        while at is not None and (epoch := self._epochs.get(at.epoch)) is not None:
+            yield at, epoch.began
+            at = epoch.parent if epoch.parent is None or epoch.parent.epoch < at.epoch else None
+
+    def kept(self) -> list[Version]:
+        """Every version that a step of the kept branch began with, by step."""
+        newest = self.newest
+        steps = (
+            Version(top.epoch, step)
+            for top, began in (self.lineage(newest) if newest else ())
+            for step in range(began, top.step)
+        )
+        return sorted(steps, key=lambda version: version.step)
+
+    def on_branch(self, version: Version, newest: Version) -> bool:
+        """Is `version` on the way from the beginning to `newest`?"""
+        return any(top.epoch == version.epoch and began <= version.step <= top.step
+                   for top, began in self.lineage(newest))  # fmt: skip
+
+    def distance(self, a: Version, b: Version) -> int:
+        """Optimizer steps from a back to where both branches are one, and from there to b."""
+        tops = {top.epoch: top.step for top, _ in self.lineage(a)}
+        meet = next((min(tops[top.epoch], top.step) for top, _ in self.lineage(b) if top.epoch in tops), 0)
+        return a.step - meet + b.step - meet
+
+    def _guess(self, number: int, step: int) -> Version:
+        before = [epoch for epoch in sorted(self._epochs, reverse=True) if epoch < number]
+        for epoch in before:
+            for top, began in self.lineage(Version(epoch, self._epochs[epoch].reached)):
+                if began <= step <= top.step:
+                    return Version(top.epoch, step)
+        return Version(before[0], min(step, self._epochs[before[0]].reached))

@@ -1,0 +1,215 @@
+"""Reads the file that `learner.record` names: MAGIC, then records of head (kind, sizes, CRC), MessagePack header, blob.
+
+Structs here hold only what is counted. Fields that they lack are passed over, and fields that an older file lacks have
+defaults, so that one reader is enough for all files.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeAlias
+
+import msgspec
+import numpy as np
+
+MAGIC: Final = b"stillhouse batches\n"
+FORMAT: Final = 1
+_HEAD: Final = struct.Struct("<BIQI")
+_READ_BYTES: Final = 1 << 20
+_TRAIN_MASK: Final = 2
+"""Frames of an item: token ids, behaviour log-probs, train mask, teachers' log-probs."""
+
+
+class AuditError(Exception):
+    """The run cannot be audited; the message says why and what to do."""
+
+
+class Version(NamedTuple):
+    """`step` optimizer steps made these weights; `epoch` tells apart the learners that made them."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+
+class Span(NamedTuple):
+    """These weights sampled the sampled tokens in [start, end)."""
+
+    version: Version
+    start: int
+    end: int
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A rollout in a batch."""
+
+    rollout_id: str
+    task_id: int
+    sample_index: int
+    group_size: int
+    spans: tuple[Span, ...]
+
+    @property
+    def sample(self) -> tuple[int, int]:
+        return (self.task_id, self.sample_index)
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A rollout in a batch, and where its frames lie in the blob."""
+
+    item: Sampled
+    offline: bool
+    frames: tuple[tuple[str, tuple[int, ...]], ...]
+    start: int
+    stored_bytes: int
+    compressed: bool
+
+
+class Settled(NamedTuple):
+    """A sample with which nothing more will happen on this branch."""
+
+    task_id: int
+    sample_index: int
+    fate: str
+    """trained, masked or dropped."""
+    reason: str = ""
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The first record."""
+
+    format: int
+    run: str
+    config: dict[str, Any]
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """A learner went on, under a new epoch."""
+
+    version: Version
+    parent: Version | None = None
+    """The version whose weights it went on from; files of older versions of Stillhouse do not say it."""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The optimizer step that took `version` to the next one."""
+
+    batch_id: int
+    version: Version
+    items: tuple[Item, ...]
+    tasks_done: tuple[int, ...] = ()
+    settled: tuple[Settled, ...] | None = None
+    """Since the step before. None: the file is of an older version, which told of whole tasks only."""
+
+
+Record: TypeAlias = Begin | Resumed | Batch
+_KINDS: Final[tuple[type[Record], ...]] = (Begin, Resumed, Batch)
+
+
+class Place(NamedTuple):
+    """A record, and where it is in the file."""
+
+    record: Record
+    header_at: int
+    header_bytes: int
+    blob_at: int
+
+
+class RecordFile:
+    """An open file. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises AuditError when it cannot be opened."""
+        self.path = path
+        self.torn_bytes = 0
+        """Behind the last whole record, known when `places` is over: the learner was killed while it wrote."""
+        try:
+            self._size = path.stat().st_size
+            self._stream = path.open("rb")
+        except OSError as error:
+            raise AuditError(f"the record {path} cannot be read: {error.strerror}") from error
+
+    def places(self) -> Iterator[Place]:
+        """All whole records. Raises AuditError for a file that is damaged, or no record."""
+        stream, at = self._stream, len(MAGIC)
+        stream.seek(0)
+        if (magic := stream.read(at)) != MAGIC:
+            raise AuditError(f"{self.path} is no record: it begins with {magic[:16]!r}, expected {MAGIC!r}")
+        while self._size - at >= _HEAD.size:
+            stream.seek(at)
+            head = stream.read(_HEAD.size)
+            kind, header_bytes, blob_bytes, crc = _HEAD.unpack(head)
+            header_at = at + _HEAD.size
+            blob_at = header_at + header_bytes
+            end = blob_at + blob_bytes
+            if end > self._size:
+                break
+            if kind >= len(_KINDS) or self._crc(header_at, end, zlib.crc32(head[:-4])) != crc:
+                if end == self._size:
+                    break  # what a loss of power made of the last one
+                raise AuditError(f"{self.path} is damaged at byte {at}: a checksum is wrong; nothing can be counted")
+            yield Place(self._decode(kind, header_at, header_bytes), header_at, header_bytes, blob_at)
+            at = end
+        self.torn_bytes = self._size - at
+
+    def batch(self, place: Place) -> Batch:
+        """The batch of a place that was found before."""
+        record = self._decode(_KINDS.index(Batch), place.header_at, place.header_bytes)
+        assert isinstance(record, Batch)
+        return record
+
+    def runs(self, item: Item, blob_at: int) -> list[tuple[int, int]]:
+        """[start, end) of the tokens that the batch trained, of one item. Raises AuditError."""
+        raw = self._read(blob_at + item.start, item.stored_bytes)
+        try:
+            raw = zlib.decompress(raw) if item.compressed else raw
+            sizes = [np.dtype(name).itemsize * prod(shape) for name, shape in item.frames]
+            name, shape = item.frames[_TRAIN_MASK]
+        except (zlib.error, TypeError, IndexError) as error:
+            raise AuditError(f"{self.path}: the frames of {item.item.rollout_id} cannot be read: {error}") from error
+        if np.dtype(name) != np.uint8 or len(shape) != 1 or sum(sizes) != len(raw):
+            raise AuditError(
+                f"{self.path}: the frames of {item.item.rollout_id} are {item.frames} in {len(raw)} bytes, expected a "
+                "train mask of bytes in the third place"
+            )
+        mask = np.frombuffer(raw, np.uint8, count=shape[0], offset=sum(sizes[:_TRAIN_MASK]))
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], mask != 0, [0]))))
+        return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self, at: int, n_bytes: int) -> bytes:
+        self._stream.seek(at)
+        return self._stream.read(n_bytes)
+
+    def _crc(self, at: int, end: int, crc: int) -> int:
+        self._stream.seek(at)
+        while at < end and (block := self._stream.read(min(_READ_BYTES, end - at))):
+            crc = zlib.crc32(block, crc)
+            at += len(block)
+        return crc
+
+    def _decode(self, kind: int, at: int, n_bytes: int) -> Record:
+        try:
+            record = msgspec.msgpack.decode(self._read(at, n_bytes), type=_KINDS[kind])
+        except msgspec.MsgspecError as error:
+            raise AuditError(f"{self.path}, byte {at}: the header of a record cannot be read: {error}") from error
+        if isinstance(record, Begin) and record.format != FORMAT:
+            raise AuditError(f"{self.path} has format {record.format}, expected {FORMAT}")
+        return record

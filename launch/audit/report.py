@@ -1,0 +1,135 @@
+"""What an audit found: per kind of fault how much of it, and where the first ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from launch.audit.record import Version
+
+MAX_PLACES: Final = 5
+"""Of one kind of fault; the others are counted."""
+TWICE_ROLLOUT: Final = "tokens trained twice, in one rollout"
+TWICE_SAMPLE: Final = "tokens trained twice, in one sample"
+BEGUN_ANEW: Final = "samples trained from two rollouts"
+OVER_BOUND: Final = "tokens over the bound"
+UNKNOWN_WEIGHTS: Final = "tokens of unknown weights"
+SKIPPED_TASKS: Final = "tasks skipped"
+SKIPPED_SAMPLES: Final = "samples skipped"
+SETTLED_TWICE: Final = "samples settled twice"
+SETTLED_WRONG: Final = "samples settled wrongly"
+NOT_RECORDED: Final = "steps not in the record"
+RECORDED_TWICE: Final = "steps recorded twice"
+OTHER_TOKENS: Final = "steps with other tokens than told"
+KINDS: Final[Mapping[str, str]] = {
+    TWICE_ROLLOUT: "a position of a rollout is trained in two kept steps",
+    TWICE_SAMPLE: "a position of a task's sample is trained in two kept steps, by any rollout",
+    BEGUN_ANEW: "a sample was begun anew, and tokens of both rollouts are kept",
+    OVER_BOUND: "more than max_staleness steps between the weights that sampled a token and those it trained",
+    UNKNOWN_WEIGHTS: "no version that was ever made is said to have sampled a trained token",
+    SKIPPED_TASKS: "a task before the checkpoint's next one of which nothing is settled, and which is not open",
+    SKIPPED_SAMPLES: "a sample of such a task that is neither settled nor open",
+    SETTLED_TWICE: "a sample is settled in two kept steps, or is settled and open",
+    SETTLED_WRONG: "a sample is trained after it was settled, or settled as trained without a token",
+    NOT_RECORDED: "a kept step without a batch in the record: what it trained cannot be counted",
+    RECORDED_TWICE: "two batches are said to have made one version",
+    OTHER_TOKENS: "metrics.jsonl tells another number of trained tokens than the record",
+}
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a fault. What does not apply is None."""
+
+    step: Version | None = None
+    """The version that the batch was trained against."""
+    batch: int | None = None
+    rollout: str | None = None
+    task: int | None = None
+    sample: int | None = None
+    tokens: tuple[int, int] | None = None
+    """[start, end) in the rollout."""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        parts = {
+            "step": self.step,
+            "batch": self.batch,
+            "rollout": self.rollout,
+            "task": self.task,
+            "sample": self.sample,
+            "tokens": self.tokens and f"[{self.tokens[0]}, {self.tokens[1]})",
+        }
+        told = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+        return f"{told}: {self.detail}" if told and self.detail else told or self.detail
+
+
+class Fault(msgspec.Struct):
+    """One kind of fault."""
+
+    count: int = 0
+    """Of tokens, samples, tasks or steps: what the kind's name says."""
+    places: list[Where] = []
+    """The first ones."""
+
+
+class Faults:
+    """Collects faults while they are found."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, Fault] = {kind: Fault() for kind in KINDS}
+
+    def add(self, kind: str, where: Where, count: int = 1) -> None:
+        fault = self.by_kind[kind]
+        fault.count += count
+        if len(fault.places) < MAX_PLACES:
+            fault.places.append(where)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What was counted, and what is wrong."""
+
+    run: str
+    record: str
+    steps_kept: int
+    steps_abandoned: int
+    epochs: int
+    tokens: int
+    """Trained in kept steps."""
+    samples: int
+    """With tokens trained in kept steps."""
+    bound: int
+    """max_staleness."""
+    stalest: int
+    """The largest distance of a trained token."""
+    checkpoint: str
+    """The one up to which tasks were followed; empty: there is none on the kept branch."""
+    tasks: int
+    """Before that checkpoint's next one."""
+    faults: dict[str, Fault]
+    notes: tuple[str, ...]
+    """What limits the count."""
+
+    @property
+    def clean(self) -> bool:
+        return not any(fault.count for fault in self.faults.values())
+
+    def __str__(self) -> str:
+        lines = [
+            f"record      {self.record}",
+            f"steps       {self.steps_kept:,} kept, {self.steps_abandoned:,} abandoned, in {self.epochs} epochs",
+            f"tokens      {self.tokens:,} trained, of {self.samples:,} samples; "
+            f"the stalest {self.stalest} steps old, bound {self.bound}",
+            f"tasks       {self.tasks:,} before the next one of {self.checkpoint}" if self.checkpoint else
+            "tasks       not followed: the kept branch has no checkpoint",
+            "",
+        ]  # fmt: skip
+        width = max(len(kind) for kind in self.faults)
+        lines += [f"{kind:<{width}}  {fault.count:,}" for kind, fault in self.faults.items()]
+        for kind, fault in self.faults.items():
+            if fault.count:
+                lines += ["", f"{kind} ({KINDS[kind]}), the first {len(fault.places)} places:"]
+                lines += [f"  {place}" for place in fault.places]
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([*lines, "", "clean" if self.clean else "WRONG"])

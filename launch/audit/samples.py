@@ -1,0 +1,159 @@
+"""Follows tasks and samples: is each settled once, and is none skipped?
+
+A task of the stream has an id that no other task of the run has, whichever pass over the prompts it belongs to; so
+(task, sample) is (pass, task, sample).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from launch.audit.record import Batch, Settled, Version
+from launch.audit.report import (
+    SETTLED_TWICE,
+    SETTLED_WRONG,
+    SKIPPED_SAMPLES,
+    SKIPPED_TASKS,
+    Faults,
+    Where,
+)
+from launch.audit.tokens import TokenCount
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """What a checkpoint says of the stream of tasks."""
+
+    version: Version
+    next_task_id: int
+    open: Mapping[int, tuple[int, frozenset[int]]]
+    """Task -> its group's size, and those of its samples that are settled. Tasks that are not settled as a whole."""
+
+
+@dataclass(slots=True)
+class SampleCount:
+    """Is told every step: kept ones in order, and what abandoned ones trained."""
+
+    group_size: int
+    """Of a task of which nothing was ever trained."""
+    faults: Faults
+    settled: dict[tuple[int, int], tuple[Version, Settled]] = field(
+        default_factory=dict[tuple[int, int], tuple[Version, Settled]]
+    )
+    """(task, sample) -> the step that it was settled with."""
+    tasks_done: dict[int, Version] = field(default_factory=dict[int, Version])
+    abandoned: dict[tuple[int, int], Version] = field(default_factory=dict[tuple[int, int], Version])
+    """Samples that an abandoned step trained."""
+    group_sizes: dict[int, int] = field(default_factory=dict[int, int])
+    by_sample: bool = True
+    """Every kept batch says which samples are settled; files of older versions tell of whole tasks."""
+
+    def leave(self, batch: Batch) -> None:
+        """A step that is not on the kept branch."""
+        for item in batch.items:
+            if not item.offline:
+                self.abandoned.setdefault(item.item.sample, batch.version)
+                self.group_sizes[item.item.task_id] = item.item.group_size
+
+    def add(self, batch: Batch) -> None:
+        """A step of the kept branch."""
+        for item in batch.items:
+            if not item.offline:
+                self.group_sizes[item.item.task_id] = item.item.group_size
+        for task_id in batch.tasks_done:
+            if (before := self.tasks_done.setdefault(task_id, batch.version)) != batch.version:
+                self._twice(batch.version, task_id, None, f"the whole task, before at step {before.step}")
+        if batch.settled is None:
+            self.by_sample = False
+        for settled in batch.settled or ():
+            key = (settled.task_id, settled.sample_index)
+            if key in self.settled:
+                step, before = self.settled[key]
+                told = f"{_fate(settled)}, before at step {step.step} {_fate(before)}"
+                self._twice(batch.version, *key, told)
+            else:
+                self.settled[key] = (batch.version, settled)
+
+    def judge(self, tokens: TokenCount, frontier: Frontier | None) -> None:
+        """After the last step. `frontier`: of a checkpoint on the kept branch."""
+        for key, (version, settled) in self.settled.items():
+            last = tokens.last_step(key)
+            if last is not None and last > version.step:
+                self._wrong(version, key, f"settled as {_fate(settled)}, and trained at step {last} again")
+            if last is None and settled.fate == "trained":
+                self._wrong(version, key, "settled as trained, and no kept step trained a token of it")
+        for task_id, version in self.tasks_done.items():
+            for sample in range(self.group_sizes.get(task_id, 0)):
+                last = tokens.last_step((task_id, sample))
+                if last is not None and last > version.step:
+                    self._wrong(version, (task_id, sample), f"the whole task is done, and trained at step {last} again")
+        if frontier is None:
+            return
+        for task_id in range(frontier.next_task_id):
+            size, done = frontier.open.get(task_id, (self.group_sizes.get(task_id, self.group_size), None))
+            if self.by_sample:
+                self._expect_samples(frontier, task_id, size, done)
+            elif done is None:
+                self._expect_trained(task_id, size, tokens)
+        if self.by_sample:
+            self._expect_nothing_behind(frontier)
+
+    def _expect_samples(self, frontier: Frontier, task_id: int, size: int, done: frozenset[int] | None) -> None:
+        """Each sample is settled by a kept step before the checkpoint, or open in it, and not both."""
+        missing: list[int] = []
+        for sample in range(size):
+            step = self._settled_before(frontier, (task_id, sample))
+            is_open = done is not None and sample not in done
+            if step is not None and is_open:
+                told = f"settled at step {step.step}, and open in the checkpoint of step {frontier.version.step}"
+                self._twice(step, task_id, sample, told)
+            if step is None and not is_open:
+                missing.append(sample)
+        if len(missing) == size:
+            self._skipped_task(task_id, missing)
+        else:
+            self._skipped_samples(task_id, missing)
+
+    def _expect_trained(self, task_id: int, size: int, tokens: TokenCount) -> None:
+        """All that a file of an older version allows: of a task that is done something was trained, and what an
+        abandoned step trained of it was trained again."""
+        missing = [sample for sample in range(size) if tokens.last_step((task_id, sample)) is None]
+        if len(missing) == size:
+            self._skipped_task(task_id, missing)
+        else:
+            self._skipped_samples(task_id, [sample for sample in missing if (task_id, sample) in self.abandoned])
+
+    def _expect_nothing_behind(self, frontier: Frontier) -> None:
+        """What is settled of later tasks has been offered by an earlier learner and must be known to the checkpoint."""
+        for (task_id, sample), (version, settled) in self.settled.items():
+            late = task_id >= frontier.next_task_id and version.step < frontier.version.step
+            if late and sample not in frontier.open.get(task_id, (0, frozenset[int]()))[1]:
+                told = f"{_fate(settled)}, and the checkpoint of step {frontier.version.step} does not know of it"
+                self._wrong(version, (task_id, sample), told)
+
+    def _settled_before(self, frontier: Frontier, sample: tuple[int, int]) -> Version | None:
+        found = self.settled.get(sample)
+        return found[0] if found is not None and found[0].step < frontier.version.step else None
+
+    def _skipped_task(self, task_id: int, samples: Iterable[int]) -> None:
+        self.faults.add(SKIPPED_TASKS, Where(task=task_id, detail=self._left_behind(task_id, samples)))
+
+    def _skipped_samples(self, task_id: int, samples: Iterable[int]) -> None:
+        for sample in samples:
+            told = self._left_behind(task_id, [sample])
+            self.faults.add(SKIPPED_SAMPLES, Where(task=task_id, sample=sample, detail=told))
+
+    def _left_behind(self, task_id: int, samples: Iterable[int]) -> str:
+        steps = [self.abandoned[task_id, sample] for sample in samples if (task_id, sample) in self.abandoned]
+        return f"trained at the abandoned step {min(steps)} only" if steps else "never trained"
+
+    def _twice(self, version: Version, task_id: int, sample: int | None, detail: str) -> None:
+        self.faults.add(SETTLED_TWICE, Where(step=version, task=task_id, sample=sample, detail=detail))
+
+    def _wrong(self, version: Version, sample: tuple[int, int], detail: str) -> None:
+        self.faults.add(SETTLED_WRONG, Where(step=version, task=sample[0], sample=sample[1], detail=detail))
+
+
+def _fate(settled: Settled) -> str:
+    return f"{settled.fate} ({settled.reason})" if settled.reason else settled.fate
