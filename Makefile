@@ -1,4 +1,4 @@
-# make demo | test | check | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make; the first target makes .venv and
+# make demo | test | test-all | check | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make; the first target makes .venv and
 # installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help
@@ -15,7 +15,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check sglang-cpu clean
+.PHONY: help venv demo test test-slow test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -33,10 +33,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
-test: $(INSTALLED)  ## the tests
-	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+# Tests mostly wait, hence more processes than cores; a file stays together.
+PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist loadfile
 
-check: $(INSTALLED)  ## lint, format, types, import arrows, tests, leftovers: what a change must pass
+test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but servers, campaigns, namespaces and most whole runs
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow  ## every test, once; within 40 minutes on two cores
+
+check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check
 
 sglang-cpu: $(SGLANG_INSTALLED)  ## real SGLang servers without a GPU: their own environment, see sglang_cpu/README.md

@@ -6,6 +6,7 @@ run may be sampled under more than one version; its figures say which."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -38,7 +39,7 @@ class EvalDesk:
         self._send = send
         self._on_result = on_result
         self._active: list[Evaluation] = []
-        self._asked_s = 0.0
+        self._asked_s = -math.inf
 
     @property
     def active(self) -> int:
@@ -51,7 +52,7 @@ class EvalDesk:
             part = offers[first : first + TASKS_PER_MESSAGE]
             self._send(TasksOffered(tasks=tuple(o.task for o in part)), [o.frame for o in part])
         self._active.append(evaluation)
-        self._asked_s = 0.0
+        self._asked_s = -math.inf
         self._close_done()
 
     def add(self, result: EvalResult, arrays: tuple[np.ndarray[Any, Any], ...]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.campaign import Plan, run_campaign
 from tests.chaos.faults import KINDS, UNUSUAL, Fault
 
@@ -15,8 +13,6 @@ KILLED = ("buffer-0", "learner-0", "actor-1", "teacher-0")
 """Of each role one, for sure; the seed draws the other faults."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # some 40 s on a quiet machine
 def test_thirty_faults_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     """The ledger, an onlooker on the wire and the learner tell the same: each token trained once, none too stale."""
     plan = Plan(

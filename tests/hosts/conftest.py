@@ -24,6 +24,7 @@ from protocol.context import WorkerRole
 from protocol.keys import KEYS, make_keys
 from protocol.messages import Snapshot
 from tests.hosts.network import Network, environment
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 BUFFER_PORT: Final = 5555
 
@@ -77,14 +78,14 @@ class HostRun:
         """SIGKILL; `start` starts it again."""
         process = self.processes.pop(name)
         process.kill()
-        process.wait(20)
+        process.wait(PATIENCE_S)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        limit = Limit(RUN_PATIENCE_S)
         while not condition():
             failed = {name: code for name, p in self.processes.items() if (code := p.poll()) not in (None, 0)}
-            late = time.monotonic() > deadline_s
-            assert not failed and not late, f"{what} was not seen in {timeout_s} s; failed: {failed}\n{self.tails()}"
+            late = limit.passed
+            assert not failed and not late, f"{what} was not seen in {limit}; failed: {failed}\n{self.tails()}"
             time.sleep(0.05)
 
     def steps(self) -> list[dict[str, Any]]:
@@ -106,6 +107,6 @@ class HostRun:
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(20)
+            process.wait(PATIENCE_S)
         os.close(self._lifeline)
         os.close(self._lifeline_held)

@@ -16,8 +16,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from tests.patience import PATIENCE_S
+
 ROOT: Final = Path(__file__).parents[2]
-COMMAND_TIMEOUT_S: Final = 20.0
 NO_OFFLOAD: Final = """
 import array, fcntl, socket, struct
 values = array.array("B", struct.pack("II", 0x17, 0))  # ETHTOOL_STXCSUM off, and segmentation with it
@@ -106,7 +107,7 @@ def run_ip(*arguments: str, check: bool = True) -> None:
 
 def _run(command: Sequence[str], *, check: bool = True) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except FileNotFoundError as error:
         raise NotPermitted(f"{command[0]} is not installed: {error}") from error
     if check and done.returncode != 0:

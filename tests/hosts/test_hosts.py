@@ -33,7 +33,6 @@ SETTINGS: Final = (
 )
 CUT_S: Final = 5.0
 """Longer than peer_timeout_s: the buffer counts who is cut off as lost."""
-PATIENCE_S: Final = 60.0
 
 
 @pytest.fixture
@@ -52,12 +51,12 @@ def run(network: Network, tmp_path: Path) -> Iterator[HostRun]:
     made = HostRun(network, tmp_path / "run", [*SETTINGS, f"--steps={STEPS}"])
     try:
         made.start("buffer", "buffer")
-        made.until((made.run_dir / "buffer.json").exists, "a buffer that listens", PATIENCE_S)
+        made.until((made.run_dir / "buffer.json").exists, "a buffer that listens")
         made.start("learner", "learner")
         made.start("teacher", "teacher")
         made.start("actor-a", "actor", 0)
         made.start("actor-b", "actor", 1)
-        made.until(lambda: len(made.steps()) >= 3 and members(made) == 2, "the first steps", PATIENCE_S)
+        made.until(lambda: len(made.steps()) >= 3 and members(made) == 2, "the first steps")
         yield made
     finally:
         made.close()
@@ -77,29 +76,27 @@ def partition(run: HostRun, network: Network, host: str) -> int:
     return len(run.steps())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_partitions_and_a_killed_buffer_heal_without_help(run: HostRun, network: Network) -> None:
     # The only teacher, then the learner: the run waits for them, and goes on.
     for host in ("teacher", "learner"):
         back_at = partition(run, network, host)
-        run.until(lambda back_at=back_at: len(run.steps()) >= back_at + 3, f"steps after the cut of {host}", PATIENCE_S)
+        run.until(lambda back_at=back_at: len(run.steps()) >= back_at + 3, f"steps after the cut of {host}")
 
     # One of two actors: the run does not wait. Its tickets go to the other one, and weights go out without it.
     cut_at = len(run.steps())
     network.cut_off("actor-b")
-    run.until(lambda: members(run) == 1 and len(run.steps()) >= cut_at + 3, "a weight group of one", PATIENCE_S)
+    run.until(lambda: members(run) == 1 and len(run.steps()) >= cut_at + 3, "a weight group of one")
     network.connect("actor-b")
-    run.until(lambda: members(run) == 2, "actor-b back in the weight group", PATIENCE_S)
+    run.until(lambda: members(run) == 2, "actor-b back in the weight group")
     assert "actor actor-1 is gone: silent" in run.log("buffer-0")
 
     # The buffer's process dies: the one that is started in its place goes on from the journal, and all come back to it.
     run.kill("buffer-0")
     died_at = len(run.steps())
     run.start("buffer", "buffer")
-    run.until(lambda: len(run.steps()) >= died_at + 3, "steps with another buffer", PATIENCE_S)
+    run.until(lambda: len(run.steps()) >= died_at + 3, "steps with another buffer")
 
-    run.until(lambda: all(p.poll() == 0 for p in run.processes.values()), "a good end of all", 2 * PATIENCE_S)
+    run.until(lambda: all(p.poll() == 0 for p in run.processes.values()), "a good end of all")
     final = run.final()
     assert final.phase == "finished" and final.ledger.balanced and len(run.steps()) == STEPS
     assert max(final.staleness_hist) <= final.max_staleness

@@ -11,12 +11,11 @@ from launch.export import export
 from tests.hosts.network import NotPermitted, hosts
 from tests.integration.conftest import Launched
 from tests.integration.joined import Joined
+from tests.patience import PATIENCE_S
 
 PORT: Final = 5555
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_exported_folder_is_all_that_another_host_needs(tmp_path: Path) -> None:
     try:
         with hosts(("home", "guest"), delay_ms=2.0, loss=0.0) as network:
@@ -35,8 +34,8 @@ def test_an_exported_folder_is_all_that_another_host_needs(tmp_path: Path) -> No
                 arguments = ("--actors=2", "--teachers=1")
                 guest = network.command("guest", [])
                 joined = Joined(tmp_path / "exported", "guest", tmp_path / "guest", arguments, guest)
-                assert run.wait(200) == 0, run.text() + joined.text()
-                assert joined.process.wait(60) == 0, joined.text()
+                assert run.wait() == 0, run.text() + joined.text()
+                assert joined.process.wait(PATIENCE_S) == 0, joined.text()
                 workers = run.summary()["workers"]
                 assert all(workers[f"{name}-guest-0"]["tokens"] for name in ("actor", "teacher")), workers
                 assert run.summary()["tokens"]["balanced"]

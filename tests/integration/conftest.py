@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.integration.joined import Join, Joined
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -28,7 +29,6 @@ SMALL = (
     "--launch.status=plain",
     "--launch.status_every_s=2",
 )
-RUN_TIMEOUT_S = 110.0
 
 
 class Launched:
@@ -54,14 +54,14 @@ class Launched:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
-    def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
+    def wait(self, timeout_s: float = RUN_PATIENCE_S) -> int:
         return self.process.wait(timeout_s)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = RUN_PATIENCE_S) -> None:
         """Wait for something to be seen in the run folder."""
-        deadline_s = time.monotonic() + timeout_s
+        limit = Limit(timeout_s)
         while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
+            if self.process.poll() is not None or limit.passed:
                 raise AssertionError(f"{what} was not seen; the launcher said:\n{self.text()}")
             time.sleep(0.05)
 
@@ -91,7 +91,7 @@ class Launched:
     def kill(self) -> None:
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture

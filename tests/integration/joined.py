@@ -18,6 +18,7 @@ from launch.runfolder import read_record
 from launch.target import find_target
 from protocol.keys import run_client_keys
 from protocol.messages import PeerView
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Launched  # which imports this
@@ -59,15 +60,15 @@ class Joined:
     def text(self) -> str:
         return self.output.read_text()
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
-        deadline_s = time.monotonic() + timeout_s
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = RUN_PATIENCE_S) -> None:
+        limit = Limit(timeout_s)
         while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
+            if self.process.poll() is not None or limit.passed:
                 logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("logs/*.log"))
                 raise AssertionError(f"{what} was not seen; the joiner said:\n{self.text()}\n{logs}")
             time.sleep(0.05)
 
-    def until_there(self, times: int = 1, timeout_s: float = 90.0) -> None:
+    def until_there(self, times: int = 1, timeout_s: float = RUN_PATIENCE_S) -> None:
         told = "have joined after"
         self.until(lambda: self.text().count(told) >= times, f"{self.prefix} in the run", timeout_s)
 
@@ -77,7 +78,7 @@ class Joined:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(PATIENCE_S)
 
 
 Join = Callable[..., Joined]
@@ -97,8 +98,8 @@ class Onlooker:
     def peers(self, part: str) -> dict[str, PeerView]:
         """Those with this in their name, as of now."""
         self._link.ask_anew(time.monotonic())
-        deadline_s = time.monotonic() + 10
-        while not self._link.answered and time.monotonic() < deadline_s:
+        limit = Limit()
+        while not self._link.answered and not limit.passed:
             self._link.take()
             time.sleep(0.01)
         assert self._link.snapshot is not None

@@ -31,8 +31,6 @@ def damage(journal: Path) -> None:
             file.write(os.urandom(64))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("lose", "with_learner", "told"),
     [(remove, True, "the journal is gone"), (damage, False, "the journal is damaged")],

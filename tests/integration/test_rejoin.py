@@ -7,18 +7,16 @@ import signal
 from collections.abc import Callable
 
 import psutil
-import pytest
 
 from protocol.ports import free_port
 from tests.integration.conftest import Launched, alive
 from tests.integration.joined import Join
+from tests.patience import PATIENCE_S
 
 Launch = Callable[..., Launched]
 WITHOUT_WORKERS = ("--actors=0", "--teachers=0", "--learner.eval_every=0", "--learner.checkpoint_every=2")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_those_who_wait_come_back_with_every_resume_and_end_with_the_run(launch: Launch, join: Join) -> None:
     settings = (*WITHOUT_WORKERS, f"--buffer.bind=tcp://127.0.0.1:{free_port()}")
     run = launch(*settings, "--steps=1000")
@@ -36,8 +34,8 @@ def test_those_who_wait_come_back_with_every_resume_and_end_with_the_run(launch:
 
     last_step = max(row["step"] for row in resumed.steps())
     again = launch(*settings, f"--steps={last_step + 2}", "--resume")
-    assert again.wait(200) == 0, again.text() + joined.text()
-    assert joined.process.wait(60) == 0, joined.text()
+    assert again.wait() == 0, again.text() + joined.text()
+    assert joined.process.wait(PATIENCE_S) == 0, joined.text()
     told, summary = joined.summary(), again.summary()
     assert told["ok"] and not told["broke_off"] and told["stays"] == 3
     assert summary["tokens"]["balanced"] and summary["steps"] == last_step + 2
@@ -46,8 +44,6 @@ def test_those_who_wait_come_back_with_every_resume_and_end_with_the_run(launch:
         assert told["workers"][name]["tokens"] > summary["workers"][name]["tokens"] > 0, "of all launches, of the last"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_others_leave_with_the_run_and_waiting_can_be_stopped(launch: Launch, join: Join) -> None:
     run = launch(*WITHOUT_WORKERS, "--steps=3")
     run.until((run.run_dir / "buffer.json").exists, "a buffer")
@@ -56,12 +52,12 @@ def test_the_others_leave_with_the_run_and_waiting_can_be_stopped(launch: Launch
     leaver.until_there()
     patient.until_there()
     os.kill(run.process.pid, signal.SIGINT)
-    assert run.wait(60) == 130
-    assert leaver.process.wait(60) == 1, leaver.text()
+    assert run.wait() == 130
+    assert leaver.process.wait(PATIENCE_S) == 1, leaver.text()
     assert leaver.summary()["broke_off"] and leaver.summary()["stays"] == 1
     patient.until(lambda: "it is waited for" in patient.text(), "it waits")
     left = psutil.Process(patient.process.pid).children(recursive=True)
     assert not alive(left), "its workers leave; what waits is the launcher"
     patient.process.terminate()
-    assert patient.process.wait(60) == 143, patient.text()
+    assert patient.process.wait(PATIENCE_S) == 143, patient.text()
     assert "stopped by SIGTERM while the run was away" in patient.summary()["reason"]

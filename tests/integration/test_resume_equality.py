@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Launched, alive
+from tests.patience import PATIENCE_S
 
 STEPS = 8
-PATIENCE_S = 300.0
 ARGUMENTS = (
     "--actors=2",
     "--teachers=2",
@@ -52,8 +52,6 @@ PPO = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize(
     ("objective", "figures"),
     [((), ("train/loss",)), (PPO, ("train/loss", "train/value_loss", "train/updates_grad_norm"))],
@@ -66,14 +64,14 @@ def test_killed_at_a_random_step_and_resumed_it_has_consumed_the_same(
     step = 1 + secrets.randbelow(STEPS - 2)  # 1: before the first checkpoint
     arguments = (*ARGUMENTS, *objective)
     undisturbed, killed = launch(*arguments, folder="undisturbed"), launch(*arguments, folder="killed")
-    killed.until(lambda: len(killed.steps()) >= step, f"step {step}", PATIENCE_S)
+    killed.until(lambda: len(killed.steps()) >= step, f"step {step}")
     family = psutil.Process(killed.process.pid).children(recursive=True)
     killed.kill()
-    psutil.wait_procs(family, 60)
+    psutil.wait_procs(family, PATIENCE_S)
     assert not alive(family)
     resumed = launch(*arguments, "--resume", folder="killed")
-    assert undisturbed.wait(PATIENCE_S) == 0, undisturbed.text()
-    assert resumed.wait(PATIENCE_S) == 0, resumed.text()
+    assert undisturbed.wait() == 0, undisturbed.text()
+    assert resumed.wait() == 0, resumed.text()
 
     ours, expected = kept(resumed), kept(undisturbed)
     assert {row["epoch"] for row in resumed.steps()} == {0, 1}, f"killed at step {step}: nothing was resumed"

@@ -70,7 +70,6 @@ def test_without_the_environment_one_is_told_how_to_make_it(tmp_path: Path) -> N
         Servers(tmp_path, python=tmp_path / "python")
 
 
-@pytest.mark.slow
 def test_servers_die_with_a_killed_owner(servers: Servers, tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from sglang_cpu.servers import Servers\n"

@@ -88,7 +88,6 @@ def test_features_are_found_out_and_can_be_read(engine: SGLangEngine) -> None:
     assert "incremental" in features.table()
 
 
-@pytest.mark.slow
 def test_log_probs_at_temperature_one_are_recognised_and_other_temperatures_refused(
     servers: Servers, tmp_path: Path
 ) -> None:

@@ -1,0 +1,56 @@
+"""For all tests: which of them are slow, how long one may take on this machine, and a line on each failure at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.patience import SLOWNESS
+
+HERE: Final = Path(__file__).parent
+SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
+QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py")
+REPRESENTATIVE: Final = "integration/test_whole_run.py"
+"""Whole runs that `make test` keeps; those of them that are marked slow it leaves out too."""
+TEST_S: Final = 300.0
+SLOW_TEST_S: Final = 1200.0
+"""After which a test is ended on a quiet machine: the last resort, as waits have limits of their own (patience.py)."""
+SAID_CHARS: Final = 2000
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Mark the slow ones, and give each test its time."""
+    for item in items:
+        path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else item.path.name
+        if path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("timeout") is None:
+            limit_s = SLOW_TEST_S if item.get_closest_marker("slow") else TEST_S
+            item.add_marker(pytest.mark.timeout(limit_s * SLOWNESS))
+
+
+class _NamesFailures:
+    """Prints each failure when it happens; the tracebacks come at the end, as always."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.failed:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        where = f"{crash.path}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)
+        self._terminal.write("\n")
+        self._terminal.write_line(f"FAILED NOW ({report.when}) {report.nodeid}", red=True, bold=True)
+        self._terminal.write_line(f"  {where[:SAID_CHARS]}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if isinstance(terminal, pytest.TerminalReporter):  # a worker of xdist has none
+        config.pluginmanager.register(_NamesFailures(terminal), "names-failures")
