@@ -24,7 +24,7 @@ class Result(NamedTuple):
 class Evaluation:
     """Rollouts of one eval_id."""
 
-    __slots__ = ("eval_id", "failed", "outstanding", "results", "subscribed", "unsent")
+    __slots__ = ("eval_id", "failed", "on_the_way", "outstanding", "results", "subscribed", "unsent")
 
     def __init__(self, eval_id: str) -> None:
         self.eval_id = eval_id
@@ -35,6 +35,8 @@ class Evaluation:
         self.failed = 0
         self.results: dict[str, Result] = {}
         """Delivered, and not known to have arrived, by rollout id."""
+        self.on_the_way: dict[str, None] = {}
+        """Those of them that were sent since the learner last joined: the link brings them, however slow it is."""
         self.unsent: dict[str, Rollout] = {}
         """Whole, and not delivered: the learner has not asked yet."""
 
@@ -75,7 +77,8 @@ class EvalDesk:
         return self._message(evaluation, []) if evaluation.subscribed else None
 
     def wanted(self, eval_id: str, have: tuple[str, ...]) -> tuple[EvalResult, tuple[Array, ...]] | None:
-        """The learner asks; returns what it does not have. None while no task of this evaluation was offered."""
+        """The learner asks; returns what it does not have and what is not on its way. None while no task of this
+        evaluation was offered."""
         evaluation = self._evaluations.get(eval_id)
         if evaluation is None:
             self._asked_early[eval_id] = None
@@ -84,7 +87,9 @@ class EvalDesk:
         self._deliver(evaluation)
         for rollout_id in have:
             evaluation.results.pop(rollout_id, None)
-        message = self._message(evaluation, list(evaluation.results.values()))
+            evaluation.on_the_way.pop(rollout_id, None)
+        missing = [result for key, result in evaluation.results.items() if key not in evaluation.on_the_way]
+        message = self._message(evaluation, missing)
         self._forget_old()
         return message
 
@@ -92,6 +97,7 @@ class EvalDesk:
         """It will ask again when it is back."""
         for evaluation in self._evaluations.values():
             evaluation.subscribed = False
+            evaluation.on_the_way.clear()
 
     def clear(self) -> None:
         """The learner process that asked is gone, or the run is over."""
@@ -111,6 +117,7 @@ class EvalDesk:
         return new
 
     def _message(self, evaluation: Evaluation, results: list[Result]) -> tuple[EvalResult, tuple[Array, ...]]:
+        evaluation.on_the_way.update(dict.fromkeys(result.item.rollout_id for result in results))
         message = EvalResult(
             eval_id=evaluation.eval_id,
             items=tuple(result.item for result in results),

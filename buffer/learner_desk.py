@@ -68,12 +68,16 @@ class LearnerDesk:
         """`tasks_wanted` as last told."""
         self._trained_by = 0
         """The learner process that trained the newest batch."""
+        self._on_the_way: set[int] = set()
+        """Leased batches that were sent since the learner last joined: the link brings them, however slow it is."""
 
     # ---------------------------------------------------------------------------------------------- connection
 
     def joined(self, peer: Peer, *, is_new: bool) -> None:
-        """It said Hello. A new process gets nothing of what the former one held: that waits again."""
+        """It said Hello. A new process gets nothing of what the former one held: that waits again. The same process,
+        back after it was lost, may lack what was on its way."""
         self._out.learner = peer.name
+        self._on_the_way.clear()
         if is_new:
             self._batches.give_back_all()
             for rollout in [r for r in self._life.rollouts.values() if r.kind == "eval"]:
@@ -139,7 +143,8 @@ class LearnerDesk:
             return
         leased = self._batches.leased_for(version)
         if leased is not None:
-            self._send_batch(now_s, leased)
+            if leased.batch_id not in self._on_the_way:
+                self._send_batch(now_s, leased)
             return
         if version < self._pacing.trained_version:
             if self._trained_by != self._tasks.generation:
@@ -187,6 +192,7 @@ class LearnerDesk:
             self._versions.reach(message.version)
             self._pacing.trained(message.version)
             trained = self._batches.settle(batch, message.version, message.masked)
+            self._on_the_way.discard(batch.batch_id)
             self._trained_by = self._tasks.generation
             for distance, n in trained.items():
                 self.staleness_hist[distance] = self.staleness_hist.get(distance, 0) + n
@@ -197,6 +203,7 @@ class LearnerDesk:
         self._out.send(peer.role, peer.name, m.BatchTrainedAck(message.batch_id, message.version))
 
     def _send_batch(self, now_s: float, batch: LeasedBatch) -> None:
+        self._on_the_way.add(batch.batch_id)
         message = m.Batch(
             batch_id=batch.batch_id,
             version=batch.version,

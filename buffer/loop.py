@@ -26,7 +26,8 @@ from buffer.recovery import CoreClock, Started
 from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
 from protocol.flow import ack_keys
 from protocol.messages import Message, Refused, ScoresAck, Segment, SegmentAck, Shutdown, Snapshot, TasksOffered
-from protocol.ratelimit import RateLimitedLog, in_one_line
+from protocol.printable import in_one_line
+from protocol.ratelimit import RateLimitedLog
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 
 DRAIN_S: Final = 30.0

@@ -102,7 +102,8 @@ class SGLangEngine:
         except BaseException:
             self.server.close()
             raise
-        log.info("SGLang server at %s\n%s", url, self.features.table())
+        for line in (f"SGLang server at {url}", *self.features.table().splitlines()):
+            log.info("%s", line)
 
     @property
     def works_in_poll(self) -> bool:

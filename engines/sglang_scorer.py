@@ -62,7 +62,8 @@ class SGLangScorer:
         self._model: ModelInfo | None = None
         self.server.on_info = self._note_info
         self.server.start_monitor()
-        log.info("SGLang server at %s\n%s", url, self.features.table())
+        for line in (f"SGLang server at {url}", *self.features.table().splitlines()):
+            log.info("%s", line)
 
     @property
     def vocab_size(self) -> int:

@@ -36,7 +36,8 @@ from protocol.encryption import encrypt_client
 from protocol.errors import DamagedMessage
 from protocol.keys import ClientKeys, ServerKeys
 from protocol.messages import WeightsRef, WeightVersion
-from protocol.ratelimit import RateLimitedLog, in_one_line
+from protocol.printable import in_one_line
+from protocol.ratelimit import RateLimitedLog
 from protocol.router import Router, address_of
 from protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
 

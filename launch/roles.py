@@ -30,6 +30,7 @@ from launch.pools import config_of
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.errors import HandshakeRefused
 from protocol.messages import Ledger, WeightVersion
+from protocol.printable import LineFormatter
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
     "buffer": "launch.roles:run_buffer",
@@ -144,12 +145,9 @@ def _prepare(start: StartRole) -> None:
     watch_launcher(start.lifeline_fd)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - both are TextIOWrappers
-    logging.basicConfig(
-        level=logging.INFO,
-        force=True,
-        format=f"%(asctime)s.%(msecs)03d {start.name} %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    to_log = logging.StreamHandler()
+    to_log.setFormatter(LineFormatter(start.name))
+    logging.basicConfig(level=logging.INFO, force=True, handlers=[to_log])
     logging.captureWarnings(True)
 
 

@@ -34,6 +34,7 @@ from launch.summary import write_summary
 from launch.summary_table import print_summary
 from launch.supervisor import Supervisor
 from protocol.context import WorkerRole
+from protocol.printable import LineFormatter
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -136,11 +137,7 @@ def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
 
 def log_to(file: Path) -> None:
     """The launcher's own log; the terminal belongs to the status."""
-    logging.basicConfig(
-        filename=file,
-        level=logging.INFO,
-        force=True,
-        format="%(asctime)s.%(msecs)03d launcher %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    to_file = logging.FileHandler(file)
+    to_file.setFormatter(LineFormatter("launcher"))
+    logging.basicConfig(level=logging.INFO, force=True, handlers=[to_file])
     logging.captureWarnings(True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from protocol.printable import printable
+
 
 class WorkFolder:
     """At `path`, for workers of the run `run_id`."""
@@ -31,8 +33,8 @@ class WorkFolder:
             return "    (no log)"
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
-            tail = log.read().decode(errors="replace").splitlines()[-lines:]
-        return "\n".join(f"    {line}" for line in tail) or "    (the log is empty)"
+            tail = log.read().decode(errors="replace").rstrip("\n").split("\n")[-lines:]
+        return "\n".join(f"    {printable(line)}" for line in tail if line) or "    (the log is empty)"
 
     def last_words(self, worker_name: str) -> str:
         """The last line of a worker's log that is not about its leaving; usually the error."""

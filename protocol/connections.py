@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket as stdlib_socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -30,6 +28,7 @@ import zmq
 
 from protocol.monitor import HANDSHAKE_EVENTS, Monitor
 from protocol.ratelimit import RateLimitedLog
+from protocol.tcp import bytes_received, tcp_socket
 
 ConnectionFault: TypeAlias = Literal["no_key", "wrong_key", "failed_handshake", "endless_message", "no_hello"]
 
@@ -44,8 +43,6 @@ FRAME_OVERHEAD_BYTES: Final = 42
 
 _EVENTS: Final = HANDSHAKE_EVENTS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _SOURCE_FD: Final = int(zmq.SRCFD)
-_TCP_INFO_BYTES_RECEIVED_AT: Final = 128
-"""Offset of tcpi_bytes_received (u64) in struct tcp_info, part of Linux's stable interface."""
 
 _Address: TypeAlias = tuple[Any, ...]
 
@@ -175,8 +172,7 @@ class Connections:
         with _connected(fd, connection) as tcp:
             if tcp is None:
                 return 0
-            info = tcp.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 256)
-        (received_bytes,) = struct.unpack_from("=Q", info, _TCP_INFO_BYTES_RECEIVED_AT)
+            received_bytes = bytes_received(tcp)
         # The assumed overhead may be more than the real one: that gives nobody a credit.
         connection.read_bytes = min(connection.read_bytes, received_bytes)
         return received_bytes - connection.read_bytes
@@ -205,7 +201,7 @@ _MEANING: Final[dict[ConnectionFault, str]] = {
 
 
 def _peer_address(fd: int) -> _Address | None:
-    with _tcp_socket(fd) as tcp:
+    with tcp_socket(fd) as tcp:
         return None if tcp is None else tcp.getpeername()
 
 
@@ -215,25 +211,5 @@ def _connected(fd: int, connection: _Connection) -> Generator[stdlib_socket.sock
     if connection.address is None or connection.cut:
         yield None
         return
-    with _tcp_socket(fd) as tcp:
+    with tcp_socket(fd) as tcp:
         yield tcp if tcp is not None and tcp.getpeername() == connection.address else None
-
-
-@contextlib.contextmanager
-def _tcp_socket(fd: int) -> Generator[stdlib_socket.socket | None]:
-    """A second handle on one of ZeroMQ's sockets; None when it is closed, its peer is gone, or it is not TCP."""
-    try:
-        handle = stdlib_socket.socket(fileno=os.dup(fd))
-    except OSError:
-        yield None
-        return
-    with handle:
-        yield handle if _is_connected_tcp(handle) else None
-
-
-def _is_connected_tcp(handle: stdlib_socket.socket) -> bool:
-    try:
-        handle.getpeername()
-    except OSError:
-        return False
-    return handle.family in (stdlib_socket.AF_INET, stdlib_socket.AF_INET6)

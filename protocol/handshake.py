@@ -68,10 +68,10 @@ class Doorkeeper:
         asks = hello.role == "launcher" and not hello.run_id
         if hello.run_id != self._run_id and not asks:
             return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
-        fits = 1 <= len(hello.incarnation) <= _LONGEST and len(hello.pool) <= _LONGEST and hello.received_total >= 0
-        if not fits or not _NAME.fullmatch(hello.name):
+        fits = len(hello.pool) <= _LONGEST and hello.received_total >= 0
+        if not fits or not (_NAME.fullmatch(hello.name) and _NAME.fullmatch(hello.incarnation)):
             got = f"name {hello.name[:100]!r}, incarnation {hello.incarnation[:100]!r}, {hello.received_total} received"
-            expected = f"a name like {_NAME.pattern}, an incarnation and a pool of at most {_LONGEST}, a count"
+            expected = f"a name and an incarnation like {_NAME.pattern}, a pool of at most {_LONGEST}, a count"
             return Refused("malformed", "not a peer's identity", got, expected)
         if not hello.vocab_fingerprint and hello.role != "launcher":
             return Refused("vocab_fingerprint", f"a {hello.role} works on token ids", "", "a vocabulary fingerprint")

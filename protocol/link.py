@@ -133,6 +133,8 @@ class Link(threading.Thread):
         self._unanswered_s = math.inf
         """When the oldest heartbeat was sent since which nothing was heard. Counting from there, and not from the last
         word of the buffer, a thread that was kept from running does not take its own absence for silence."""
+        self._arrived_bytes = 0
+        """What the connection had brought by then."""
         self._known = False
         self._wake_in, self._wake_out = stdlib_socket.socketpair()
         self._wake_in.setblocking(False)
@@ -286,7 +288,7 @@ class Link(threading.Thread):
             if now_s - self._unanswered_s > silence_s:
                 self._sleep(AFTER_A_STOP_S, want_room=False)
                 self._read()
-                if now_s - self._unanswered_s > silence_s:
+                if now_s - self._unanswered_s > silence_s and not self._more_arrives():
                     return
             with self._state.changed:
                 due_s = self._state.outbox.requeue_overdue(now_s)
@@ -296,6 +298,15 @@ class Link(threading.Thread):
             self._sleep(wake_at_s - time.monotonic(), want_room=not room)
             self._read()
 
+    def _more_arrives(self) -> bool:
+        """A large message on a slow link is no silence: on a new connection it would begin again, and never end."""
+        assert self._door is not None
+        before, self._arrived_bytes = self._arrived_bytes, self._door.arrived_bytes()
+        if self._arrived_bytes <= before:
+            return False
+        self._unanswered_s = time.monotonic()
+        return True
+
     def _send_heartbeat(self, now_s: float, heartbeat_s: float) -> None:
         with self._state.changed:
             if now_s < self._next_heartbeat_s and not self._state.heartbeat_at_once:
@@ -304,7 +315,10 @@ class Link(threading.Thread):
             version, stats = self._state.heartbeat_version, self._state.heartbeat_stats
         if self._try_send(encode(Heartbeat(version, stats, self._received_total))):
             self._heartbeats_sent += 1
-        self._unanswered_s = min(self._unanswered_s, now_s)  # a socket without room counts as silence, too
+        if self._unanswered_s == math.inf:
+            assert self._door is not None
+            self._unanswered_s = now_s  # a socket without room counts as silence, too
+            self._arrived_bytes = self._door.arrived_bytes()
         self._next_heartbeat_s = now_s + heartbeat_s
 
     def _send_queued(self, at_most: int) -> bool:

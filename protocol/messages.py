@@ -377,7 +377,8 @@ class TasksAck(msgspec.Struct, frozen=True, tag=True):
 
 class BatchWanted(msgspec.Struct, frozen=True, tag=True):
     """learner -> buffer: one batch, to be trained in the optimizer step that takes `version` to `version.step + 1`.
-    Repeated until answered; a repeat while the batch is leased gets the same batch again."""
+    Repeated until answered; a repeat gets the same batch again if the learner was lost since it was sent, else nothing:
+    the link brings what was sent."""
 
     version: WeightVersion
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
+
+from protocol.tcp import bytes_received, tcp_socket
 
 HANDSHAKE_EVENTS: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -45,18 +48,31 @@ class Monitor:
 
 
 class DoorReport:
-    """A connecting end's view of its handshakes: is there somebody who does not let us in?"""
+    """A connecting end's view of its connection: is there somebody who does not let us in, and does anything come?"""
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:
-        self._monitor = Monitor(watched, HANDSHAKE_EVENTS)
+        self._monitor = Monitor(watched, HANDSHAKE_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._failed = 0
+        self._fd: int | None = None
         self.unknown_key = False
         """The other end said that it does not know our key."""
 
     def read(self) -> None:
-        for event, _ in self._monitor.events():
+        for event, value in self._monitor.events():
+            if event in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
+                self._fd = value if event == zmq.EVENT_CONNECTED else None
+                continue
             self._failed += event != zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.unknown_key |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+    def arrived_bytes(self) -> int:
+        """What the present connection has brought, the beginnings of unfinished messages included: ZeroMQ shows a
+        message only when it is whole. 0 where that cannot be told (not Linux, no connection)."""
+        self.read()
+        if self._fd is None or sys.platform != "linux":
+            return 0
+        with tcp_socket(self._fd) as tcp:
+            return 0 if tcp is None else bytes_received(tcp)
 
     @property
     def complaint(self) -> str:

@@ -7,15 +7,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-LONGEST_QUOTE = 200
-"""Characters of what a peer said, in a line of log."""
-
-
-def in_one_line(text: str) -> str:
-    """What a peer said, so that it can neither fill a log nor write lines of its own into it."""
-    printable = "".join(c if c.isprintable() else "?" for c in text[:LONGEST_QUOTE])
-    return printable if len(text) <= LONGEST_QUOTE else f"{printable}... ({len(text)} characters)"
-
 
 class RateLimitedLog:
     """At most `lines` per `interval_s`; the first line after a silence tells how many were left out."""

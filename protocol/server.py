@@ -40,7 +40,8 @@ from protocol.messages import (
     WeightVersion,
     Welcome,
 )
-from protocol.ratelimit import OncePerInterval, RateLimitedLog, in_one_line
+from protocol.printable import in_one_line, printable_texts
+from protocol.ratelimit import OncePerInterval, RateLimitedLog
 from protocol.router import Router, address_of
 from protocol.session import PeerId, Session
 from protocol.session_book import SessionBook
@@ -268,6 +269,7 @@ class Server:
             session.last_heard_s = self._clock()
         try:
             received = decode(frames, max_bytes=MAX_TO_BUFFER_BYTES)
+            received = received._replace(message=printable_texts(received.message))
         except RemoteProtocolError as error:
             self._refuse_unreadable(identity, frames, error)
             return True

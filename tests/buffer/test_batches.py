@@ -32,13 +32,17 @@ def test_an_item_carries_everything_up_to_its_last_token(make: Make) -> None:
     assert all(not array.flags.writeable for array in (ids, logprobs)), "views on what the buffer keeps"
 
 
-def test_a_repeated_request_gets_the_same_batch_and_a_late_one_nothing(make: Make) -> None:
+def test_a_repeated_request_gets_nothing_more_until_the_learner_was_lost_and_then_the_same(make: Make) -> None:
     driver = make(batch=1)
     driver.offer(0, 1)
     driver.roll(0)
     first = driver.want(0)
     driver.roll(1)
+    assert driver.want(0) is None, "it is on its way, and another copy would only delay what follows it"
+    driver.lose("learner", "learner")
+    driver.join("learner", "learner")
     again = driver.want(0)
+    assert driver.want(0) is None
     assert first is not None and again is not None
     assert (first.batch_id, first.items, first.staleness) == (again.batch_id, again.items, again.staleness)
     driver.trained(first)
@@ -100,6 +104,8 @@ def test_tasks_are_done_when_all_their_samples_are_settled_and_told_once(make: M
     driver.roll(1, step=1)
     batch = driver.want(1)
     assert batch is not None and batch.tasks_done == (0, 1), "0 was settled by a drop since"
+    driver.lose("learner", "learner")
+    driver.join("learner", "learner")
     repeat = driver.want(1)
     assert repeat is not None and repeat.tasks_done == (0, 1)
     driver.trained(batch)

@@ -27,7 +27,7 @@ def test_evaluation_tickets_go_first_beyond_pacing_with_the_version_of_their_off
     assert driver.tickets["eval-7-0-0"].min_version == v(3)
 
 
-def test_results_come_as_they_are_finished_and_again_until_they_are_known(make: Make) -> None:
+def test_results_come_as_they_are_finished_and_again_when_the_learner_was_lost_before_it_had_them(make: Make) -> None:
     driver = make()
     driver.offer(7, 8, kind="eval", eval_id="e")
     assert ask(driver) == m.EvalResult("e", (), 0, 2)
@@ -36,6 +36,9 @@ def test_results_come_as_they_are_finished_and_again_until_they_are_known(make: 
     driver.score()
     (result,) = driver.take(m.EvalResult)
     assert [item.rollout_id for item in result.items] == ["eval-7-0-0"] and result.outstanding == 1
+    assert ask(driver) == m.EvalResult("e", (), 0, 1), "it is on its way"
+    driver.lose("learner", "learner")
+    driver.join("learner", "learner")
     again = ask(driver)
     assert again is not None and [item.rollout_id for item in again.items] == ["eval-7-0-0"]
     assert ask(driver, "eval-7-0-0") == m.EvalResult("e", (), 0, 1)

@@ -1,0 +1,81 @@
+"""The one place that makes what others say fit to be shown: no control character gets into a log or onto a terminal.
+
+    at the buffer's door    `printable_texts`: the texts of a message, before anything is done with it. So what ledger,
+                            metrics, status and summary hold can be shown
+    in front of each log    `LineFormatter`: a record is one line, whatever it quotes; a traceback behind it is indented
+    elsewhere               `printable`, and `in_one_line` for a quotation
+
+What cannot be printed is written as in Python: `\\n`, `\\x1b`, `\\u202e`.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Final, TypeVar, cast
+
+import msgspec
+
+LONGEST_QUOTE: Final = 200
+"""Characters of what a peer said, in a line of log."""
+INDENT: Final = "    "
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+
+def printable(text: str) -> str:
+    """`text` with everything escaped that would not be seen, or be obeyed by a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def in_one_line(text: str) -> str:
+    """What a peer said, so that it can neither fill a log nor write lines of its own into it."""
+    quoted = printable(text[:LONGEST_QUOTE])
+    return quoted if len(text) <= LONGEST_QUOTE else f"{quoted}... ({len(text)} characters)"
+
+
+def printable_texts(message: MessageT) -> MessageT:
+    """The message with its own texts printable, and the names in its tables. Deeper ones (a task's ground truth) are
+    data, and stay as they are; most messages are returned as they came."""
+    changed: dict[str, object] = {}
+    for field in _text_fields(type(message)):
+        value: object = getattr(message, field)
+        if isinstance(value, str):
+            if not value.isprintable():
+                changed[field] = printable(value)
+        elif isinstance(value, dict):
+            table = cast(dict[object, object], value)
+            if not all(key.isprintable() for key in table if isinstance(key, str)):
+                changed[field] = {printable(k) if isinstance(k, str) else k: v for k, v in table.items()}
+    return msgspec.structs.replace(message, **changed) if changed else message
+
+
+@cache
+def _text_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Those that may hold a text or a table, by their declared type."""
+    return tuple(f.name for f in msgspec.structs.fields(kind) if any(t in str(f.type) for t in ("str", "dict")))
+
+
+class LineFormatter(logging.Formatter):
+    """`HH:MM:SS.mmm NAME LEVEL module: message` in one line; a traceback follows indented, so that no line of it looks
+    like a record, whatever it quotes."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03d {process_name} %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        )
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = printable(record.message.rstrip("\n"))
+        return super().formatMessage(record)
+
+    def formatException(self, ei: logging._SysExcInfoType) -> str:  # noqa: N802 # pyright: ignore[reportPrivateUsage]
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(INDENT + printable(line) for line in text.split("\n"))
