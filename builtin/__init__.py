@@ -8,8 +8,6 @@ from pathlib import Path
 DATA_DIR = Path(__file__).resolve().parent / "data"
 TEACHER_DIR = DATA_DIR / "teacher"
 """Hugging Face folder of the teacher: sampled accuracy about 0.97."""
-TEACHER_EVAL_JSON = TEACHER_DIR / "eval.json"
-"""Its accuracies on EVAL_JSONL as measured when it was made; the learner reads them for the final table."""
 STUDENT_DIR = DATA_DIR / "student"
 """Hugging Face folder of the student that runs start from: sampled accuracy about 0.28."""
 TRAIN_JSONL = DATA_DIR / "train.jsonl"

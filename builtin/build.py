@@ -6,7 +6,6 @@ One thread and fixed seeds: the same machine gives the same files.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from builtin import (
     EVAL_JSONL,
     STUDENT_DIR,
     TEACHER_DIR,
-    TEACHER_EVAL_JSON,
     TRAIN_JSONL,
 )
 from builtin.addition import Chain, Problem, chains, distinct, problems
@@ -114,12 +112,6 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         file.chmod(0o644)  # safetensors writes for the owner only; whoever installs the package must read it
 
 
-def write_teacher_accuracy(measured: Accuracy, file: Path = TEACHER_EVAL_JSON) -> None:
-    """What the final table of a run says of its teacher; see learner.evaluation.teacher_accuracy."""
-    told = {"accuracy_sampled": measured.sampled, "accuracy_greedy": measured.greedy}
-    file.write_text(json.dumps(told, indent=2) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["teacher", "student"], help="leave the other model as it is")
@@ -145,8 +137,6 @@ def main() -> None:
             model = build_model(label, recipe, sets, tokenizer, progress)
             save(model, tokenizer, folder)
             measured[label] = measure(model, tokenizer)
-            if label == "teacher":
-                write_teacher_accuracy(measured[label])
     for label, result in measured.items():
         console.print(f"{label}: {result}")
 

@@ -45,7 +45,7 @@ class TorchScorer:
     def load(cls, path: str | Path, config: ScorerSettings) -> TorchScorer:
         """Load a teacher. Raises engines.models.ModelError or engines.packed.PackingError with the reason."""
         device = resolve_device(config.device)
-        model = load_causal_lm(path, device=device, dtype=_resolve_dtype(config.dtype, device), attention="packed")
+        model = load_causal_lm(path, device=device, dtype=resolve_dtype(config.dtype, device), attention="packed")
         return cls(model, max_batch_tokens=config.max_batch_tokens)
 
     @property
@@ -143,7 +143,8 @@ class TorchScorer:
             )
 
 
-def _resolve_dtype(dtype: ScorerDtype, device: str) -> DtypeName:
+def resolve_dtype(dtype: ScorerDtype, device: str) -> DtypeName:
+    """ "auto" -> bfloat16 on CUDA, float32 elsewhere; anything else as it is."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if device.startswith("cuda") else "float32"

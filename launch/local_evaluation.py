@@ -1,32 +1,45 @@
 """Evaluations without a run: the embedded engine writes, the embedded scorer grades, in this process.
 
+    python -m launch.local_evaluation RUN_DIR LAUNCHER_PID      how well a run's teachers solve its evaluation prompts
+
 The same tasks, seeds, environments and figures as those of a run (`learner.evaluation`), by the actor's own machinery
 (`actors.rollouts_running`); what differs is that nothing crosses a wire and nothing is tried a second time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
+import torch
 
 from actors.env_runner import EnvRunner
 from actors.envs.base import TextTokenizer
 from actors.rollouts_running import RunningRollouts
 from buffer.rollouts import ticket_seed
 from engines.base import ScoreRequest
-from engines.models import load_causal_lm
+from engines.config import EngineConfig
+from engines.models import load_causal_lm, resolve_device
+from engines.packed import context_window
 from engines.tokenizer import load_tokenizer, stop_token_ids
 from engines.torch_engine import TorchEngine
-from engines.torch_scorer import TorchScorer
+from engines.torch_scorer import TorchScorer, resolve_dtype
 from launch.config import RunConfig
-from launch.pools import teacher_pools
-from learner.evaluation import Evaluation, EvaluationResult
+from launch.config_file import read_config
+from launch.lifeline import die_with_parent
+from launch.pools import TeacherPool, teacher_pools
+from launch.teacher_accuracy import MeasuredTeacher, measurable_pools
+from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
+from learner.privileged import NONE
 from learner.staged_weights import Weight, tensor_of
-from learner.tasks import TaskOffer
+from learner.tasks import TaskOffer, load_prompts
 from protocol.messages import (
     BatchItem,
     EvalResult,
@@ -44,19 +57,22 @@ Array = np.ndarray[Any, Any]
 
 
 class LocalEvaluator:
-    """A student's copy that writes, and its teacher. One thread; `close` when done."""
+    """A student's copy that writes, and its teachers. One thread; `close` when done."""
 
-    def __init__(self, config: RunConfig, *, check: Callable[[], None]) -> None:
-        """Loads both models; they are folders in `config`. `check` is called between two steps of the engine and may
-        raise to end an evaluation."""
-        path, engine = config.models.student, config.actor.torch
-        tokenizer = load_tokenizer(path)
+    def __init__(self, config: RunConfig, *, check: Callable[[], None], writer: TeacherPool | None = None) -> None:
+        """Loads the models; they are folders in `config`. `check` is called between two steps of the engine and may
+        raise to end an evaluation. `writer`: the teacher that writes in the student's place; nobody grades it."""
+        path = config.models.student if writer is None else writer.config.models.teacher
+        engine = config.actor.torch if writer is None else _engine_settings(writer)
+        tokenizer = load_tokenizer(config.models.student)
         self._check = check
         self._deadline_s = config.learner.stall_timeout_s
-        self._engine = TorchEngine(load_causal_lm(path, device="cpu", dtype=engine.dtype, attention="sdpa"), engine)
+        model = load_causal_lm(path, device="cpu", dtype=engine.dtype, attention="sdpa")
+        engine = msgspec.structs.replace(engine, max_context=min(engine.max_context, context_window(model.config)))
+        self._engine = TorchEngine(model, engine)
         self._scorers = {
             pool.name: TorchScorer.load(pool.config.models.teacher, pool.config.teacher)
-            for pool in teacher_pools(config)
+            for pool in (teacher_pools(config) if writer is None else ())
         }
         self._environments = EnvRunner()
         self._segments: dict[str, list[tuple[Segment, Sequence[Array]]]] = defaultdict(list)
@@ -74,11 +90,12 @@ class LocalEvaluator:
         )
 
     def run(
-        self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]]
+        self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]] | None
     ) -> EvaluationResult:
-        """Figures of `evaluation` under these weights, which are of `version`. Raises TimeoutError when it takes longer
-        than `learner.stall_timeout_s`, and what `check` raises."""
-        self._engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
+        """Figures of `evaluation` under these weights, which are of `version`; None: under those that the engine
+        has. Raises TimeoutError when it takes longer than `learner.stall_timeout_s`, and what `check` raises."""
+        if weights is not None:
+            self._engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
         self._segments.clear()
         self._failed.clear()
         self._offers.clear()
@@ -177,3 +194,50 @@ def _ticket(offer: TaskOffer, version: WeightVersion) -> Ticket:
         ground_truth=task.ground_truth,
         min_version=version,
     )
+
+
+def _engine_settings(writer: TeacherPool) -> EngineConfig:
+    """The actors' engine, on the device and in the precision that the teacher grades with."""
+    teacher = writer.config.teacher
+    device = resolve_device(teacher.device)
+    return msgspec.structs.replace(writer.config.actor.torch, device=device, dtype=resolve_dtype(teacher.dtype, device))
+
+
+def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
+    """Pool -> what its teachers solve of the run's own evaluation prompts with its tags, one answer at temperature 1
+    each, by the seeds of the student's. Of prompts with a privileged text they read that. A pool is left out where
+    any answer is missing or was not judged."""
+    tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
+    prompts = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks).prompts[: tasks.eval_sampled]
+    ungraded = msgspec.structs.replace(tasks, eval_greedy=0, routes={})
+    version = WeightVersion(0, 0)
+    measured: dict[str, MeasuredTeacher] = {}
+    for pool in measurable_pools(config):
+        own = [_as_teachers_read(prompt) for prompt in prompts if pool.name in tasks.teachers_for(prompt.tag)]
+        evaluator = LocalEvaluator(config, check=lambda: None, writer=pool)
+        try:
+            evaluation = Evaluation(ungraded, own, tokenizer, version=version, seed=config.seed)
+            result = evaluator.run(evaluation, version, None)
+        finally:
+            evaluator.close()
+        whole = not (result.failed or result.missing or result.ungraded)
+        if result.accuracy_sampled is not None and whole:
+            measured[pool.name] = MeasuredTeacher(accuracy_sampled=result.accuracy_sampled, n_sampled=result.n_sampled)
+    return measured
+
+
+def _as_teachers_read(prompt: EvalPrompt) -> EvalPrompt:
+    ids = prompt.teacher_ids if len(prompt.teacher_ids) else prompt.ids
+    return dataclasses.replace(prompt, ids=ids, teacher_ids=NONE)
+
+
+def main() -> None:
+    run_dir, launcher_pid = Path(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(launcher_pid)
+    config = read_config(run_dir / "config.yaml")
+    torch.set_num_threads(config.launch.threads_per_worker)
+    print(msgspec.json.encode(measure_teachers(config)).decode())
+
+
+if __name__ == "__main__":
+    main()

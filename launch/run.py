@@ -30,9 +30,10 @@ from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, 
 from launch.runfolder import RunFolder, choose_path
 from launch.server_plan import ServerPlan
 from launch.status import make_status
-from launch.summary import write_summary
+from launch.summary import add_teachers, write_summary
 from launch.summary_table import print_summary
 from launch.supervisor import Supervisor
+from launch.teacher_accuracy import longest_s, measured_teachers
 from protocol.context import WorkerRole
 from protocol.printable import LineFormatter
 
@@ -92,6 +93,9 @@ def run(
     )
     summary = write_summary(config, folder, supervisor.run())
     folder.finish(summary.exit_code)
+    if summary.ok and any(point.accuracy_sampled is not None for point in summary.eval):
+        measured = measured_teachers(config, folder, longest_s(summary.wall_s), status.say)
+        summary = add_teachers(summary, folder, measured)
     print_summary(summary, folder)
     return summary.exit_code
 

@@ -19,6 +19,7 @@ from launch.figures import learner_stats, staleness
 from launch.guests import guests
 from launch.runfolder import EndState, RunFolder, end_state, newest_checkpoint, write_atomic
 from launch.slots import Ending, Outcome
+from launch.teacher_accuracy import MeasuredTeacher
 from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
 
 UNBALANCED_EXIT_CODE = 3
@@ -75,8 +76,6 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     reverse_kl_first: float | None = None
     """Of this launch's first optimizer step."""
     reverse_kl_last: float | None = None
-    teacher_accuracy: float | None = None
-    """Of the teacher on the evaluation prompts, where somebody measured it."""
     checkpoint: str | None = None
     """Hugging Face folder of the last student; None where this launch of the run wrote none."""
     tensorboard: str | None = None
@@ -174,7 +173,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """By this launch."""
     reverse_kl_first: float | None
     reverse_kl_last: float | None
-    teacher_accuracy: float | None
+    teacher_accuracy: Mapping[str, MeasuredTeacher] = msgspec.field(default_factory=dict[str, MeasuredTeacher])
+    """By pool, on the evaluation prompts of this run; empty where it was not measured (launch.teacher_accuracy)."""
     teacher_noise: TeacherNoise | None
     checkpoint: str | None
     """The newest one in the run folder, whichever launch of the run wrote it."""
@@ -218,7 +218,6 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         tokens_trained_offline=account.tokens_trained_offline,
         reverse_kl_first=account.reverse_kl_first,
         reverse_kl_last=account.reverse_kl_last,
-        teacher_accuracy=account.teacher_accuracy,
         teacher_noise=teacher_noise(snapshot, one_model=not config.pools),
         checkpoint=account.checkpoint or _newest_checkpoint(folder),
         tensorboard=account.tensorboard,
@@ -233,8 +232,21 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         forgotten=snapshot.forgotten if snapshot is not None else {},
         servers=_servers(outcome),
     )
-    write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    _write(summary, folder)
     return summary
+
+
+def add_teachers(summary: Summary, folder: RunFolder, measured: Mapping[str, MeasuredTeacher]) -> Summary:
+    """The summary with what was measured of the teachers, written again if there is any."""
+    if not measured:
+        return summary
+    summary = msgspec.structs.replace(summary, teacher_accuracy=measured)
+    _write(summary, folder)
+    return summary
+
+
+def _write(summary: Summary, folder: RunFolder) -> None:
+    write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
 def judge(ending: Ending, final: Snapshot | None, snapshot: Snapshot | None) -> Ending:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +11,7 @@ from rich.table import Table
 from launch.figures import clock
 from launch.runfolder import RunFolder
 from launch.summary import EvalPoint, Summary, TagPoint, TokenCounts
+from launch.teacher_accuracy import MeasuredTeacher
 from protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 
@@ -44,8 +45,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     for point in summary.eval[:1] + summary.eval[1:][-1:]:
         if lacking := lacking_text(point):
             yield "evaluation incomplete", lacking
-    if summary.teacher_accuracy is not None:
-        yield "teacher accuracy, sampled", f"{summary.teacher_accuracy:.3f}"
+    if summary.teacher_accuracy:
+        yield "teacher accuracy, sampled", teachers_text(summary.teacher_accuracy)
     kl_first = summary.reverse_kl_first if first is None or first.reverse_kl is None else first.reverse_kl
     kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
     if kl_first is not None and kl_last is not None:
@@ -108,6 +109,12 @@ def joined_text(summary: Summary) -> str:
             tokens = sum(worker.tokens for worker in workers) + others.tokens_total
             told.append(f"{n} {role}{'s' if n > 1 else ''} ({tokens:,} tokens {did})")
     return ", ".join(told)
+
+
+def teachers_text(measured: Mapping[str, MeasuredTeacher]) -> str:
+    """What was measured of the teachers; of several pools each by its name."""
+    told = {pool: f"{one.accuracy_sampled:.3f} (of {one.n_sampled})" for pool, one in measured.items()}
+    return next(iter(told.values())) if len(told) == 1 else ", ".join(f"{pool} {text}" for pool, text in told.items())
 
 
 def lacking_text(point: EvalPoint) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -26,7 +25,7 @@ from engines.base import Int32s
 from engines.tokenizer import TokenizerError
 from learner.eval_figures import EvalRollout, TagFigures, accuracy, figures_by_tag, mean, ratio, reverse_kl
 from learner.privileged import NONE, teacher_prompt
-from learner.records import DataError, PromptRecord
+from learner.records import PromptRecord
 from learner.rendering import render
 from learner.task_config import MAX_EVAL_PROMPTS, TaskConfig
 from learner.tasks import TaskOffer, derive_seed
@@ -34,7 +33,6 @@ from protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVers
 
 Half: TypeAlias = Literal["greedy", "sampled"]
 HALVES: tuple[Half, ...] = ("greedy", "sampled")
-TEACHER_EVAL_FILE = "eval.json"
 _MAX_STEPS = 10_000_000
 
 
@@ -105,13 +103,6 @@ class EvalSet(NamedTuple):
     dropped: int
 
 
-class TeacherAccuracy(msgspec.Struct, frozen=True):
-    """What was measured of a teacher when it was made."""
-
-    accuracy_greedy: float
-    accuracy_sampled: float
-
-
 def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> EvalSet:
     """Prompt ids of the evaluation set. Raises TokenizerError naming the row that cannot be rendered."""
     prompts: list[EvalPrompt] = []
@@ -124,21 +115,6 @@ def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokeni
         if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason:
             prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids))
     return EvalSet(tuple(prompts), len(records) - len(prompts))
-
-
-def teacher_accuracy(folder: str | Path) -> TeacherAccuracy | None:
-    """The accuracies in `eval.json` of a teacher's folder; None if it has none: not measured.
-
-    Raises DataError if the file is there but is not `{"accuracy_greedy": x, "accuracy_sampled": y}`."""
-    file = Path(folder).expanduser() / TEACHER_EVAL_FILE
-    if not file.is_file():
-        return None
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=TeacherAccuracy)
-    except msgspec.DecodeError as error:
-        raise DataError(
-            f'{file}: {error}; expected {{"accuracy_greedy": number, "accuracy_sampled": number}}'
-        ) from error
 
 
 class Evaluation:

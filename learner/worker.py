@@ -27,7 +27,7 @@ from learner.config import LearnerConfig
 from learner.critic import CriticStateError
 from learner.ema import StudentEma
 from learner.eval_desk import EvalDesk
-from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set, teacher_accuracy
+from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
 from learner.make_trainer import make_trainer
@@ -401,7 +401,6 @@ def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, s
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:
     """This learner's own part of the run (`learner.account`)."""
     progress, times = loop.progress, loop.clock.total()
-    teacher = teacher_accuracy(ctx.config.models.teacher) if ctx.config.learner.tasks.routes else None
     return {
         "steps": loop.version.step,
         "eval": [{name: getattr(result, name) for name in ACCOUNT_EVAL_FIELDS} for result in progress.evaluations],
@@ -410,7 +409,6 @@ def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str,
         "tokens_trained_offline": progress.tokens_trained_offline,
         "reverse_kl_first": progress.reverse_kl_first,
         "reverse_kl_last": progress.reverse_kl_last,
-        "teacher_accuracy": teacher.accuracy_sampled if teacher else None,
         "checkpoint": str(progress.checkpoint) if progress.checkpoint else None,
         "tensorboard": str(ctx.run_dir / TENSORBOARD_FOLDER),
     }

@@ -19,15 +19,11 @@ from builtin import (
     EVAL_JSONL,
     STUDENT_DIR,
     TEACHER_DIR,
-    TEACHER_EVAL_JSON,
     TRAIN_JSONL,
 )
 from builtin.addition import STYLES, TOOL_TAGS, Problem, solution
-from builtin.build import write_teacher_accuracy
-from builtin.measure import Accuracy
 from builtin.problems_file import read_problems, write_problems
 from builtin.tokenizer import build_tokenizer, prompt_token_ids
-from learner.evaluation import TEACHER_EVAL_FILE, teacher_accuracy
 
 FOLDERS = [TEACHER_DIR, STUDENT_DIR]
 
@@ -82,17 +78,6 @@ def test_model_folders_are_complete_float32_and_tied(folder: Path) -> None:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         assert {t.get_dtype() for t in tensors.values()} == {"F32"}
         assert tensors["model.embed_tokens.weight"].get_shape() == [config.vocab_size, config.hidden_size]
-
-
-def test_the_teachers_accuracy_lies_where_the_learner_looks_for_it(tmp_path: Path) -> None:
-    shipped = teacher_accuracy(TEACHER_DIR)
-    assert shipped is not None
-    assert 0.9 < shipped.accuracy_sampled <= shipped.accuracy_greedy <= 1.0
-    assert TEACHER_EVAL_JSON.name == TEACHER_EVAL_FILE
-    write_teacher_accuracy(Accuracy(sampled=0.75, greedy=0.5, calculator=0.25), tmp_path / TEACHER_EVAL_FILE)
-    written = teacher_accuracy(tmp_path)
-    assert written is not None
-    assert (written.accuracy_sampled, written.accuracy_greedy) == (0.75, 0.5)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

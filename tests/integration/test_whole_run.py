@@ -6,12 +6,14 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
+import builtin
 from protocol.messages import Snapshot
 from tests.integration.conftest import Launched, alive
 from tests.patience import eventually
@@ -27,14 +29,25 @@ def assert_balanced(summary: dict[str, Any]) -> None:
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
 
 
-def test_a_run_ends_with_every_worker_having_contributed(launch: Launch) -> None:
-    run = launch("--actors=3", "--teachers=2", "--steps=6", "--max-staleness=2", "--learner.eval_every=3")
+def test_a_run_ends_with_every_worker_having_contributed(launch: Launch, tmp_path: Path) -> None:
+    """Half of its evaluation prompts have a wrong answer in the file: no figure that was recorded for other prompts can
+    be the teacher's here."""
+    rows = [json.loads(line) for line in builtin.EVAL_JSONL.read_text().splitlines()[:8]]
+    rows = [row | {"ground_truth": "wrong"} if i % 2 else row for i, row in enumerate(rows)]
+    prompts = tmp_path / "eval.jsonl"
+    prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = launch(
+        *("--actors=3", "--teachers=2", "--steps=6", "--max-staleness=2", "--learner.eval_every=3"),
+        f"--eval-prompts={prompts}",
+    )
     assert run.wait() == 0, run.text()
     summary = run.summary()
     assert_balanced(summary)
     assert summary["ok"] and summary["steps"] == 6 and summary["versions_published"] >= 1
     assert [point["step"] for point in summary["eval"]] == [0, 3, 6]
     assert all(0 <= point["accuracy_sampled"] <= 1 and point["reverse_kl"] > 0 for point in summary["eval"])
+    (measured,) = summary["teacher_accuracy"].values()
+    assert 0.25 <= measured["accuracy_sampled"] <= 0.5 and measured["n_sampled"] == 8
     workers = {name: worker["tokens"] for name, worker in summary["workers"].items() if worker["role"] != "buffer"}
     assert len(workers) == 6 and all(workers.values()), workers
     fractions = summary["learner"]["wait_fraction"]

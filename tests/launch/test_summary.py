@@ -15,8 +15,9 @@ from launch.config import RunConfig
 from launch.config_tree import build
 from launch.runfolder import CHECKPOINTS, RunFolder
 from launch.slots import Ending, Outcome
-from launch.summary import EvalPoint, Summary, write_summary
+from launch.summary import EvalPoint, Summary, add_teachers, write_summary
 from launch.summary_table import print_summary
+from launch.teacher_accuracy import MeasuredTeacher
 from learner.evaluation import EvaluationResult
 from learner.worker import ACCOUNT_EVAL_FIELDS
 from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
@@ -71,7 +72,6 @@ ACCOUNT: dict[str, Any] = {
     "versions_published": 13,
     "reverse_kl_first": 0.5,
     "reverse_kl_last": 0.06,
-    "teacher_accuracy": 0.95,
     "checkpoint": "checkpoints/step-12",
     "something_new": 1,
 }
@@ -217,11 +217,15 @@ def test_a_good_end_without_a_final_ledger_is_not_believed(folder: RunFolder) ->
 
 def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
     leave(folder, snapshot(), ACCOUNT)
-    text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    plain = write_summary(CONFIG, folder, outcome(WELL))
+    assert "teacher accuracy" not in table(plain, folder)
+    measured = {"default": MeasuredTeacher(accuracy_sampled=0.95, n_sampled=16)}
+    text = table(add_teachers(plain, folder, measured), folder)
+    assert written(folder)["teacher_accuracy"] == {"default": {"accuracy_sampled": 0.95, "n_sampled": 16}}
     for said in (
         "student accuracy, sampled 0.250 at step 0 -> 0.800 at step 12",
         "student accuracy, greedy 0.460 at step 0 -> 0.990 at step 12",
-        "teacher accuracy, sampled 0.950",
+        "teacher accuracy, sampled 0.950 (of 16)",
         "reverse KL per token 0.500 -> 0.060",
         "12 optimizer steps in 1:01, all ready after 4.5 s",
         "100 accepted = 60 trained + 7 masked (stale) + 33 dropped (run_ended)",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,11 +15,9 @@ from learner.evaluation import (
     EvalPrompt,
     Evaluation,
     EvaluationResult,
-    TeacherAccuracy,
     render_eval_set,
-    teacher_accuracy,
 )
-from learner.records import DataError, PromptRecord
+from learner.records import PromptRecord
 from learner.task_config import TaskConfig
 from protocol.messages import BatchItem, EvalResult, Task, VersionSpan, WeightVersion
 
@@ -285,16 +281,6 @@ def test_the_evaluation_set_is_rendered_and_long_prompts_are_counted(small_token
     with pytest.raises(TokenizerError, match="evaluation prompt, row 0: messages need a chat template"):
         turns = ({"role": "user", "content": "a"},)
         render_eval_set([PromptRecord(0, None, turns)], small_tokenizer, TaskConfig(chat_template="off"))
-
-
-def test_a_teachers_accuracy_is_read_where_it_was_measured(tmp_path: Path) -> None:
-    assert teacher_accuracy(tmp_path) is None
-    file = tmp_path / "eval.json"
-    file.write_text(json.dumps({"accuracy_sampled": 0.97, "accuracy_greedy": 1.0, "problems": 256}))
-    assert teacher_accuracy(tmp_path) == TeacherAccuracy(accuracy_greedy=1.0, accuracy_sampled=0.97)
-    file.write_text(json.dumps({"accuracy_sampled": 0.97}))
-    with pytest.raises(DataError, match=r"eval\.json: .*accuracy_greedy"):
-        teacher_accuracy(tmp_path)
 
 
 def test_a_result_survives_json(evaluation: Evaluation) -> None:
