@@ -25,6 +25,7 @@ from launch.local_evaluation import measure_teachers
 from launch.runfolder import RunFolder
 from launch.summary_table import teachers_text
 from launch.teacher_accuracy import MeasuredTeacher, longest_s, measurable_pools, measured_teachers
+from tests.patience import PATIENCE_S
 
 N = 24
 
@@ -124,7 +125,7 @@ def test_a_measurement_that_takes_too_long_is_ended_and_told(folder: RunFolder, 
 def test_a_measurement_that_fails_says_where_its_log_is(folder: RunFolder, tmp_path: Path) -> None:
     write_config(run_config(tmp_path / "nowhere.jsonl"), folder.config_path)
     said: list[str] = []
-    assert measured_teachers(build(RunConfig, {}), folder, 120.0, said.append) == {}
+    assert measured_teachers(build(RunConfig, {}), folder, PATIENCE_S, said.append) == {}
     log = folder.logs / teacher_accuracy.LOG_FILE
     assert said[-1] == f"the teacher's accuracy was not measured: it failed, see {log}"
     assert "nowhere.jsonl" in log.read_text()
