@@ -25,9 +25,11 @@ from actors.env_runner import EnvRunner, Outcome
 from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
 from actors.envs.episode import Continuation, Episode
 from actors.envs.registry import make_environment
+from actors.failure import Failure, of_environment
 from actors.rollout import Rollout
 from engines.base import GenerationDelta, GenerationEngine, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
+from protocol.printable import in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class RunningRollouts:
                 self._start(ticket, prompt_ids)
             except Exception as error:  # a user's environment may raise anything when it is made
                 self._runs.pop(ticket.rollout_id, None)
-                self._fail(ticket.rollout_id, f"cannot_start: {type(error).__name__}: {error}"[:500])
+                self._fail(ticket.rollout_id, of_environment(error))
 
     def ready_in_s(self) -> float:
         """When waiting tickets may be tried again; infinite when nothing is put off."""
@@ -147,7 +149,8 @@ class RunningRollouts:
                     self._step(rollout_id, run, delta.finish_reason)
                 case reason:
                     del self._by_request[delta.request_id]
-                    self._drop(rollout_id, f"engine_{reason}: {delta.error or 'no detail given'}")
+                    told = in_one_line(delta.error or "no detail given")
+                    self._drop(rollout_id, Failure("engine_error" if reason == "error" else "engine_aborted", told))
 
     def take_environment_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -155,9 +158,8 @@ class RunningRollouts:
             if run is None:
                 continue  # cancelled meanwhile, or the outcome of a close
             if outcome.error is not None:
-                detail = f"{type(outcome.error).__name__}: {outcome.error}"
                 self.counts["environment_errors_total"] += 1
-                self._drop(outcome.key, f"environment_error: {detail}"[:500])
+                self._drop(outcome.key, of_environment(outcome.error))
             elif run.phase is Phase.RESETTING:
                 self._append_and_generate(outcome.key, run, outcome.result)
             else:
@@ -181,7 +183,7 @@ class RunningRollouts:
             request = run.rollout.next_request(run.episode.stop_token_ids)
             self._engine.submit(request)
         except (ValueError, RuntimeError) as error:
-            self._drop(rollout_id, f"cannot_generate: {error}"[:500])
+            self._drop(rollout_id, Failure("engine_refused", in_one_line(str(error))))
             return
         run.phase, run.request_id = Phase.GENERATING, request.request_id
         self._by_request[request.request_id] = rollout_id
@@ -209,15 +211,16 @@ class RunningRollouts:
             self._waiting = deque(entry for entry in self._waiting if entry[0].rollout_id != rollout_id)
         self.counts["rollouts_cancelled_total"] += 1
 
-    def _drop(self, rollout_id: str, reason: str) -> None:
+    def _drop(self, rollout_id: str, failure: Failure) -> None:
         self._forget(rollout_id)
-        self._fail(rollout_id, reason)
+        self._fail(rollout_id, failure)
 
-    def _fail(self, rollout_id: str, reason: str) -> None:
-        log.warning("rollout %s failed: %s", rollout_id, reason)
-        self._brake.failure(reason)
+    def _fail(self, rollout_id: str, failure: Failure) -> None:
+        """Say it; raises TooManyFailures for the one that is too many, of which the buffer has been told too."""
+        log.warning("rollout %s failed: %s", rollout_id, failure)
         self.counts["rollouts_failed_total"] += 1
-        self._send(RolloutFailed(rollout_id=rollout_id, reason=reason), ())
+        self._send(RolloutFailed(rollout_id, failure.reason, failure.error, failure.detail), ())
+        self._brake.failure(str(failure))
 
     def _forget(self, rollout_id: str) -> None:
         run = self._runs.pop(rollout_id)

@@ -81,7 +81,7 @@ def actor_fails(world: World, rng: Random) -> None:
         rollout_id = rng.choice(list(actor.running))
         actor.end(rollout_id)
         for _ in range(rng.choice((1, 1, 2))):
-            world.send("actor", actor.name, m.RolloutFailed(rollout_id, "engine"))
+            world.send("actor", actor.name, m.RolloutFailed(rollout_id, "engine_error"))
 
 
 def actor_leaves(world: World, rng: Random) -> None:

@@ -157,7 +157,7 @@ class Actor:
                 self._ended += message.final
                 self._free += message.final
             case m.RolloutFailed():
-                self._failure = message.reason
+                self._failure = f"{message.reason}: {message.detail}"
             case m.Heartbeat():
                 self._server.send(*ACTOR, m.HeartbeatReply(m.WeightVersion(0, 0)))
             case _:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
+from buffer.failures import FailureBook
 from buffer.ledger import UNSCORABLE, LedgerBook, RejectReason
 from buffer.lifecycle import Lifecycle
 from buffer.outgoing import Outbox
@@ -25,9 +26,6 @@ from buffer.tokens import Array
 from buffer.validation import SegmentChecker
 from protocol.messages import CancelRollout, RolloutFailed, RolloutFailedAck, SegmentAck
 from protocol.messages import Segment as SegmentMessage
-
-_REASON_CHARS = 80
-"""An actor's own words are cut to this in the ledger."""
 
 
 class Arrivals:
@@ -44,6 +42,7 @@ class Arrivals:
         batches: BatchDesk,
         evals: EvalDesk,
         checker: SegmentChecker,
+        failures: FailureBook,
         outbox: Outbox,
     ) -> None:
         self._config = config
@@ -55,6 +54,7 @@ class Arrivals:
         self._batches = batches
         self._evals = evals
         self._checker = checker
+        self._failures = failures
         self._outbox = outbox
         self.reissued_total = 0
         """Attempts that were queued because an earlier one failed."""
@@ -86,7 +86,7 @@ class Arrivals:
     def rollout_failed(self, actor: ActorPeer, message: RolloutFailed) -> None:
         rollout = actor.rollouts.get(message.rollout_id)
         if rollout is not None:
-            self.fail(rollout, f"rollout_failed:{message.reason}"[:_REASON_CHARS], tell_actor=False)
+            self.fail(rollout, self._failures.record(actor.name, message), tell_actor=False)
         self._outbox.send("actor", actor.name, RolloutFailedAck(message.rollout_id))
 
     def _late_segment(self, actor: ActorPeer, message: SegmentMessage) -> None:

@@ -20,6 +20,7 @@ from buffer import (
     core,
     ended,
     evals,
+    failures,
     hedging,
     learner_desk,
     ledger,
@@ -46,7 +47,7 @@ from protocol import bit_packing, codec, flow, messages, session, session_book, 
 from protocol.session_book import BookImage, SessionBook
 
 _STATE_MODULES = (
-    arrivals, breaker, config, core, ended, evals, hedging, learner_desk, ledger, lifecycle, outgoing, pacing,
+    arrivals, breaker, config, core, ended, evals, failures, hedging, learner_desk, ledger, lifecycle, outgoing, pacing,
     peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book, teacher_health, tickets, tokens,
     validation, versions,
     bit_packing, codec, flow, messages, session, session_book, topk_codec,
@@ -61,6 +62,7 @@ _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
         ended.EndedRollouts,
         evals.EvalDesk,
         evals.Evaluation,
+        failures.FailureBook,
         hedging.HedgeBudget,
         hedging.HedgeCounts,
         hedging.LeaseTimes,
@@ -104,6 +106,7 @@ _VALUES: tuple[type[Any], ...] = (
     task_book.Done,
     messages.BatchItem,
     messages.ForgottenPeers,
+    messages.RolloutFailures,
     messages.ScoreCredit,
     messages.Segment,
     messages.TicketCredit,

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
+from buffer.failures import FailureBook
 from buffer.learner_desk import LearnerDesk
 from buffer.ledger import RUN_ENDED, LedgerBook, RejectReason
 from buffer.lifecycle import Lifecycle
@@ -81,7 +82,10 @@ class BufferState:
         batches = self._batches = BatchDesk(config, life, tasks, versions)
         evals = self._evals = EvalDesk(life)
         checker = SegmentChecker(config, versions, vocab_size)
-        arrivals = self._arrivals = Arrivals(config, book, life, tasks, tickets, scoring, batches, evals, checker, out)
+        failures = self._failures = FailureBook(carried)
+        arrivals = self._arrivals = Arrivals(
+            config, book, life, tasks, tickets, scoring, batches, evals, checker, failures, out
+        )
         self._learner = LearnerDesk(
             config,
             book=book,
@@ -252,6 +256,7 @@ class BufferState:
             ),
             intake_trouble=self._intake_trouble,
             forgotten=dict(self._peers.forgotten),
+            failures=self._failures.records,
         )
 
     # ------------------------------------------------------------------------------------------------ handlers

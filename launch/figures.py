@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from launch.failures import failures_text
 from launch.guests import counted, guests
 from protocol.messages import Role, Snapshot
 
@@ -87,6 +88,8 @@ class Figures:
     """Teachers that are given no work although they are there, and why."""
     hedges: Mapping[str, int] = field(default_factory=dict[str, int])
     """Items given to a second teacher so far, what came of it; empty: none was."""
+    failed: str = ""
+    """Rollouts that failed: how many, and the newest cause; empty: none has."""
 
     def rate(self, role: str) -> float:
         return self.tokens_per_s.get(role, math.nan)
@@ -133,6 +136,7 @@ class Rates:
             intake_trouble=snapshot.intake_trouble if snapshot is not None else "",
             held_back={p.name: p.held_back for p in snapshot.peers if p.held_back} if snapshot is not None else {},
             hedges=_hedges(snapshot),
+            failed=failures_text(snapshot),
         )
 
     def _remember(self, snapshot: Snapshot) -> None:

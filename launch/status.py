@@ -13,16 +13,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Final, Literal, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from launch.figures import Figures, Rates, RunView, clock, short
 
 log = logging.getLogger(__name__)
+LOST_SHOWN: Final = 6
+"""Reasons for lost tokens that the status lists one by one."""
 
 
 class StatusView(Protocol):
@@ -132,6 +135,8 @@ def line(f: Figures) -> str:
     parts.append(f"versions {f.versions_counted}")
     if f.joined:
         parts.append(f"joined {f.joined}")
+    if f.failed:
+        parts.append(f"FAILED ROLLOUTS {f.failed}")
     if f.lost:
         parts.append(_lost(f))
     if f.servers_up < f.servers:
@@ -177,6 +182,8 @@ def table(f: Figures) -> Table:
         grid.add_row("joined", f.joined)
     if f.servers:
         grid.add_row("servers", _servers(f))
+    if f.failed:
+        grid.add_row("failed rollouts", Text(f.failed))
     if f.hedges:
         grid.add_row("hedges", _counted(f.hedges))
     if f.held_back:
@@ -223,7 +230,12 @@ def _servers(f: Figures) -> str:
 
 
 def _lost(f: Figures) -> str:
-    return ", ".join(f"{what} {short(tokens)}" for what, tokens in f.lost.items()) + " tokens"
+    """The largest first; what does not fit is in the summary."""
+    largest = sorted(f.lost.items(), key=lambda entry: -entry[1])
+    told = [f"{what} {short(tokens)}" for what, tokens in largest[:LOST_SHOWN]]
+    if others := largest[LOST_SHOWN:]:
+        told.append(f"{len(others)} other reasons {short(sum(tokens for _, tokens in others))}")
+    return ", ".join(told) + " tokens"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -135,6 +135,14 @@ class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
     exit_codes: list[int]
 
 
+class FailedRollouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempts that failed under one reason, in this launch; `examples` are the first texts that differ."""
+
+    n: int
+    newest: str
+    examples: tuple[str, ...]
+
+
 class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """The other units of the ledger."""
 
@@ -184,6 +192,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     forgotten: Mapping[Role, ForgottenPeers] = msgspec.field(default_factory=dict[Role, ForgottenPeers])
     """Of workers that joined and left long before the end, by role: of those that left `workers` has the last ones."""
     servers: dict[str, ServerAccount] = msgspec.field(default_factory=dict[str, ServerAccount])
+    failed_rollouts: dict[str, FailedRollouts] = msgspec.field(default_factory=dict[str, FailedRollouts])
+    """By reason; the one that occurred last stands last."""
 
 
 def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Summary:
@@ -231,6 +241,10 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         workers=_workers(outcome, snapshot),
         forgotten=snapshot.forgotten if snapshot is not None else {},
         servers=_servers(outcome),
+        failed_rollouts={
+            each.reason: FailedRollouts(n=each.n, newest=each.newest, examples=each.examples)
+            for each in (snapshot.failures if snapshot is not None else ())
+        },
     )
     _write(summary, folder)
     return summary

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from launch.figures import clock
 from launch.runfolder import RunFolder
@@ -22,7 +23,7 @@ def print_summary(summary: Summary, folder: RunFolder, console: Console | None =
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in _rows(summary, folder):
-        grid.add_row(label, text)
+        grid.add_row(label, Text(text))  # not markup: a reason may have brackets in it
     console.print()
     console.print(grid)
     if not summary.tokens.balanced:
@@ -61,6 +62,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
     if summary.tokens_trained_offline:
         yield "of the teacher's text", f"{summary.tokens_trained_offline:,} trained besides"
+    if summary.failed_rollouts:
+        yield "failed rollouts", failed_text(summary)
     source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
     yield "ledger", ("balanced" if tokens.balanced else "NOT BALANCED") + source[summary.ledger.source]
     yield (
@@ -115,6 +118,13 @@ def teachers_text(measured: Mapping[str, MeasuredTeacher]) -> str:
     """What was measured of the teachers; of several pools each by its name."""
     told = {pool: f"{one.accuracy_sampled:.3f} (of {one.n_sampled})" for pool, one in measured.items()}
     return next(iter(told.values())) if len(told) == 1 else ", ".join(f"{pool} {text}" for pool, text in told.items())
+
+
+def failed_text(summary: Summary) -> str:
+    """How many under which reason, and the newest text."""
+    counted = ", ".join(f"{each.n:,} {reason}" for reason, each in summary.failed_rollouts.items())
+    newest = next(reversed(summary.failed_rollouts.values())).newest
+    return f"{counted}; newest {newest}"
 
 
 def lacking_text(point: EvalPoint) -> str:

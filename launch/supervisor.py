@@ -22,6 +22,7 @@ from typing import Final
 from launch.buffer_link import BufferLink, read_address
 from launch.config import RunConfig
 from launch.crew import ROLES
+from launch.failures import FailureNews, failures_text
 from launch.figures import RunView
 from launch.guests import Guests
 from launch.memory import MemoryGauge
@@ -79,6 +80,7 @@ class Supervisor(Watch):
         )
         self._restartable = restartable
         self._guests = Guests(self._crew.workers)
+        self._failures = FailureNews()
         self._memory = MemoryGauge(config.launch.memory_every_s)
 
     def run(self) -> Outcome:
@@ -165,7 +167,7 @@ class Supervisor(Watch):
 
     def _show(self, now_s: float) -> None:
         if self._link is not None and self._link.snapshot is not None:
-            for text in self._guests.news(self._link.snapshot):
+            for text in (*self._guests.news(self._link.snapshot), *self._failures.news(self._link.snapshot)):
                 self._status.say(text)
         super()._show(now_s)
         self._memory.sample_when_due()
@@ -222,7 +224,11 @@ class Supervisor(Watch):
         return all(worker.name not in alive for worker in workers)
 
     def _after_all(self, ending: Ending) -> Ending:
-        """A run that was said to be over is a failed one still, if learner or buffer broke after that."""
+        """A run that was said to be over is a failed one still, if learner or buffer broke after that. One that failed
+        says which rollouts did: they may be why."""
+        failed = failures_text(self._link.snapshot if self._link is not None else None)
+        if failed and ending.exit_code == ExitCode.FAILED:
+            ending = ending._replace(reason=f"{ending.reason}; failed rollouts: {failed}")
         for worker in (*self._crew.of("learner"), *self._crew.of("buffer")):
             code = worker.exit_codes[-1] if worker.exit_codes else 0
             if ending.ok and code not in (ExitCode.OK, ExitCode.TERMINATED):

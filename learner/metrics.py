@@ -143,6 +143,7 @@ class MetricsWriter:
             **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.update(snapshot).items()},
             **{f"queue/{name}": depth for name, depth in snapshot.queues.items()},
             **_ledger_scalars(snapshot.ledger.tokens),
+            **{f"failed_rollouts/{each.reason}_total": each.n for each in snapshot.failures},
         }
 
     def _record(self, kind: str, step: int, scalars: Mapping[str, float], extra: Row, summaries: Sequence[Any]) -> Row:

@@ -26,7 +26,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Goes up whenever a message changes (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers each; no run is resumed that often."""
@@ -34,6 +34,9 @@ MAX_STEP = 2**40
 
 Role: TypeAlias = Literal["actor", "teacher", "learner", "launcher"]
 TaskKind: TypeAlias = Literal["train", "eval"]
+FailureReason: TypeAlias = Literal[
+    "env_error", "env_timeout", "env_unknown", "engine_error", "engine_aborted", "engine_refused"
+]
 
 
 class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -257,10 +260,17 @@ class SegmentAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, tag=True):
-    """actor -> buffer, acknowledged: this rollout will not be finished (engine or environment error)."""
+    """actor -> buffer, acknowledged: this rollout will not be finished."""
 
     rollout_id: str
-    reason: str
+    reason: FailureReason
+    """env_error: the environment raised, or broke a rule; env_timeout: it took too long; env_unknown: the ticket names
+    an environment that the configuration does not; engine_error, engine_aborted: the engine gave the request up;
+    engine_refused: it did not take it."""
+    error: str = ""
+    """For env_error: the class of the exception."""
+    detail: str = ""
+    """What happened, for people. Nothing is counted by it."""
 
 
 class RolloutFailedAck(msgspec.Struct, frozen=True, tag=True):
@@ -599,6 +609,17 @@ class ForgottenPeers(msgspec.Struct, frozen=True):
     tokens_total: int = 0
 
 
+class RolloutFailures(msgspec.Struct, frozen=True):
+    """Attempts that actors said have failed, under one reason (`buffer.failures`), since this launch began."""
+
+    reason: str
+    n: int
+    newest: str
+    """Who, and what happened, the last time."""
+    examples: tuple[str, ...]
+    """The first few that differ."""
+
+
 class SnapshotWanted(msgspec.Struct, frozen=True, tag=True):
     """anyone -> buffer."""
 
@@ -626,6 +647,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     """Why new segments and tasks are not taken in at the moment (the journal cannot be written); empty: they are."""
     forgotten: dict[Role, ForgottenPeers] = {}
     """By role; they are not among `peers`."""
+    failures: tuple[RolloutFailures, ...] = ()
+    """By reason; the one that occurred last stands last."""
 
     def tokens_total(self, role: Role) -> int:
         """Of all peers of the role, over the whole run."""

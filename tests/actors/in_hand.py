@@ -15,6 +15,7 @@ from torch import Tensor
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from actors.failure import Failure
 from actors.rollouts_running import RunningRollouts
 from engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest, Int32s
 from protocol.messages import Message, RolloutFailed, Sampling, Segment, Ticket, VersionSpan, WeightVersion
@@ -172,10 +173,10 @@ class InHand:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Rollout id -> reason; each is said once."""
+        """Rollout id -> reason, class of the exception and detail; each is said once."""
         failed = self.messages(RolloutFailed)
         assert len({message.rollout_id for message in failed}) == len(failed)
-        return {message.rollout_id: message.reason for message in failed}
+        return {each.rollout_id: str(Failure(each.reason, each.detail, each.error)) for each in failed}
 
     def whole(self, rollout_id: str) -> tuple[list[Segment], Int32s, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Segments of a finished rollout, which must lie end to end; ids, log-probs and mask of all of it."""

@@ -18,7 +18,8 @@ from engines.models import load_causal_lm
 from engines.scorer_config import ScorerConfig
 from engines.torch_engine import TorchEngine
 from engines.torch_scorer import TorchScorer
-from protocol.messages import Sampling, Segment, VersionSpan
+from protocol.messages import RolloutFailed, Sampling, Segment, VersionSpan
+from protocol.printable import in_one_line
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, V2, Breakable, InHand, ScriptedEngine, ids_of, ticket
 
 PROMPT = ids_of(1, 2, 3)
@@ -146,9 +147,26 @@ def test_an_environment_that_raises_fails_its_own_rollout_by_name(
         engine.say(request_id, 9, STOP, end="stop")
     hand.until_gone()
     assert hand.failures.keys() == {"train-0-0-0"}
-    assert error in hand.failures["train-0-0-0"] and str(Breakable.ERRORS[error]) in hand.failures["train-0-0-0"]
+    told = hand.failures["train-0-0-0"]
+    assert told.startswith(f"env_error ({error}): {in_one_line(str(Breakable.ERRORS[error]))} (at in_hand.py:")
     assert hand.whole("train-1-0-0")[0][-1].finish_reason == "stop"
     assert sorted(Breakable.closed) == (["train-1-0-0"] if at == "new" else ["train-0-0-0", "train-1-0-0"])
+
+
+def test_texts_of_an_environment_reach_nobody_raw_or_at_full_length(
+    in_hand: Callable[..., InHand], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(
+        Breakable.ERRORS, "hostile", ValueError("x\n12:00:00 actor-0 ERROR forged\x1b[2J" + "y" * 10**5)
+    )
+    hand = in_hand(at="reset", error="hostile")
+    hand.rollouts.add(ticket(env="env"), PROMPT)
+    hand.until_gone()
+    (failed,) = hand.messages(RolloutFailed)
+    assert (failed.reason, failed.error) == ("env_error", "ValueError")
+    assert failed.detail.isprintable() and len(failed.detail) < 500
+    assert failed.detail.startswith(r"x\n12:00:00 actor-0 ERROR forged\x1b[2J")
+    assert all(len(message.splitlines()) == 1 and message.isprintable() for message in caplog.messages)
 
 
 def test_an_environment_that_breaks_when_it_is_closed_spoils_nothing(
@@ -197,6 +215,7 @@ def test_an_engine_that_gives_up_a_request_fails_its_rollout(
     engine.say("train-1-0-0/0", 9, STOP, end="stop")
     hand.until_gone()
     assert hand.failures == {"train-0-0-0": f"engine_{end}: out of memory"}
+    assert [message.error for message in hand.messages(RolloutFailed)] == [""]
     assert hand.whole("train-1-0-0")[0][-1].final and len(Breakable.closed) == 2
 
 
@@ -207,7 +226,7 @@ def test_a_request_that_the_engine_refuses_fails_its_rollout(
     engine.refuse = ValueError("token id 999 outside the vocabulary")
     hand.rollouts.add(ticket(env="env"), PROMPT)
     hand.until_gone()
-    assert "token id 999" in hand.failures["train-0-0-0"]
+    assert hand.failures == {"train-0-0-0": "engine_refused: token id 999 outside the vocabulary"}
 
 
 def test_a_prompt_that_fills_the_context_fails_its_rollout(in_hand: Callable[..., InHand]) -> None:

@@ -100,7 +100,7 @@ def test_tasks_are_done_when_all_their_samples_are_settled_and_told_once(make: M
     batch = driver.want(0)
     assert batch is not None and batch.tasks_done == ()
     driver.trained(batch)
-    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine_error"))
     driver.roll(1, step=1)
     batch = driver.want(1)
     assert batch is not None and batch.tasks_done == (0, 1), "0 was settled by a drop since"
@@ -122,7 +122,7 @@ def test_the_last_batch_may_be_smaller_and_then_there_is_an_empty_one(make: Make
     driver.roll(0)
     assert driver.batch() is None, "1 and 2 may still come"
     driver.roll(1)
-    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine_error"))
     batch = driver.batch()
     assert rollout_ids(batch) == ["train-0-0-0", "train-1-0-0"]
     assert batch is not None and set(batch.tasks_done) == {0, 1, 2}

@@ -71,9 +71,9 @@ def test_rollouts_given_up_are_reported(make: Make) -> None:
     driver = make(max_attempts=2, max_score_attempts=1)
     driver.offer(7, 8, kind="eval", eval_id="e")
     ask(driver)
-    driver.send("actor", "a", m.RolloutFailed("eval-7-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("eval-7-0-0", "engine_error"))
     assert driver.take(m.EvalResult) == []
-    driver.send("actor", "a", m.RolloutFailed("eval-7-0-1", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("eval-7-0-1", "engine_error"))
     assert driver.take(m.EvalResult) == [m.EvalResult("e", (), 1, 1)]
     driver.write("eval-8-0-0", 3)
     driver.refuse_work(next(iter(driver.work)))

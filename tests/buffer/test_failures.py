@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from buffer.failures import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
 from protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, v
 
@@ -14,12 +16,12 @@ def test_a_failed_rollout_is_dropped_and_tried_again_with_another_seed(make: Mak
     driver = make()
     driver.offer(0)
     driver.write("train-0-0-0", 2)
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     assert driver.take(m.RolloutFailedAck) == [m.RolloutFailedAck("train-0-0-0")]
-    assert driver.ledger.tokens.dropped == {"rollout_failed:engine": 2}
+    assert driver.ledger.tokens.dropped == {"engine_error": 2}
     again = driver.tickets["train-0-0-1"]
     assert again.sampling.seed != driver.tickets["train-0-0-0"].sampling.seed
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     assert driver.take(m.RolloutFailedAck) == [m.RolloutFailedAck("train-0-0-0")], "repeated, and known"
     assert "train-0-0-2" not in driver.tickets
 
@@ -27,9 +29,9 @@ def test_a_failed_rollout_is_dropped_and_tried_again_with_another_seed(make: Mak
 def test_after_max_attempts_the_sample_is_dropped_for_good(make: Make) -> None:
     driver = make(max_attempts=2, staleness=0, batch=1)
     driver.offer(0, 1)
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     assert driver.snapshot.queues["rollouts_live"] == 1
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-1", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-1", "engine_error"))
     assert set(driver.tickets) == {"train-0-0-0", "train-0-0-1", "train-1-0-0"}
     assert driver.snapshot.queues["rollouts_given_up_total"] == 1
 
@@ -141,7 +143,7 @@ def test_a_rollout_that_was_trained_in_part_ends_where_it_stands(make: Make, tra
     if trained:
         driver.trained(batch)
     driver.write("train-0-0-0", 2)
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     assert "train-0-0-1" not in driver.tickets
     assert driver.ledger.tokens.dropped == {}
     late = driver.write("train-0-0-0", 1)
@@ -245,7 +247,7 @@ def test_tickets_after_a_fork_wait_for_weights_of_the_new_branch(make: Make) -> 
         driver.trained(batch)
     assert driver.tickets["train-2-0-0"].min_version == v(2)
     driver.restart_learner(1, epoch=1)
-    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine_error"))
     assert driver.tickets["train-2-0-1"].min_version == v(1, epoch=1)
 
 
@@ -316,7 +318,7 @@ def test_tasks_offered_again_are_duplicates_unless_their_training_was_lost(make:
 def test_a_restarted_learner_is_told_only_of_tasks_it_has_offered(make: Make) -> None:
     driver = make(batch=1, staleness=3, max_attempts=1)
     driver.offer(0, 1, 2)
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     driver.restart_learner(0, epoch=1)
     driver.roll(1)
     batch = driver.want(0, epoch=1)
@@ -326,3 +328,63 @@ def test_a_restarted_learner_is_told_only_of_tasks_it_has_offered(make: Make) ->
     driver.roll(2)
     batch = driver.want(1, epoch=1)
     assert batch is not None and set(batch.tasks_done) == {0, 1, 2}
+
+
+# --------------------------------------------------------------------------------------- reasons that actors give
+
+
+def fail_each(driver: Driver, *failures: m.RolloutFailed) -> None:
+    """One rollout each, of which two tokens were written."""
+    for i, failure in enumerate(failures):
+        driver.offer(i)
+        driver.write(f"train-{i}-0-0", 2)
+        driver.send("actor", "a", msgspec.structs.replace(failure, rollout_id=f"train-{i}-0-0"))
+
+
+def failed(error: str, detail: str = "", reason: m.FailureReason = "env_error") -> m.RolloutFailed:
+    return m.RolloutFailed("", reason, error, detail)
+
+
+def test_texts_of_exceptions_are_no_reasons_and_few_are_kept(make: Make) -> None:
+    driver = make(batch=100)
+    fail_each(driver, *(failed("KeyError", f"no tool {i}") for i in range(40)), failed("OSError", "gone"))
+    assert driver.ledger.tokens.dropped == {"env_error_KeyError": 80, "env_error_OSError": 2}
+    tools, gone = driver.snapshot.failures
+    assert (tools.reason, tools.n, tools.newest) == ("env_error_KeyError", 40, "a: KeyError: no tool 39")
+    assert tools.examples == tuple(f"a: KeyError: no tool {i}" for i in range(MAX_EXAMPLES))
+    assert (gone.reason, gone.n, gone.examples) == ("env_error_OSError", 1, ("a: OSError: gone",))
+
+
+def test_the_reason_that_occurred_last_stands_last(make: Make) -> None:
+    driver = make(batch=100)
+    fail_each(driver, failed("", "slow", "env_timeout"), failed("OSError"), failed("", "slower", "env_timeout"))
+    assert [(each.reason, each.n) for each in driver.snapshot.failures] == [
+        ("env_error_OSError", 1),
+        ("env_timeout", 2),
+    ]
+    assert driver.snapshot.failures[-1].newest == "a: slower"
+
+
+def test_classes_of_exceptions_are_bounded_and_must_be_names(make: Make) -> None:
+    """A hostile environment can make as many as it likes."""
+    driver = make(batch=1000)
+    fail_each(driver, *(failed(f"Error{i}") for i in range(3 * MAX_CLASSES)), failed("a b\nc"), failed("X" * 10**4))
+    reasons = {f"env_error_Error{i}" for i in range(MAX_CLASSES)} | {"env_error_other"}
+    assert driver.ledger.tokens.dropped.keys() == reasons == {each.reason for each in driver.snapshot.failures}
+    assert driver.ledger.tokens.dropped["env_error_other"] == 2 * (2 * MAX_CLASSES + 2)
+
+
+def test_classes_stay_bounded_over_the_launches_of_a_run(make: Make) -> None:
+    first = make(batch=1000)
+    fail_each(first, *(failed(f"Error{i}") for i in range(MAX_CLASSES)))
+    again = make(batch=1000, carried=first.ledger)
+    fail_each(again, failed("Error0"), failed("New"))
+    dropped = again.ledger.tokens.dropped
+    assert dropped["env_error_Error0"] == 4 and dropped["env_error_other"] == 2 and "env_error_New" not in dropped
+
+
+def test_texts_are_cut(make: Make) -> None:
+    driver = make()
+    fail_each(driver, failed("ValueError", "y" * 10**6))
+    (each,) = driver.snapshot.failures
+    assert [len(text) for text in (each.newest, *each.examples)] == [MAX_TEXT, MAX_TEXT]

@@ -183,7 +183,7 @@ def test_scores_nobody_wants_end_both_leases(make: Make) -> None:
     driver = practised(make)
     driver.write("train-1-0-0", 2)
     driver.wait(3.1)
-    driver.send("actor", "a", m.RolloutFailed("train-1-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-1-0-0", "engine_error"))
     assert [driver.answer(lease).statuses for lease in list(driver.work)] == [("expired",), ("expired",)]
     assert driver.snapshot.queues["leases_wasted_hedge_unwanted_total"] == 1
 

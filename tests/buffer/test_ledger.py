@@ -30,6 +30,6 @@ def test_a_carried_ledger_goes_on_with_what_was_held_counted_as_lost() -> None:
 def test_free_text_cannot_fill_the_books() -> None:
     counts = UnitCounts()
     for i in range(2 * MAX_REASONS):
-        counts.drop(1, f"rollout_failed:{i}")
+        counts.drop(1, f"reason_{i}")
     assert len(counts.dropped) == MAX_REASONS + 1
     assert sum(counts.dropped.values()) == 2 * MAX_REASONS

@@ -176,7 +176,7 @@ def test_a_group_that_lost_a_sample_counts_with_what_is_left(make: Make) -> None
     driver.offer(0, 1, group=2)
     driver.want(0)
     driver.roll(0, 0)
-    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine_error"))
     assert driver.batch() is None, "one rollout is not two"
     driver.roll(1, 0)
     driver.roll(1, 1)
@@ -225,7 +225,7 @@ def test_a_sample_dropped_for_good_is_replaced_in_the_same_step_when_the_bound_i
     driver = make(batch=2, staleness=0, max_attempts=1)
     driver.offer(*range(4))
     driver.want(0)
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     assert driver.tickets["train-2-0-0"].min_version == v(0)
     driver.roll(1)
     driver.roll(2)

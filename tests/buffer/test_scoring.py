@@ -229,9 +229,9 @@ def test_scores_of_an_ended_rollout_are_not_wanted(make: Make) -> None:
     driver.offer(0)
     driver.write("train-0-0-0", 2)
     (lease,) = driver.work
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     assert driver.answer(lease).statuses == ("expired",)
-    assert driver.ledger.tokens.dropped == {"rollout_failed:engine": 2}
+    assert driver.ledger.tokens.dropped == {"engine_error": 2}
 
 
 def test_a_teachers_prompt_stands_in_place_of_the_students(make: Make) -> None:

@@ -208,7 +208,7 @@ def test_late_messages_are_answered_until_their_sender_says_goodbye(in_thread: F
     learner, actor = connect("learner"), connect("actor")
     end_run(learner)
     receive(actor, m.Shutdown)
-    actor.send(m.RolloutFailed("train-0-0-0", "too late"))
+    actor.send(m.RolloutFailed("train-0-0-0", "engine_error", detail="too late"))
     assert actor.flush(WAIT_S)
     assert not in_thread.done()
     actor.close("done")

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from launch.failures import FailureNews
 from launch.figures import Rates, RunView, clock, short, staleness
 from launch.guests import Guests
 from launch.join_status import JoinStatus
 from launch.status import LineStatus, QuietStatus, TableStatus, line, make_status, table
-from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
+from protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
 
 COUNTS = LedgerCounts(
     accepted=100, trained=60, masked={"stale": 7}, dropped={"actor_lost": 3}, waiting=20, in_flight=10
@@ -183,6 +184,44 @@ def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
     full = msgspec.structs.replace(told, intake_trouble="No space left on device")
     assert "NO INTAKE" not in line(Rates().figures(view(told)))
     assert "NO INTAKE: No space left on device" in line(Rates().figures(view(full)))
+
+
+def failing(n: int = 64, text: str = "actor-0: KeyError: 'tool' [red](at env.py:7 in step)") -> Snapshot:
+    slow = RolloutFailures("env_timeout", 2, "actor-1: reset took longer", ("actor-1: reset took longer",))
+    broken = RolloutFailures("env_error_KeyError", n, text, ("actor-0: KeyError: 'first'", text))
+    return msgspec.structs.replace(snapshot(1.0, 0, peer("learner", 0)), failures=(slow, broken))
+
+
+def test_rollouts_that_fail_are_seen_with_their_number_and_newest_cause() -> None:
+    said = "66, newest env_error_KeyError: actor-0: KeyError: 'tool' [red](at env.py:7 in step)"
+    figures = Rates().figures(view(failing()))
+    assert f"| FAILED ROLLOUTS {said} |" in line(figures)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(figures))
+    assert said in shown.get(), "not taken for markup"
+    assert "FAILED" not in line(Rates().figures(view(snapshot(1.0, 0, peer("learner", 0)))))
+
+
+def test_the_first_failure_of_each_kind_is_an_event() -> None:
+    news = FailureNews()
+    assert list(news.news(snapshot(1.0, 0))) == []
+    assert list(news.news(failing())) == [
+        "a rollout failed (env_timeout): actor-1: reset took longer",
+        "a rollout failed (env_error_KeyError): actor-0: KeyError: 'first'",
+    ]
+    assert list(news.news(failing(65, "actor-0: another text"))) == []
+
+
+def test_many_reasons_for_lost_tokens_do_not_fill_the_line() -> None:
+    dropped = {f"env_error_Error{i}": i + 1 for i in range(200)}
+    tokens = LedgerCounts(accepted=20_100, trained=0, masked={}, dropped=dropped, waiting=0, in_flight=0)
+    many = msgspec.structs.replace(
+        snapshot(1.0, 3, peer("learner", 0)), ledger=Ledger(COUNTS, COUNTS, tokens, {}, COUNTS)
+    )
+    text = line(Rates().figures(view(many)))
+    assert "dropped env_error_Error199 200, dropped env_error_Error198 199" in text
+    assert "194 other reasons 18.9k tokens" in text and len(text) < 800
 
 
 def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:

@@ -20,7 +20,16 @@ from launch.summary_table import print_summary
 from launch.teacher_accuracy import MeasuredTeacher
 from learner.evaluation import EvaluationResult
 from learner.worker import ACCOUNT_EVAL_FIELDS
-from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
+from protocol.messages import (
+    ForgottenPeers,
+    Ledger,
+    LedgerCounts,
+    PeerView,
+    Role,
+    RolloutFailures,
+    Snapshot,
+    WeightVersion,
+)
 
 TOKENS = LedgerCounts(accepted=100, trained=60, masked={"stale": 7}, dropped={"run_ended": 33}, waiting=0, in_flight=0)
 SOME = LedgerCounts(accepted=5, trained=5, masked={}, dropped={}, waiting=0, in_flight=0)
@@ -282,3 +291,20 @@ def test_a_launch_that_wrote_no_checkpoint_shows_the_newest_of_the_run(folder: R
     summary = write_summary(CONFIG, folder, outcome(WELL))
     assert summary.checkpoint == str(folder.path / CHECKPOINTS / "step_000008_epoch_1")
     assert f"checkpoint {summary.checkpoint}" in table(summary, folder)
+
+
+def test_rollouts_that_failed_are_listed_with_a_few_of_their_texts(folder: RunFolder) -> None:
+    text = "actor-0: KeyError: 'tool' [/x]"
+    failures = (
+        RolloutFailures("env_timeout", 2, "actor-1: reset took longer", ("actor-1: reset took longer",)),
+        RolloutFailures("env_error_KeyError", 64, text, ("actor-0: KeyError: 'first'", text)),
+    )
+    leave(folder, msgspec.structs.replace(snapshot(), failures=failures), ACCOUNT)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    told = written(folder)["failed_rollouts"]
+    assert told["env_error_KeyError"] == {"n": 64, "newest": text, "examples": ["actor-0: KeyError: 'first'", text]}
+    assert list(told) == ["env_timeout", "env_error_KeyError"]
+    console = Console(width=160)
+    with console.capture() as shown:
+        print_summary(summary, folder, console)
+    assert f"2 env_timeout, 64 env_error_KeyError; newest {text}" in shown.get()

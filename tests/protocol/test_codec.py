@@ -60,7 +60,7 @@ EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.Tickets((TICKET, TICKET)), (ids(4), ids(2))),
     SEGMENT,
     (m.SegmentAck("train-3-0-1", 1, "rejected", "nan_logprob"), ()),
-    (m.RolloutFailed("train-3-0-1", "env"), ()),
+    (m.RolloutFailed("train-3-0-1", "env_error", "KeyError", "step: 'tool'"), ()),
     (m.RolloutFailedAck("train-3-0-1"), ()),
     (m.CancelRollout("train-3-0-1", "stale"), ()),
     (m.ScoreCredit(4096, 2, 1), ()),
