@@ -35,6 +35,7 @@ from launch.runfolder import write_atomic
 from launch.signals import StopRequests
 from launch.slots import Ending
 from launch.target import Target, find_target
+from launch.terminal import lasting_output
 from launch.words import split_words
 from launch.work_folder import WorkFolder
 from protocol.keys import KEYS
@@ -87,6 +88,11 @@ class Found(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
+    with lasting_output():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     began_s = time.monotonic()
     try:
         line = parse_join(arguments)

@@ -25,6 +25,7 @@ from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refus
 from launch.preflight import replace
 from launch.replay_plan import ReplayPlan, check_asked, check_config, check_file, read_plan
 from launch.runfolder import choose_path
+from launch.terminal import lasting_output
 from learner.record_format import RecordError, RecordHeader
 from learner.record_reader import Recording
 from learner.replay_order import ORDERS, Order
@@ -65,6 +66,11 @@ class Asked:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
+    with lasting_output():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(USAGE)
         return 0

@@ -7,7 +7,6 @@ is no failure, and what was trained is in a checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import sys
@@ -34,18 +33,23 @@ from launch.summary import add_teachers, write_summary
 from launch.summary_table import print_summary
 from launch.supervisor import Supervisor
 from launch.teacher_accuracy import longest_s, measured_teachers
+from launch.terminal import lasting_output
 from protocol.context import WorkerRole
 from protocol.printable import LineFormatter
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code."""
+    with lasting_output():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
     try:
         line = parse_arguments(arguments)
         if line.help:
-            with contextlib.suppress(BrokenPipeError):  # `--help | head`
-                print(help_text(), flush=True)
+            print(help_text())
             return 0
         checked = preflight.check(resolve_config(line))
         for warning in checked.warnings:

@@ -24,8 +24,9 @@ def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
         settings: Mapping[str, Any] | None = None,
         preload: tuple[str, ...] = ("fake_roles",),
         run_dir: Path | None = None,
+        **process: Any,
     ) -> Launcher:
-        launcher = Launcher(run_dir or tmp_path / "run", behaviour or {}, settings or {}, preload)
+        launcher = Launcher(run_dir or tmp_path / "run", behaviour or {}, settings or {}, preload, **process)
         started.append(launcher)
         return launcher
 

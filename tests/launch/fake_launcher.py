@@ -16,6 +16,7 @@ from launch.errors import LaunchError
 from launch.run import run
 from launch.runfolder import RunFolder
 from launch.server_plan import plan_servers
+from launch.terminal import lasting_output
 from protocol.context import WorkerRole
 
 ENTRIES: dict[WorkerRole, str] = {
@@ -27,6 +28,11 @@ ENTRIES: dict[WorkerRole, str] = {
 
 
 def main() -> int:
+    with lasting_output():
+        return _main()
+
+
+def _main() -> int:
     run_dir, behaviour, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     try:
         folder = RunFolder.open(run_dir, resume=False)

@@ -23,8 +23,14 @@ class Launcher:
     """One launcher process and its run folder."""
 
     def __init__(
-        self, run_dir: Path, behaviour: Mapping[str, str], settings: Mapping[str, Any], preload: tuple[str, ...]
+        self,
+        run_dir: Path,
+        behaviour: Mapping[str, str],
+        settings: Mapping[str, Any],
+        preload: tuple[str, ...],
+        **process: Any,
     ) -> None:
+        """`process`: arguments of its Popen."""
         self.run_dir = run_dir
         launch = {
             "start_method": "auto",
@@ -38,9 +44,7 @@ class Launcher:
         self.process = subprocess.Popen(
             [sys.executable, script, str(run_dir), json.dumps(behaviour), json.dumps(config), *preload],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | process,
         )
         self._said: str | None = None
 
