@@ -17,11 +17,12 @@ from typing import Final, cast
 import msgspec
 
 from launch.config import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
-from launch.config_file import read_plain
+from launch.config_file import read_plain, read_resolved
 from launch.config_tree import Key, Plain, build, get, keys_of, merge, parse_text, put, type_name
 from launch.errors import ConfigError
 from launch.runfolder import choose_path
 from launch.words import split_words
+from learner.checkpoint_files import CHECKPOINTS
 
 OWN_FLAGS: Final = ("config", "run_dir", "name")
 SWITCHES: Final = ("resume", "check", "help")
@@ -72,12 +73,16 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
 
 def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
     """The tree: defaults, under the built-in recipe where the student is the built-in one, under `base`, under the
-    resumed run's configuration, under the file, under the flags. Raises ConfigError with every mistake there is."""
+    resumed run's configuration (which must be whole), under the file, under the flags. Raises ConfigError with every
+    mistake there is."""
     plain: Plain = base or {}
     if line.resume:
-        former = choose_path(line.run_dir, resume=True, name=line.name) / "config.yaml"
+        folder = choose_path(line.run_dir, resume=True, name=line.name)
+        former = folder / "config.yaml"
         if former.is_file():
-            plain = merge(plain, read_plain(former))
+            plain = merge(plain, read_resolved(former))
+        elif (folder / CHECKPOINTS).is_dir():
+            raise ConfigError(f"--resume: {former} is not there, and the run has checkpoints; put it back from a copy")
         if plain.get("pools"):
             plain.pop("teachers", None)  # it was counted, and is counted again
     if line.config is not None:

@@ -6,15 +6,18 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 import yaml
 
 from launch.config import RunConfig
-from launch.config_tree import Plain, build, field_docs
+from launch.config_tree import Plain, build, field_docs, has, keys_of
 from launch.errors import ConfigError
 from launch.runfolder import write_atomic
+
+END: Final = "..."
+"""Last line of a resolved configuration: YAML's own mark for the end of a document."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,10 +58,27 @@ def read_config(path: Path) -> RunConfig:
     return build(RunConfig, read_plain(path))
 
 
+def read_resolved(path: Path) -> Plain:
+    """A file of `write_config`, which has every key. Raises ConfigError when it is not whole: for what is missing, a
+    default would be taken silently."""
+    plain = read_plain(path)
+    lines = path.read_text().splitlines()
+    missing = [key.name for key in keys_of(RunConfig) if not has(plain, key.name)]
+    mend = f"put {path} back from a copy, or mend it by hand"
+    if missing:
+        told = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ConfigError(f"{path} lacks {told}: it was cut, or another version wrote it; {mend}")
+    if END not in lines:
+        raise ConfigError(
+            f"{path} was cut: its last line is {lines[-1]!r}, expected {END!r}; {mend} (the last value may be wrong)"
+        )
+    return plain
+
+
 def write_config(config: RunConfig, path: Path) -> None:
     """Every key with its value, the docstring above it as a comment. `read_config` gives the same tree back."""
-    header = "# The resolved configuration of this run. Start the same again by --config with this file.\n"
-    write_atomic(path, (header + "\n".join(_lines(config, "")) + "\n").encode())
+    header = "# The resolved configuration of this run. Start the same again by --config with this file."
+    write_atomic(path, "\n".join((header, *_lines(config, ""), END, "")).encode())
 
 
 def _lines(struct: msgspec.Struct, indent: str) -> Iterator[str]:

@@ -172,6 +172,13 @@ def get(plain: Mapping[str, object], key: str) -> object:
     return node
 
 
+def has(plain: Mapping[str, object], key: str) -> bool:
+    """Do nested dicts say something for a dotted key?"""
+    above, _, leaf = key.rpartition(".")
+    node = get(plain, above) if above else plain
+    return isinstance(node, Mapping) and leaf in node
+
+
 def merge(under: Plain, over: Mapping[str, object]) -> Plain:
     """Both trees; where both say something, `over` wins."""
     merged = dict(under)

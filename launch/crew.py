@@ -71,8 +71,7 @@ class Crew:
 
     def start(self, worker: Worker) -> None:
         """A new process for the worker, when its server answers, if it has one. The buffer is spawned: it needs no
-        torch, nor to wait for it; except to resume, when it reads the learner's checkpoint. The learner is spawned
-        where nobody else needs torch."""
+        torch, nor to wait for it. The learner is spawned where nobody else needs torch."""
         worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
         if worker.awaits_server:
             worker.restart_at_s = None
@@ -97,8 +96,9 @@ class Crew:
             lifeline_fd=-1,
             server_url=self._server_url(worker),
         )
-        as_learner = worker.role == "learner" or (worker.role == "buffer" and self._resume)
-        self._processes.start(start, fork=self._learner_preloaded if as_learner else worker.role != "buffer")
+        self._processes.start(
+            start, fork=self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"
+        )
 
     def _server_url(self, worker: Worker) -> str:
         """Of the server that was started for this worker, or that the user named for it; empty: it has none."""

@@ -27,8 +27,9 @@ from launch.config_file import write_config
 from launch.errors import ConfigError
 from launch.local_evaluation import LocalEvaluator
 from launch.replay_plan import ReplayPlan
-from launch.runfolder import CHECKPOINTS, RunFolder, write_atomic
-from learner.checkpoint import LearnerState, latest, load_checkpoint, save_checkpoint
+from launch.runfolder import RunFolder, write_atomic
+from learner.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoint_files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.compare import compare
 from learner.eval_figures import describe
 from learner.evaluation import Evaluation, EvaluationResult, render_eval_set
@@ -120,10 +121,13 @@ def train(
 
 def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> Start:
     """`folder`: of the replay to go on with, whose last checkpoint it is that can be read; where there is none, it
-    begins again. Raises CheckpointError."""
-    found = latest(folder / CHECKPOINTS) if folder is not None else None
-    for skipped in found.skipped if found is not None else ():
-        _say(f"checkpoint {skipped.path} is not usable: {skipped.reason}")
+    begins again. Raises ConfigError where there are some, and none can be read."""
+    try:
+        found = go_on_from(folder / CHECKPOINTS) if folder is not None else None
+    except CheckpointError as error:
+        raise ConfigError(*str(error).splitlines()) from error
+    for skipped in found.damaged if found is not None else ():
+        _say(f"{skipped}; it is kept as {set_aside(skipped.path)}")
     checkpoint = found.path if found is not None else None
     trainer = make_trainer(
         config.models.student,

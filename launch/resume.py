@@ -1,30 +1,27 @@
-"""May a run go on under this configuration? Looked at before anything in its folder is touched.
+"""May a run go on, from which checkpoint, and under this configuration? Looked at before its folder is touched.
 
-A checkpoint remembers which stream of tasks it is a position in: the prompts, the rows held out of them, the order and
-the seed. It has a value head where the advantage needed one. The learner refuses to go on in another stream, or without
-the head; told here, the run's former configuration stays as it is.
+A run goes on from its newest checkpoint that is whole. One that has checkpoints of which none is, is refused: begun
+anew it would throw away what was trained. A checkpoint remembers which stream of tasks it is a position in: the
+prompts, the rows held out of them, the order and the seed. It has a value head where the advantage needed one. The
+learner refuses to go on in another stream, or without the head; told here, the run's former configuration stays as
+it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from launch.config import RunConfig
 from launch.config_file import read_config
 from launch.errors import ConfigError
-from launch.runfolder import CHECKPOINTS, newest_checkpoint
+from learner.checkpoint_files import CHECKPOINTS, TRAINER, VALUE_HEAD, Found, NoneUsable, go_on_from, set_aside
 from learner.data import PromptSource, open_prompts
 from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
 from learner.records import DataError
 from learner.task_config import n_held_out
-
-TRAINER_FILE: Final = "trainer.json"
-VALUE_HEAD_FILE: Final = "value_head.safetensors"
-"""Of a checkpoint (`learner.checkpoint`, which would import torch)."""
 
 
 class StreamIdentity(msgspec.Struct, frozen=True):
@@ -47,19 +44,24 @@ class _Checkpoint(msgspec.Struct, frozen=True):
     tasks: _Stream
 
 
-def check_resumed(config: RunConfig, folder: Path) -> None:
-    """`config`: with paths resolved. Raises ConfigError, naming the keys, when the checkpoints in the run's folder
-    belong to another stream of tasks, or have no value head. Without a checkpoint the run begins anew, and nothing has
-    to fit."""
-    identity = stream_identity(folder)
-    if identity is None:
-        return
+def check_resumed(config: RunConfig, folder: Path) -> Found:
+    """From what the run goes on. `config`: with paths resolved. Raises ConfigError, naming files or keys, when no
+    checkpoint in the run's folder is whole, or the one to go on from belongs to another stream of tasks, or has no
+    value head. Without a checkpoint the run begins anew, and nothing has to fit."""
+    try:
+        found = go_on_from(folder / CHECKPOINTS)
+    except NoneUsable as error:
+        raise ConfigError(*str(error).splitlines()) from error
+    checkpoint = found.path
+    if checkpoint is None:
+        return found
+    identity = msgspec.json.decode((checkpoint / TRAINER).read_bytes(), type=_Checkpoint).tasks.identity
     former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
     mistakes = list(_differences(config, former, identity))
     if mistakes:
         mistakes.append(f"--resume: {folder} goes on with the same tasks in the same order")
-    checkpoint, advantage = newest_checkpoint(folder), config.learner.advantage
-    has_head = checkpoint is None or (checkpoint / VALUE_HEAD_FILE).is_file()
+    advantage = config.learner.advantage
+    has_head = (checkpoint / VALUE_HEAD).is_file()
     if advantage_group(advantage) is TOKEN_ADVANTAGES and not has_head:
         mistakes.append(
             f"learner.advantage: got {advantage!r}, which needs a value head, and {checkpoint} has none; to begin "
@@ -68,16 +70,20 @@ def check_resumed(config: RunConfig, folder: Path) -> None:
     if mistakes:
         end = "resume with what the run was started with, or start a new run; nothing was changed"
         raise ConfigError(*mistakes[:-1], f"{mistakes[-1]}; {end}")
+    return found
 
 
-def stream_identity(folder: Path) -> StreamIdentity | None:
-    """Of the newest checkpoint that can be read; all of a run have the same."""
-    for file in sorted(folder.glob(f"{CHECKPOINTS}/step_*/{TRAINER_FILE}"), reverse=True):
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=_Checkpoint).tasks.identity
-        except msgspec.DecodeError:
-            continue  # the learner passes it over as well, and says so
-    return None
+def describe_resumed(found: Found) -> list[str]:
+    """What the user should know of it, beginning with what is wrong."""
+    told = [f"{skipped}; an older one is used" for skipped in found.damaged]
+    if found.path is None or found.version is None:
+        return [*told, "there is no checkpoint yet: the run begins anew, at step 0"]
+    return [*told, f"going on from step {found.version.step} ({found.path})"]
+
+
+def set_damaged_aside(found: Found) -> list[str]:
+    """Rename them, so that nobody writes in their place. Returns what was done."""
+    return [f"{skipped.path} is kept as {set_aside(skipped.path)}" for skipped in found.damaged]
 
 
 def _differences(config: RunConfig, former: RunConfig | None, identity: StreamIdentity) -> Iterator[str]:

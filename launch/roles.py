@@ -27,6 +27,7 @@ from launch.config import RunConfig
 from launch.config_file import read_config
 from launch.lifeline import die_with_parent, watch_launcher
 from launch.pools import config_of
+from learner.checkpoint_files import CHECKPOINTS, TRAINER, latest
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.errors import HandshakeRefused
 from protocol.messages import Ledger, WeightVersion
@@ -198,14 +199,11 @@ class _Carried(msgspec.Struct, frozen=True):
 
 def run_buffer(ctx: RoleContext[RunConfig]) -> int:
     """Entry of the buffer's process: buffer.server, on resume with version and ledger of the checkpoint from which the
-    learner goes on. Only then is the learner's code (and torch) in this process."""
+    learner goes on."""
     from buffer.server import main as buffer_main
 
     carried = _Carried(WeightVersion(0, 0), None)
     if ctx.resume:
-        from learner.checkpoint import TRAINER, latest
-        from learner.worker import CHECKPOINTS
-
         checkpoint = latest(ctx.run_dir / CHECKPOINTS).path
         if checkpoint is not None:
             carried = msgspec.json.decode((checkpoint / TRAINER).read_bytes(), type=_Carried)

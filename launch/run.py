@@ -24,7 +24,7 @@ from launch.config_file import write_config
 from launch.errors import LaunchError, interrupted, refuse
 from launch.pools import needs_no_teacher, teacher_pools
 from launch.recorded import check_recorded
-from launch.resume import check_resumed
+from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
 from launch.runfolder import RunFolder, choose_path
 from launch.server_plan import ServerPlan
@@ -34,6 +34,7 @@ from launch.summary_table import print_summary
 from launch.supervisor import Supervisor
 from launch.teacher_accuracy import longest_s, measured_teachers
 from launch.terminal import lasting_output
+from learner.checkpoint_files import NOTHING_FOUND, Found
 from protocol.context import WorkerRole
 from protocol.printable import LineFormatter
 
@@ -55,9 +56,12 @@ def _main(arguments: Sequence[str]) -> int:
         for warning in checked.warnings:
             print(f"stillhouse: warning: {warning}", file=sys.stderr)
         check_recorded(checked.config, resume=line.resume)
+        found = NOTHING_FOUND
         if line.resume:
-            check_resumed(checked.config, choose_path(line.run_dir, resume=True, name=line.name))
+            found = check_resumed(checked.config, choose_path(line.run_dir, resume=True, name=line.name))
         if line.check:
+            for told in describe_resumed(found) if line.resume else ():
+                print(told)
             print(checked.server_report + "\n" if checked.server_report else "", end="")
             print("configuration, models and prompts are fine; nothing was started")
             return 0
@@ -67,6 +71,7 @@ def _main(arguments: Sequence[str]) -> int:
                 folder,
                 began_s,
                 resume=line.resume,
+                found=found,
                 preload=preload_modules(checked.config, checked.model_types),
                 servers=checked.servers,
             )
@@ -82,16 +87,20 @@ def run(
     began_s: float,
     *,
     resume: bool,
+    found: Found = NOTHING_FOUND,
     preload: tuple[str, ...],
     entries: Mapping[WorkerRole, str] = ENTRIES,
     servers: Sequence[ServerPlan] = (),
 ) -> int:
-    """Run in an open folder; leaves summary.json there whatever happens. Returns the exit code."""
+    """Run in an open folder; leaves summary.json there whatever happens. `found`: what a resumed one goes on from.
+    Returns the exit code."""
     write_config(config, folder.config_path)
     folder.keep_keys(encrypted=config.buffer.encrypted)
     log_to(folder.logs / "launcher.log")
     status = make_status(config.launch.status, config.launch.status_every_s)
     status.say(_headline(config, folder, resume=resume))
+    for told in (*describe_resumed(found), *set_damaged_aside(found)) if resume else ():
+        status.say(told)
     supervisor = Supervisor(
         config, folder, status, resume=resume, began_s=began_s, preload=preload, entries=entries, servers=servers
     )
@@ -135,7 +144,7 @@ def preload_modules(
 
 
 def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
-    what = "going on with" if resume else "run"
+    what = "going on with run" if resume else "run"
     teachers = "no teacher (rewards only)" if needs_no_teacher(config) else f"{config.teachers} teachers"
     return (
         f"{what} {folder.record.name}: {config.steps} steps, {config.actors} actors, {teachers}, "

@@ -31,14 +31,11 @@ import msgspec
 from launch.errors import LaunchError
 from launch.work_folder import WorkFolder
 from protocol.keys import KEYS, make_keys
-from protocol.messages import WeightVersion
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]
 """stopped: a user, or the system, asked for the end (Ctrl-C, SIGTERM)."""
 RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
-CHECKPOINTS: Final = "checkpoints"
-"""Folder of the learner's checkpoints in a run folder (`learner.worker.CHECKPOINTS`, which would import torch)."""
 SERVERS: Final = "servers"
 """Folder in a run folder in which each worker on an inference server writes down what that can do."""
 log = logging.getLogger(__name__)
@@ -167,28 +164,18 @@ def _free_path(path: Path, *, exact: bool) -> Path:
     return candidate
 
 
-class _Manifest(msgspec.Struct, frozen=True):
-    """The part of a checkpoint's manifest.json that tells its age."""
-
-    version: WeightVersion
-
-
-def newest_checkpoint(path: Path) -> Path | None:
-    """Folder of the newest checkpoint in the run folder `path`, None without any. Its files are not verified."""
-    found: list[tuple[WeightVersion, Path]] = []
-    for file in path.glob(f"{CHECKPOINTS}/step_*/manifest.json"):
-        try:
-            found.append((msgspec.json.decode(file.read_bytes(), type=_Manifest).version, file.parent))
-        except msgspec.DecodeError as error:
-            log.warning("%s cannot be read, its checkpoint is passed over: %s", file, error)
-    return max(found)[1] if found else None
-
-
 def write_atomic(path: Path, content: bytes) -> None:
-    """Readers see the former file or the whole new one."""
+    """Readers see the former file or the whole new one, whenever process or machine die."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(content)
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_record(path: Path) -> RunRecord | None:

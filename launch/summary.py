@@ -17,9 +17,10 @@ import msgspec
 from launch.config import RunConfig
 from launch.figures import learner_stats, staleness
 from launch.guests import guests
-from launch.runfolder import EndState, RunFolder, end_state, newest_checkpoint, write_atomic
+from launch.runfolder import EndState, RunFolder, end_state, write_atomic
 from launch.slots import Ending, Outcome
 from launch.teacher_accuracy import MeasuredTeacher
+from learner.checkpoint_files import CHECKPOINTS, damaged, newest
 from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
 
 UNBALANCED_EXIT_CODE = 3
@@ -186,6 +187,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     teacher_noise: TeacherNoise | None
     checkpoint: str | None
     """The newest one in the run folder, whichever launch of the run wrote it."""
+    checkpoints_damaged: tuple[str, ...] = ()
+    """Folders of those that could not be read when the run wanted to go on from them; older ones were used."""
     tensorboard: str | None
     ledger: LedgerAccount
     workers: dict[str, WorkerAccount]
@@ -205,6 +208,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
     ledger = snapshot.ledger if snapshot is not None else None
     tokens = ledger.tokens if ledger is not None else NO_COUNTS
     mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
+    found = newest(folder.path / CHECKPOINTS)
     summary = Summary(
         name=folder.record.name,
         run_id=folder.record.run_id,
@@ -229,7 +233,8 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         reverse_kl_first=account.reverse_kl_first,
         reverse_kl_last=account.reverse_kl_last,
         teacher_noise=teacher_noise(snapshot, one_model=not config.pools),
-        checkpoint=account.checkpoint or _newest_checkpoint(folder),
+        checkpoint=account.checkpoint or (str(found) if found is not None else None),
+        checkpoints_damaged=tuple(map(str, damaged(folder.path / CHECKPOINTS))),
         tensorboard=account.tensorboard,
         ledger=LedgerAccount(
             source="final" if final is not None else "last_seen" if snapshot is not None else "none",
@@ -306,11 +311,6 @@ def _former_evaluations(folder: RunFolder, account: LearnerAccount) -> tuple[Eva
         points |= {point.step: point for point in former.eval} if former is not None else {}
     first = account.eval[0].step if account.eval else account.steps + 1
     return tuple(points[step] for step in sorted(points) if step < first)
-
-
-def _newest_checkpoint(folder: RunFolder) -> str | None:
-    found = newest_checkpoint(folder.path)
-    return str(found) if found is not None else None
 
 
 def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:

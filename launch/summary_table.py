@@ -80,6 +80,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     if restarts or of_servers:
         yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
     yield "checkpoint", summary.checkpoint or "none"
+    for path in summary.checkpoints_damaged:
+        yield "DAMAGED", f"{path} could not be read; an older checkpoint was used in its place"
     yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
     yield "all of it", str(folder.path)
 

@@ -12,7 +12,8 @@ a folder that peft loads onto the student that base.json names.
 
 Written into a temporary folder beside it, every file and the folder flushed to disk, then renamed: whenever the
 process or the machine dies, each `step_*` folder is complete, and the former checkpoint is untouched until the new one
-has its name. No pickle anywhere. A folder is deleted by renaming it first, for the same reason.
+has its name. No pickle anywhere. A folder is deleted by renaming it first, for the same reason. Which there are, and
+which of them are whole, is learner.checkpoint_files'; a damaged one becomes `damaged-step_000040` and stays.
 
 A step that was saved before by an abandoned branch (the learner went back to an earlier checkpoint) is saved beside it
 as `step_000040_epoch_1`; the newest version is the one with the highest (epoch, step).
@@ -20,17 +21,16 @@ as `step_000040_epoch_1`; the newest version is the one with the highest (epoch,
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from safetensors import SafetensorError
@@ -39,6 +39,23 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engines.models import save_hf
+from learner.checkpoint_files import (
+    EMA,
+    FORMAT,
+    OPTIMIZER,
+    TEMPORARY,
+    TRAINER,
+    VALUE_HEAD,
+    CheckpointError,
+    defect,
+    flush,
+    prune,
+    set_aside,
+    sweep,
+    target_folder,
+    verify,
+    write_manifest,
+)
 from learner.optimizer import AdamWState
 from learner.rng import RngState
 from protocol.messages import Ledger, WeightVersion
@@ -46,24 +63,9 @@ from protocol.messages import Ledger, WeightVersion
 if TYPE_CHECKING:
     from learner.lora import Adapters  # loads peft
 
-FORMAT: Final = 1
-MANIFEST: Final = "manifest.json"
-TRAINER: Final = "trainer.json"
-OPTIMIZER: Final = "optimizer.safetensors"
-EMA: Final = "ema.safetensors"
-VALUE_HEAD: Final = "value_head.safetensors"
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""There instead of config.json: only adapters are in this checkpoint."""
-_NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
 _RUST_ERRNO = re.compile(r"os error (\d+)|Os \{ code: (\d+)")
-_TEMPORARY, _TRASH = ".tmp-", ".trash-"
-_READ_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
-
-
-class CheckpointError(ValueError):
-    """This folder is no usable checkpoint; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -84,31 +86,6 @@ class LearnerState:
     """`Critic.state_dict()`; empty without a value function."""
     offline: dict[str, Any] | None = None
     """`OfflineMixer.state()`; None where nothing is mixed in."""
-
-
-class Skipped(NamedTuple):
-    path: Path
-    reason: str
-
-
-class Found(NamedTuple):
-    """`path` is None when there is no usable checkpoint; `skipped` are newer ones that are not, newest first."""
-
-    path: Path | None
-    version: WeightVersion | None
-    skipped: tuple[Skipped, ...]
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    sha256: str
-    bytes: int
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    format: int
-    version: WeightVersion
-    files: dict[str, FileEntry]
-    """Path within the folder -> content."""
 
 
 class _TrainerFile(msgspec.Struct, frozen=True):
@@ -142,14 +119,13 @@ def save_checkpoint(
     Raises OSError (disk full, no permission): the former checkpoints are untouched, and nothing is left of this one.
     """
     root.mkdir(parents=True, exist_ok=True)
-    _sweep(root)
-    target = _target(root, state.version)
+    sweep(root)
+    target = target_folder(root, state.version)
     if target.exists():
-        if not (reason := _defect(target)):
+        if not (reason := defect(target)):
             return target
-        _log.warning("replacing the unusable checkpoint %s: %s", target, reason)
-        _delete(target)
-    temporary = root / f"{_TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+        _log.error("checkpoint %s is damaged, and kept as %s: %s", target, set_aside(target), reason)
+    temporary = root / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         if adapters is None:
             save_hf(model, tokenizer, temporary)
@@ -162,41 +138,19 @@ def save_checkpoint(
         if state.value_head:
             save_file(state.value_head, temporary / VALUE_HEAD)
         (temporary / TRAINER).write_bytes(msgspec.json.encode(_trainer_file(state)))
-        _write_manifest(temporary, state.version)
+        write_manifest(temporary, state.version)
         temporary.rename(target)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if (number := _system_error(error)) is not None:
             raise OSError(number, os.strerror(number), str(temporary)) from error
         raise
-    _flush(root)
+    flush(root)
     try:
         prune(root, keep=keep, pinned=pinned)
     except OSError as error:  # this checkpoint is there: not for want of deleting another is it lost
         _log.error("checkpoints older than the %d newest could not be deleted: %s", keep, error)
     return target
-
-
-def latest(root: Path) -> Found:
-    """The newest whole checkpoint under `root`. Every file is read and compared with its checksum; what is not usable
-    is skipped with the reason, temporary folders of a killed learner included."""
-    skipped = [
-        Skipped(path, "unfinished: its writer was killed before the rename")
-        for path in _folders(root)
-        if path.name.startswith(_TEMPORARY)
-    ]
-    candidates: list[tuple[WeightVersion, Path]] = []
-    for path in _checkpoints(root):
-        try:
-            candidates.append((read_manifest(path).version, path))
-        except CheckpointError as error:
-            skipped.append(Skipped(path, str(error)))
-    for version, path in sorted(candidates, reverse=True):
-        if reason := _defect(path):
-            skipped.append(Skipped(path, reason))
-            continue
-        return Found(path, version, tuple(skipped))
-    return Found(None, None, tuple(skipped))
 
 
 def load_checkpoint(path: Path) -> LearnerState:
@@ -224,54 +178,6 @@ def load_checkpoint(path: Path) -> LearnerState:
     )
 
 
-def verify(path: Path) -> Manifest:
-    """Compare every file with the manifest. Raises CheckpointError naming the first that differs."""
-    manifest = read_manifest(path)
-    weights = ADAPTER_CONFIG if ADAPTER_CONFIG in manifest.files else "config.json"
-    for name in (TRAINER, OPTIMIZER, weights):
-        if name not in manifest.files:
-            raise CheckpointError(f"{path / MANIFEST} does not list {name}; not a checkpoint of a learner")
-    for name, entry in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if (size := file.stat().st_size) != entry.bytes:
-            raise CheckpointError(f"{file} has {size} bytes, its manifest says {entry.bytes}")
-        if _sha256(file) != entry.sha256:
-            raise CheckpointError(f"{file} has changed: its checksum is not that of its manifest")
-    return manifest
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointError."""
-    try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no {MANIFEST}: not written by a learner, or tampered with") from error
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}, this version reads {FORMAT}")
-    return manifest
-
-
-def prune(root: Path, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete all checkpoints but the `keep` newest and those of the `pinned` steps; returns the deleted ones. Folders
-    without a readable manifest are none of ours and stay."""
-    if keep < 1:
-        raise ValueError(f"keep {keep}; at least the newest checkpoint is kept")
-    versions: list[tuple[WeightVersion, Path]] = []
-    for path in _checkpoints(root):
-        try:
-            versions.append((read_manifest(path).version, path))
-        except CheckpointError as error:
-            _log.warning("left alone: %s", error)
-    old = [path for version, path in sorted(versions)[:-keep] if version.step not in pinned]
-    for path in old:
-        _delete(path)
-    return old
-
-
 def _trainer_file(state: LearnerState) -> _TrainerFile:
     return _TrainerFile(
         format=FORMAT,
@@ -297,74 +203,3 @@ def _system_error(error: BaseException) -> int | None:
 
 def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _target(root: Path, version: WeightVersion) -> Path:
-    """The folder's name; another branch's checkpoint of the same step keeps the plain one."""
-    plain = root / f"step_{version.step:06d}"
-    try:
-        taken = plain.exists() and read_manifest(plain).version != version
-    except CheckpointError:
-        taken = False  # unusable: it will be replaced
-    return root / f"{plain.name}_epoch_{version.epoch}" if taken else plain
-
-
-def _write_manifest(folder: Path, version: WeightVersion) -> None:
-    """Flush every file, then the list of them, then the folder."""
-    files: dict[str, FileEntry] = {}
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        _flush(file)
-        files[file.relative_to(folder).as_posix()] = FileEntry(_sha256(file), file.stat().st_size)
-    manifest = folder / MANIFEST
-    manifest.write_bytes(msgspec.json.encode(Manifest(FORMAT, version, files)))
-    _flush(manifest)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file, or a folder (its list of names)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _defect(path: Path) -> str | None:
-    try:
-        verify(path)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    if root.is_dir():
-        yield from sorted(path for path in root.iterdir() if path.is_dir())
-
-
-def _checkpoints(root: Path) -> Iterator[Path]:
-    return (path for path in _folders(root) if _NAME.fullmatch(path.name))
-
-
-def _delete(path: Path) -> None:
-    """A reader sees the folder whole or not at all, whenever this process dies."""
-    trash = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
-    path.rename(trash)
-    shutil.rmtree(trash)
-
-
-def _sweep(root: Path) -> None:
-    """Remove what a killed learner left behind: nobody else writes here."""
-    for path in _folders(root):
-        if path.name.startswith((_TEMPORARY, _TRASH)):
-            _log.info("removing %s, left behind by a learner that was killed", path)
-            shutil.rmtree(path)

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engines.models import load_causal_lm, save_hf
 from engines.tokenizer import load_tokenizer
-from learner.checkpoint import ADAPTER_CONFIG, CheckpointError, verify
+from learner.checkpoint_files import ADAPTER_CONFIG, CheckpointError, verify
 from learner.lora import BASE, Adapters, BaseModel
 from learner.lora_config import LoraConfig
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from engines.models import load_causal_lm, resolve_device
-from learner.checkpoint import ADAPTER_CONFIG, CheckpointError
+from learner.checkpoint_files import ADAPTER_CONFIG, CheckpointError
 from learner.config import LearnerConfig
 from learner.frozen import FrozenTrainer
 from learner.train_step import Trainer

@@ -17,12 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from engines.models import resolve_device
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
 from learner.account import AccountFile
-from learner.checkpoint import (
-    LearnerState,
-    latest,
-    load_checkpoint,
-    save_checkpoint,
-)
+from learner.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoint_files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.config import LearnerConfig
 from learner.critic import CriticStateError
 from learner.ema import StudentEma
@@ -59,7 +55,6 @@ from protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS: Final = "checkpoints"
 SNAPSHOTS: Final = "weights"
 TEACHER_SNAPSHOTS: Final = "teacher_weights"
 """Of the student's average, with learner.ema."""
@@ -160,7 +155,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     except RecordError as error:
         log.error("learner.offline.file: %s", error)
         return ExitCode.USELESS
-    except CriticStateError as error:
+    except (CriticStateError, CheckpointError) as error:
         log.error("%s", error)
         return ExitCode.USELESS
     hello = Hello(
@@ -202,9 +197,9 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
 def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     """Load everything that can fail before the buffer is asked for anything."""
     config, learner = ctx.config, ctx.config.learner
-    found = latest(ctx.run_dir / CHECKPOINTS) if ctx.resume else None
-    for skipped in found.skipped if found else ():
-        log.warning("checkpoint %s is not usable: %s", skipped.path, skipped.reason)
+    found = go_on_from(ctx.run_dir / CHECKPOINTS) if ctx.resume else None
+    for skipped in found.damaged if found else ():
+        log.error("%s; it is kept as %s", skipped, set_aside(skipped.path))
     checkpoint = found.path if found else None
     if ctx.resume:
         log.info("going on from %s", checkpoint or "the beginning: there is no checkpoint yet")

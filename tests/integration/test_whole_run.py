@@ -164,6 +164,25 @@ def test_ctrl_c_ends_in_order_with_a_checkpoint_and_the_run_goes_on_from_its_las
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_kept_and_passed_over(launch: Launch) -> None:
+    arguments = (*STOPPED[:2], "--learner.eval_every=0", "--learner.checkpoint_every=2", "--learner.keep_checkpoints=2")
+    run = launch(*arguments, "--steps=4")
+    assert run.wait() == 0, run.text()
+    checkpoints = run.run_dir / "checkpoints"
+    model = checkpoints / "step_000004" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:1000])
+    resumed = launch("--resume", "--steps=8")
+    assert resumed.wait() == 0, resumed.text()
+    assert f"checkpoint {checkpoints / 'step_000004'} is damaged" in resumed.text()
+    assert f"going on from step 2 ({checkpoints / 'step_000002'})" in resumed.text()
+    assert [row["step"] for row in resumed.steps() if row["epoch"] == 1] == list(range(3, 9))
+    kept = checkpoints / "damaged-step_000004"
+    assert resumed.summary()["checkpoints_damaged"] == [str(kept)]
+    assert (kept / "model.safetensors").stat().st_size == 1000
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_000006", "step_000008"]
+
+
+@pytest.mark.slow
 def test_a_whole_group_of_processes_that_is_told_to_end_leaves_a_checkpoint(launch: Launch) -> None:
     """As systemd and Slurm do it."""
     run = launch(*STOPPED)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import builtin
@@ -16,10 +15,9 @@ from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.config_tree import build
 from launch.preflight import check
-from launch.resume import TRAINER_FILE, VALUE_HEAD_FILE
 from launch.run import main
-from launch.runfolder import CHECKPOINTS, RunFolder
-from learner import checkpoint, worker
+from launch.runfolder import RunFolder
+from learner.checkpoint_files import CHECKPOINTS, OPTIMIZER, TRAINER, VALUE_HEAD, write_manifest
 from learner.tasks import TaskStream, load_prompts
 from protocol.messages import WeightVersion
 
@@ -43,8 +41,10 @@ def run_dir(tmp_path: Path, prompts: Path) -> Path:
     stream = TaskStream(tasks, load_tokenizer(builtin.STUDENT_DIR), load_prompts(tasks), seed=config.seed)
     saved = folder.path / CHECKPOINTS / "step_000004"
     saved.mkdir(parents=True)
-    (saved / TRAINER_FILE).write_text(json.dumps({"tasks": stream.state()}))
-    (saved / "manifest.json").write_bytes(msgspec.json.encode({"version": WeightVersion(0, 4)}))
+    (saved / TRAINER).write_text(json.dumps({"tasks": stream.state()}))
+    for name in (OPTIMIZER, "config.json"):
+        (saved / name).touch()
+    write_manifest(saved, WeightVersion(0, 4))
     folder.finish(130)
     folder.close()
     return folder.path
@@ -95,16 +95,66 @@ def test_what_leaves_the_stream_as_it_was_may_change(check_resume: Resume, promp
     assert check_resume("--prompts", str(copy), *changes) == 0
 
 
-def test_without_a_checkpoint_nothing_has_to_fit(run_dir: Path, check_resume: Resume) -> None:
+def test_without_a_checkpoint_nothing_has_to_fit_and_it_is_said(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(run_dir / CHECKPOINTS)
     assert check_resume("--prompts", "builtin", "--seed", "4") == 0
+    assert "there is no checkpoint yet: the run begins anew, at step 0" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(run_dir: Path, check_resume: Resume) -> None:
-    broken = run_dir / CHECKPOINTS / "step_000008"
-    broken.mkdir()
-    (broken / TRAINER_FILE).write_text("{")
+def newer_damaged(run_dir: Path) -> Path:
+    saved = run_dir / CHECKPOINTS / "step_000004"
+    newer = shutil.copytree(saved, saved.with_name("step_000008"))
+    write_manifest(newer, WeightVersion(0, 8))
+    (newer / TRAINER).write_text("{")
+    return newer
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_and_it_is_said(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = newer_damaged(run_dir)
+    before = contents(run_dir)
     assert check_resume("--seed", "4") == 2
+    assert check_resume() == 0
+    told = capsys.readouterr().out
+    assert f"checkpoint {newer} is damaged: " in told and "an older one is used" in told
+    assert "going on from step 4 (" in told
+    assert contents(run_dir) == before
+
+
+def test_a_run_of_which_no_checkpoint_can_be_read_is_not_begun_anew(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = newer_damaged(run_dir)
+    older = run_dir / CHECKPOINTS / "step_000004"
+    (older / TRAINER).unlink()
+    before = contents(run_dir)
+    assert main(["--resume", "--run-dir", str(run_dir)]) == 2
+    told = capsys.readouterr().err
+    assert f"checkpoint {newer} is damaged: " in told and f"checkpoint {older} is damaged: " in told
+    assert f"no checkpoint in {older.parent} can be used: put one of them back from a copy" in told
+    assert contents(run_dir) == before
+
+
+def test_a_configuration_that_was_cut_is_refused_wherever_it_was_cut(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even in its last line, where a number would only lose its last digits."""
+    file = run_dir / "config.yaml"
+    whole = file.read_text()
+    assert check_resume() == 0
+    last = whole.rindex("memory_every_s: 5.0") + len("memory_every_s: 5")
+    for end in (0, 1, len(whole) // 3, 2 * len(whole) // 3, last, len(whole) - len("...\n")):
+        file.write_text(whole[:end])
+        assert main(["--resume", "--run-dir", str(run_dir)]) == 2, end
+        assert str(file) in capsys.readouterr().err
+    file.unlink()
+    assert main(["--resume", "--run-dir", str(run_dir)]) == 2
+    assert "put it back from a copy" in capsys.readouterr().err
+    file.write_text(whole)
+    assert check_resume() == 0
 
 
 def test_an_advantage_of_single_tokens_needs_the_value_head_of_the_checkpoint(
@@ -114,7 +164,9 @@ def test_an_advantage_of_single_tokens_needs_the_value_head_of_the_checkpoint(
     assert check_resume(*rewards) == 2
     told = capsys.readouterr().err
     assert "learner.advantage: got 'gae', which needs a value head" in told and "nothing was changed" in told
-    (run_dir / CHECKPOINTS / "step_000004" / VALUE_HEAD_FILE).touch()
+    saved = run_dir / CHECKPOINTS / "step_000004"
+    (saved / VALUE_HEAD).touch()
+    write_manifest(saved, WeightVersion(0, 4))
     assert check_resume(*rewards) == 0
 
 
@@ -124,12 +176,7 @@ def test_the_value_head_is_sought_in_the_branch_that_the_learner_goes_on_with(
     """A later epoch's checkpoint is newer than one of more steps that was abandoned."""
     saved = run_dir / CHECKPOINTS / "step_000004"
     newer = shutil.copytree(saved, saved.with_name("step_000002_epoch_1"))
-    (newer / "manifest.json").write_bytes(msgspec.json.encode({"version": WeightVersion(1, 2)}))
-    (saved / VALUE_HEAD_FILE).touch()
+    write_manifest(newer, WeightVersion(1, 2))
+    (saved / VALUE_HEAD).touch()
     assert check_resume("--learner.advantage", "gae", "--buffer.release", "rollout") == 2
     assert f"{newer} has none" in capsys.readouterr().err
-
-
-def test_the_names_are_those_that_the_learner_writes() -> None:
-    assert (CHECKPOINTS, TRAINER_FILE) == (worker.CHECKPOINTS, checkpoint.TRAINER)
-    assert checkpoint.VALUE_HEAD == VALUE_HEAD_FILE

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from launch.config import RunConfig
 from launch.config_tree import build
-from launch.runfolder import CHECKPOINTS, RunFolder
+from launch.runfolder import RunFolder
 from launch.slots import Ending, Outcome
 from launch.summary import EvalPoint, Summary, add_teachers, write_summary
 from launch.summary_table import print_summary
 from launch.teacher_accuracy import MeasuredTeacher
+from learner.checkpoint_files import CHECKPOINTS
 from learner.evaluation import EvaluationResult
 from learner.worker import ACCOUNT_EVAL_FIELDS
 from protocol.messages import (
@@ -286,7 +287,7 @@ def test_a_launch_that_wrote_no_checkpoint_shows_the_newest_of_the_run(folder: R
     ):
         saved = folder.path / CHECKPOINTS / name
         saved.mkdir(parents=True)
-        manifest = msgspec.json.encode({"format": 1, "version": version}) if version is not None else b"{"
+        manifest = msgspec.json.encode({"format": 1, "version": version, "files": {}}) if version is not None else b"{"
         (saved / "manifest.json").write_bytes(manifest)
     summary = write_summary(CONFIG, folder, outcome(WELL))
     assert summary.checkpoint == str(folder.path / CHECKPOINTS / "step_000008_epoch_1")
@@ -308,3 +309,12 @@ def test_rollouts_that_failed_are_listed_with_a_few_of_their_texts(folder: RunFo
     with console.capture() as shown:
         print_summary(summary, folder, console)
     assert f"2 env_timeout, 64 env_error_KeyError; newest {text}" in shown.get()
+
+
+def test_damaged_checkpoints_that_were_passed_over_are_named(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    aside = folder.path / CHECKPOINTS / "damaged-step_000008"
+    aside.mkdir(parents=True)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    assert summary.checkpoints_damaged == (str(aside),)
+    assert f"DAMAGED {aside} could not be read" in table(summary, folder)

@@ -10,6 +10,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +32,9 @@ from transformers import (
 
 from engines.models import load_causal_lm
 from launch.preflight import find_model
-from learner import checkpoint
-from learner.checkpoint import CheckpointError, LearnerState, latest, load_checkpoint, prune, save_checkpoint
+from learner import checkpoint, checkpoint_files
+from learner.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoint_files import CheckpointError, NoneUsable, damaged, go_on_from, latest, newest, prune
 from learner.config import LearnerConfig
 from learner.packing import TrainItem
 from learner.rng import capture_rng, restore_rng
@@ -167,6 +170,12 @@ def test_version_that_is_there_already_is_left_as_it_is_unless_it_is_broken(save
     assert save(10) == path and (path / "manifest.json").stat().st_mtime_ns == before
     (path / "trainer.json").unlink()
     assert save(10) == path and latest(tmp_path).path == path
+    assert [aside.name for aside in damaged(tmp_path)] == ["damaged-step_000010"]
+    (path / "trainer.json").unlink()
+    assert save(10) == path and latest(tmp_path).path == path
+    for aside in damaged(tmp_path):
+        assert (aside / "model.safetensors").is_file(), "somebody may still want what is left of it"
+    assert len(damaged(tmp_path)) == 2
 
 
 def _truncate(path: Path) -> str:
@@ -215,8 +224,34 @@ def test_unusable_checkpoint_is_skipped_with_its_reason(
         load_checkpoint(bad)
 
 
-def test_nothing_there_is_no_checkpoint(tmp_path: Path) -> None:
-    assert latest(tmp_path / "none") == (None, None, ())
+@pytest.mark.parametrize("spoil", [_truncate, _remove, _no_manifest, _torn_manifest, _newer_format])
+def test_what_is_damaged_is_never_deleted_and_never_counts_as_one_of_the_newest(
+    save: Save, tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
+    older, bad = save(10), save(20)
+    spoil(bad)
+    assert newest(tmp_path) == older
+    newer = save(30, keep=2)
+    assert sorted(tmp_path.iterdir()) == [older, bad, newer]
+    newest_of_all = save(40, keep=2)
+    assert sorted(tmp_path.iterdir()) == [bad, newer, newest_of_all]
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_is_not_begun_anew(save: Save, tmp_path: Path) -> None:
+    paths = [save(10), save(20)]
+    for path in paths:
+        _truncate(path)
+    with pytest.raises(NoneUsable) as refused:
+        go_on_from(tmp_path)
+    assert [skipped.path for skipped in refused.value.damaged] == paths[::-1]
+    assert all(f"checkpoint {path} is damaged: " in str(refused.value) for path in paths)
+    assert "put one of them back from a copy" in str(refused.value)
+
+
+def test_without_a_finished_checkpoint_a_run_is_begun_anew(tmp_path: Path) -> None:
+    assert latest(tmp_path / "none") == go_on_from(tmp_path / "none") == (None, None, ())
+    (tmp_path / ".tmp-step_000010-1-ab").mkdir()  # its writer was killed: it never was one
+    assert go_on_from(tmp_path).path is None
 
 
 def test_failed_write_leaves_no_trace(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,10 +284,16 @@ def test_a_checkpoint_is_not_lost_because_an_older_one_cannot_be_deleted(
         raise OSError(16, "Device or resource busy")
 
     save(10)
-    monkeypatch.setattr(checkpoint, "_delete", stuck)
+    monkeypatch.setattr(checkpoint_files, "_delete", stuck)
     newer = save(20, keep=1)
     assert latest(tmp_path).path == newer
     assert "could not be deleted" in caplog.text
+
+
+def test_launcher_and_buffer_look_for_checkpoints_without_torch() -> None:
+    """The buffer of a resumed run starts as fast as that of a new one."""
+    code = "import sys, launch.run, launch.roles; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # ---------------------------------------------------------------------------------------------- sudden death
