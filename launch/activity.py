@@ -1,4 +1,4 @@
-"""Does a process do anything? What a wait goes by where seconds alone would say more of the machine than of the process."""
+"""Does a process do anything? What a wait goes by where seconds would say more of the machine than of the process."""
 
 from __future__ import annotations
 
