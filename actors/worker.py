@@ -195,11 +195,12 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         vocab_fingerprint=source.fingerprint,
     )
     with ExitStack() as stack:
-        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "actor")))
+        own_keys = run_client_keys(ctx.run_dir, "actor", ctx.name)
+        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=own_keys))
         student = source.start(client.wake)
         stack.callback(student.engine.close)
         welcome = client.connect()
-        keys = run_client_keys(ctx.run_dir, "actor", "learner")
+        keys = run_client_keys(ctx.run_dir, "actor", ctx.name, "learner")
         receiver = WeightReceiver(student.weights, name=ctx.name, on_staged=client.wake, keys=keys)
         receiver.start()
         stack.callback(receiver.close)

@@ -115,7 +115,7 @@ def serve_bare(ready: Connection, n_tokens: int, reject: bool) -> None:
 
 
 def our_client(address: str, load: Load, keys: Path | None) -> Client:
-    hello = Hello("actor", "actor-0", "i", RUN, VOCAB)
+    hello = Hello("actor", "actor-bench-0", "i", RUN, VOCAB)
     own = None if keys is None else load_client_keys(keys, "actor")
     return Client(address, hello, keys=own, max_unconfirmed_bytes=WINDOW * load.n_bytes)
 

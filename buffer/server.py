@@ -73,7 +73,7 @@ def main(
 
     `bind`: in place of config.bind. `version`: the weights the run (re)starts from; `carried`: the ledger of the
     checkpoint it restarts from; neither is looked at when there is a journal of this run. `vocab_fingerprint`: of the
-    run's tokenizer; None = of the first peer that has one. `vocab_size`: token ids from it on are rejected; None =
+    run's tokenizer; None = the learner's. `vocab_size`: token ids from it on are rejected; None =
     only negative ones are.
     """
     beginning = Beginning(

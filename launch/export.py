@@ -2,7 +2,7 @@
 
 FOLDER/ (0700)   join.json      the run's name and address
                  config.yaml    its resolved configuration
-                 keys/          server.key, learner.key, launcher.key_secret, and a .key_secret for each role
+                 keys/          server.key, learner.key, joiner.key_secret, and a .key_secret for each role
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def export(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:
         shutil.copy2(run / "config.yaml", draft)
         if (run / KEYS).is_dir():
             (draft / KEYS).mkdir(mode=0o700)
-            for name in ("server.key", "learner.key", "launcher.key_secret", *(f"{role}.key_secret" for role in roles)):
+            for name in ("server.key", "learner.key", "joiner.key_secret", *(f"{role}.key_secret" for role in roles)):
                 shutil.copy2(run / KEYS / name, draft / KEYS)
                 (draft / KEYS / name).chmod(0o600)
         draft.rename(folder)

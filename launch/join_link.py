@@ -24,7 +24,7 @@ def connect(target: Target, prefix: str, *, timeout_s: float = CONNECT_TIMEOUT_S
     """The joiner's own link, with a first snapshot, to a run that goes on. Raises LaunchError."""
     name = f"joiner-{prefix}-{secrets.token_hex(2)}"
     try:
-        keys = load_client_keys(target.keys, "launcher") if target.keys is not None else None
+        keys = load_client_keys(target.keys, "joiner") if target.keys is not None else None
         run_id = target.run_id
         if not run_id:  # asked on a link of its own: one without a run id would follow the address to another run
             asking = BufferLink(

@@ -213,6 +213,7 @@ def run_buffer(ctx: RoleContext[RunConfig]) -> int:
         run_dir=ctx.run_dir,
         version=carried.version,
         carried=carried.ledger,
+        vocab_fingerprint=_vocab_fingerprint(ctx.config.models.student),
         vocab_size=_vocab_size(Path(ctx.config.models.student)),
     )
 
@@ -221,6 +222,19 @@ class _ModelShape(msgspec.Struct, frozen=True):
     """Of a model's config.json, the part that the buffer needs."""
 
     vocab_size: int | None = None
+
+
+def _vocab_fingerprint(model: str) -> str | None:
+    """Of the student that the configuration names. None where only transformers can read its tokenizer: then the
+    learner's counts."""
+    from engines.model_files import TokenizerError
+    from engines.tokenizer_file import FileTokenizer
+
+    try:
+        return FileTokenizer(model).fingerprint
+    except TokenizerError as error:
+        log.info("the learner will say what the run's vocabulary is: %s", error)
+        return None
 
 
 def _vocab_size(model: Path) -> int | None:

@@ -28,6 +28,7 @@ from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
 from launch.runfolder import RunFolder, choose_path
 from launch.server_plan import ServerPlan
+from launch.slots import worker_name
 from launch.status import make_status
 from launch.summary import add_teachers, write_summary
 from launch.summary_table import print_summary
@@ -95,7 +96,7 @@ def run(
     """Run in an open folder; leaves summary.json there whatever happens. `found`: what a resumed one goes on from.
     Returns the exit code."""
     write_config(config, folder.config_path)
-    folder.keep_keys(encrypted=config.buffer.encrypted)
+    folder.keep_keys(own_workers(config), encrypted=config.buffer.encrypted)
     log_to(folder.logs / "launcher.log")
     status = make_status(config.launch.status, config.launch.status_every_s)
     status.say(_headline(config, folder, resume=resume))
@@ -111,6 +112,12 @@ def run(
         summary = add_teachers(summary, folder, measured)
     print_summary(summary, folder)
     return summary.exit_code
+
+
+def own_workers(config: RunConfig) -> list[str]:
+    """Names of the actors and teachers that the run's own launcher starts: each has a key of its own."""
+    counts = {"teacher": config.teachers, "actor": config.actors}
+    return [worker_name(role, index) for role, n in counts.items() for index in range(n)]
 
 
 def preload_modules(

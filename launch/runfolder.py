@@ -23,6 +23,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -116,15 +117,14 @@ class RunFolder(WorkFolder):
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r}, {_describe(self.record)})"
 
-    def keep_keys(self, *, encrypted: bool) -> None:
-        """Make this run's keys, or keep those it has; put them aside for a launch without encryption, because who
-        finds keys uses them."""
+    def keep_keys(self, workers: Iterable[str] = (), *, encrypted: bool) -> None:
+        """Make this run's keys, its own workers' among them, or keep those it has; put them aside for a launch without
+        encryption, because who finds keys uses them."""
         keys, unused = self.path / KEYS, self.path / f"{KEYS}.unused"
-        if encrypted and not keys.is_dir():
-            if unused.is_dir():
+        if encrypted:
+            if unused.is_dir() and not keys.is_dir():
                 unused.rename(keys)
-            else:
-                make_keys(keys)
+            make_keys(keys, workers)
         elif not encrypted and keys.is_dir():
             keys.rename(unused)
 

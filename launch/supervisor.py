@@ -114,7 +114,7 @@ class Supervisor(Watch):
         if not self._until(self._buffer_listens, BUFFER_START_S, lambda: f"the buffer to listen; see {BUFFER}.log"):
             return
         try:
-            keys = run_client_keys(self._folder.path, "launcher")
+            keys = run_client_keys(self._folder.path, "launcher", "launcher")
             self._link = BufferLink(self._crew.address, self._folder.run_id, secrets.token_hex(8), keys)
         except ProtocolError as error:
             self._end(False, f"no connection to the buffer: {error}", ExitCode.FAILED, tail_of=(BUFFER,))

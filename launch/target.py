@@ -79,11 +79,11 @@ class Target:
         return not is_local(self.address) and interface_of(host.strip("[]")) is None
 
     def check_keys(self, roles: Sequence[Role]) -> list[str]:
-        """What is wrong with the keys for these roles, and for looking at the run (that of the launcher)."""
+        """What is wrong with the keys for these roles, and for looking at the run (the joiner's)."""
         if self.keys is None:
             return []
         mistakes: list[str] = []
-        needed: list[tuple[Role, Owner]] = [("launcher", "server")]
+        needed: list[tuple[Owner, Owner]] = [("joiner", "server")]
         needed.extend((role, "server") for role in roles)
         if "actor" in roles:
             needed.append(("actor", "learner"))
@@ -225,7 +225,7 @@ def _with_keys_if_encrypted(target: Target) -> Target:
     if encrypted and target.keys is None:
         raise ConfigError(
             f"--keys: the links of {target.name} are encrypted; expected a folder with server.key, learner.key, "
-            "launcher.key_secret and the .key_secret of each role that joins (`cluster.py export` makes one)"
+            "joiner.key_secret and the .key_secret of each role that joins (`cluster.py export` makes one)"
         )
     if not encrypted and target.keys is not None:
         raise ConfigError(f"--keys: the links of {target.name} are not encrypted (buffer.encrypt); leave --keys out")

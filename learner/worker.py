@@ -168,7 +168,8 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     with ExitStack() as stack:
         if start.mixer is not None:
             stack.callback(start.mixer.close)
-        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, "learner")))
+        keys = run_client_keys(ctx.run_dir, "learner", ctx.name)
+        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=keys))
         welcome = client.connect()
         version = first_version(start.version, welcome.version, newest_epoch(ctx.run_dir) if ctx.resume else None)
         stop = stack.enter_context(StopRequest())

@@ -1,20 +1,19 @@
 """CURVE on ZeroMQ sockets: what a listening and a connecting end set before they bind or connect, and who is let in.
 
 Who asks to come in is decided by ZAP, in pyzmq's authenticator thread: a public key that is not on the list is turned
-away before it can send a message. Each message then carries the role of its connection's key (`role_of`).
+away before it can send a message. Each message then tells whose key its connection has (`owner_of`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Final, cast
+from typing import Final
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from protocol.keys import ClientKeys, ServerKeys
-from protocol.messages import Role
+from protocol.keys import ClientKeys, Owner, ServerKeys
 
 _DOMAIN: Final = "stillhouse"
 _no_log = logging.Logger("zap")
@@ -23,7 +22,7 @@ _no_log.disabled = True
 
 
 class Gatekeeper:
-    """Lets in who has one of `keys.roles`. One per ZeroMQ context, alive from before `bind` until `close`."""
+    """Lets in who has one of `keys.owners`. One per ZeroMQ context, alive from before `bind` until `close`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
         self._zap = _Zap(context, keys)
@@ -35,19 +34,19 @@ class Gatekeeper:
 
 
 class _Zap(ThreadAuthenticator):
-    """Its own list is a folder read by itself; ours is in memory, and says the role."""
+    """Its own list is a folder read by itself; ours is in memory, and says the owner."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
         super().__init__(context, log=_no_log)
-        self._roles = dict(keys.roles)
+        self._owners = dict(keys.owners)
         self.configure_curve_callback(_DOMAIN, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """pyzmq's credentials provider; `key` is Z85 text."""
-        return key in self._roles
+        return key in self._owners
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        return self._roles[z85.encode(client_public_key)]
+        return self._owners[z85.encode(client_public_key)]
 
 
 def encrypt_server(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
@@ -65,6 +64,6 @@ def encrypt_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
     socket.set(zmq.CURVE_SERVERKEY, keys.server)
 
 
-def role_of(frame: zmq.Frame) -> Role:
+def owner_of(frame: zmq.Frame) -> Owner:
     """Whose key the connection of this received frame has."""
-    return cast(Role, frame.get("User-Id"))
+    return str(frame.get("User-Id"))

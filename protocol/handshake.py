@@ -22,7 +22,7 @@ _NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST}}}")
 class Doorkeeper:
     """Knows which run this is, which vocabulary it has, and who was replaced by whom.
 
-    `vocab_fingerprint` None: that of the first peer with a tokenizer becomes the run's.
+    `vocab_fingerprint` None: that of the learner becomes the run's. Until it comes nobody else's counts.
     """
 
     def __init__(self, *, run_id: str, vocab_fingerprint: str | None) -> None:
@@ -37,7 +37,7 @@ class Doorkeeper:
 
     @property
     def vocab_fingerprint(self) -> str:
-        """The run's; empty while no peer with a tokenizer came."""
+        """The run's; empty while it is not known."""
         return self._vocab_fingerprint
 
     def incarnations(self) -> list[tuple[PeerId, list[str]]]:
@@ -52,7 +52,8 @@ class Doorkeeper:
     def admitted(self, hello: Hello) -> None:
         """This peer was let in. Its former incarnation is replaced for good, also when it had fallen silent before: a
         Hello of the dead may be on its way still, and must not put the living out."""
-        self._vocab_fingerprint = self._vocab_fingerprint or hello.vocab_fingerprint
+        if hello.role == "learner":
+            self._vocab_fingerprint = self._vocab_fingerprint or hello.vocab_fingerprint
         peer = PeerId(hello.role, hello.name)
         incarnations = self._admitted.pop(peer, None) or deque[str](maxlen=REMEMBERED_INCARNATIONS)
         if hello.incarnation not in incarnations:
@@ -61,6 +62,10 @@ class Doorkeeper:
         if len(self._admitted) > REMEMBERED_PEERS:
             del self._admitted[next(iter(self._admitted))]
 
+    def misreads(self, hello: Hello) -> bool:
+        """Whether this peer has another vocabulary than the run."""
+        return bool(hello.vocab_fingerprint) and self._vocab_fingerprint not in ("", hello.vocab_fingerprint)
+
     def objection(self, hello: Hello) -> Refused | None:
         """Why not to let this peer in."""
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -68,14 +73,14 @@ class Doorkeeper:
         asks = hello.role == "launcher" and not hello.run_id
         if hello.run_id != self._run_id and not asks:
             return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
-        fits = len(hello.pool) <= _LONGEST and hello.received_total >= 0
-        if not fits or not (_NAME.fullmatch(hello.name) and _NAME.fullmatch(hello.incarnation)):
+        fits = 1 <= len(hello.incarnation) <= _LONGEST and len(hello.pool) <= _LONGEST and hello.received_total >= 0
+        if not fits or not _NAME.fullmatch(hello.name):
             got = f"name {hello.name[:100]!r}, incarnation {hello.incarnation[:100]!r}, {hello.received_total} received"
-            expected = f"a name and an incarnation like {_NAME.pattern}, a pool of at most {_LONGEST}, a count"
+            expected = f"a name like {_NAME.pattern}, an incarnation and a pool of at most {_LONGEST}, a count"
             return Refused("malformed", "not a peer's identity", got, expected)
         if not hello.vocab_fingerprint and hello.role != "launcher":
             return Refused("vocab_fingerprint", f"a {hello.role} works on token ids", "", "a vocabulary fingerprint")
-        if hello.vocab_fingerprint and self._vocab_fingerprint not in ("", hello.vocab_fingerprint):
+        if self.misreads(hello):
             message = "another token-to-id map than the run's: the same ids would mean other text"
             return Refused("vocab_fingerprint", message, hello.vocab_fingerprint, self._vocab_fingerprint)
         peer = PeerId(hello.role, hello.name)

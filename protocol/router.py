@@ -12,10 +12,9 @@ import zmq
 from protocol.checksum import CHECKSUM_BYTES
 from protocol.codec import Frame
 from protocol.connections import MAX_STRANGERS_UNREAD_BYTES, MAX_UNREAD_BYTES, ConnectionFault, Connections
-from protocol.encryption import Gatekeeper, encrypt_server, role_of
+from protocol.encryption import Gatekeeper, encrypt_server, owner_of
 from protocol.errors import AddressUnusable
-from protocol.keys import ServerKeys
-from protocol.messages import Role
+from protocol.keys import Owner, ServerKeys
 from protocol.ratelimit import RateLimitedLog
 from protocol.sockets import FromRouter, new_socket, receive_from_router, send_from_router
 
@@ -100,9 +99,9 @@ class Router:
         """The sender has said Hello and is welcome."""
         self._connections.let_in(source)
 
-    def role_of(self, source: zmq.Frame) -> Role | None:
+    def owner_of(self, source: zmq.Frame) -> Owner | None:
         """Whose key the sender has; None when the link is not encrypted."""
-        return role_of(source) if self.encrypted else None
+        return owner_of(source) if self.encrypted else None
 
     def close(self, linger_s: float) -> None:
         """Deliver what is on its way for at most `linger_s`. May be called again."""

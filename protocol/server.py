@@ -27,7 +27,7 @@ from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Frame, Received, claimed_
 from protocol.errors import RemoteProtocolError
 from protocol.flow import SENDERS, UNNUMBERED
 from protocol.handshake import Doorkeeper, ahead_of_journal, wrong_version
-from protocol.keys import ServerKeys
+from protocol.keys import ServerKeys, speaks_for
 from protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
@@ -83,9 +83,10 @@ Event: TypeAlias = PeerUp | PeerDown | FromPeer
 
 class Server:
     """Binds at once. `bind` may end in port 0; `address` is where it really is. With `keys` only peers that have a key
-    on the list come in, each in the role of its key; without, everybody who reaches the address.
+    on the list come in, each under the names of its key; without, everybody who reaches the address.
 
-    `vocab_fingerprint` None: the first peer with a tokenizer decides. `max_unconfirmed_bytes`: of one peer.
+    `vocab_fingerprint` None: the learner decides, and who came before it with another is dropped.
+    `max_unconfirmed_bytes`: of one peer.
     """
 
     def __init__(
@@ -274,10 +275,10 @@ class Server:
             self._refuse_unreadable(identity, frames, error)
             return True
         if isinstance(received.message, Hello):
-            key_role = self._router.role_of(source)
-            if key_role not in (None, received.message.role):
-                message = "this role needs its own key"
-                self._refuse(identity, Refused("key", message, f"a key of {key_role}", f"of {received.message.role}"))
+            owner, hello = self._router.owner_of(source), received.message
+            if owner is not None and not speaks_for(owner, hello.role, hello.name):
+                got = f"the key of {owner} for {hello.role} {hello.name}"
+                self._refuse(identity, Refused("key", "this key is another peer's", got, f"that of {hello.name}"))
                 return True
             if events:
                 self._held = (identity, source, received.message)
@@ -349,6 +350,8 @@ class Server:
         if former is not None:
             self._drop(former, f"replaced by incarnation {hello.incarnation}", events)
         self._door.admitted(hello)
+        for other in [session for session in self._sessions.values() if self._door.misreads(session.hello)]:
+            self._drop(other, "its vocabulary is not the learner's", events)
         self._sessions_total += 1
         session = Session(hello, number=self._sessions_total, identity=identity, now_s=self._clock())
         self._sessions[peer] = self._by_identity[identity] = session

@@ -411,7 +411,7 @@ def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) 
         vocab_fingerprint=source.fingerprint,
         pool=config.pool,
     )
-    keys = run_client_keys(ctx.run_dir, "teacher")
+    keys = run_client_keys(ctx.run_dir, "teacher", ctx.name)
     with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello, keys=keys) as client:
         client.connect()
         checked = self_check(engine, source.vocab_tokens)

@@ -20,6 +20,7 @@ from launch import preflight
 from launch.command_line import parse_arguments, resolve_config
 from launch.config_file import write_config
 from launch.roles import ENTRIES, StartRole
+from launch.run import own_workers
 from protocol.context import WorkerRole
 from protocol.keys import KEYS, make_keys
 from protocol.messages import Snapshot
@@ -45,7 +46,7 @@ class HostRun:
         )
         checked = preflight.check(resolve_config(parse_arguments([*arguments, *addresses])))
         write_config(checked.config, run_dir / "config.yaml")
-        make_keys(run_dir / KEYS)  # beyond loopback links are encrypted, and all hosts see this folder
+        make_keys(run_dir / KEYS, own_workers(checked.config))  # seen by all hosts
         self._lifeline, self._lifeline_held = os.pipe()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 

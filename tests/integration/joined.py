@@ -92,7 +92,7 @@ class Onlooker:
         record = read_record(run_dir)
         assert record is not None
         address = find_target(str(run_dir)).address
-        keys = run_client_keys(run_dir, "launcher")
+        keys = run_client_keys(run_dir, "launcher", "joiner")
         self._link = BufferLink(address, record.run_id, secrets.token_hex(4), keys, name="onlooker")
 
     def peers(self, part: str) -> dict[str, PeerView]:

@@ -113,8 +113,8 @@ def test_keys_are_made_once_kept_over_launches_and_out_of_sight_while_links_are_
     seen: list[ClientKeys | None] = []
     for resume, encrypted in ((False, True), (True, True), (True, False), (True, True)):
         folder = RunFolder.open(path, resume=resume)
-        folder.keep_keys(encrypted=encrypted)
-        seen.append(run_client_keys(path, "actor"))
+        folder.keep_keys(["actor-0"], encrypted=encrypted)
+        seen.append(run_client_keys(path, "actor", "actor-0"))
         folder.close()
     assert seen[0] is not None
     assert seen == [seen[0], seen[0], None, seen[0]]

@@ -97,7 +97,7 @@ def test_an_exported_folder_is_enough_and_closed_to_others(tmp_path: Path) -> No
     assert target.settings == find_target(str(run)).settings
     assert target.check_keys(("teacher",)) == [] and target.check_keys(("actor",))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / KEYS, *folder.glob("keys/*"))}
-    assert set(modes) == {"out", KEYS, "server.key", "learner.key", "launcher.key_secret", "teacher.key_secret"}
+    assert set(modes) == {"out", KEYS, "server.key", "learner.key", "joiner.key_secret", "teacher.key_secret"}
     assert not any(mode & 0o077 for mode in modes.values())
 
 

@@ -20,7 +20,7 @@ from protocol.codec import encode
 from protocol.encryption import encrypt_client
 from protocol.errors import ConnectTimeout, HandshakeRefused, ProtocolError
 from protocol.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys, make_keys
-from protocol.server import Event, FromPeer, PeerUp, Server
+from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sockets import new_socket, receive_frames, send_frames
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -33,7 +33,7 @@ POLLS = 1000
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "keys", ["actor-0"])
     return tmp_path / "keys"
 
 
@@ -94,17 +94,25 @@ def outcome_of_connecting(server: Server, client: Client) -> ProtocolError | Non
 
 
 def test_a_role_comes_in_with_its_key_and_messages_pass_both_ways(server: Server, folder: Path) -> None:
-    for role in ("actor", "teacher", "learner", "launcher"):
-        with dealer(server, load_client_keys(folder, role)) as peer:
-            send_frames(peer, encode(m.Hello(role, f"{role}-0", "first", RUN, VOCAB)))
+    roles: list[tuple[str, m.Role, str]] = [
+        *[("actor-0", "actor", "actor-0"), ("actor", "actor", "actor-host-0"), ("teacher", "teacher", "teacher-h-0")],
+        *[
+            ("learner", "learner", "learner-0"),
+            ("launcher", "launcher", "launcher"),
+            ("joiner", "launcher", "onlooker"),
+        ],
+    ]
+    for owner, role, name in roles:
+        with dealer(server, load_client_keys(folder, owner)) as peer:
+            send_frames(peer, encode(m.Hello(role, name, "first", RUN, VOCAB)))
             events = poll_until(server, lambda: bool(peer.poll(0)))
-            assert events == [PeerUp(role, f"{role}-0", "first", "")]
+            assert events == [PeerUp(role, name, "first", "")]
             assert receive_frames(peer) is not None
     assert server.refused == {}
 
 
 def test_large_arrays_arrive_as_they_were_sent(server: Server, folder: Path) -> None:
-    with dealer(server, load_client_keys(folder, "actor")) as peer:
+    with dealer(server, load_client_keys(folder, "actor-0")) as peer:
         send_frames(peer, encode(HELLO))
         send_frames(peer, encode(SEGMENT, ARRAYS))
         events: list[Event] = []
@@ -118,7 +126,7 @@ def test_large_arrays_arrive_as_they_were_sent(server: Server, folder: Path) -> 
 def test_what_is_on_the_wire_cannot_be_read(folder: Path) -> None:
     """A relay in between sees the rollout's id in plain text without keys, and nowhere with them."""
     assert b"train-0-0-0" in bytes_through_a_relay(None, None)
-    seen = bytes_through_a_relay(load_server_keys(folder), load_client_keys(folder, "actor"))
+    seen = bytes_through_a_relay(load_server_keys(folder), load_client_keys(folder, "actor-0"))
     assert b"train-0-0-0" not in seen
     assert ARRAYS[0][:16].tobytes() not in seen
 
@@ -158,18 +166,91 @@ def bytes_through_a_relay(server_keys: ServerKeys | None, client_keys: ClientKey
 
 def test_a_key_of_one_role_is_no_key_for_another(server: Server, folder: Path) -> None:
     learner = m.Hello("learner", "learner-0", "first", RUN, VOCAB)
-    error = outcome_of_connecting(server, Client(server.address, learner, keys=load_client_keys(folder, "actor")))
+    error = outcome_of_connecting(server, Client(server.address, learner, keys=load_client_keys(folder, "actor-0")))
     assert isinstance(error, HandshakeRefused)
-    assert (error.refused.code, error.refused.got) == ("key", "a key of actor")
+    assert (error.refused.code, error.refused.got) == ("key", "the key of actor-0 for learner learner-0")
     assert server.refused == {"key": 1}
     assert server.peers == ()
+
+
+THEFTS: list[tuple[str, m.Role, str]] = [
+    ("actor", "actor", "actor-0"),
+    ("actor-1", "actor", "actor-0"),
+    ("teacher", "teacher", "teacher-0"),
+    ("joiner", "launcher", "launcher"),
+    ("actor-1", "learner", "learner-0"),
+]
+"""A key that a host has, and whom its holder tries to be."""
+
+
+@pytest.mark.parametrize(("owner", "role", "name"), THEFTS)
+@pytest.mark.parametrize("owner_is_there", [False, True])
+def test_nobody_becomes_another_with_a_key_of_his_own(
+    tmp_path: Path, owner: str, role: m.Role, name: str, owner_is_there: bool
+) -> None:
+    """Neither before its owner comes, which would then be turned away, nor as a later process of it, which would push
+    it out: one refused worker of the run's own ends the run."""
+    make_keys(tmp_path / "keys", ["actor-0", "actor-1", "teacher-0"])
+    folder = tmp_path / "keys"
+    rightful = {"learner-0": "learner"}.get(name, name)
+    hello = m.Hello(role, name, "rightful", RUN, VOCAB)
+    with serving(load_server_keys(folder)) as server:
+        thief = m.Hello(role, name, "thief", RUN, VOCAB)
+        with dealer(server, load_client_keys(folder, rightful)) as peer:
+            if owner_is_there:
+                send_frames(peer, encode(hello))
+                poll_until(server, lambda: bool(peer.poll(0)))
+            error = outcome_of_connecting(server, Client(server.address, thief, keys=load_client_keys(folder, owner)))
+            assert isinstance(error, HandshakeRefused)
+            assert (error.refused.code, error.refused.got) == ("key", f"the key of {owner} for {role} {name}")
+            send_frames(peer, encode(hello))
+            poll_until(server, lambda: server.peers == ((role, name),) and bool(peer.poll(0)))
+            send_frames(peer, encode(m.Heartbeat(None, {})))
+            beats = poll_until(server, lambda: server.peers == ((role, name),))
+            assert not [event for event in beats if isinstance(event, PeerDown)]
+    assert server.refused == {"key": 1}
+
+
+def test_the_vocabulary_is_not_that_of_the_first_at_the_door(tmp_path: Path) -> None:
+    """The first at the door has a false vocabulary, and the run's own are let in all the same."""
+    make_keys(tmp_path / "keys", ["actor-0", "teacher-0"])
+    folder = tmp_path / "keys"
+    server = Server(
+        "tcp://127.0.0.1:0",
+        run_id=RUN,
+        vocab_fingerprint=None,
+        heartbeat_s=1.0,
+        peer_timeout_s=60.0,
+        keys=load_server_keys(folder),
+    )
+    try:
+        with (
+            dealer(server, load_client_keys(folder, "teacher")) as liar,
+            dealer(server, load_client_keys(folder, "learner")) as learner,
+            dealer(server, load_client_keys(folder, "actor-0")) as actor,
+        ):
+            send_frames(liar, encode(m.Hello("teacher", "teacher-host-0", "first", RUN, "cd" * 32)))
+            poll_until(server, lambda: bool(liar.poll(0)))
+            send_frames(learner, encode(m.Hello("learner", "learner-0", "first", RUN, VOCAB)))
+            events = poll_until(server, lambda: bool(learner.poll(0)))
+            assert [type(event) for event in events] == [PeerDown, PeerUp], (
+                "who misreads is put out, the learner let in"
+            )
+            send_frames(actor, encode(HELLO))
+            poll_until(server, lambda: bool(actor.poll(0)))
+            assert server.peers == (("learner", "learner-0"), ("actor", "actor-0"))
+            assert server.refused == {}
+            send_frames(liar, encode(m.Hello("teacher", "teacher-host-0", "second", RUN, "cd" * 32)))
+            poll_until(server, lambda: server.refused == {"vocab_fingerprint": 1})
+    finally:
+        server.close(linger_s=0)
 
 
 def test_a_stranger_s_key_gets_nothing_is_counted_and_its_owner_told_at_once(
     server: Server, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_keys(tmp_path / "others")
-    others = load_client_keys(tmp_path / "others", "actor")
+    make_keys(tmp_path / "others", ["actor-0"])
+    others = load_client_keys(tmp_path / "others", "actor-0")
     keys = ClientKeys(others.public, others.secret, load_server_keys(folder).public)
     error = outcome_of_connecting(server, Client(server.address, HELLO, keys=keys, connect_timeout_s=60.0))
     assert isinstance(error, HandshakeRefused)
@@ -190,8 +271,8 @@ def test_who_comes_without_the_right_key_gets_nothing_and_is_counted(
             tcp.sendall(b"GET / HTTP/1.1\r\nHost: buffer\r\n\r\n" + bytes(64))
             poll_until(server, lambda: server.refused == {fault: 1})
         return
-    make_keys(tmp_path / "others")
-    with dealer(server, None if who == "plain" else load_client_keys(tmp_path / "others", "actor")) as peer:
+    make_keys(tmp_path / "others", ["actor-0"])
+    with dealer(server, None if who == "plain" else load_client_keys(tmp_path / "others", "actor-0")) as peer:
         send_frames(peer, encode(HELLO))
         poll_until(server, lambda: server.refused == {fault: 1})
         assert peer.poll(0) == 0
@@ -202,7 +283,7 @@ def test_who_comes_without_the_right_key_gets_nothing_and_is_counted(
 
 @pytest.mark.parametrize("client_encrypts", [False, True])
 def test_a_client_that_cannot_come_in_says_what_may_be_wrong(folder: Path, client_encrypts: bool) -> None:
-    server_keys, client_keys = load_server_keys(folder), load_client_keys(folder, "actor")
+    server_keys, client_keys = load_server_keys(folder), load_client_keys(folder, "actor-0")
     with serving(None if client_encrypts else server_keys) as server:
         keys = client_keys if client_encrypts else None
         error = outcome_of_connecting(server, Client(server.address, HELLO, keys=keys, connect_timeout_s=1.5))
@@ -215,7 +296,7 @@ def test_a_flood_of_strangers_fills_no_log_and_keeps_nobody_out(
     server: Server, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with dealer(server, load_client_keys(folder, "actor")) as peer:
+    with dealer(server, load_client_keys(folder, "actor-0")) as peer:
         strangers = [new_socket(context, zmq.DEALER) for _ in range(60)]
         for n, stranger in enumerate(strangers):
             stranger.set(zmq.RECONNECT_IVL, 60_000)  # each tries once
@@ -233,7 +314,7 @@ def test_a_reconnecting_client_resumes_its_session(folder: Path) -> None:
     keys = load_server_keys(folder)
     with serving(keys, peer_timeout_s=0.4) as server:
         address = server.address
-        client = Client(address, HELLO, keys=load_client_keys(folder, "actor"), reconnect_timeout_s=60.0)
+        client = Client(address, HELLO, keys=load_client_keys(folder, "actor-0"), reconnect_timeout_s=60.0)
         with ThreadPoolExecutor(1) as pool:
             connecting = pool.submit(client.connect)
             poll_until(server, connecting.done)
@@ -248,7 +329,7 @@ def test_a_reconnecting_client_resumes_its_session(folder: Path) -> None:
 
 def test_no_key_is_in_any_log(server: Server, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    actor = load_client_keys(folder, "actor")
+    actor = load_client_keys(folder, "actor-0")
     client = Client(server.address, HELLO, keys=actor)
     assert outcome_of_connecting(server, client) is None
     for key in (actor.public, actor.secret, actor.server, load_server_keys(folder).secret):

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import KeysUnusable
-from protocol.keys import KEYS, OWNERS, load_client_keys, load_server_keys, make_keys, run_client_keys
+from protocol.keys import (
+    KEYS,
+    OWNERS,
+    Owner,
+    load_client_keys,
+    load_server_keys,
+    make_keys,
+    run_client_keys,
+    speaks_for,
+)
+from protocol.messages import Role
 
 
 @pytest.fixture
@@ -39,16 +49,17 @@ def test_only_the_owner_may_look_into_the_folder_and_its_files(tmp_path: Path) -
 
 def test_every_role_has_a_pair_of_its_own_and_knows_the_server(folder: Path) -> None:
     server = load_server_keys(folder)
-    clients = {role: load_client_keys(folder, role) for role in ("actor", "teacher", "learner", "launcher")}
-    assert {role: server.roles[keys.public] for role, keys in clients.items()} == {role: role for role in clients}
+    clients = {owner: load_client_keys(folder, owner) for owner in OWNERS if owner != "server"}
+    assert {owner: server.owners[keys.public] for owner, keys in clients.items()} == {owner: owner for owner in clients}
     assert {keys.server for keys in clients.values()} == {server.public}
-    assert len({keys.secret for keys in clients.values()} | {server.secret}) == 5
+    assert len({keys.secret for keys in clients.values()} | {server.secret}) == 6
 
 
 def test_another_listener_has_its_own_pair_and_list(folder: Path) -> None:
+    make_keys(folder, ["actor-3", "teacher-0"])
     host = load_server_keys(folder, "learner", ("actor",))
     assert host.public == load_client_keys(folder, "actor", "learner").server
-    assert list(host.roles.values()) == ["actor"]
+    assert sorted(host.owners.values()) == ["actor", "actor-3"]
 
 
 def test_a_host_needs_its_own_pair_and_two_public_keys_only(folder: Path) -> None:
@@ -59,16 +70,50 @@ def test_a_host_needs_its_own_pair_and_two_public_keys_only(folder: Path) -> Non
     load_client_keys(folder, "actor", "learner")
 
 
-def test_keys_are_never_made_over_others(folder: Path) -> None:
+def test_keys_are_never_made_over_others_and_those_that_are_missing_are_added(tmp_path: Path, folder: Path) -> None:
     before = {file: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(OSError):
-        make_keys(folder)
+    make_keys(folder)
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    make_keys(folder, ["actor-0"])
+    after = {file: file.read_bytes() for file in folder.iterdir()}
+    assert {file.name for file in after.keys() - before.keys()} == {"actor-0.key", "actor-0.key_secret"}
+    assert {file: after[file] for file in before} == before and {mode(file) for file in after} == {0o600}
+    assert [entry.name for entry in tmp_path.iterdir()] == [KEYS]
+
+
+def test_a_worker_of_the_runs_own_has_its_own_key_and_one_that_joined_its_roles(tmp_path: Path, folder: Path) -> None:
+    make_keys(folder, ["actor-0"])
+    assert run_client_keys(tmp_path, "actor", "actor-0") == load_client_keys(folder, "actor-0")
+    assert run_client_keys(tmp_path, "actor", "actor-host-0") == load_client_keys(folder, "actor")
+
+
+def test_who_may_be_whom() -> None:
+    yes: list[tuple[Owner, Role, str]] = [
+        *[("actor-0", "actor", "actor-0"), ("actor", "actor", "actor-host-0"), ("actor", "actor", "actor-3-0")],
+        *[("teacher", "teacher", "teacher-host-0"), ("teacher-12", "teacher", "teacher-12")],
+        *[
+            ("learner", "learner", "learner-0"),
+            ("launcher", "launcher", "launcher"),
+            ("joiner", "launcher", "joiner-x"),
+        ],
+    ]
+    no: list[tuple[Owner, Role, str]] = [
+        *[("actor", "actor", "actor-0"), ("actor-1", "actor", "actor-0"), ("actor-0", "actor", "actor-host-0")],
+        *[("teacher", "actor", "actor-host-0"), ("actor-0", "teacher", "teacher-0"), ("actor-0", "learner", "actor-0")],
+        *[
+            ("teacher", "teacher", "teacher-0"),
+            ("joiner", "launcher", "launcher"),
+            ("launcher", "launcher", "joiner-x"),
+        ],
+        *[("server", "actor", "actor-0"), ("server", "launcher", "launcher"), ("learner", "actor", "learner-0")],
+    ]
+    assert all(speaks_for(*case) for case in yes)
+    assert not any(speaks_for(*case) for case in no)
 
 
 def test_a_run_without_the_folder_is_not_encrypted(tmp_path: Path, folder: Path) -> None:
-    assert run_client_keys(tmp_path / "another", "actor") is None
-    assert run_client_keys(tmp_path, "actor") == load_client_keys(folder, "actor")
+    assert run_client_keys(tmp_path / "another", "actor", "actor-0") is None
+    assert run_client_keys(tmp_path, "actor", "actor-0") == load_client_keys(folder, "actor")
 
 
 @pytest.mark.parametrize("owner_mode", [0o640, 0o604, 0o644, 0o660])

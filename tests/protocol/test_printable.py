@@ -111,7 +111,7 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
         context.term()
         server.close()
     assert m.RolloutFailed(SHOWN, SHOWN) in told and m.Heartbeat(None, {SHOWN: 1.0}) in told
-    assert server.refused["malformed"] == 2, "name and incarnation; a pool becomes printable"
+    assert server.refused["malformed"] == 1, "the name; incarnation and pool become printable"
     lines = stream.getvalue().splitlines()
     assert lines and all("actor-0 ERROR" not in line and line.isprintable() for line in lines)
     assert not any(line.startswith("12:00:00.000 buffer") for line in stream.getvalue().split("\n"))

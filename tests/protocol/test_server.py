@@ -215,13 +215,16 @@ def test_a_launcher_that_is_there_is_not_pushed_out_by_another_of_its_name(serve
     assert server.peers == (("launcher", "launcher"),)
 
 
-def test_the_first_vocabulary_decides_when_none_is_given(make_server: MakeServer, connect: MakePeer) -> None:
+def test_the_learner_s_vocabulary_decides_when_none_is_given(make_server: MakeServer, connect: MakePeer) -> None:
     server = make_server(vocab=None)
     assert connect(server).greet(role="launcher", name="launcher", vocab_fingerprint="")
-    assert connect(server).greet(vocab_fingerprint="11" * 32)
+    assert connect(server).greet(vocab_fingerprint="22" * 32)
+    events = connect(server).greet(role="learner", name="learner-0", vocab_fingerprint="11" * 32)
+    assert [type(event) for event in events] == [PeerDown, PeerUp]
     other = connect(server)
     other.send(msgspec.structs.replace(HELLO, name="actor-1", vocab_fingerprint="22" * 32))
     assert other.refused().expected == "11" * 32
+    assert server.peers == (("launcher", "launcher"), ("learner", "learner-0"))
 
 
 def test_messages_before_hello_are_refused(connect: MakePeer) -> None:
