@@ -1,17 +1,21 @@
 """A real run of the built-in task with a fault every moment or two, and the verdict.
 
     python bench/chaos.py --faults 300 --seed 0 [--roles actor,teacher] [--kinds kill,stop,cut] [--report FILE]
+    python bench/chaos.py --runs 10 --faults 30 --report docs/results/chaos-audit.md
 
 Kinds: kill (SIGKILL), stop (SIGSTOP for a while), hang (SIGSTOP, until the launcher kills it); cut and reset of a link,
 blackhole, delay and throttle of a link for a while; in place of one message: duplicate, corrupt, truncate, garbage,
-version, tear, noise (tests.chaos.meddling); stranger (who does not belong to the run knocks at the buffer's door). Only
-if asked for: disk (the run folder is full for a while, with --disk-mib); relaunch (SIGKILL of the launcher, --resume).
-What may kill its target strikes only the roles that the launcher starts again, unless --roles says others. The same
-seed draws the same faults.
+version, tear, noise (tests.chaos.meddling); stranger (who does not belong to the run knocks at the buffer's door);
+together (SIGKILL of several at once, at times the launcher among them); trap (SIGKILL before or after a named function,
+tests.chaos.traps); relaunch and interrupt (SIGKILL of the launcher, or Ctrl-C, and --resume). Only if asked for: disk
+(the run folder is full for a while, with --disk-mib); version. What may kill its target strikes only the roles that the
+launcher starts again, unless --roles says others. The same seed draws the same faults.
 
 Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
-the wire by the proxy, evaluation as that of a run without faults within noise (--no-reference leaves it out), and no
-process, descriptor or mount left. Exit code 1 if anything is wrong.
+the wire by the proxy, nothing found by the audit of the run's record (`cluster.py audit`), evaluation as that of a run
+without faults within noise (--no-reference leaves it out), and no process, descriptor or mount left. Exit code 1 if
+anything is wrong. --runs: so many runs one after the other without a reference, seed after seed, each under another
+bound, release policy and group size.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from bench.chaos_audit import audit_runs
 from launch.supervisor import RESTARTABLE
 from tests.chaos.campaign import Plan, Struck, Verdict, reference, run_campaign
 from tests.chaos.faults import KINDS, UNUSUAL, Fault, Kind
@@ -62,6 +67,8 @@ def main() -> int:
     )
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-run-"))
     print(f"runs, logs and the proxy's records: {folder}", flush=True)
+    if args.runs:
+        return audit_runs(plan, args.runs, folder, args.report)
     verdict = run_campaign(plan, folder / "faulted", lambda line: print(line, flush=True))
     undisturbed = None if args.no_reference else reference(plan, folder / "reference")
     if undisturbed is not None and verdict.summary:
@@ -75,7 +82,8 @@ def main() -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--faults", type=int, default=30, help="of each run")
+    parser.add_argument("--runs", type=int, default=0, help="so many runs, each under other settings, all audited")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--roles", default=",".join(sorted(RESTARTABLE)), help="whose death the run must survive")
     parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind not in UNUSUAL))

@@ -12,7 +12,7 @@ from tests.patience import SLOWNESS
 
 HERE: Final = Path(__file__).parent
 SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
-QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py")
+QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")
 REPRESENTATIVE: Final = "integration/test_whole_run.py"
 """Whole runs that `make test` keeps; those of them that are marked slow it leaves out too."""
 TEST_S: Final = 300.0

@@ -14,6 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
+from launch.audit.record import AuditError
+from launch.audit.report import Report
+from launch.audit.run import audit as count_again
 from launch.supervisor import RESTARTABLE
 from tests.chaos.audit import Audit, audit
 from tests.chaos.commands import Proxy
@@ -21,10 +24,13 @@ from tests.chaos.disk import mounted_at, small_disk
 from tests.chaos.faults import PROCESSES, Fault, Kind, Striker, draw
 from tests.chaos.harness import PATIENT, TASK, Run, marked, proxied_run
 from tests.chaos.tap import read_tap
+from tests.patience import RUN_PATIENCE_S, Limit
 
 LOOK_EVERY_S: Final = 0.1
 LAST_FAULT_AT: Final = 0.85
 """Of the steps."""
+STEPS_AFTER_RESTART: Final = (0, 1, 2, 3, 5, 7)
+"""Of which one is drawn. Checkpoints are made every 4 steps."""
 LEFTOVER_WAIT_S: Final = 5.0
 LOG_TROUBLE: Final = ("Traceback (most recent call last)", " CRITICAL ", "THE LEDGER DOES NOT BALANCE")
 
@@ -76,6 +82,9 @@ class Verdict(msgspec.Struct, kw_only=True):
     """How long faults went on."""
     wall_s: float
     audit: Audit
+    """Of what went over the wire."""
+    report: Report | None
+    """Of the record; None: there is nothing to count."""
     complaints: list[str]
     """Empty: everything held."""
     troubles: dict[str, int]
@@ -99,7 +108,7 @@ def run_campaign(plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Verdi
         striker.heal()
         hung = _await_end(plan, run, proxy, struck, say)
         verdict = _judge(plan, run, proxy, struck, missed, faults_s, time.monotonic() - began_s)
-        verdict.complaints += hung
+        verdict.complaints += [*hung, *striker.complaints]
     verdict.complaints += _leftovers(mark, run_dir, fds_before)
     return verdict
 
@@ -108,7 +117,7 @@ def reference(plan: Plan, run_dir: Path) -> dict[str, Any]:
     """Summary of the same run without a fault, and without a proxy."""
     run = Run(run_dir, _arguments(plan), f"chaos-{secrets.token_hex(4)}")
     try:
-        code = run.process.wait(120.0 + plan.steps)
+        code = run.process.wait(RUN_PATIENCE_S + plan.steps)
         assert code == 0, f"the run without faults ended with exit code {code}:\n{run.text}"
         return run.summary()
     finally:
@@ -139,6 +148,8 @@ def _storm(
     began_s = time.monotonic()
     while len(struck) < plan.faults and run.running:
         due_step = LAST_FAULT_AT * plan.steps * (len(struck) + 1) / plan.faults
+        if struck and struck[-1].fault.restarts_run:
+            _await_steps(run, rng.choice(STEPS_AFTER_RESTART))
         _watch(run, proxy, struck, rng.uniform(*plan.gap_s), due_step)
         names = {"launcher": ["launcher"]} | {role: run.names(role) for role in PROCESSES}
         fault = _planned(plan, len(struck)) or draw(rng, plan.kinds, names, plan.roles)
@@ -153,15 +164,21 @@ def _storm(
     return struck, missed
 
 
+def _await_steps(run: Run, n: int) -> None:
+    """A run that was started again makes so many steps before the next fault; else most faults would hit its start."""
+    rows, limit = len(run.steps()) + n, Limit()
+    while run.running and len(run.steps()) < rows and not limit.passed:
+        time.sleep(LOOK_EVERY_S)
+
+
 def _watch(run: Run, proxy: Proxy, struck: Sequence[Struck], seconds: float, step: float = math.inf) -> None:
     """Sleep so long, or until that step, and note who is at work again."""
     until_s = time.monotonic() + seconds
     while run.running and run.step < step:
         useful_s = proxy.look().useful_s
         for one in struck:
-            at_work_s = max(useful_s.values(), default=0.0) if one.fault.target in ("run", "buffer-0") else (
-                useful_s.get(one.fault.target, 0.0)
-            )  # fmt: skip
+            anybody = one.fault.target in ("run", "buffer-0") or one.fault.restarts_run
+            at_work_s = max(useful_s.values(), default=0.0) if anybody else useful_s.get(one.fault.target, 0.0)
             if one.recovery_s is None and at_work_s > one.over_s:
                 one.recovery_s = at_work_s - one.over_s
         left_s = until_s - time.monotonic()
@@ -207,6 +224,12 @@ def _judge(
         if "was left behind and is killed" in run.text:
             complaints.append("the launcher had to kill a process that was left behind")
     complaints += found.complaints
+    try:
+        report = count_again(run.run_dir)
+        complaints += [] if report.clean else [f"the audit of {run.run_dir}:\n{report}"]
+    except AuditError as error:
+        report = None
+        complaints.append(f"the run cannot be audited: {error}")
     complaints += [f"the proxy: {error}" for error in proxy.look().errors]
     return Verdict(
         exit_code=code,
@@ -216,6 +239,7 @@ def _judge(
         faults_s=faults_s,
         wall_s=wall_s,
         audit=found,
+        report=report,
         complaints=complaints,
         troubles=_troubles(run),
     )

@@ -15,25 +15,33 @@ from tests.chaos.disk import SmallDisk
 from tests.chaos.harness import Run
 from tests.chaos.meddling import Meddling
 from tests.chaos.stranger import knock
+from tests.chaos.traps import POINTS, Side
 
 Kind: TypeAlias = Literal[
     "kill", "stop", "hang", "cut", "reset", "blackhole", "delay", "throttle",
-    "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "stranger", "disk", "relaunch",
+    "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "stranger", "disk",
+    "together", "trap", "relaunch", "interrupt",
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DEADLY: Final[frozenset[Kind]] = frozenset(
-    {"kill", "hang", "duplicate", "corrupt", "truncate", "garbage", "version", "noise"}
+    {"kill", "hang", "duplicate", "corrupt", "truncate", "garbage", "version", "noise", "together", "trap"}
 )
 """The target may die of it, by the signal or because it is told that it talks nonsense; so only roles that are started
 again are hit. The others heal by themselves."""
-UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version", "relaunch"})
+UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version"})
 """Not among the kinds that are drawn unless asked for. disk: the run folder needs a file system of its own. version: a
-Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends.
-relaunch: half a minute each."""
+Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends."""
 LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "launcher")
 """Who has a link to the buffer."""
 PROCESSES: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "buffer")
 """Whose process may be killed or stopped."""
+LAUNCHER: Final = "launcher"
+"""A target as well: all workers die with it, and the run goes on by --resume."""
+LAUNCHER_SHARE: Final = 0.25
+"""Of the simultaneous kills and of the traps, in which the launcher dies too."""
+STOPPED_EXIT_CODE: Final = 128 + signal.SIGINT
+TRAP_S: Final = 10.0
+"""How long a process may take to pass the function at which it shall die."""
 HUGE_DELAY_S: Final = 0.3
 SLOW_BYTES_PER_S: Final = 4000.0
 WATCHED: Final[tuple[str, ...]] = ("actor", "teacher", "learner")
@@ -50,23 +58,38 @@ class Fault(msgspec.Struct, frozen=True):
     """How long it lasts; 0: a moment."""
     direction: Literal["up", "down"] = "up"
     seed: int = 0
+    others: tuple[str, ...] = ()
+    """Who dies at the same moment."""
+    point: str = ""
+    """trap: the function (tests.chaos.traps)."""
+    side: Side = "before"
+
+    @property
+    def restarts_run(self) -> bool:
+        """The launcher ends, and --resume follows."""
+        return self.kind in ("relaunch", "interrupt") or LAUNCHER in (self.target, *self.others)
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
         way = f" {self.direction}" if self.kind in get_args(Meddling) else ""
-        return f"{self.kind}{way} {self.target}{lasting}"
+        place = f" {self.side} {self.point}" if self.point else ""
+        return f"{self.kind}{way} {' + '.join((self.target, *self.others))}{place}{lasting}"
 
 
 def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]], restartable: frozenset[str]) -> Fault:
     """Kind first, then role, then worker: each kind and each role has its share."""
     kind = rng.choice(list(kinds))
-    if kind == "relaunch":
+    if kind in ("relaunch", "interrupt"):
         return Fault(kind, "run")
     if kind == "disk":
         return Fault(kind, "run", rng.uniform(1.0, 4.0))
     if kind == "stranger":
         return Fault(kind, "buffer-0", seed=rng.randrange(1 << 30))
     roles = [role for role in names if names[role] and (role in restartable or kind not in DEADLY)]
+    if kind == "together":
+        return _together(rng, [name for role in roles if role in PROCESSES for name in names[role]])
+    if kind == "trap":
+        return _trap(rng, {role: names[role] for role in (*roles, LAUNCHER) if role in POINTS})
     able = {"kill": PROCESSES, "stop": PROCESSES, "hang": WATCHED}.get(kind, LINKS)
     roles = [role for role in roles if role in able]
     if not roles:
@@ -77,6 +100,20 @@ def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]],
     return Fault(kind, target, seconds, rng.choice(("up", "up", "down")), rng.randrange(1 << 30))
 
 
+def _together(rng: Random, names: Sequence[str]) -> Fault:
+    dying = rng.sample(list(names), rng.randint(min(2, len(names)), len(names)))
+    dying += [LAUNCHER] if rng.random() < LAUNCHER_SHARE else []
+    return Fault("together", dying[0], others=tuple(dying[1:]))
+
+
+def _trap(rng: Random, names: Mapping[str, Sequence[str]]) -> Fault:
+    role = rng.choice(list(names))
+    others = (LAUNCHER,) if role != LAUNCHER and rng.random() < LAUNCHER_SHARE else ()
+    side: Side = rng.choice(("before", "after"))
+    target = rng.choice(list(names[role]))
+    return Fault("trap", target, others=others, point=rng.choice(list(POINTS[role])), side=side)
+
+
 class Striker:
     """Makes faults happen to one run."""
 
@@ -85,6 +122,8 @@ class Striker:
         self._proxy = proxy
         self._disk = disk
         self._timers: list[threading.Timer] = []
+        self.complaints: list[str] = []
+        """What went wrong while a fault struck."""
 
     def strike(self, fault: Fault) -> bool:
         """False when there was nothing to hit (a worker that is being started again)."""
@@ -106,10 +145,15 @@ class Striker:
                 self._proxy.tell(Weather(fault.seconds, name, bytes_per_s=SLOW_BYTES_PER_S))
             case "stranger":
                 assert knock(self._proxy.address, Random(fault.seed)), "strangers were not answered"
+            case "together" | "trap":
+                return self._kill_all(fault)
             case "relaunch":
-                if self._disk is not None:
-                    self._disk.free()  # a launcher that finds no room at its start refuses to, and rightly
-                self._run.relaunch(self._proxy)
+                self._relaunch()
+            case "interrupt":
+                self._make_room()
+                code = self._run.interrupt(self._proxy)
+                if code not in (STOPPED_EXIT_CODE, 0):
+                    self.complaints.append(f"a run stopped by Ctrl-C ended with exit code {code}")
             case "disk":
                 assert self._disk is not None, "a full disk needs a disk of its own"
                 self._disk.fill()
@@ -128,6 +172,38 @@ class Striker:
         for role in PROCESSES:
             for name in self._run.names(role):
                 self._run.signal_worker(name, signal.SIGCONT)
+        if self._disk is not None:
+            self._disk.free()
+
+    def _kill_all(self, fault: Fault) -> bool:
+        """Those of them that are there, at once, or when the first one passes the point. False when the first is not
+        there or did not pass."""
+        launcher = self._run.process.pid
+        pids = {name: launcher if name == LAUNCHER else self._run.pid(name) for name in (fault.target, *fault.others)}
+        first, *others = (pids[name] for name in pids)
+        if first is None:
+            return False
+        others = [pid for pid in others if pid is not None]
+        if fault.kind == "trap":
+            there = self._run.running if fault.target == LAUNCHER else self._run.pid(fault.target) == first
+            struck = there and self._run.traps.catch(
+                fault.point, fault.side, first, others=others, timeout_s=TRAP_S, alive=lambda: self._run.running
+            )
+        else:
+            struck = True
+            for name, pid in pids.items():
+                if pid is not None and name != LAUNCHER:
+                    self._run.signal_pid(name, pid, signal.SIGKILL)
+        if struck and fault.restarts_run:
+            self._relaunch()
+        return struck
+
+    def _relaunch(self) -> None:
+        self._make_room()
+        self._run.relaunch(self._proxy)
+
+    def _make_room(self) -> None:
+        """A launcher that finds no room at its start refuses to, and rightly."""
         if self._disk is not None:
             self._disk.free()
 

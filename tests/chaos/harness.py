@@ -27,6 +27,8 @@ from buffer.server import BufferAddress
 from launch.runfolder import write_atomic
 from protocol.ports import free_port
 from tests.chaos.commands import ROOT, Proxy, running_proxy
+from tests.chaos.traps import Traps
+from tests.patience import PATIENCE_S
 
 MARK: Final = "STILLHOUSE_CHAOS"
 """Environment variable that everything started here inherits; nothing is judged by its name."""
@@ -65,8 +67,8 @@ READY: Final = "workers are ready after"
 STARTS: Final = " starts, pid "
 LAUNCHER_HERE: Final = "launcher launcher is here"
 LAUNCHES: Final = 5
-READY_S: Final = 120.0
-GONE_S: Final = 15.0
+READY_S: Final = 2 * PATIENCE_S
+GONE_S: Final = PATIENCE_S
 
 
 class Run:
@@ -79,8 +81,14 @@ class Run:
         self._read_bytes = 0
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._output = run_dir.with_name(f"{run_dir.name}.out")
-        self._arguments = [*arguments]
+        self._arguments = [*arguments, f"--learner.record={self.record}"]
+        self.traps = Traps(run_dir.with_name(f"{run_dir.name}.traps"))
         self.process = self._launch()
+
+    @property
+    def record(self) -> Path:
+        """Of every batch: what the run is audited by."""
+        return self.run_dir.with_name(f"{self.run_dir.name}.record")
 
     def _launch(self, *more: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(ROOT / "launch" / "cluster.py"), "--run-dir", str(self.run_dir)]
@@ -91,7 +99,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: self.mark},
+                env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **self.traps.environment(str(ROOT))},
             )
 
     def relaunch(self, proxy: Proxy) -> None:
@@ -99,6 +107,15 @@ class Run:
         former, ready = self.run_id, self.text.count(READY)
         self._resume()
         self.ready_behind(proxy, former, ready)
+
+    def interrupt(self, proxy: Proxy) -> int:
+        """Ctrl-C, and when the launcher has ended in order, --resume as above. Returns its exit code: that of a run
+        that was over by then is 0, and it is left as it is."""
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(PATIENCE_S)
+        if code:
+            self.relaunch(proxy)
+        return code
 
     def ready_behind(self, proxy: Proxy, former_run_id: str = "", ready_before: int = 0) -> None:
         """Wait until all workers are ready, with their links by way of the proxy. A launcher that was faster than we at
@@ -113,7 +130,7 @@ class Run:
 
     def _resume(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(GONE_S)
         deadline_s = time.monotonic() + GONE_S
         while (left := marked(self.mark)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -227,7 +244,7 @@ class Run:
         """Whatever still runs of it ends."""
         if self.running:
             self.process.kill()
-        self.process.wait(20)
+        self.process.wait(GONE_S)
         for process in marked(self.mark):
             with contextlib.suppress(psutil.Error):
                 process.kill()
