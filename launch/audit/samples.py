@@ -146,7 +146,7 @@ class SampleCount:
 
     def _left_behind(self, task_id: int, samples: Iterable[int]) -> str:
         steps = [self.abandoned[task_id, sample] for sample in samples if (task_id, sample) in self.abandoned]
-        return f"trained at the abandoned step {min(steps)} only" if steps else "never trained"
+        return f"trained at the abandoned step {min(steps)} only" if steps else "in no recorded step"
 
     def _twice(self, version: Version, task_id: int, sample: int | None, detail: str) -> None:
         self.faults.add(SETTLED_TWICE, Where(step=version, task=task_id, sample=sample, detail=detail))

@@ -136,7 +136,7 @@ def test_a_skipped_task_and_a_skipped_sample(run: Written) -> None:
     run.checkpoint((1, 2), 4, outstanding={3: []})
     assert faults(run) == {report.SKIPPED_TASKS: 1, report.SKIPPED_SAMPLES: 1}
     assert places(run, report.SKIPPED_TASKS) == ["task 1: trained at the abandoned step 0.1 only"]
-    assert places(run, report.SKIPPED_SAMPLES) == ["task 2, sample 1: never trained"]
+    assert places(run, report.SKIPPED_SAMPLES) == ["task 2, sample 1: in no recorded step"]
 
 
 def test_dropped_and_masked_by_name_is_not_skipped(run: Written) -> None:
