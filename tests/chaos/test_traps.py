@@ -91,4 +91,5 @@ def test_every_point_is_a_function_of_the_product(point: str) -> None:
     name, _, inside = point.partition(":")
     path, _, last = inside.rpartition(".")
     owner = reduce(getattr, filter(None, path.split(".")), importlib.import_module(name))
-    assert isinstance(vars(owner)[last], FunctionType)
+    function = vars(owner)[last]
+    assert isinstance(function, FunctionType) and function.__module__ == name, "patched where it is defined"

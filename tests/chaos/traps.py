@@ -11,9 +11,9 @@ from typing import Final, Literal, TypeAlias
 Side: TypeAlias = Literal["before", "after"]
 POINTS: Final[Mapping[str, Sequence[str]]] = {
     "learner": (
-        "learner.checkpoint:_write_manifest",
-        "learner.checkpoint:prune",
         "learner.checkpoint:save_checkpoint",
+        "learner.checkpoint_files:prune",
+        "learner.checkpoint_files:write_manifest",
         "learner.loop:LearnerLoop._next_batch",
         "learner.loop:LearnerLoop._report",
         "learner.metrics:MetricsWriter.step",
