@@ -107,6 +107,14 @@ class Batch(msgspec.Struct, frozen=True):
     tasks_done: tuple[int, ...] = ()
     settled: tuple[Settled, ...] | None = None
     """Since the step before. None: the file is of an older version, which told of whole tasks only."""
+    masked: tuple[str, ...] | None = None
+    """Rollouts that the step left out. None: an older version, which did not say."""
+
+    @property
+    def trained_items(self) -> list[Item]:
+        """Without what was mixed in from another file, and what was left out."""
+        left_out = self.masked or ()
+        return [item for item in self.items if not item.offline and item.item.rollout_id not in left_out]
 
 
 Record: TypeAlias = Begin | Resumed | Batch

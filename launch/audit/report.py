@@ -32,7 +32,7 @@ KINDS: Final[Mapping[str, str]] = {
     SKIPPED_TASKS: "a task before the checkpoint's next one of which nothing is settled, and which is not open",
     SKIPPED_SAMPLES: "a sample of such a task that is neither settled nor open",
     SETTLED_TWICE: "a sample is settled in two kept steps, or is settled and open",
-    SETTLED_WRONG: "a sample is trained after it was settled, or settled as trained without a token",
+    SETTLED_WRONG: "trained after it was settled, settled as trained without a token, or not as the checkpoint has it",
     NOT_RECORDED: "a kept step without a batch in the record: what it trained cannot be counted",
     RECORDED_TWICE: "two batches are said to have made one version",
     OTHER_TOKENS: "metrics.jsonl tells another number of trained tokens than the record",

@@ -66,6 +66,8 @@ class _Count:
         self._batches: dict[Version, Place] = {}
         """By the version trained against."""
         self._left: list[Place] = []
+        self._maybe_less: set[Version] = set()
+        """Made by kept steps whose record does not say which rollouts were left out."""
         self._read_history()
         self._kept = self._history.kept()
         self._bound = self._widest_bound(settings.bound)
@@ -147,17 +149,19 @@ class _Count:
                 continue
             batch, before = self._file.batch(place), tokens.tokens
             samples.add(batch)
-            for item in batch.items:
-                if not item.offline:
-                    tokens.add(batch, item, self._file.runs(item, place.blob_at))
+            for item in batch.trained_items:
+                tokens.add(batch, item, self._file.runs(item, place.blob_at))
             trained[Version(version.epoch, version.step + 1)] = tokens.tokens - before
+            if batch.masked is None:
+                self._maybe_less.add(Version(version.epoch, version.step + 1))
         return trained
 
     def _compare_rows(self, trained: Mapping[Version, int]) -> None:
         """The learner's own line of a step tells as many tokens."""
         for row in self._rows:
             recorded = trained.get(row.version)
-            if row.kind == "step" and not row.nonfinite and recorded is not None and recorded != row.tokens:
+            less = row.nonfinite and row.version in self._maybe_less
+            if row.kind == "step" and not less and recorded is not None and recorded != row.tokens:
                 told = f"metrics.jsonl tells {row.tokens} tokens of the step that made it, the record {recorded}"
                 self._faults.add(OTHER_TOKENS, Where(step=row.version, detail=told))
 
@@ -232,13 +236,25 @@ class _Task(msgspec.Struct):
 
 class _Open(msgspec.Struct):
     task: _Task
-    settled: tuple[int, ...] = ()
+
+
+class _Partial(NamedTuple):
+    sample_index: int
+    rollout_id: str
+    n_trained: int
+
+
+class _Progress(NamedTuple):
+    task_id: int
+    settled: tuple[int, ...]
+    partial: tuple[_Partial, ...]
 
 
 class _Tasks(msgspec.Struct):
     next_task_id: int
     outstanding: tuple[_Open, ...]
-    ahead: dict[int, tuple[int, ...]] = {}
+    progress: tuple[_Progress, ...] = ()
+    """Of tasks that are not settled, and of later ones of which a sample is."""
 
 
 class _Trainer(msgspec.Struct):
@@ -258,9 +274,17 @@ def read_frontiers(checkpoints: Path) -> Iterator[tuple[str, Frontier]]:
             continue
         if sizes and hashlib.sha256(raw).hexdigest() == manifest.files["trainer.json"].sha256:
             tasks = trainer.tasks
-            ahead = {task_id: (0, frozenset(settled)) for task_id, settled in tasks.ahead.items()}
-            still_open = {one.task.task_id: (one.task.group_size, frozenset(one.settled)) for one in tasks.outstanding}
-            yield folder.name, Frontier(trainer.version, tasks.next_task_id, ahead | still_open)
+            partial = {(one.task_id, p.sample_index): p.n_trained for one in tasks.progress for p in one.partial}
+            yield (
+                folder.name,
+                Frontier(
+                    trainer.version,
+                    tasks.next_task_id,
+                    group_sizes={one.task.task_id: one.task.group_size for one in tasks.outstanding},
+                    settled=frozenset((one.task_id, sample) for one in tasks.progress for sample in one.settled),
+                    partial=partial,
+                ),
+            )
 
 
 def _at(plain: object, *keys: str) -> object:

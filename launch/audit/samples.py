@@ -27,8 +27,12 @@ class Frontier:
 
     version: Version
     next_task_id: int
-    open: Mapping[int, tuple[int, frozenset[int]]]
-    """Task -> its group's size, and those of its samples that are settled. Tasks that are not settled as a whole."""
+    group_sizes: Mapping[int, int]
+    """Of the open tasks before that one: those that are not settled as a whole."""
+    settled: frozenset[tuple[int, int]]
+    """(task, sample) of open and of later tasks."""
+    partial: Mapping[tuple[int, int], int]
+    """Of samples that are not settled: how many tokens are trained, where any are."""
 
 
 @dataclass(slots=True)
@@ -83,7 +87,7 @@ class SampleCount:
                 self._wrong(version, key, f"settled as {_fate(settled)}, and trained at step {last} again")
             if last is None and settled.fate == "trained":
                 self._wrong(version, key, "settled as trained, and no kept step trained a token of it")
-        for task_id, version in self.tasks_done.items():
+        for task_id, version in {} if self.by_sample else self.tasks_done.items():
             for sample in range(self.group_sizes.get(task_id, 0)):
                 last = tokens.last_step((task_id, sample))
                 if last is not None and last > version.step:
@@ -91,20 +95,21 @@ class SampleCount:
         if frontier is None:
             return
         for task_id in range(frontier.next_task_id):
-            size, done = frontier.open.get(task_id, (self.group_sizes.get(task_id, self.group_size), None))
+            size = frontier.group_sizes.get(task_id, self.group_sizes.get(task_id, self.group_size))
             if self.by_sample:
-                self._expect_samples(frontier, task_id, size, done)
-            elif done is None:
+                self._expect_samples(frontier, task_id, size)
+            elif task_id not in frontier.group_sizes:
                 self._expect_trained(task_id, size, tokens)
         if self.by_sample:
             self._expect_nothing_behind(frontier)
+            self._expect_parts(frontier, tokens)
 
-    def _expect_samples(self, frontier: Frontier, task_id: int, size: int, done: frozenset[int] | None) -> None:
+    def _expect_samples(self, frontier: Frontier, task_id: int, size: int) -> None:
         """Each sample is settled by a kept step before the checkpoint, or open in it, and not both."""
         missing: list[int] = []
         for sample in range(size):
             step = self._settled_before(frontier, (task_id, sample))
-            is_open = done is not None and sample not in done
+            is_open = task_id in frontier.group_sizes and (task_id, sample) not in frontier.settled
             if step is not None and is_open:
                 told = f"settled at step {step.step}, and open in the checkpoint of step {frontier.version.step}"
                 self._twice(step, task_id, sample, told)
@@ -128,9 +133,19 @@ class SampleCount:
         """What is settled of later tasks has been offered by an earlier learner and must be known to the checkpoint."""
         for (task_id, sample), (version, settled) in self.settled.items():
             late = task_id >= frontier.next_task_id and version.step < frontier.version.step
-            if late and sample not in frontier.open.get(task_id, (0, frozenset[int]()))[1]:
+            if late and (task_id, sample) not in frontier.settled:
                 told = f"{_fate(settled)}, and the checkpoint of step {frontier.version.step} does not know of it"
                 self._wrong(version, (task_id, sample), told)
+
+    def _expect_parts(self, frontier: Frontier, tokens: TokenCount) -> None:
+        """The checkpoint knows how many tokens are trained of samples that are not settled."""
+        counted = tokens.trained_before(frontier.version.step)
+        parts = {key: n for key, n in counted.items() if self._settled_before(frontier, key) is None}
+        for key in sorted(parts.keys() | frontier.partial.keys()):
+            n, told = parts.get(key, 0), frontier.partial.get(key, 0)
+            if n != told:
+                step = frontier.version.step
+                self._wrong(frontier.version, key, f"{n} tokens are trained, the checkpoint of step {step} says {told}")
 
     def _settled_before(self, frontier: Frontier, sample: tuple[int, int]) -> Version | None:
         found = self.settled.get(sample)

@@ -49,6 +49,15 @@ class TokenCount:
         rollouts = self._samples.get(sample, ())
         return max((part.step for rollout in rollouts for part in self._rollouts[rollout]), default=None)
 
+    def trained_before(self, step: int) -> dict[tuple[int, int], int]:
+        """Tokens of each sample that steps before this one trained."""
+        found: dict[tuple[int, int], int] = {}
+        for sample, rollouts in self._samples.items():
+            parts = [part for rollout in rollouts for part in self._rollouts[rollout] if part.step < step]
+            if parts:
+                found[sample] = sum(part.end - part.start for part in parts)
+        return found
+
     def add(self, batch: Batch, item: Item, runs: Sequence[tuple[int, int]]) -> None:
         """`runs`: the tokens of the item that the batch trained."""
         for start, end in runs:

@@ -164,6 +164,18 @@ def test_a_checkpoint_knows_what_is_settled_of_tasks_that_come_later(run: Writte
     assert "task 5, sample 1" in places(run, report.SETTLED_WRONG)[0]
 
 
+def test_a_checkpoint_knows_which_samples_are_trained_in_part(run: Written) -> None:
+    run.record(batch((0, 0), item(0, 0, (2, 5)), item(0, 1, (2, 4)), settled=trained((0, 1))))
+    run.checkpoint((0, 1), 1, outstanding={0: [1]}, partial={(0, 0): 3})
+    assert faults(run) == {}
+    run.checkpoint((1, 1), 1, outstanding={0: [1]}, partial={(0, 0): 1})  # of an epoch that is not on the branch
+    assert faults(run) == {}
+    for n in (0, 1):
+        run.checkpoint((0, 1), 1, outstanding={0: [1]}, partial={(0, 0): 1} if n else {})
+        assert faults(run) == {report.SETTLED_WRONG: 1}
+        assert f"3 tokens are trained, the checkpoint of step 1 says {n}" in places(run, report.SETTLED_WRONG)[0]
+
+
 def test_a_sample_settled_twice(run: Written) -> None:
     again = (0, 1, "dropped", "run_ended")
     run.record(*steps(0), batch((0, 1), *group(1, by=(0, 1)), settled=[again, *trained((1, 0), (1, 1))]))
@@ -222,7 +234,17 @@ def test_another_number_of_tokens_than_metrics_tells(run: Written) -> None:
     run.metrics(("step", (0, 1), 8), ("step", (0, 2), 7))
     assert faults(run) == {report.OTHER_TOKENS: 1}
     run.metrics(("step", (0, 1), 8), ("step", (0, 2), 7), nonfinite=1)
-    assert faults(run) == {}, "what is left out of a step for numbers that are not finite is in its batch all the same"
+    assert faults(run) == {}, "a file of an older version does not say which rollouts were left out of a step"
+
+
+def test_a_rollout_that_was_left_out_is_not_trained(run: Written) -> None:
+    left_out, fate = "train-0-1-0", [(0, 1, "masked", "non_finite")]
+    run.record(batch((0, 0), *group(0), settled=[*trained((0, 0)), *fate], masked=[left_out]))
+    run.metrics(("step", (0, 1), 4), nonfinite=1)
+    run.checkpoint((0, 1), 1)
+    assert faults(run) == {} and audit(run.path).tokens == 4
+    run.metrics(("step", (0, 1), 8), nonfinite=1)
+    assert faults(run) == {report.OTHER_TOKENS: 1}
 
 
 def test_text_that_the_teacher_wrote_is_nobodys_sample(run: Written) -> None:

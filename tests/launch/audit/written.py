@@ -85,9 +85,10 @@ def batch(
     *items: tuple[dict[str, Any], bytes],
     settled: Sequence[Settled] | None = None,
     done: Sequence[int] | None = None,
+    masked: Sequence[str] | None = None,
     batch_id: int = 0,
 ) -> bytes:
-    """`settled`: as new files have it; `done`: tasks, as old files have it."""
+    """`settled`, `masked`: as new files have it; `done`: tasks, as old files have it."""
     at, listed = 0, list[dict[str, Any]]()
     for about, stored in items:
         listed.append({**about, "start": at, "stored_bytes": len(stored)})
@@ -100,6 +101,7 @@ def batch(
     }
     header |= {} if settled is None else {"settled": settled}
     header |= {} if done is None else {"tasks_done": done}
+    header |= {} if masked is None else {"masked": masked}
     return record(2, header, b"".join(stored for _, stored in items))
 
 
@@ -142,17 +144,21 @@ class Written:
         next_task: int,
         outstanding: Mapping[int, Sequence[int]] | None = None,
         ahead: Mapping[int, Sequence[int]] | None = None,
+        partial: Mapping[tuple[int, int], int] | None = None,
     ) -> Path:
-        """`outstanding`: open task -> its settled samples."""
+        """`outstanding`: open task -> its settled samples; `ahead`: the same of later tasks; `partial`: (task, sample)
+        -> its trained tokens."""
         still_open = [
-            {"task": {"task_id": task, "group_size": GROUP}, "prompt_ids": [], "settled": list(settled)}
-            for task, settled in (outstanding or {}).items()
+            {"task": {"task_id": task, "group_size": GROUP}, "prompt_ids": []} for task in (outstanding or {})
         ]
-        later = {str(task): list(samples) for task, samples in (ahead or {}).items()}
-        tasks = {"next_task_id": next_task, "outstanding": still_open, "ahead": later}
+        progress = [
+            (task, list(settled), [(s, f"train-{t}-{s}-0", n) for (t, s), n in (partial or {}).items() if t == task])
+            for task, settled in {**(outstanding or {}), **(ahead or {})}.items()
+        ]
+        tasks = {"next_task_id": next_task, "outstanding": still_open, "progress": progress}
         raw = json.dumps({"format": 1, "version": version, "tasks": tasks}).encode()
         folder = self.path / "checkpoints" / f"step_{version[1]:06d}_epoch_{version[0]}"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "trainer.json").write_bytes(raw)
         entry = {"sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)}
         manifest = {"format": 1, "version": version, "files": {"trainer.json": entry}}
