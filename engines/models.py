@@ -118,7 +118,7 @@ def load_config(name: str) -> PreTrainedConfig:
     """Read config.json of a resolved path or hub name and refuse what is not a decoder-only causal LM."""
     try:
         config = cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # the last three: fields that cannot be
         hint = "" if Path(name).is_dir() else f"; no local folder of that name either{_offline_hint()}"
         raise ModelError(f"cannot read the model configuration of {name!r}: {error}{hint}") from error
     known = _flat_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -17,7 +17,7 @@ import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
 from engines.sglang_config import vocabulary_size
 from launch.config import BUILTIN, RunConfig
-from launch.pools import teacher_pools
+from launch.pools import TeacherPool, teacher_pools
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
 from protocol.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
 from protocol.topk_codec import MAX_TOKENS_KEPT, most_bytes
@@ -44,6 +44,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
             *_top_k_sets(config, student),
+            *_teachers_window(config),
             *(_context_window(config, student) if student is not None else ()),
         ],
         warnings=[
@@ -278,13 +279,35 @@ def context_window(folder: Path) -> int | None:
     return None
 
 
+def teacher_window(pool: TeacherPool) -> int | None:
+    """Longest sequence in tokens that the pool's model reads; None where it is not found, or does not say."""
+    named = pool.config.models.teacher
+    folder = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()
+    return context_window(folder) if (folder / "config.json").is_file() else None
+
+
+def _teachers_window(config: RunConfig) -> Iterator[str]:
+    """A teacher that cannot take a rollout fails it, and it is masked: then long answers are never trained."""
+    tasks = config.learner.tasks
+    longest = tasks.max_prompt_tokens + tasks.max_new_tokens
+    if config.actor.engine == "torch":
+        longest = min(longest, config.actor.torch.max_context)
+    for pool in teacher_pools(config):
+        window = teacher_window(pool)
+        if window is not None and longest > window:
+            yield (
+                f"{pool.model_key}: its context of {window} tokens is less than the {longest} that a rollout may have "
+                f"(learner.tasks.max_prompt_tokens + max_new_tokens = {tasks.max_prompt_tokens} + "
+                f"{tasks.max_new_tokens}, and at most actor.torch.max_context); lower one of them, or use a teacher "
+                "with a longer context"
+            )
+
+
 def _little_room_for_teachers(config: RunConfig) -> Iterator[str]:
     """Where teachers read more than the student; a teacher that cannot take a rollout fails it, and it is masked."""
     tasks = config.learner.tasks
     for pool in teacher_pools(config) if tasks.has_privileged else ():
-        named = pool.config.models.teacher
-        folder = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()
-        window = context_window(folder) if (folder / "config.json").is_file() else None
+        window = teacher_window(pool)
         if window is not None and tasks.max_teacher_prompt_tokens + tasks.max_new_tokens > window:
             yield (
                 f"{pool.model_key}: its context of {window} is less than learner.tasks.max_teacher_prompt_tokens + "

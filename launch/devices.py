@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from launch.config import RunConfig
+from launch.pools import teacher_pools
 from teachers.config import PoolConfig
 
 NVIDIA_SMI_TIMEOUT_S: Final = 20.0
+GPU_NODES: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Where one of these is, torch may find a GPU that nvidia-smi does not list."""
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 replace = msgspec.structs.replace
 
@@ -60,6 +64,29 @@ def _filled(struct: StructT, device: Literal["cpu", "cuda"]) -> StructT:
 
 def _filled_pool(pool: PoolConfig, device: Literal["cpu", "cuda"]) -> PoolConfig:
     return _filled(replace(pool, server=_filled(pool.server, device) if pool.server else None), device)
+
+
+def lacking_cuda(config: RunConfig) -> Iterator[str]:
+    """A line for each embedded engine, and for the learner, that is to run on CUDA on a machine without any GPU."""
+    wanted = {key: device for key, device in torch_devices(config) if device.startswith("cuda")}
+    if not wanted or visible_gpus() or any(Path(node).exists() for node in GPU_NODES):
+        return
+    for key, device in wanted.items():
+        named = "device" if config.device == "cuda" else key
+        yield f"{named}: got {device}, but this machine shows no GPU (nvidia-smi lists none); use auto or cpu"
+        if named == "device":
+            return
+
+
+def torch_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, device) of the learner and of all embedded engines."""
+    config = fill_devices(config)
+    yield "learner.device", config.learner.device
+    if config.actor.engine == "torch":
+        yield "actor.torch.device", config.actor.torch.device
+    for pool in teacher_pools(config):
+        if pool.config.teacher.engine == "torch":
+            yield f"{pool.key}.device", pool.config.teacher.device
 
 
 def torch_gpu(device: str, n_visible: int) -> int | None:

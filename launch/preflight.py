@@ -1,8 +1,9 @@
 """Checks of what a configuration names, before torch is loaded anywhere: models, prompts, and one vocabulary for both;
 whether its parts fit one another (launch.consistency), and what SGLang servers need (launch.server_preflight).
 
-They take well under a second for local folders, so that a wrong path costs no waiting. What they cannot see (weights
-that do not fit the config, a chat template that fails) its owner reports when it loads it.
+They take well under a second for local folders, so that a wrong path costs no waiting. What needs torch or the whole
+prompts file (a chat template that fails, an unknown architecture) is found by `--check` (launch.check), or told by its
+owner when it loads it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import msgspec
 import builtin
 from launch.config import BUILTIN, RunConfig
 from launch.consistency import check_consistency
+from launch.devices import lacking_cuda
 from launch.errors import ConfigError
 from launch.pools import teacher_pools, without_idle_routes
 from launch.server_plan import ServerPlan
 from launch.server_preflight import check_servers
 from launch.vocabularies import check_teachers
+from launch.weight_files import check_weights
 
 ROWS_CHECKED: Final = 20
 replace = msgspec.structs.replace
@@ -57,6 +60,9 @@ def check(config: RunConfig) -> Checked:
             folders[key] = find_model(key, name)
         except ConfigError as error:
             mistakes += error.mistakes
+    for key, folder in folders.items():
+        mistakes += check_weights(key, folder).mistakes
+    mistakes += lacking_cuda(config)
     student = folders.get("models.student")
     if student is not None:
         mistakes += check_teachers(student, {key: folder for key, folder in folders.items() if folder != student})

@@ -44,10 +44,11 @@ class _Checkpoint(msgspec.Struct, frozen=True):
     tasks: _Stream
 
 
-def check_resumed(config: RunConfig, folder: Path) -> Found:
+def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False) -> Found:
     """From what the run goes on. `config`: with paths resolved. Raises ConfigError, naming files or keys, when no
     checkpoint in the run's folder is whole, or the one to go on from belongs to another stream of tasks, or has no
-    value head. Without a checkpoint the run begins anew, and nothing has to fit."""
+    value head. Without a checkpoint the run begins anew, and nothing has to fit. `read_prompts`: open the prompts even
+    where their path is the same, to see whether the file has changed; the learner does so in any case."""
     try:
         found = go_on_from(folder / CHECKPOINTS)
     except NoneUsable as error:
@@ -57,7 +58,7 @@ def check_resumed(config: RunConfig, folder: Path) -> Found:
         return found
     identity = msgspec.json.decode((checkpoint / TRAINER).read_bytes(), type=_Checkpoint).tasks.identity
     former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
-    mistakes = list(_differences(config, former, identity))
+    mistakes = list(_differences(config, former, identity, read_prompts=read_prompts))
     if mistakes:
         mistakes.append(f"--resume: {folder} goes on with the same tasks in the same order")
     advantage = config.learner.advantage
@@ -86,7 +87,9 @@ def set_damaged_aside(found: Found) -> list[str]:
     return [f"{skipped.path} is kept as {set_aside(skipped.path)}" for skipped in found.damaged]
 
 
-def _differences(config: RunConfig, former: RunConfig | None, identity: StreamIdentity) -> Iterator[str]:
+def _differences(
+    config: RunConfig, former: RunConfig | None, identity: StreamIdentity, *, read_prompts: bool
+) -> Iterator[str]:
     tasks = config.learner.tasks
     if config.seed != identity.seed:
         yield f"seed: got {config.seed}, expected {identity.seed}, as in the checkpoint"
@@ -96,7 +99,7 @@ def _differences(config: RunConfig, former: RunConfig | None, identity: StreamId
     if tasks.mix != identity.mix:
         yield f"learner.tasks.mix: got {tasks.mix}, expected {identity.mix}, as in the checkpoint"
     former_tasks = former.learner.tasks if former is not None else None
-    if former_tasks is None or tasks.prompts != former_tasks.prompts:  # else the learner sees whether the file changed
+    if read_prompts or former_tasks is None or tasks.prompts != former_tasks.prompts:
         source = _open(tasks.prompts)
         if source.fingerprint != identity.prompts:
             was = former_tasks.prompts if former_tasks is not None else "those of the checkpoint"

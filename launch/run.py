@@ -59,10 +59,14 @@ def _main(arguments: Sequence[str]) -> int:
         check_recorded(checked.config, resume=line.resume)
         found = NOTHING_FOUND
         if line.resume:
-            found = check_resumed(checked.config, choose_path(line.run_dir, resume=True, name=line.name))
+            folder = choose_path(line.run_dir, resume=True, name=line.name)
+            found = check_resumed(checked.config, folder, read_prompts=line.check)
         if line.check:
+            from launch.check import check_run  # imports torch, which the launcher itself does without
+
             for told in describe_resumed(found) if line.resume else ():
                 print(told)
+            print(*check_run(checked.config), sep="\n")
             print(checked.server_report + "\n" if checked.server_report else "", end="")
             print("configuration, models and prompts are fine; nothing was started")
             return 0

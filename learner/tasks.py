@@ -104,10 +104,10 @@ class TaskStream:
         tags = row_tags(prompts.source) if config.mix or config.templates else []
         sampler = _sampler(config, prompts, tags, seed)
         self._rows_per_pass = sampler.rows_per_pass
-        dataset = _RenderedPrompts(prompts.source, tokenizer, config)
+        dataset = RenderedPrompts(prompts.source, tokenizer, config)
         dataset.probe(tags)
         self._loader = _loader(dataset, sampler, seed)
-        self._rendered: Iterator[_Rendered] = iter(self._loader)
+        self._rendered: Iterator[Rendered] = iter(self._loader)
         self._next_task_id = 0
         self._outstanding: dict[int, TaskOffer] = {}
         self._to_offer_again: deque[int] = deque()
@@ -253,7 +253,7 @@ class TaskStream:
         )
 
 
-class _Rendered(NamedTuple):
+class Rendered(NamedTuple):
     """A prompt as token ids, or why it is none."""
 
     record: PromptRecord | None
@@ -263,7 +263,7 @@ class _Rendered(NamedTuple):
     teacher_ids: Int32s = NONE
 
 
-class _RenderedPrompts(Dataset[_Rendered]):
+class RenderedPrompts(Dataset[Rendered]):
     """Map-style: row -> prompt ids. Rows that cannot be used come out with a reason, for the stream to count."""
 
     def __init__(self, source: PromptSource, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> None:
@@ -286,23 +286,23 @@ class _RenderedPrompts(Dataset[_Rendered]):
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, row: int) -> _Rendered:
+    def __getitem__(self, row: int) -> Rendered:
         try:
             record = self._source.read(row)
         except RowError as error:
-            return _Rendered(None, None, "bad_row", str(error))
+            return Rendered(None, None, "bad_row", str(error))
         try:
             ids = self._render(record)
             teachers = teacher_prompt(record, self._tokenizer, self._config)
         except TokenizerError as error:
-            return _Rendered(None, None, "unrenderable", f"{self._source.path}, row {row}: {error}")
+            return Rendered(None, None, "unrenderable", f"{self._source.path}, row {row}: {error}")
         limit = self._config.max_prompt_tokens
         if len(ids) > limit:
             detail = f"{self._source.path}, row {row}: {len(ids)} tokens, max_prompt_tokens is {limit}"
-            return _Rendered(None, None, "prompt_too_long", detail)
+            return Rendered(None, None, "prompt_too_long", detail)
         if teachers.drop_reason:
-            return _Rendered(None, None, teachers.drop_reason, f"{self._source.path}, row {row}: {teachers.detail}")
-        return _Rendered(record, ids, teacher_ids=teachers.ids)
+            return Rendered(None, None, teachers.drop_reason, f"{self._source.path}, row {row}: {teachers.detail}")
+        return Rendered(record, ids, teacher_ids=teachers.ids)
 
     def _render(self, record: PromptRecord) -> Int32s:
         return render(record, self._tokenizer, self._config)
@@ -317,8 +317,8 @@ def _sampler(
 
 
 def _loader(
-    dataset: _RenderedPrompts, sampler: EndlessSampler | MixedSampler, seed: int
-) -> StatefulDataLoader[_Rendered]:
+    dataset: RenderedPrompts, sampler: EndlessSampler | MixedSampler, seed: int
+) -> StatefulDataLoader[Rendered]:
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates; the call does nothing for us.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)

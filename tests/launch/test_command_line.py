@@ -14,6 +14,7 @@ from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.config_tree import build, keys_of
 from launch.errors import ConfigError
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -123,7 +124,7 @@ def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert "nothing was started" in done.stdout

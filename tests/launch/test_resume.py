@@ -59,6 +59,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+def test_prompts_that_changed_in_their_place_are_refused(
+    check_resume: Resume, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path is that of the run: only its contents are others."""
+    assert check_resume() == 0
+    with prompts.open("a") as file:
+        file.write(json.dumps({"prompt": "0+1="}) + "\n")
+    assert check_resume() == 2
+    assert f"learner.tasks.prompts: got {prompts} (101 rows), expected {prompts} (100 rows)" in capsys.readouterr().err
+
+
 def test_other_prompts_are_refused_and_the_run_can_still_go_on(
     run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
 ) -> None:
