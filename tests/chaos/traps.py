@@ -20,7 +20,7 @@ POINTS: Final[Mapping[str, Sequence[str]]] = {
         "learner.publisher:Publisher.publish",
         "learner.record_writer:BatchRecorder.add",
         "learner.tasks:TaskStream.next",
-        "learner.tasks:TaskStream.settled",
+        "learner.loop:LearnerLoop._offer_tasks",
     ),
     "buffer": (
         "buffer.journal:Journal.write",
