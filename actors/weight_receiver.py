@@ -21,7 +21,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from engines.weight_control import Agreed, Answer, AnswerStatus, ControlMember, Go, Joined, Leave, Ready, Round, Waker
+from engines.weight_control import (
+    Agreed,
+    Answer,
+    AnswerStatus,
+    ControlMember,
+    Go,
+    Joined,
+    Leave,
+    Ready,
+    Round,
+    Waker,
+    member_keys,
+)
 from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightSink, WeightsRefused
 from protocol.keys import ClientKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
@@ -177,7 +189,7 @@ class WeightReceiver:
         self._catch_up_if_told()
         if plan.weights is not None:
             self._load(plan.weights)
-        with ControlMember(plan.control, self._keys) as control:
+        with ControlMember(plan.control, member_keys(plan, self._keys)) as control:
             control.send(Joined(plan.group_epoch, index + 1, self.version))
             go = self._await_go(control, plan)
             if go is not None:

@@ -125,7 +125,7 @@ def _forget_other_run(folder: Path, run_id: str) -> None:
         if told.exists() and told.read_text() != run_id:
             log.warning("the journal of %s is removed: this is %s", told.read_text(), run_id)
             shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # plans with keys pass through it
         if not told.exists():
             told.write_text(run_id)
     except OSError as error:

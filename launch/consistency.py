@@ -19,6 +19,7 @@ from engines.sglang_config import vocabulary_size
 from launch.config import BUILTIN, RunConfig
 from launch.pools import TeacherPool, teacher_pools
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
+from protocol.addresses import is_local
 from protocol.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
 from protocol.topk_codec import MAX_TOKENS_KEPT, most_bytes
 from teachers.config import TeacherConfig
@@ -53,6 +54,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_little_room(config, student),
             *_little_room_for_teachers(config),
             *_sets_in_vain(config, student),
+            *_open_ports(config),
         ],
     )
 
@@ -211,6 +213,21 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
                 f"{pool.key}.top_k: {teacher.top_k} tokens take up to {most} bytes per token, buffer.max_top_k_bytes "
                 f"is {limit}; segments whose sets take more on the average will be refused, and masked as unscorable"
             )
+
+
+def _open_ports(config: RunConfig) -> Iterator[str]:
+    """What other machines reach, and what asks nobody who they are. Both had to be allowed; it is said each time."""
+    host = config.learner.publish.host
+    if not is_local(host):
+        yield (
+            f"learner.publish.host: other machines reach {host}; torch's store and the ports of the weight group take "
+            "anybody, and nothing on them is encrypted: keep them to a private network (SECURITY.md)"
+        )
+    if not config.buffer.encrypted and config.buffer.allow_plain_network:
+        yield (
+            f"buffer.allow_plain_network: the links to {config.buffer.bind} are not encrypted, and everybody who "
+            "reaches it can read the run, feed it, and end it (SECURITY.md)"
+        )
 
 
 def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str]:

@@ -114,7 +114,7 @@ class GroupHost:
         """Replace the group by one of `seats`. Takes at most two join timeouts and a grace."""
         self.disband("another group follows")
         self._epoch += 1
-        self._control.begin(self._epoch)
+        self._control.begin(self._epoch, [seat.name for seat in seats])
         self._heard.clear()
         post_plan(self._plan(seats, weights))
         deadline_s = time.monotonic() + self._config.join_timeout_s
@@ -171,6 +171,7 @@ class GroupHost:
             join_timeout_s=self._config.join_timeout_s,
             weights=weights,
             control=self._control.endpoint,
+            control_keys=self._control.plan_keys,
             kind=self._members.kind,
             ranks_per_member=self._members.ranks_each,
             group_name=self._group_name,

@@ -518,6 +518,8 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     weights: WeightsRef | None
     control: str = ""
     """Endpoint of the learner's control channel (`engines.weight_control`)."""
+    control_keys: tuple[str, str, str] | None = None
+    """For it, in a run whose links are not encrypted: the members' public and secret key, and the learner's public."""
     kind: Literal["engines", "servers"] = "engines"
     """Who the ranks are: the members' own processes, or the SGLang server of each."""
     ranks_per_member: int = 1

@@ -31,18 +31,22 @@ class Router:
         *,
         keys: ServerKeys | None,
         log: RateLimitedLog,
+        max_frame_bytes: int | None = None,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
         max_strangers_unread_bytes: int = MAX_STRANGERS_UNREAD_BYTES,
         known_from_s: float = -math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See Connections."""
+        """See Connections. `max_frame_bytes`: who sends a longer frame is cut before it takes memory; None: as the
+        protocol has it."""
         self.encrypted: Final = keys is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a connection that is gone must fail, not vanish
         self._socket.set(zmq.SNDHWM, 0)  # bounded by the server in bytes instead: they are what fills memory
         self._socket.set(zmq.RCVHWM, WAITING_MESSAGES)
+        if max_frame_bytes is not None:
+            self._socket.set(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.set(zmq.IPV6, "[" in bind)
         self._gatekeeper: Gatekeeper | None = None
         if keys is not None:
@@ -71,6 +75,10 @@ class Router:
     def refused(self) -> dict[ConnectionFault, int]:
         """Connections turned away or cut since the start, by reason."""
         return dict(self._connections.refused)
+
+    def also_wait_for(self, descriptor: int) -> None:
+        """`wait` ends as well when this can be read."""
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Until something comes in, or `timeout_s` is over."""

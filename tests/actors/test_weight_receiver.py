@@ -260,8 +260,10 @@ def test_closing_ends_the_thread_while_it_waits_inside_a_collective(
     monkeypatch.setattr(WeightGroup, "_finish_oldest", tell_and_finish)
     store = host_store("127.0.0.1")
     control = ControlHost("127.0.0.1", 0)
-    control.begin(1)
-    receiver.handle_plan(WeightPlan(1, "127.0.0.1", store.port, "gloo", (NAME,), 2, 8.0, None, control.endpoint))
+    control.begin(1, (NAME,))
+    receiver.handle_plan(
+        WeightPlan(1, "127.0.0.1", store.port, "gloo", (NAME,), 2, 8.0, None, control.endpoint, control.plan_keys)
+    )
     while not control.poll(1.0):
         pass
     control.send(Go(1, 8.0))
