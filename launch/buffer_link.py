@@ -29,6 +29,11 @@ def read_address(file: Path, run_id: str) -> str | None:
     return told.address if told.run_id == run_id else None
 
 
+def read_pid(file: Path) -> int | None:
+    """Of the buffer's process that listens, or did last."""
+    return msgspec.json.decode(file.read_bytes(), type=BufferAddress).pid if file.is_file() else None
+
+
 class BufferLink:
     """The newest snapshot, and how the run ended, as far as the buffer has told."""
 
@@ -41,18 +46,19 @@ class BufferLink:
         *,
         name: str = "launcher",
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        reconnect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """Connects; raises protocol errors when that fails. `run_id` empty: whichever run this is. `keys` None: not
-        encrypted."""
+        encrypted. `reconnect_timeout_s`: after a buffer that does not answer for so long the link is lost."""
         hello = Hello(role="launcher", name=name, incarnation=incarnation, run_id=run_id, vocab_fingerprint="")
         self._client = Client(
-            address, hello, keys=keys, connect_timeout_s=connect_timeout_s, reconnect_timeout_s=CONNECT_TIMEOUT_S
+            address, hello, keys=keys, connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s
         )
         self.snapshot: Snapshot | None = None
         self.shutdown: Shutdown | None = None
         self.lost: str | None = None
         """Why the link is down for good, once it is."""
-        self._asked_s = 0.0
+        self._asked_s = self._unanswered_since_s = 0.0
         self._answered = True
         try:
             self.run_id = self._client.connect().run_id
@@ -64,6 +70,7 @@ class BufferLink:
         """Ask for a snapshot if the last question is answered and `every_s` ago (or was lost, long ago)."""
         due_s = every_s if self._answered else max(every_s, 5.0)
         if self.lost is None and now_s - self._asked_s >= due_s:
+            self._unanswered_since_s = now_s if self._answered else self._unanswered_since_s
             self._asked_s, self._answered = now_s, False
             try:
                 self._client.send(SnapshotWanted())
@@ -82,6 +89,10 @@ class BufferLink:
     def answered(self) -> bool:
         """Nothing is asked that was not answered."""
         return self._answered
+
+    def unanswered_s(self, now_s: float) -> float:
+        """How long the buffer has owed an answer."""
+        return 0.0 if self._answered else now_s - self._unanswered_since_s
 
     def take(self) -> bool:
         """Read what has come; True if there is a newer snapshot."""

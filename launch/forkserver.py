@@ -6,7 +6,7 @@ Started by the launcher before anything else. One thread, no device touched, so 
 before every fork, and a fork that would not be safe is refused (the launcher then spawns). Spoken on the control
 socket, one JSON object a line:
 
-    launcher -> StartRole, Signal           here -> Warm, Forked, ForkRefused, Exited
+    launcher -> StartRole, Signal, Ping     here -> Warm, Forked, ForkRefused, Exited, Pong
 
 It ends when the launcher closes its side of the socket, not by SIGTERM: where a whole group of processes is told to
 end, the learner still has a checkpoint to write. However it ends, its children get SIGKILL (launch.lifeline).
@@ -46,6 +46,14 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
     signum: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Launcher -> here: answer, if you are there."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Here -> launcher: the answer."""
+
+
 class Warm(msgspec.Struct, frozen=True, tag=True):
     """Here -> launcher: everything is imported."""
 
@@ -75,8 +83,8 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-ToForkserver: TypeAlias = StartRole | Signal
-FromForkserver: TypeAlias = Warm | Forked | ForkRefused | Exited
+ToForkserver: TypeAlias = StartRole | Signal | Ping
+FromForkserver: TypeAlias = Warm | Forked | ForkRefused | Exited | Pong
 
 
 def refusal() -> str | None:
@@ -145,6 +153,8 @@ class ForkServer:
                     self._fork(message)
                 case Signal(pid, signum):
                     self._signal(pid, signum)
+                case Ping():
+                    self.send(Pong())
         return bool(received)
 
     def _signal(self, pid: int, signum: int) -> None:

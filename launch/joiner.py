@@ -104,7 +104,7 @@ class Joiner(Watch):
         if self._until_ready():
             self._status.say(f"all {len(self._crew.workers)} have joined after {self._ready_s:.1f} s")
             self._say_features()
-            self._until(lambda: False, None, str)
+            self._until_over()
 
     def _may_restart(self, worker: Worker, code: int) -> bool:
         return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.RUN_LOST)
@@ -120,6 +120,9 @@ class Joiner(Watch):
         """A worker was told that the run ended well; the link should have heard the same."""
         if self._left is not None and now_s - self._left[1] > WORD_S:
             self._end_as_told()
+
+    def _exited_at_the_end(self, worker: Worker, code: int) -> None:
+        """As it should be."""
 
     def _link_lost(self, why: str) -> None:
         if self._left is not None:

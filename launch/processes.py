@@ -4,7 +4,9 @@
     output  poll() -> Started | Exited | Notice
     waits   in poll() only, at most its timeout: for the fork server, for SIGCHLD, for a signal to the launcher
 
-Until the fork server is warm, forks wait in a queue. When it refuses to fork, everything from there on is spawned.
+Until the fork server is warm, forks wait in a queue. When it refuses to fork, everything from there on is spawned. When
+it is killed its workers die with it, and it is started again; one that is stopped is continued, one that hangs is
+killed.
 """
 
 from __future__ import annotations
@@ -16,19 +18,28 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from launch import forkserver
+from launch.activity import Activity, is_stopped
 from launch.lifeline import kill_group, reap
 from launch.roles import StartRole
 
 StartMethod: TypeAlias = Literal["auto", "fork", "spawn"]
 REPO_ROOT: Final = Path(__file__).resolve().parent.parent
 FORKSERVER_END_S: Final = 5.0
+FORKSERVER_STARTS: Final = 4
+"""After so many deaths of it everything is spawned."""
+PING_EVERY_S: Final = 2.0
+ANSWER_S: Final = 5.0
+"""A fork server that has not answered for so long is looked at: is it stopped, or does it compute?"""
+HANGS_S: Final = 60.0
+"""It is killed when it has not answered for so long, and has not computed either."""
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -101,6 +112,9 @@ class Processes:
         self._unread = b""
         self._decoder = msgspec.json.Decoder(forkserver.FromForkserver)
         self._warm = False
+        self._starts = 0
+        self._pinged_s = self._heard_s = 0.0
+        self._activity = Activity()
         self._queued: list[StartRole] = []
         self._owed: list[tuple[str, int]] = []
         """(incarnation, signal) for workers whose fork is under way."""
@@ -126,10 +140,21 @@ class Processes:
         spawned = {start.name: pid for pid, (start, _) in self._spawned.items()}
         return spawned | {start.name: pid for pid, start in self._forked.items()}
 
+    def pids_behind(self, names: Collection[str]) -> list[int]:
+        """Of these workers, and of the fork server while it has one of them still to fork."""
+        pids = self.pids
+        behind = [pids[name] for name in names if name in pids]
+        if len(behind) < len(names) and self._forkserver is not None:
+            behind.append(self._forkserver.pid)
+        return behind
+
     def warm_up(self) -> None:
         """Start the fork server, where forking is what we do; returns at once."""
         if not self._forking:
             return
+        self._starts += 1
+        self._warm, self._unread = False, b""
+        self._pinged_s = self._heard_s = time.monotonic()
         self._control, theirs = socket.socketpair()
         arguments = [theirs.fileno(), self.lifeline_fd, os.getpid(), self._config_path, *self._preload]
         with theirs, (self._log_dir / "forkserver.log").open("ab") as log:
@@ -180,6 +205,7 @@ class Processes:
                 pass
         if self._control is not None and self._control.fileno() in ready:
             self._read_control()
+        self._look_at_forkserver(time.monotonic())
         for pid, (start, process) in list(self._spawned.items()):
             if (code := reap(pid)) is not None:
                 process.returncode = code  # reaped behind its back
@@ -244,6 +270,7 @@ class Processes:
 
     def _read_control(self) -> None:
         assert self._control is not None
+        self._heard_s = time.monotonic()
         try:
             received = self._control.recv(65536)
         except ConnectionResetError:
@@ -271,6 +298,8 @@ class Processes:
                 self._events.append(Exited(start.name, start.incarnation, pid, code))
             case forkserver.ForkRefused(name, incarnation, reason):
                 self._refused(self._asked.pop((name, incarnation)), reason)
+            case forkserver.Pong():
+                pass  # it was heard
 
     def _refused(self, start: StartRole, reason: str) -> None:
         if self._method == "fork":
@@ -282,16 +311,52 @@ class Processes:
             self._events.append(Notice(f"spawning instead of forking: {reason}", fatal=False))
         self._spawn(start)
 
+    def _look_at_forkserver(self, now_s: float) -> None:
+        """It tells of deaths and forks what is to be started again, so nothing would happen any more while it hangs."""
+        if self._control is None or self._forkserver is None or now_s - self._pinged_s < PING_EVERY_S:
+            return
+        self._pinged_s = now_s
+        silent_s = now_s - self._heard_s
+        if silent_s > ANSWER_S:
+            pid = self._forkserver.pid
+            if is_stopped(pid):
+                self._events.append(Notice("the fork server was stopped (SIGSTOP); it is told to go on", fatal=False))
+                os.kill(pid, signal.SIGCONT)
+            elif self._activity.moved([pid]):
+                self._heard_s = now_s  # it imports, or the machine is slow
+            elif silent_s > HANGS_S:
+                self._events.append(Notice(f"the fork server hangs since {silent_s:.0f} s; it is killed", fatal=False))
+                os.kill(pid, signal.SIGKILL)
+        if self._warm:
+            self._tell(forkserver.Ping())
+
     def _forkserver_lost(self) -> None:
         """Its children die with it, by order of the kernel; say so for each, so that nobody waits for them."""
-        assert self._control is not None
+        assert self._control is not None and self._forkserver is not None
         self._control.close()
         self._control = None
-        log = self._log_dir / "forkserver.log"
-        self._events.append(Notice(f"the fork server died, and its workers with it; see {log}", fatal=True))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._forkserver.wait(FORKSERVER_END_S)
+        code = self._forkserver.returncode
+        self._forkserver = None
         never = [(0, start) for start in (*self._queued, *self._asked.values())]
         for pid, start in (*self._forked.items(), *never):
             self._events.append(Exited(start.name, start.incarnation, pid, -signal.SIGKILL))
-        self._forked.clear()
-        self._asked.clear()
-        self._queued.clear()
+        for lost in (self._forked, self._asked, self._queued, self._owed):
+            lost.clear()
+        self._go_on_without(code)
+
+    def _go_on_without(self, code: int | None) -> None:
+        """The fork server ended with this code: begin another one, or spawn, or end the run."""
+        log = self._log_dir / "forkserver.log"
+        told = "the fork server died, and its workers with it"
+        if code is None or code >= 0:
+            self._events.append(Notice(f"{told}; see {log}", fatal=True))
+        elif self._starts < FORKSERVER_STARTS:
+            self._events.append(Notice(f"{told}; it is started again", fatal=False))
+            self.warm_up()
+        elif self._method == "fork":
+            self._events.append(Notice(f"{told}, {self._starts} times; see {log}", fatal=True))
+        else:
+            self._forking = False
+            self._events.append(Notice(f"{told}, {self._starts} times; workers are spawned now", fatal=False))

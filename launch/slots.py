@@ -35,6 +35,8 @@ class Worker:
     """It is started as soon as its inference server answers."""
     excused: bool = False
     """Told to leave because its server died; not held against it."""
+    given_up: bool = False
+    """It did not leave when it was told to, and gets SIGKILL."""
     kill_at_s: float | None = None
     """When it must have left."""
     exit_codes: list[int] = field(default_factory=list[int])

@@ -19,7 +19,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from launch.buffer_link import BufferLink, read_address
+from launch.activity import Activity, is_stopped
+from launch.buffer_link import BufferLink, read_address, read_pid
 from launch.config import RunConfig
 from launch.crew import ROLES
 from launch.failures import FailureNews, failures_text
@@ -31,14 +32,17 @@ from launch.runfolder import RunFolder
 from launch.server_plan import ServerPlan
 from launch.slots import Ending, Outcome, Worker, said
 from launch.status import StatusView
-from launch.watch import STARTING_PUMP_S, WORD_S, Watch
+from launch.watch import LOOK_S, STARTING_PUMP_S, WORD_S, Watch
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
 from protocol.keys import run_client_keys
 
 BUFFER: Final = "buffer-0"
-BUFFER_START_S: Final = 120.0
 log = logging.getLogger(__name__)
+BUFFER_ANSWER_S: Final = 5.0
+"""A buffer that owes an answer for so long is looked at: is it stopped, does it compute?"""
+BUFFER_IDLE_S: Final = 15.0
+"""It hangs when it has done nothing for so long, and owed an answer all the while."""
 BUFFER_ALONE_S: Final = 2.0
 """How long the buffer may take to leave by itself when all others have left; it may wait for a peer that is dead."""
 FAILED_WORD_S: Final = 1.0
@@ -82,6 +86,8 @@ class Supervisor(Watch):
         self._guests = Guests(self._crew.workers)
         self._failures = FailureNews()
         self._memory = MemoryGauge(config.launch.memory_every_s)
+        self._activity = Activity()
+        self._buffer_looked_s = self._buffer_moved_s = 0.0
 
     def run(self) -> Outcome:
         """Start, watch, stop. Does not raise for what goes wrong in the run: the outcome says it."""
@@ -111,11 +117,23 @@ class Supervisor(Watch):
         self._processes.warm_up()
         self._servers.start()
         self._crew.start(self._crew.workers[BUFFER])
-        if not self._until(self._buffer_listens, BUFFER_START_S, lambda: f"the buffer to listen; see {BUFFER}.log"):
+        if not self._until_there(
+            self._buffer_listens,
+            self._config.launch.ready_timeout_s,
+            lambda: [BUFFER],
+            lambda: f"the buffer to listen; the last lines of {BUFFER}.log:\n{self._folder.log_tail(BUFFER)}",
+        ):
             return
         try:
             keys = run_client_keys(self._folder.path, "launcher", "launcher")
-            self._link = BufferLink(self._crew.address, self._folder.run_id, secrets.token_hex(8), keys)
+            self._link = BufferLink(
+                self._crew.address,
+                self._folder.run_id,
+                secrets.token_hex(8),
+                keys,
+                # Whether a buffer that runs hangs is seen from its process, and one that died may take long to be back.
+                reconnect_timeout_s=self._config.launch.ready_timeout_s,
+            )
         except ProtocolError as error:
             self._end(False, f"no connection to the buffer: {error}", ExitCode.FAILED, tail_of=(BUFFER,))
             return
@@ -126,7 +144,7 @@ class Supervisor(Watch):
             self._status.say(f"all {len(self._crew.workers) - 1} workers are ready after {self._ready_s:.1f} s")
             self._say_features()
             self._memory.sample()
-            self._until(lambda: False, None, str)
+            self._until_over()
 
     def _buffer_listens(self) -> bool:
         self._crew.address = read_address(self._folder.path / "buffer.json", self._folder.run_id) or ""
@@ -165,6 +183,29 @@ class Supervisor(Watch):
         if self._crew.workers[BUFFER].running:
             self._end(False, f"the buffer does not answer: {why}", ExitCode.FAILED, tail_of=(BUFFER,))
 
+    def _read_link(self, now_s: float) -> None:
+        super()._read_link(now_s)
+        if self._link is not None and self._ending is None and now_s - self._buffer_looked_s > LOOK_S:
+            self._buffer_looked_s = now_s
+            self._kill_hanging_buffer(self._link, now_s)
+
+    def _kill_hanging_buffer(self, link: BufferLink, now_s: float) -> None:
+        """Its exit is then treated like any other: with a journal it is started again. One that is merely slow is let
+        be."""
+        buffer = self._crew.workers[BUFFER]
+        if buffer.pid is None or min(link.unanswered_s(now_s), now_s - buffer.started_s) < BUFFER_ANSWER_S:
+            self._buffer_moved_s = now_s
+            return
+        stopped = is_stopped(buffer.pid)
+        if self._activity.moved([buffer.pid]) and not stopped:
+            self._buffer_moved_s = now_s
+        elif stopped or now_s - self._buffer_moved_s > BUFFER_IDLE_S:
+            why = "is stopped (SIGSTOP)" if stopped else "does nothing"
+            self._status.say(f"{BUFFER} has not answered for {link.unanswered_s(now_s):.0f} s and {why}; it is killed")
+            self._buffer_moved_s = buffer.started_s = now_s  # once is enough
+            self._dump_stacks([buffer])
+            self._processes.signal(BUFFER, signal.SIGKILL)
+
     def _show(self, now_s: float) -> None:
         if self._link is not None and self._link.snapshot is not None:
             for text in (*self._guests.news(self._link.snapshot), *self._failures.news(self._link.snapshot)):
@@ -194,13 +235,49 @@ class Supervisor(Watch):
                 self._wait_for_checkpoint()
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
                 if "buffer" in stage:
+                    self._wait_for_restarted_buffer()
                     self._servers.stop()  # they drain while the buffer writes
                     if self._link is not None:
                         self._link.close()  # the buffer waits for its peers to leave, and the launcher is one of them
                 self._dismiss([worker for role in stage for worker in self._crew.of(role)])
+            self._finish_ledger()
             self._end_servers()
         finally:
             self._close()
+
+    def _exited_at_the_end(self, worker: Worker, code: int) -> None:
+        """A buffer that was killed while the end was being told is needed again: for those who have not heard of it,
+        and for the ledger."""
+        if worker.name == BUFFER and code < 0 and not worker.given_up:
+            self._restart_for_ledger(worker)
+
+    def _restart_for_ledger(self, buffer: Worker) -> bool:
+        """A buffer goes on from its journal: if it is over, it tells who comes, and writes the ledger."""
+        if self._at_once or not self._config.buffer.journal or (self._folder.path / "ledger.json").exists():
+            return False
+        if self._link is None or self._budget.died(BUFFER, time.monotonic()) is None:
+            return False
+        self._status.say(f"{BUFFER} died before the ledger was written; it is started again to write it")
+        self._crew.start(buffer)
+        return True
+
+    def _finish_ledger(self) -> None:
+        """Everybody has gone, and the buffer, which hung or was killed, has not written its ledger."""
+        buffer = self._crew.workers[BUFFER]
+        killed = bool(buffer.exit_codes) and buffer.exit_codes[-1] < 0
+        if killed and not buffer.running and self._restart_for_ledger(buffer):
+            self._wait_for_restarted_buffer()
+            self._dismiss([buffer])
+
+    def _wait_for_restarted_buffer(self) -> None:
+        """Until it listens: before, SIGTERM would end it without a ledger."""
+        buffer = self._crew.workers[BUFFER]
+        deadline_s = time.monotonic() + self._config.launch.ready_timeout_s
+        file = self._folder.path / "buffer.json"
+        while buffer.running and buffer.exit_codes and not self._at_once and time.monotonic() < deadline_s:
+            if buffer.pid is not None and read_pid(file) == buffer.pid:
+                return
+            self._pump(STARTING_PUMP_S)
 
     def _wait_for_checkpoint(self) -> None:
         """The learner finishes its step and writes a checkpoint: for as long as the buffer hears of it, however slow

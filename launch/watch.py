@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar, Final
 
 from engines.sglang_http import API_KEY_VARIABLE
+from launch.activity import Activity
 from launch.buffer_link import BufferLink
 from launch.config import RunConfig
 from launch.crew import Crew
@@ -43,6 +44,12 @@ SERVER_GRACE_S: Final = 5.0
 """How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
 WORD_S: Final = 3.0
 """How long after a process left in good order the word that the run is over may still come: it goes to all at once."""
+LOOK_S: Final = 1.0
+"""How often it is looked whether those that are waited for do anything."""
+IDLE_S: Final = 3.0
+"""How long nobody may do anything when the time is up."""
+PATIENCE: Final = 5.0
+"""So many times as long a wait may take while somebody does."""
 KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
 
@@ -109,6 +116,10 @@ class Watch(ABC):
         """Whether a worker that ended like this is to be started again, as far as the budget allows."""
 
     @abstractmethod
+    def _exited_at_the_end(self, worker: Worker, code: int) -> None:
+        """A worker has gone when the run was over."""
+
+    @abstractmethod
     def _end_without_word(self, now_s: float) -> None:
         """Look at `_left`: somebody left, and nobody has said why the run is over."""
 
@@ -124,7 +135,7 @@ class Watch(ABC):
     def _until_ready(self) -> bool:
         """Until the buffer has met every worker; False if it ended before."""
         timeout_s = self._config.launch.ready_timeout_s + self._servers.start_timeout_s
-        if not self._until(lambda: not self._unwelcomed(), timeout_s, self._who_is_missing):
+        if not self._until_there(lambda: not self._unwelcomed(), timeout_s, self._unwelcomed, self._who_is_missing):
             return False
         self._ready_s = time.monotonic() - self._began_s
         return True
@@ -137,16 +148,31 @@ class Watch(ABC):
         tail = self._folder.log_tail(telling)
         return f"{', '.join(missing)} to be ready; the last lines of {telling}.log:\n{tail}"
 
-    def _until(self, reached: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> bool:
-        """Pump until `reached`; False if the run ends before. A timeout ends it."""
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    def _until_over(self) -> None:
+        """Pump until the run ends."""
         while self._ending is None:
-            if reached():
+            self._pump(PUMP_S)
+
+    def _until_there(
+        self, there: Callable[[], bool], timeout_s: float, missing: Callable[[], list[str]], what: Callable[[], str]
+    ) -> bool:
+        """Pump until `there`; False if the run ends before. A timeout ends it, when no process that is waited for has
+        done anything lately: one that computes or waits for a disk is slow, not stuck, and has PATIENCE times as
+        long."""
+        began_s = looked_s = moved_s = time.monotonic()
+        activity = Activity()
+        while self._ending is None:
+            if there():
                 return True
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                self._end(False, f"waited {timeout_s:.0f} s for {what()}", ExitCode.FAILED)
+            now_s = time.monotonic()
+            if now_s - looked_s > LOOK_S:
+                looked_s = now_s
+                moved_s = now_s if activity.moved(self._processes.pids_behind(missing())) else moved_s
+            waited_s = now_s - began_s
+            if waited_s > timeout_s and (now_s - moved_s > IDLE_S or waited_s > PATIENCE * timeout_s):
+                self._end(False, f"waited {waited_s:.0f} s for {what()}", ExitCode.FAILED)
                 break
-            self._pump(PUMP_S if timeout_s is None else STARTING_PUMP_S)
+            self._pump(STARTING_PUMP_S)
         return False
 
     # ------------------------------------------------------------------------------------------------- watching
@@ -156,8 +182,8 @@ class Watch(ABC):
         for event in self._processes.poll(timeout_s):
             match event:
                 case Started(name, incarnation, pid):
-                    if self._crew.workers[name].incarnation == incarnation:
-                        self._crew.workers[name].pid = pid
+                    if (worker := self._crew.workers[name]).incarnation == incarnation:
+                        worker.pid, worker.started_s = pid, time.monotonic()
                 case Exited():
                     self._exited(event)
                 case Notice(text, fatal):
@@ -186,11 +212,10 @@ class Watch(ABC):
             return
         worker.running, worker.pid, worker.kill_at_s = False, None, None
         worker.exit_codes.append(event.code)
-        if self._ending is not None:
-            return
-        if self._link is not None:
+        if self._ending is None and self._link is not None:
             self._link.take()  # Shutdown may have come before the exit; _read_link acts on it
-        if self._link is not None and self._link.shutdown is not None:
+        if self._ending is not None or (self._link is not None and self._link.shutdown is not None):
+            self._exited_at_the_end(worker, event.code)
             return
         lost = event.code == ExitCode.SERVER_LOST and worker.name in self._servers
         if lost and not worker.excused:
@@ -273,7 +298,7 @@ class Watch(ABC):
         limit_s = self._config.launch.silent_kill_s
         for peer in snapshot.peers:
             worker = self._crew.workers.get(peer.name)
-            if worker is None or not worker.running or self._ending is not None:
+            if worker is None or worker.pid is None or self._ending is not None:
                 continue
             if not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
                 self._status.say(f"{peer.name} runs but was silent for {peer.silent_s:.0f} s; it is killed")
@@ -327,6 +352,7 @@ class Watch(ABC):
             self._status.say(f"{told}: SIGKILL")
             self._dump_stacks(left)
         for worker in left:
+            worker.given_up = True
             self._processes.signal(worker.name, signal.SIGKILL)
         deadline_s = time.monotonic() + KILLED_WAIT_S
         while self._crew.running(workers) and time.monotonic() < deadline_s:

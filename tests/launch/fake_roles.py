@@ -22,7 +22,7 @@ import msgspec
 from buffer.server import BufferAddress
 from engines.sglang_http import API_KEY_VARIABLE
 from launch.config import RunConfig
-from launch.roles import LEAVE_AGAIN_S
+from launch.roles import LEAVE_AGAIN_S, run_buffer
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
 from protocol.errors import LinkError
@@ -154,8 +154,15 @@ class FakeBuffer:
 
 def buffer(ctx: Context) -> int:
     note_pid(ctx)
-    if behaviour(ctx) == "never_listens":
+    word, _, number = behaviour(ctx).partition(" ")
+    if word == "real":  # with a journal, so that another process of it goes on where this one died
+        return run_buffer(ctx)
+    if word == "never_listens":
         time.sleep(300)
+    if word == "computes":
+        until_s = time.monotonic() + float(number)
+        while time.monotonic() < until_s:
+            pass
     return FakeBuffer(ctx).run()
 
 

@@ -253,17 +253,6 @@ def test_sigkill_of_the_launcher_leaves_nobody(start_launcher: StartLauncher, me
     eventually(lambda: launcher.leftovers() == [], "everybody is gone")
 
 
-def test_sigkill_of_the_fork_server_ends_the_run(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher(settings={"launch": {"start_method": "fork"}})
-    launcher.until_ready()
-    fork_server = psutil.Process(launcher.pids("actor-0")[0]).parent()
-    assert fork_server is not None
-    fork_server.kill()
-    assert launcher.wait() == 1
-    assert "the fork server died" in launcher.summary()["reason"]
-    assert launcher.leftovers() == []
-
-
 def test_an_unsafe_fork_server_makes_the_launcher_spawn(start_launcher: StartLauncher) -> None:
     launcher = start_launcher(settings={"launch": {"start_method": "auto"}}, preload=("starts_a_thread",))
     launcher.until_ready()
