@@ -40,11 +40,12 @@ class Launcher:
         } | dict(settings.get("launch", {}))
         config = {"actors": 1, "teachers": 1} | dict(settings) | {"launch": launch}
         paths = [str(HERE), str(HERE / "fake_sglang"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | process
         script = str(HERE / "fake_launcher.py")
         self.process = subprocess.Popen(
             [sys.executable, script, str(run_dir), json.dumps(behaviour), json.dumps(config), *preload],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | process,
+            **streams,
         )
         self._said: str | None = None
 
