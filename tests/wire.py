@@ -20,9 +20,10 @@ from buffer.server import BufferAddress
 from protocol import messages as m
 from protocol.client import Client
 from protocol.server import Event, FromPeer, PeerUp, Server
+from tests.patience import PATIENCE_S, Limit
 
 RUN, VOCAB = "run-1", "ab" * 32
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 """How long a test waits for what must come."""
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +58,7 @@ class ScriptedBuffer:
         answer: Callable[[m.Message], m.Message | None] = acknowledgement,
         *,
         bind: str = "tcp://127.0.0.1:0",
-        peer_timeout_s: float = 60.0,
+        peer_timeout_s: float = PATIENCE_S,
     ) -> None:
         self._server = Server(
             bind, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.05, peer_timeout_s=peer_timeout_s
@@ -156,17 +157,17 @@ def real_buffer(config: BufferConfig, run_dir: Path) -> Generator[tuple[str, Fut
 
 
 def _address(run_dir: Path, ended: Future[int]) -> str:
-    file, deadline_s = run_dir / "buffer.json", time.monotonic() + WAIT_S
+    file, limit = run_dir / "buffer.json", Limit()
     while not file.exists():
-        assert time.monotonic() < deadline_s and not ended.done(), f"no buffer.json: {ended}"
+        assert not limit.passed and not ended.done(), f"no buffer.json: {ended}"
         time.sleep(0.005)
     return msgspec.json.decode(file.read_bytes(), type=BufferAddress).address
 
 
 def receive(client: Client, kind: type[MessageT]) -> Got[MessageT]:
     """The next message of this kind; others are passed over."""
-    deadline_s = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline_s:
+    limit = Limit()
+    while not limit.passed:
         received = client.recv(0.1)
         if received is not None and isinstance(received.message, kind):
             return Got(received.message, received.arrays)

@@ -4,7 +4,6 @@ the actor's loop without its socket."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -19,8 +18,8 @@ from actors.failure import Failure
 from actors.rollouts_running import RunningRollouts
 from engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest, Int32s
 from protocol.messages import Message, RolloutFailed, Sampling, Segment, Ticket, VersionSpan, WeightVersion
+from tests.patience import Limit
 
-WAIT_S = 20.0
 STOP = 313
 """<|im_end|> of the built-in tokenizer."""
 BREAKABLE = f"{__name__}:Breakable"
@@ -159,9 +158,9 @@ class InHand:
         self.rollouts.start_ready()
 
     def until(self, met: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + WAIT_S
+        limit = Limit()
         while not met():
-            assert time.monotonic() < deadline_s, f"it never came to that; sent: {[m for m, _ in self.sent]}"
+            assert not limit.passed, f"it never came to that; sent: {[m for m, _ in self.sent]}"
             self.turn()
 
     def until_gone(self) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from actors.env_runner import EnvRunner, Outcome
+from tests.patience import PATIENCE_S, Limit
 
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ async def fail(error: BaseException) -> object:
 def outcomes(runner: EnvRunner, n: int) -> dict[str, Outcome]:
     """The next `n` outcomes by key."""
     found: list[Outcome] = []
-    deadline_s = time.monotonic() + WAIT_S
+    limit = Limit()
     while len(found) < n:
-        assert time.monotonic() < deadline_s, f"{found} came, expected {n}"
+        assert not limit.passed, f"{found} came, expected {n}"
         found += runner.take(0.05)
     assert len(found) == n
     return {outcome.key: outcome for outcome in found}

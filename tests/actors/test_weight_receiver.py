@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,11 +26,14 @@ from learner.publish_config import PublishConfig
 from learner.roster import Seat
 from learner.staged_weights import StagedWeights
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from tests.patience import PATIENCE_S, eventually
 
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 NAME = "actor-0"
 SEAT = Seat(NAME, "1")
-CONFIG = PublishConfig(bucket_bytes=4_096, join_timeout_s=10.0, broadcast_timeout_s=10.0, answer_grace_s=1.0)
+CONFIG = PublishConfig(
+    bucket_bytes=4_096, join_timeout_s=PATIENCE_S, broadcast_timeout_s=PATIENCE_S, answer_grace_s=1.0
+)
 V0, V1, V2, V3 = (WeightVersion(0, step) for step in range(4))
 
 
@@ -71,13 +73,6 @@ class MemoryEngine:
         return []
 
     def close(self) -> None: ...
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not met():
-        assert time.monotonic() < deadline_s, "it never came to that"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -127,11 +122,11 @@ def test_a_snapshot_newer_than_the_engine_is_loaded_and_an_older_one_is_not(
     engine: MemoryEngine, receiver: WeightReceiver, tmp_path: Path
 ) -> None:
     receiver.catch_up(snapshot(tmp_path, V2))
-    wait_until(lambda: receiver.version == V2)
+    eventually(lambda: receiver.version == V2, "V2")
     assert holds(engine, 2)
     receiver.catch_up(snapshot(tmp_path, V1))
     receiver.catch_up(snapshot(tmp_path, V3))
-    wait_until(lambda: receiver.version == V3)
+    eventually(lambda: receiver.version == V3, "V3")
     assert engine.versions == [V2, V3]
 
 
@@ -186,7 +181,7 @@ def test_a_snapshot_announced_while_in_a_group_is_loaded(
 ) -> None:
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
     receiver.catch_up(snapshot(tmp_path, V1))
-    wait_until(lambda: receiver.version == V1)
+    eventually(lambda: receiver.version == V1, "V1")
     assert host.send(staged(V2)).error is None
     assert engine.versions == [V1, V2]
 
@@ -212,7 +207,7 @@ def test_a_plan_of_a_learner_that_is_gone_is_given_up_and_the_next_one_followed(
     assert gone.form((SEAT,), None, None, plans.append).error is not None
     with_closed_port = msgspec.structs.replace(plans[0], port=1)
     receiver.handle_plan(with_closed_port)
-    wait_until(lambda: receiver.stats["weight_groups_broken_total"] == 1)
+    eventually(lambda: receiver.stats["weight_groups_broken_total"] == 1, "a broken group")
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
     assert host.send(staged(V1)).error is None
     assert engine.versions == [V1]
@@ -227,21 +222,21 @@ def test_tensors_that_the_engine_does_not_take_end_the_receiver_loudly(
     other.fill(V1, [("unknown", torch.zeros(3))])
     result = host.send(other)
     assert result.lost == {SEAT: "refused"}
-    wait_until(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()])
+    eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
     with pytest.raises(WeightReceiverFailed, match="unknown"):
         receiver.raise_if_failed()
 
 
 def test_a_plan_for_others_is_an_error(receiver: WeightReceiver) -> None:
     receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "gloo", ("actor-7",), 2, 1.0, None))
-    wait_until(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()])
+    eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
     with pytest.raises(WeightReceiverFailed, match="actor-7"):
         receiver.raise_if_failed()
 
 
 def test_a_plan_over_nccl_for_an_engine_on_a_cpu_says_what_to_set(receiver: WeightReceiver) -> None:
     receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "nccl", (NAME,), 2, 1.0, None))
-    wait_until(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()])
+    eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
     with pytest.raises(WeightReceiverFailed, match=r"publish\.backend to gloo"):
         receiver.raise_if_failed()
 

@@ -27,6 +27,7 @@ from engines.torch_engine import TorchEngine
 from protocol import messages as m
 from protocol.client import Client
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, Breakable, ScriptedEngine, ids_of, ticket
+from tests.patience import PATIENCE_S
 from tests.wire import ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
 
 ACTOR: tuple[m.Role, str] = ("actor", "actor-0")
@@ -214,7 +215,7 @@ def test_plans_go_to_the_weight_receiver_and_its_failure_ends_the_actor(tokenize
     plan = m.WeightPlan(1, "127.0.0.1", 1, "gloo", ("actor-0",), 2, 1.0, None)
     with ScriptedBuffer() as peer, actor(peer.address, ScriptedEngine(), tokenizer, weights=weights) as (ended, _):
         peer.send(plan, to=ACTOR)
-        assert weights.got_plan.wait(20.0) and weights.plans == [plan]
+        assert weights.got_plan.wait(PATIENCE_S) and weights.plans == [plan]
         weights.failure = RuntimeError("the receiver is gone")
         with pytest.raises(RuntimeError, match="receiver is gone"):
             ended.result(20.0)
@@ -240,7 +241,7 @@ def test_the_student_writes_a_batch_that_the_buffer_accepts(tokenizer: TextToken
     """The real engine and the real buffer, which checks every segment; the learner is played by the test."""
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
     engine = TorchEngine(model, EngineConfig(max_concurrent=3, max_context=200, device="cpu"))
-    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=60.0, tick_s=0.01, max_staleness=1, batch_rollouts=4)
+    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=4)
     prompt = tokenizer.encode("<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n")
     sampling = m.Sampling(max_new_tokens=12)
     tasks = tuple(m.Task(i, "train", 2, sampling, teachers=(), ground_truth="7") for i in range(2))

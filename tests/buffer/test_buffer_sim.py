@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from bench import buffer_sim
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4])
@@ -49,14 +50,14 @@ def test_its_processes_end_with_it(signum: signal.Signals) -> None:
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     family: list[psutil.Process] = []
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + PATIENCE_S
         while sum("spawn_main" in " ".join(process.cmdline()) for process in family) < 2:
             assert time.monotonic() < deadline_s and parent.poll() is None, "two processes work"
             family = psutil.Process(parent.pid).children(recursive=True)
             time.sleep(0.05)
         parent.send_signal(signum)
-        assert parent.wait(60) == -signum
-        _, left = psutil.wait_procs(family, timeout=60)
+        assert parent.wait(PATIENCE_S) == -signum
+        _, left = psutil.wait_procs(family, timeout=PATIENCE_S)
         assert not left
     finally:
         for process in (parent, *family):

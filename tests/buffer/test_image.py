@@ -22,6 +22,7 @@ from protocol.messages import WeightVersion
 from protocol.server import FromPeer
 from tests.buffer.driver import Driver
 from tests.buffer.shadow import ShadowedState, new_book, restored
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -48,7 +49,7 @@ def test_an_image_is_the_same_bytes_whatever_the_hash_seed() -> None:
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])},
             capture_output=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         ).stdout
         for seed in ("1", "2", "3")
     }

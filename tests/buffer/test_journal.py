@@ -21,6 +21,7 @@ from buffer.turns import Joined, Turn, encode_turn
 from protocol import messages as m
 from protocol.messages import WeightVersion
 from tests.full_disk import fill, small_disk
+from tests.patience import PATIENCE_S
 
 BEGINNING = Beginning(
     release="r1",
@@ -99,7 +100,7 @@ def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) ->
         "store = Store(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
         "[store.append([b'%d' % i]) for i in range(100)]; os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=PATIENCE_S)
     assert opened(tmp_path) == (None, [b"%d" % i for i in range(100)])
 
 

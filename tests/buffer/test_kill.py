@@ -20,6 +20,7 @@ from protocol import messages as m
 from protocol.client import Client
 from protocol.errors import HandshakeRefused
 from tests.full_disk import fill, small_disk
+from tests.patience import PATIENCE_S
 
 FULL = ("No space left", "Input/output error")
 """What LMDB says of a disk that is full: the second when it could write a part of a page."""
@@ -31,7 +32,12 @@ def test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing(
     tmp_path: Path, seed: int, log_mb: int
 ) -> None:
     config = BufferConfig(
-        heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=2, batch_rollouts=8, journal_log_mb=log_mb
+        heartbeat_s=0.2,
+        peer_timeout_s=PATIENCE_S,
+        tick_s=0.01,
+        max_staleness=2,
+        batch_rollouts=8,
+        journal_log_mb=log_mb,
     )
     rng = Random(seed)
     process = BufferProcess(config, tmp_path)
@@ -130,7 +136,7 @@ def snapshot_when(client: Client, wanted: Callable[[m.Snapshot], bool]) -> m.Sna
 
 def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothing(disk: Path) -> None:
     config = BufferConfig(
-        heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=2
+        heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=2
     )
     shape = Shape(n_tasks=100, group_size=1, segments=2, segment_tokens=200, step_s=0.3)
     process = BufferProcess(config, disk)
@@ -166,7 +172,7 @@ def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothin
 def test_a_buffer_killed_while_it_could_write_nothing_refuses_who_knows_more_and_lets_in_others(disk: Path) -> None:
     """What it sent last was never written: to go on with that peer would be to do it twice."""
     config = BufferConfig(
-        heartbeat_s=0.2, peer_timeout_s=20.0, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=0
+        heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=0
     )
     process = BufferProcess(config, disk)
     try:

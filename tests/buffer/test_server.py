@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.context import SpawnProcess
@@ -29,11 +28,12 @@ from protocol.client import Client
 from protocol.codec import Received
 from protocol.context import ExitCode
 from protocol.ports import outgoing_ports
+from tests.patience import PATIENCE_S, eventually
 
 RUN, VOCAB = "run-1", "ab" * 32
-CONFIG = BufferConfig(heartbeat_s=0.1, peer_timeout_s=20.0, tick_s=0.01, max_staleness=0, batch_rollouts=2)
+CONFIG = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=0, batch_rollouts=2)
 START = m.WeightVersion(0, 0)
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 
 Connect: TypeAlias = Callable[..., Client]
 MessageT = TypeVar("MessageT")
@@ -42,10 +42,7 @@ MessageT = TypeVar("MessageT")
 def wait_for_address(run_dir: Path) -> str:
     """What the launcher does: the file is there at once as a whole, or not at all."""
     file = run_dir / "buffer.json"
-    end_s = time.monotonic() + WAIT_S
-    while not file.exists():
-        assert time.monotonic() < end_s, "buffer.json never came"
-        time.sleep(0.005)
+    eventually(file.exists, "buffer.json")
     return msgspec.json.decode(file.read_bytes(), type=BufferAddress).address
 
 

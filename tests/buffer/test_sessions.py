@@ -20,9 +20,10 @@ from protocol.session import PeerId
 from protocol.session_book import SessionBook
 from protocol.sockets import receive_frames, send_frames
 from tests.buffer.shadow import new_book
+from tests.patience import PATIENCE_S
 
 ACTOR = PeerId("actor", "a")
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 
 
 def hello(incarnation: str = "1", *, received_total: int = 0, connection: int = 0) -> m.Hello:
@@ -84,7 +85,12 @@ def kept(book: SessionBook, *messages: m.Message) -> None:
 
 def taken_over(book: SessionBook) -> Server:
     return Server(
-        "tcp://127.0.0.1:0", run_id="run-1", vocab_fingerprint=None, heartbeat_s=0.1, peer_timeout_s=10.0, restored=book
+        "tcp://127.0.0.1:0",
+        run_id="run-1",
+        vocab_fingerprint=None,
+        heartbeat_s=0.1,
+        peer_timeout_s=PATIENCE_S,
+        restored=book,
     )
 
 

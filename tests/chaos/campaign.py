@@ -24,14 +24,14 @@ from tests.chaos.disk import mounted_at, small_disk
 from tests.chaos.faults import PROCESSES, Fault, Kind, Striker, draw
 from tests.chaos.harness import PATIENT, TASK, Run, marked, proxied_run
 from tests.chaos.tap import read_tap
-from tests.patience import RUN_PATIENCE_S, Limit
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 LOOK_EVERY_S: Final = 0.1
 LAST_FAULT_AT: Final = 0.85
 """Of the steps."""
 STEPS_AFTER_RESTART: Final = (0, 1, 2, 3, 5, 7)
 """Of which one is drawn. Checkpoints are made every 4 steps."""
-LEFTOVER_WAIT_S: Final = 5.0
+LEFTOVER_WAIT_S: Final = PATIENCE_S
 LOG_TROUBLE: Final = ("Traceback (most recent call last)", " CRITICAL ", "THE LEDGER DOES NOT BALANCE")
 
 

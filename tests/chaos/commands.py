@@ -19,11 +19,11 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from tests.chaos.meddling import Meddling
+from tests.patience import PATIENCE_S
 
 Direction: TypeAlias = Literal["up", "down"]
 """up: from the worker to the buffer."""
 ALL: Final = "*"
-PATIENCE_S: Final = 20.0
 ROOT: Final = Path(__file__).parents[2]
 
 

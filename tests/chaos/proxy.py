@@ -26,8 +26,9 @@ from tests.chaos.commands import ALL, Break, Command, Direction, Look, Meddle, S
 from tests.chaos.meddling import Passed, meddle
 from tests.chaos.tap import Tap
 from tests.chaos.zmtp import GREETING_BYTES, NotZmtp, Unit, is_message, mechanism, read_unit, wire_bytes
+from tests.patience import PATIENCE_S
 
-CONNECT_WAIT_S = 30.0
+CONNECT_WAIT_S = PATIENCE_S
 """How long a worker's connection waits for a buffer that does not listen yet."""
 STEP_S = 0.02
 READ_LIMIT_BYTES = 1 << 20

@@ -11,10 +11,10 @@ import zmq
 from protocol.checksum import checksum
 from protocol.codec import decode, encode
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused
+from tests.patience import PATIENCE_S
 
 ANSWER_S: Final = 1.5
 """A refusal is told once a second per connection; here each connection asks once."""
-PATIENCE_S: Final = 30.0
 """How long a buffer that is just being started again may keep strangers waiting for any answer."""
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.chaos.campaign import Plan, run_campaign
 from tests.chaos.faults import KINDS, UNUSUAL, Fault
+from tests.patience import RUN_PATIENCE_S
 
 
 class Case(NamedTuple):
@@ -57,7 +58,7 @@ def test_faults_lose_nothing_and_leave_nothing(tmp_path: Path, case: Case) -> No
         steps=36,
         max_staleness=case.bound,
         gap_s=(0.2, 1.0),
-        end_timeout_s=240.0,
+        end_timeout_s=RUN_PATIENCE_S,
         arguments=(
             "--learner.tasks.eval_greedy=32",
             "--learner.tasks.eval_sampled=64",

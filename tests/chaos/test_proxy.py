@@ -15,9 +15,9 @@ from protocol.messages import Hello, Segment, SegmentAck, TicketCredit
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from tests.chaos.commands import Break, Direction, Look, Meddle, Proxy, Weather, running_proxy
 from tests.chaos.meddling import MEDDLINGS, Meddling
+from tests.patience import PATIENCE_S, SLOWNESS
 
 RUN = "run-1"
-PATIENCE_S = 20.0
 
 
 class World:
@@ -25,7 +25,7 @@ class World:
 
     def __init__(self, stack: ExitStack) -> None:
         self.server = Server(
-            "tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=None, heartbeat_s=0.2, peer_timeout_s=2.0
+            "tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=None, heartbeat_s=0.2, peer_timeout_s=2.0 * SLOWNESS
         )
         stack.callback(self.server.close)
         port = int(self.server.address.rpartition(":")[2])

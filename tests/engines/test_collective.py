@@ -19,10 +19,11 @@ from engines.buckets import Layout, manifest_of
 from engines.collective import WeightGroup
 from engines.group_operations import Store, connect_store, host_store
 from engines.weight_sink import GroupBroken, GroupInterrupted, WeightsRefused
+from tests.patience import PATIENCE_S
 
 Named = list[tuple[str, Tensor]]
 HOST = "127.0.0.1"
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 
 
 def mixed_tensors(seed: int) -> Named:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 ROUNDS = 300
 BYTES_PER_ROUND = 400
@@ -43,7 +45,7 @@ def test_rounds_of_a_group_leave_nothing_behind() -> None:
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < ROUNDS * BYTES_PER_ROUND

@@ -21,10 +21,11 @@ from engines.group_operations import host_store
 from engines.manifest import Bucket
 from engines.sglang_group import ServerGroup
 from engines.weight_sink import GroupBroken, GroupInterrupted
+from tests.patience import PATIENCE_S
 
 HOST = "127.0.0.1"
 NAME = "weights-test-1"
-TIMEOUT_S = 60.0
+TIMEOUT_S = PATIENCE_S
 
 
 def tensors() -> list[tuple[str, Tensor]]:
@@ -131,7 +132,7 @@ def test_servers_that_wait_for_one_that_never_comes_are_free_as_soon_as_rank_0_g
     with ServerRanks(1, absent=1, interrupted=lambda: "enough" if stop.is_set() else None) as ranks:
         threading.Timer(0.3, stop.set).start()
         with pytest.raises(GroupInterrupted, match="enough"):
-            ranks.group.join(60.0)
+            ranks.group.join(TIMEOUT_S)
         ranks.group.close()
         assert ranks.said(0).startswith("failed")
 

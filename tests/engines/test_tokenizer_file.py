@@ -17,6 +17,7 @@ from builtin import STUDENT_DIR, TEACHER_DIR
 from engines.tokenizer import TokenizerError, load_tokenizer, stop_token_ids, token_map_fingerprint
 from engines.tokenizer_file import FileTokenizer
 from tests.engines.test_tokenizer import make_tokenizer
+from tests.patience import PATIENCE_S
 
 TEXTS = ["", "hello, world", "<calc>1+2</calc> 3<|im_end|>", "naïve 東京 \n\t  \x00", " <|im_start|>user\nhi"]
 LOOPED = (
@@ -103,4 +104,4 @@ def test_it_needs_no_torch() -> None:
         "from actors.envs.base import TextTokenizer; TextTokenizer(t).chat_turn('x'); t.stop_token_ids; t.fingerprint\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -29,10 +29,11 @@ from protocol.encryption import encrypt_client
 from protocol.keys import ClientKeys, load_client_keys, load_server_keys, make_keys
 from protocol.messages import Role, WeightPlan, WeightVersion
 from protocol.sockets import new_socket
+from tests.patience import PATIENCE_S
 
 JOINED = Joined(1, 1, WeightVersion(0, 3))
 MEMBERS = ("actor-0", "actor-host-0")
-POLLS = 500
+POLLS = int(PATIENCE_S / 0.02)
 """Of 20 ms: how long a test waits for what must come."""
 
 
@@ -75,7 +76,7 @@ def test_an_actor_with_its_key_joins_and_is_answered(keys: Path) -> None:
         member.send(JOINED)
         assert poll_until(host, bool) == [JOINED]
         host.send(Go(1, 5.0))
-        assert member.recv(10.0, waker) == Go(1, 5.0)
+        assert member.recv(PATIENCE_S, waker) == Go(1, 5.0)
     waker.close()
     host.close()
 

@@ -32,7 +32,11 @@ def test_workers_join_contribute_leave_and_die_while_the_run_goes_on(
 ) -> None:
     run = launch(
         *("--actors=1", "--teachers=1", "--steps=100000", "--max-staleness=2", "--learner.eval_every=0", HOLDS),
-        *("--buffer.encrypt=on", "--learner.publish.join_window_s=0.2", "--learner.publish.broadcast_timeout_s=10"),
+        *(
+            "--buffer.encrypt=on",
+            "--learner.publish.join_window_s=0.2",
+            f"--learner.publish.broadcast_timeout_s={PATIENCE_S}",
+        ),
     )
     run.until(lambda: len(run.steps()) >= 2, "step 2")
     onlooker = Onlooker(run.run_dir)

@@ -11,7 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # launcher_process is shared by the tests of this folder
 
-from launcher_process import PATIENCE_S, Launcher, StartLauncher
+from launcher_process import Launcher, StartLauncher
+
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from protocol.messages import (
 from protocol.server import FromPeer, PeerDown, PeerUp, Server
 from sglang_cpu.servers import answers
 from teachers.leaving import on_sigterm
+from tests.patience import PATIENCE_S
 
 Context = RoleContext[RunConfig]
 DRAIN_S = 1.5
@@ -181,7 +182,7 @@ def connected(ctx: Context) -> Generator[Client]:
         vocab_fingerprint="0" * 64,
         pool="default" if role == "teacher" else "",
     )
-    with Client(ctx.buffer_address, hello, connect_timeout_s=10.0) as client:
+    with Client(ctx.buffer_address, hello, connect_timeout_s=PATIENCE_S) as client:
         client.connect()
         yield client
 

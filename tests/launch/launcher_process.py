@@ -6,17 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.patience import PATIENCE_S, SLOWNESS, eventually
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-PATIENCE_S = 60.0
-"""Bound of every wait: far more than a busy machine needs."""
 
 
 class Launcher:
@@ -34,7 +33,7 @@ class Launcher:
         self.run_dir = run_dir
         launch = {
             "start_method": "auto",
-            "shutdown_grace_s": 10.0,
+            "shutdown_grace_s": 10.0 * SLOWNESS,
             "restart_backoff_s": 0.05,
             "status": "off",
         } | dict(settings.get("launch", {}))
@@ -98,14 +97,6 @@ class Launcher:
             if alive and (mentions or (process.pid in mine and "python" in process.name())):
                 left.append(process.pid)
         return left
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Wait until it is so; fail after a long while."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never happened: {what}"
-        time.sleep(0.02)
 
 
 StartLauncher = Callable[..., Launcher]

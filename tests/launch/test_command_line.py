@@ -110,7 +110,7 @@ def test_a_wrong_configuration_ends_with_code_2_before_torch_is_imported(argumen
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 2, done.stderr
     assert "heavy: []" in done.stdout

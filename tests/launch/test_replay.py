@@ -29,9 +29,9 @@ from launch.vocabularies import read_vocabulary
 from learner.record_format import Rollout, Writer
 from protocol.fingerprint import vocab_fingerprint
 from tests.learner.records import record, rollout
+from tests.patience import RUN_PATIENCE_S, Limit
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 100.0
 vocabulary = read_vocabulary(builtin.STUDENT_DIR / "tokenizer.json")
 assert vocabulary is not None
 FINGERPRINT = vocab_fingerprint(vocabulary)
@@ -128,15 +128,15 @@ def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path, module: st
             cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         try:
-            deadline_s = time.monotonic() + WAIT_S
+            limit = Limit(RUN_PATIENCE_S)
             while "\nstep " not in output.read_text():
-                assert replaying.poll() is None and time.monotonic() < deadline_s, output.read_text()
+                assert replaying.poll() is None and not limit.passed, output.read_text()
                 time.sleep(0.05)
             replaying.send_signal(signal.SIGINT)
-            assert replaying.wait(WAIT_S) == 130, output.read_text()
+            assert replaying.wait(RUN_PATIENCE_S) == 130, output.read_text()
         finally:
             replaying.kill()
-            replaying.wait(WAIT_S)
+            replaying.wait(RUN_PATIENCE_S)
     account = json.loads((folder / "replay.json").read_text())
     assert account["reason"] == "stopped by SIGINT" and account["steps"] >= 20
     assert (folder / "checkpoints" / f"step_{account['steps']:06d}" / "manifest.json").is_file()

@@ -11,14 +11,19 @@ from typing import Any
 
 import psutil
 import pytest
-from launcher_process import Launcher, StartLauncher, eventually
+from launcher_process import Launcher, StartLauncher
+
+from tests.patience import PATIENCE_S, eventually
 
 
 def settings(behave: str = "serve", **launch: Any) -> dict[str, Any]:
     """One actor and one teacher, each with a server; that of the actor behaves so."""
     server = {"python": sys.executable, "device": "cpu"}
     return {
-        "actor": {"engine": "sglang", "server": {**server, "args": ["--behave", behave], "start_timeout_s": 30.0}},
+        "actor": {
+            "engine": "sglang",
+            "server": {**server, "args": ["--behave", behave], "start_timeout_s": PATIENCE_S},
+        },
         "teacher": {"engine": "sglang", "server": server},
         "launch": launch,
     }

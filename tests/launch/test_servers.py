@@ -16,13 +16,13 @@ from launch.server_plan import ServerPlan
 from launch.servers import Event, Exited, ServerProcesses, Started
 from protocol.ports import free_port
 from sglang_cpu.servers import DEFAULT_PYTHON, SERVER_ARGS, answers, server_environment
+from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not DEFAULT_PYTHON.exists(), reason="no .venv-sglang: make sglang-cpu"),
 ]
 KEY = "a-key-of-this-test"
-PATIENCE_S = 90.0
 
 
 class Watched:
@@ -115,7 +115,7 @@ def test_a_server_in_a_process_of_its_own_has_its_arguments_on_no_command_line(
     assert KEY not in (watched.log_dir / "server-actor-0.log").read_text()
     watched.processes.kill("server-actor-0")
     assert watched.until_exited("server-actor-0") == -signal.SIGKILL
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
 
 def test_a_zygote_that_still_imports_is_not_waited_for(watched: Watched) -> None:

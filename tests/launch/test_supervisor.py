@@ -9,7 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from launcher_process import StartLauncher, eventually
+from launcher_process import StartLauncher
+
+from tests.patience import eventually
 
 BOTH = pytest.mark.parametrize("method", ["fork", "spawn"])
 

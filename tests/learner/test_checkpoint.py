@@ -41,6 +41,7 @@ from learner.rng import capture_rng, restore_rng
 from learner.train_step import Trainer
 from protocol.messages import Ledger, LedgerCounts, WeightVersion
 from tests.full_disk import small_disk
+from tests.patience import PATIENCE_S
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -333,7 +334,7 @@ def test_kill_before_any_file_system_call_leaves_a_usable_checkpoint(save: Save,
     for call in range(200):
         save(10)
         child = _in_child(_die_at, call, save)
-        child.join(60)
+        child.join(PATIENCE_S)
         found = latest(tmp_path)
         assert found.path is not None and found.version is not None, f"nothing usable after dying at call {call}"
         assert not [s for s in found.skipped if not s.path.name.startswith(".tmp-")], found.skipped
@@ -361,11 +362,11 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(save: Save, tmp_path:
     for seed in range(8):
         told, saved = multiprocessing.get_context("fork").Pipe(duplex=False)
         child = _in_child(_save_endlessly, save, first, saved)
-        assert told.poll(60)
+        assert told.poll(PATIENCE_S)
         step = told.recv()
         time.sleep(random.Random(seed).uniform(0.0, 0.05))
         os.kill(child.pid, signal.SIGKILL)
-        child.join(60)
+        child.join(PATIENCE_S)
         found = latest(tmp_path)
         assert found.path is not None and found.version is not None
         assert load_checkpoint(found.path).version == found.version

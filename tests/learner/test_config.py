@@ -11,6 +11,7 @@ import pytest
 from learner.config import LearnerConfig
 from learner.task_config import TaskConfig
 from learner.value_config import ValueConfig
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -91,4 +92,4 @@ def test_rewards_alone_are_enough_to_learn_from() -> None:
 
 def test_configuration_imports_without_torch() -> None:
     code = "import sys, learner.config; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0

@@ -37,6 +37,7 @@ from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
 from protocol import messages as m
 from protocol.client import Client
+from tests.patience import PATIENCE_S
 from tests.wire import WAIT_S, Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
@@ -44,7 +45,7 @@ V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
 PUBLISH = PublishConfig(join_timeout_s=0.3, answer_grace_s=0.1, join_window_s=0.0, rejoin_delay_s=60.0)
 """The made-up actor never joins the weight group: the learner goes on without it after 0.3 s."""
 BUFFER = BufferConfig(
-    heartbeat_s=0.1, peer_timeout_s=60.0, tick_s=0.01, max_staleness=1, batch_rollouts=2, release="rollout"
+    heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=2, release="rollout"
 )
 TASKS = TaskConfig(group_size=1, max_new_tokens=4, eval_share=0.2, eval_greedy=2, eval_sampled=2)
 NONE = m.LedgerCounts(0, 0, {}, {}, 0, 0)

@@ -11,6 +11,7 @@ import torch
 
 from engines.group_operations import choose_backend
 from learner.publish_config import PublishConfig
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_a_backend_that_cannot_be_had_is_refused_and_auto_falls_back_to_gloo_on_
 
 def test_settings_and_roster_load_without_torch() -> None:
     code = "import sys, learner.publish_config, learner.roster; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0
 
 
 def test_weights_go_over_a_network_in_plain_text_only_where_that_is_said() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,19 @@ from engines.snapshot import snapshots
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher, PublisherFailed, PublishTimeout
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from tests.patience import PATIENCE_S, eventually
 
 CONFIG = PublishConfig(
     bucket_bytes=1 << 16,
-    join_timeout_s=10.0,
-    broadcast_timeout_s=10.0,
+    join_timeout_s=PATIENCE_S,
+    broadcast_timeout_s=PATIENCE_S,
     answer_grace_s=1.0,
     join_window_s=0.05,
     rejoin_delay_s=60.0,
 )
 """Several buckets per version. Deadlines are long where a test does not wait for them."""
 NAMES = ("actor-0", "actor-1", "actor-2")
-WAIT_S = 30.0
+WAIT_S = PATIENCE_S
 
 
 def weights(step: int) -> list[tuple[str, Tensor]]:
@@ -89,13 +89,6 @@ def learner(tmp_path: Path) -> Iterator[Learner]:
         yield learner
         if learner.publisher is not None:
             learner.publisher.close()
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not met():
-        assert time.monotonic() < deadline_s, "it never came to that"
-        time.sleep(0.01)
 
 
 def test_every_member_gets_every_version_and_each_is_announced_once(learner: Learner) -> None:
@@ -189,7 +182,7 @@ def test_a_member_killed_inside_a_broadcast_is_left_out_and_the_others_go_on(lea
 
 
 def test_a_member_that_the_buffer_reports_lost_is_not_waited_for(learner: Learner) -> None:
-    publisher = learner.start(broadcast_timeout_s=20.0, answer_grace_s=20.0)
+    publisher = learner.start(broadcast_timeout_s=WAIT_S, answer_grace_s=WAIT_S)
     learner.fleet.start(NAMES)
     publisher.membership(learner.fleet.membership())
     learner.publish(1)
@@ -211,7 +204,7 @@ def test_a_stopped_member_is_left_out_after_the_deadline_and_comes_back_later_wi
     learner.fleet.order(NAMES[2], Fault(signal.SIGSTOP, at_operation=2))
     learner.publish(2)
     learner.delivered(2, *NAMES[:2])
-    wait_until(lambda: publisher.stats.dropped_total == {"no_answer": 1})
+    eventually(lambda: publisher.stats.dropped_total == {"no_answer": 1}, "a member that did not answer")
     learner.fleet.signal(NAMES[2], signal.SIGCONT)
     learner.delivered(2)
     assert publisher.wait_idle(WAIT_S)
@@ -261,10 +254,9 @@ def test_a_member_whose_engine_refuses_the_tensors_is_left_out_and_says_why(lear
     learner.delivered(2, NAMES[0], NAMES[2])
     assert publisher.wait_idle(WAIT_S)
     assert publisher.stats.dropped_total == {"refused": 1}
-    deadline_s = time.monotonic() + WAIT_S  # it tells the learner before it ends
-    while (failure := learner.fleet.report(NAMES[1]).failure) is None:
-        assert time.monotonic() < deadline_s
-    assert "no such parameter: embed" in failure
+    eventually(lambda: learner.fleet.report(NAMES[1]).failure is not None, "its failure")  # told before it ends
+    failure = learner.fleet.report(NAMES[1]).failure
+    assert failure is not None and "no such parameter: embed" in failure
 
 
 class Gate:
@@ -356,14 +348,14 @@ def test_tensors_other_than_before_are_an_error(learner: Learner) -> None:
 
 
 def test_closing_while_a_member_hangs_inside_a_broadcast_ends_the_thread(learner: Learner) -> None:
-    publisher = learner.start(broadcast_timeout_s=20.0)
+    publisher = learner.start(broadcast_timeout_s=WAIT_S)
     learner.fleet.start(NAMES)
     publisher.membership(learner.fleet.membership())
     learner.publish(1)
     learner.delivered(1)
     learner.fleet.signal(NAMES[0], signal.SIGSTOP)
     learner.publish(2)
-    wait_until(lambda: publisher.busy)
+    eventually(lambda: publisher.busy, "a broadcast")
     publisher.close()
     assert "publisher" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(PublisherFailed, match="after close"):

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from learner.task_config import MAX_EVAL_PROMPTS, TaskConfig
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_pools_are_routed_by_tag_and_an_empty_list_takes_all() -> None:
 
 def test_it_imports_without_torch() -> None:
     code = "import sys, learner.task_config; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import Final
 import pytest
 import zmq
 
-CLOSE_WITHIN_S: Final = 5.0
+from tests.patience import PATIENCE_S
+
+CLOSE_WITHIN_S: Final = PATIENCE_S
 """Not all is closed by who ends a test: ZeroMQ's own threads hang up, an accepted connection is noticed late."""
 
 

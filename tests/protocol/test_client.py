@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -36,6 +37,7 @@ from protocol.errors import (
 from protocol.link import UNREADABLE_IN_WINDOW
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sockets import new_socket, receive_from_router, send_from_router
+from tests.patience import PATIENCE_S
 
 RUN, VOCAB = "run-1", "ab" * 32
 HELLO = m.Hello("actor", "actor-0", "first", RUN, VOCAB)
@@ -43,7 +45,7 @@ LEARNER = msgspec.structs.replace(HELLO, role="learner", name="learner-0")
 TEACHER = msgspec.structs.replace(HELLO, role="teacher", name="teacher-0", pool="default")
 VERSION = m.WeightVersion(0, 1)
 ARRAYS = (np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.uint8))
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 """How long a test waits for what must come; never for what must not."""
 
 
@@ -496,9 +498,11 @@ def _cut_connections_to(address: str) -> None:
     port = int(address.rsplit(":", 1)[1])
     for connection in psutil.Process().net_connections("tcp4"):
         if connection.raddr and connection.raddr.port == port:
-            duplicate = socket.socket(fileno=os.dup(connection.fd))
-            duplicate.shutdown(socket.SHUT_RDWR)
-            duplicate.close()
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(connection.fd)) as duplicate,
+            ):  # closed by now
+                duplicate.shutdown(socket.SHUT_RDWR)
 
 
 # ------------------------------------------------------------------------------------------------------ processes

@@ -7,10 +7,11 @@ import threading
 from protocol.client import Client
 from protocol.messages import Hello
 from protocol.server import Server
+from tests.patience import PATIENCE_S
 
 
 def test_wake_ends_the_present_wait_or_the_next_one_once() -> None:
-    server = Server("tcp://127.0.0.1:*", run_id="r", vocab_fingerprint="f", heartbeat_s=1.0, peer_timeout_s=10.0)
+    server = Server("tcp://127.0.0.1:*", run_id="r", vocab_fingerprint="f", heartbeat_s=1.0, peer_timeout_s=PATIENCE_S)
     stop = threading.Event()
 
     def serve() -> None:

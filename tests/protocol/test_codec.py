@@ -17,6 +17,7 @@ from protocol import messages as m
 from protocol.codec import Array, Frame, decode, encode
 from protocol.errors import EncodeError, MalformedMessage, MessageTooLarge, RemoteProtocolError
 from protocol.sockets import new_socket, receive_from_router, send_frames
+from tests.patience import PATIENCE_S
 
 VERSION = m.WeightVersion(1, 7)
 WEIGHTS = m.WeightsRef(VERSION, "weights/1.7.safetensors", "ab" * 32)
@@ -112,7 +113,7 @@ def test_every_message_comes_back_equal_over_a_real_socket(message: m.Message, a
     try:
         dealer.connect(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
         send_frames(dealer, encode(message, arrays))
-        assert router.poll(10_000)
+        assert router.poll(int(PATIENCE_S * 1000))
         got = receive_from_router(router)
     finally:
         context.destroy(linger=0)

@@ -20,9 +20,10 @@ from protocol.errors import MessageTooLarge
 from protocol.ratelimit import RateLimitedLog
 from protocol.router import WAITING_MESSAGES, Router
 from protocol.sockets import FromRouter, new_socket, send_frames
+from tests.patience import PATIENCE_S, SLOWNESS
 
 MAX_UNREAD_BYTES = 8 << 20
-POLLS = 1000
+POLLS = int(PATIENCE_S / 0.02)
 """Of 20 ms: how long a test waits for what must come."""
 
 
@@ -64,7 +65,7 @@ def receive(router: Router) -> FromRouter:
 def zmtp_connection(router: Router) -> socket.socket:
     """A DEALER made by hand, for what no ZeroMQ library would send. The handshake of RFC 23, without encryption."""
     host, port = router.address.removeprefix("tcp://").split(":")
-    tcp = socket.create_connection((host, int(port)), timeout=5.0)
+    tcp = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
     tcp.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
     greeting = b""
     while len(greeting) < 64:  # it comes in pieces; MSG_WAITALL does not wait on a socket with a timeout
@@ -93,6 +94,7 @@ def send_empty_parts(tcp: socket.socket, at_most_bytes: int) -> int:
     """The same with frames of no bytes: two bytes each, for which ZeroMQ takes 64."""
     frames = b"\x01\x00" * (1 << 15)
     sent_bytes = 0
+    tcp.settimeout(2.0 * SLOWNESS)  # the other end may read no more, and not hang up
     while sent_bytes < at_most_bytes:
         try:
             tcp.sendall(frames)

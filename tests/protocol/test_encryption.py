@@ -22,12 +22,13 @@ from protocol.errors import ConnectTimeout, HandshakeRefused, ProtocolError
 from protocol.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys, make_keys
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sockets import new_socket, receive_frames, send_frames
+from tests.patience import PATIENCE_S
 
 RUN, VOCAB = "run-1", "ab" * 32
 HELLO = m.Hello("actor", "actor-0", "first", RUN, VOCAB)
 SEGMENT = m.Segment("train-0-0-0", 0, 0, 100_000, (), False)
 ARRAYS = (np.arange(100_000, dtype=np.int32), np.zeros(100_000, np.float32), np.ones(100_000, np.uint8))
-POLLS = 1000
+POLLS = int(PATIENCE_S / 0.02)
 """Of 20 ms: how long a test waits for what must come."""
 
 
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def serving(keys: ServerKeys | None, *, peer_timeout_s: float = 60.0) -> Generator[Server]:
+def serving(keys: ServerKeys | None, *, peer_timeout_s: float = PATIENCE_S) -> Generator[Server]:
     server = Server(
         "tcp://127.0.0.1:0",
         run_id=RUN,
@@ -252,7 +253,7 @@ def test_a_stranger_s_key_gets_nothing_is_counted_and_its_owner_told_at_once(
     make_keys(tmp_path / "others", ["actor-0"])
     others = load_client_keys(tmp_path / "others", "actor-0")
     keys = ClientKeys(others.public, others.secret, load_server_keys(folder).public)
-    error = outcome_of_connecting(server, Client(server.address, HELLO, keys=keys, connect_timeout_s=60.0))
+    error = outcome_of_connecting(server, Client(server.address, HELLO, keys=keys, connect_timeout_s=PATIENCE_S))
     assert isinstance(error, HandshakeRefused)
     assert error.refused.code == "key"
     poll_until(server, lambda: server.refused.get("wrong_key", 0) >= 1)
@@ -314,11 +315,11 @@ def test_a_reconnecting_client_resumes_its_session(folder: Path) -> None:
     keys = load_server_keys(folder)
     with serving(keys, peer_timeout_s=0.4) as server:
         address = server.address
-        client = Client(address, HELLO, keys=load_client_keys(folder, "actor-0"), reconnect_timeout_s=60.0)
+        client = Client(address, HELLO, keys=load_client_keys(folder, "actor-0"), reconnect_timeout_s=PATIENCE_S)
         with ThreadPoolExecutor(1) as pool:
             connecting = pool.submit(client.connect)
             poll_until(server, connecting.done)
-    again = Server(address, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=60.0, keys=keys)
+    again = Server(address, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, keys=keys)
     try:
         events = poll_until(again, lambda: client.connects_total == 2)
         assert events[0] == PeerUp("actor", "actor-0", "first", "")

@@ -19,6 +19,7 @@ from protocol.codec import decode, encode
 from protocol.errors import RemoteProtocolError
 from protocol.server import Event, FromPeer, Server
 from protocol.sockets import new_socket, receive_frames, send_frames
+from tests.patience import PATIENCE_S, Limit
 
 ROOT = Path(__file__).parents[2]
 RUN, VOCAB = "run-1", "ab" * 32
@@ -87,14 +88,18 @@ def test_whatever_one_peer_sends_another_is_served(server: Server, sent: list[li
         server.send("teacher", "teacher-0", m.Shutdown(True, "seen"))
         heard: list[m.Message] = []
         while m.Shutdown(True, "seen") not in heard:
-            assert good.poll(10_000), "the good peer was not served"
+            assert good.poll(int(PATIENCE_S * 1000)), "the good peer was not served"
             heard.append(decode(receive_frames(good) or []).message)
     finally:
         context.destroy(linger=0)
 
 
 def serve_until(server: Server, true: Callable[[Event], bool]) -> bool:
-    return any(true(event) for _ in range(1000) for event in server.poll(0.02))
+    limit = Limit()
+    while not limit.passed:
+        if any(map(true, server.poll(0.02))):
+            return True
+    return False
 
 
 @pytest.mark.parametrize("target", ["decode", "intake"])
@@ -107,7 +112,7 @@ def test_the_fuzzer_finds_nothing_in_a_short_run(target: str) -> None:
         "--engine=random",
         f"--target={target}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 crashes" in done.stdout
     assert target == "decode" or "ledger balanced: True" in done.stdout

@@ -16,6 +16,7 @@ from protocol.codec import Received, decode, encode
 from protocol.errors import AddressUnusable
 from protocol.server import POLL_MESSAGES, Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sockets import new_socket, receive_frames, send_frames
+from tests.patience import PATIENCE_S, Limit
 
 MakeServer: TypeAlias = Callable[..., Server]
 MakePeer: TypeAlias = Callable[..., "Peer"]
@@ -49,7 +50,7 @@ class Peer:
 
     def read(self) -> Received | None:
         """The next message, while the server does nothing."""
-        if not self.socket.poll(1000):
+        if not self.socket.poll(int(PATIENCE_S * 1000)):
             return None
         frames = receive_frames(self.socket)
         assert frames is not None
@@ -58,7 +59,8 @@ class Peer:
     def read_n(self, n: int) -> list[m.Message]:
         """The next n messages, while nothing happens at the server; and no more than those."""
         messages: list[m.Message] = []
-        for _ in range(500):
+        limit = Limit()
+        while not limit.passed:
             assert self.server.poll(0.01) == []
             while (frames := receive_frames(self.socket)) is not None:
                 messages.append(decode(frames).message)
@@ -74,7 +76,8 @@ class Peer:
 
     def refused(self) -> m.Refused:
         """What the server answers to what was just sent."""
-        for _ in range(100):
+        limit = Limit()
+        while not limit.passed:
             assert self.server.poll(0.05) == []
             if self.socket.poll(0):
                 break
@@ -85,7 +88,8 @@ class Peer:
 
 
 def events_until_one(server: Server) -> list[Event]:
-    for _ in range(100):
+    limit = Limit()
+    while not limit.passed:
         if events := server.poll(0.05):
             return events
     raise AssertionError("nothing happened")
@@ -344,7 +348,8 @@ def test_hellos_of_one_incarnation_count_in_the_order_of_its_connections(server:
     for number in (3, 7, 1, 0, 6, 5, 2, 4):
         connections[number].send(msgspec.structs.replace(HELLO, connection=number))
     events_until_one(server)
-    for _ in range(500):  # until all Hellos are read: welcomed, or counted as overtaken
+    limit = Limit()
+    while not limit.passed:  # until all Hellos are read: welcomed, or counted as overtaken
         welcomed = sum(connection.socket.poll(0) > 0 for connection in connections)
         if welcomed + server.overtaken == 8:
             break
@@ -487,7 +492,8 @@ def test_garbage_is_counted_and_harms_nobody(server: Server, connect: MakePeer) 
         bad.socket.send_multipart(
             [generator.randbytes(generator.randrange(40)) for _ in range(generator.randrange(1, 5))]
         )
-    for _ in range(500):
+    limit = Limit()
+    while not limit.passed:
         assert server.poll(0.01) == []
         if sum(server.refused.values()) == n_garbage:
             break

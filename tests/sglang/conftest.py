@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +17,13 @@ from engines.sglang_config import SGLangConfig, vocabulary_size
 from engines.sglang_engine import SGLangEngine
 from protocol.messages import Sampling, VersionSpan
 from sglang_cpu.servers import DEFAULT_PYTHON, Server, Servers
+from tests.patience import PATIENCE_S, Limit
 
 DATA: Final = Path(__file__).resolve().parents[2] / "builtin" / "data"
 STUDENT: Final = DATA / "student"
 TEACHER: Final = DATA / "teacher"
 VOCAB: Final = vocabulary_size(STUDENT)
-READY_S: Final = 60.0
+READY_S: Final = PATIENCE_S
 TOLERANCE: Final = 1e-4
 
 
@@ -74,11 +74,11 @@ def request(
     return GenerationRequest(name, np.array(prompt, np.int32), sampling, n, stops)
 
 
-def collect(engine: SGLangEngine, answers: dict[str, Answer], *, timeout_s: float = 60.0) -> None:
+def collect(engine: SGLangEngine, answers: dict[str, Answer], *, timeout_s: float = PATIENCE_S) -> None:
     """Poll until every request of `answers` has ended."""
-    deadline_s = time.monotonic() + timeout_s
+    limit = Limit(timeout_s)
     while any(answer.finish_reason is None for answer in answers.values()):
-        assert time.monotonic() < deadline_s, f"no end after {timeout_s} s: {answers}"
+        assert not limit.passed, f"no end after {limit}: {answers}"
         take(engine, answers, 0.1)
 
 

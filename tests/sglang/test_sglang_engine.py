@@ -19,6 +19,7 @@ from engines.sglang_engine import SGLangEngine
 from engines.sglang_http import ServerLost, ServerUnavailable
 from protocol.messages import Sampling, VersionSpan, WeightVersion
 from sglang_cpu.servers import SERVER_ARGS, Server, Servers
+from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     READY_S,
     STUDENT,
@@ -178,7 +179,7 @@ def test_a_server_that_falls_silent_costs_its_requests_and_comes_back(servers: S
     """Stopped with SIGSTOP: connections stay open and nothing is ever said, like a machine that swaps."""
     server = servers.start("silent", STUDENT)
     servers.wait_ready([server], READY_S)
-    config = SGLangConfig(stall_timeout_s=1.0, control_timeout_s=0.5, health_every_s=0.1, start_timeout_s=20.0)
+    config = SGLangConfig(stall_timeout_s=1.0, control_timeout_s=0.5, health_every_s=0.1, start_timeout_s=PATIENCE_S)
     engine = SGLangEngine(server.url, config, vocab_size=VOCAB)
     answers = {f"r{i}": Answer() for i in range(4)}
     for name in answers:
@@ -187,7 +188,7 @@ def test_a_server_that_falls_silent_costs_its_requests_and_comes_back(servers: S
         take(engine, answers, 0.1)
     os.killpg(server.pid, signal.SIGSTOP)
     try:
-        collect(engine, answers, timeout_s=20.0)
+        collect(engine, answers)
         while not engine.stats.extra["breaker_open"]:
             time.sleep(0.05)
         engine.submit(request("later", PROMPT, 5))
@@ -195,7 +196,7 @@ def test_a_server_that_falls_silent_costs_its_requests_and_comes_back(servers: S
     finally:
         os.killpg(server.pid, signal.SIGCONT)
     later = {"later": Answer()}
-    collect(engine, later, timeout_s=20.0)
+    collect(engine, later)
     engine.close()
     servers.stop(server, grace_s=0.0)
 
@@ -227,7 +228,7 @@ def test_a_server_that_answers_questions_but_samples_nothing_is_lost(servers: Se
 def test_a_killed_server_gives_errors_not_silence_and_its_successor_is_found(servers: Servers) -> None:
     server = servers.start("doomed", STUDENT)
     servers.wait_ready([server], READY_S)
-    config = SGLangConfig(health_every_s=0.1, start_timeout_s=60.0, breaker_failures=2)
+    config = SGLangConfig(health_every_s=0.1, start_timeout_s=PATIENCE_S, breaker_failures=2)
     engine = SGLangEngine(server.url, config, vocab_size=VOCAB)
     answers = {f"r{i}": Answer() for i in range(8)}
     for name in answers:
@@ -235,13 +236,13 @@ def test_a_killed_server_gives_errors_not_silence_and_its_successor_is_found(ser
     while not all(answer.ids for answer in answers.values()):
         take(engine, answers, 0.1)
     os.killpg(server.pid, signal.SIGKILL)
-    collect(engine, answers, timeout_s=20.0)
+    collect(engine, answers)
     engine.submit(request("next", PROMPT, 5))
     while servers.exit_code(server) is None:
         time.sleep(0.05)
     successor = servers.start("doomed", STUDENT, port=server.port)
     following = {"next": Answer()}
-    collect(engine, following, timeout_s=60.0)
+    collect(engine, following)
     engine.close()
     servers.stop(successor, grace_s=0.0)
 
@@ -264,7 +265,7 @@ def test_nothing_of_it_imports_torch() -> None:
         "import sys, engines.sglang_engine, engines.sglang_scorer, sglang_cpu.servers\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def test_the_health_check_does_not_lie_while_generation_is_paused(servers: Servers) -> None:

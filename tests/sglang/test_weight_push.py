@@ -30,6 +30,7 @@ from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
 from protocol.messages import Membership, WeightPlan, WeightVersion
 from sglang_cpu.servers import Server, Servers
+from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     READY_S,
     STUDENT,
@@ -44,11 +45,11 @@ from tests.sglang.conftest import (
 )
 from tests.sglang.test_weight_swap import differences, post, prompt_of
 
-WAIT_S = 40.0
+WAIT_S = PATIENCE_S
 CONFIG = PublishConfig(
     bucket_bytes=200_000,
-    join_timeout_s=10.0,
-    broadcast_timeout_s=10.0,
+    join_timeout_s=PATIENCE_S,
+    broadcast_timeout_s=PATIENCE_S,
     answer_grace_s=1.0,
     join_window_s=0.05,
     rejoin_delay_s=0.3,

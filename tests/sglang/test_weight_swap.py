@@ -22,6 +22,7 @@ from engines.sglang_labels import Labels
 from engines.sglang_stream import StreamError
 from protocol.messages import WeightVersion
 from sglang_cpu.servers import Server, Servers
+from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TOLERANCE, VOCAB, Answer, Reference, collect, request, take
 
 LABELS = Labels("")
@@ -72,7 +73,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
     asked = urllib.request.Request(
         f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(asked, timeout=30.0) as reply:
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
         return json.loads(reply.read())
 
 
@@ -179,7 +180,7 @@ def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_i
     engine.submit(request("a", [65, 66], 10))
     with pytest.raises(StreamError, match=r"expected .0\.1."):
         engine.resume(NEW, 10.0)
-    collect(engine, answers, timeout_s=10.0)
+    collect(engine, answers)
     engine.resume(OLD, 10.0)
     engine.close()
 
@@ -230,7 +231,7 @@ def test_a_server_that_another_one_has_replaced_is_lost(own_student: Server, oth
     assert engine.poll(0.0) == [] and engine.version == NEW
     post(own_student, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
-    assert woken.wait(10.0)
+    assert woken.wait(PATIENCE_S)
     with pytest.raises(ServerLost, match="not the same server"):
         engine.poll(0.0)
     engine.close()

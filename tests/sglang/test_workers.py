@@ -20,6 +20,7 @@ from engines.tokenizer_file import FileTokenizer
 from protocol import messages as m
 from protocol.context import ExitCode
 from sglang_cpu.servers import Server, Servers
+from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TEACHER, TOLERANCE, Reference
 from tests.wire import RUN, ScriptedBuffer
 
@@ -102,7 +103,7 @@ def test_an_actor_writes_on_a_server_and_never_loads_torch(
         peer.send(m.Tickets(tuple(ticket(i, 24) for i in range(6))), [prompt] * 6, to=("actor", "actor-0"))
         segments = peer.expect(m.Segment, 6)
         peer.send(m.Shutdown(True, "done"), to=("actor", "actor-0"))
-        assert process.wait(30.0) == ExitCode.OK
+        assert process.wait(PATIENCE_S) == ExitCode.OK
 
     assert {segment.message.rollout_id for segment in segments} == {f"train-{i}-0-0" for i in range(6)}
     for segment in segments:
@@ -120,7 +121,7 @@ def test_an_actor_whose_server_dies_says_so(peer: ScriptedBuffer, doomed: Server
         peer.send(m.Tickets((ticket(0, 900),)), [prompt], to=("actor", "actor-0"))
         peer.expect(m.Segment)
         os.killpg(doomed.pid, signal.SIGKILL)
-        assert process.wait(30.0) == ExitCode.SERVER_LOST
+        assert process.wait(PATIENCE_S) == ExitCode.SERVER_LOST
 
 
 def test_a_teacher_grades_on_a_server_and_never_loads_torch(
@@ -133,7 +134,7 @@ def test_a_teacher_grades_on_a_server_and_never_loads_torch(
         peer.send(m.ScoreWork(items), [ids] * 4, to=("teacher", "teacher-0"))
         scores = peer.expect(m.Scores)
         peer.send(m.Shutdown(True, "done"), to=("teacher", "teacher-0"))
-        assert process.wait(30.0) == ExitCode.OK
+        assert process.wait(PATIENCE_S) == ExitCode.OK
 
     grades = {i: grade for got in scores for i, grade in zip(got.message.leases, got.arrays, strict=True)}
     for i in range(1, 4):
@@ -149,5 +150,5 @@ def test_a_teacher_whose_server_dies_says_so_and_fails_no_lease(
         os.killpg(doomed.pid, signal.SIGKILL)
         ids = np.arange(40, dtype=np.int32)
         peer.send(m.ScoreWork((m.ScoreItem(0, "train-0-0-0", 1, 40),)), [ids], to=("teacher", "teacher-0"))
-        assert process.wait(30.0) == ExitCode.SERVER_LOST
+        assert process.wait(PATIENCE_S) == ExitCode.SERVER_LOST
     assert peer.got(m.ScoreFailed) == []

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -22,10 +22,10 @@ from protocol.context import ExitCode, RoleContext
 from protocol.server import PeerDown
 from teachers.config import TeacherConfig
 from teachers.worker import GraderSource, _grade_until_told  # pyright: ignore[reportPrivateUsage]
+from tests.patience import PATIENCE_S, eventually
 from tests.wire import RUN, VOCAB, ScriptedBuffer
 
 TEACHER: tuple[m.Role, str] = ("teacher", "teacher-0")
-PATIENCE_S: Final = 120.0
 """Bound of every wait: a busy machine takes long to start a process."""
 
 
@@ -76,13 +76,6 @@ def teacher_process(address: str, run_dir: Path, *, pause_s: float, drain_s: flo
     finally:
         process.kill()
         process.join()
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never: {what}"
-        time.sleep(0.01)
 
 
 def give_work(peer: ScriptedBuffer, n: int, run_dir: Path) -> None:

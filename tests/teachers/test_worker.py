@@ -23,6 +23,7 @@ from protocol import messages as m
 from protocol.client import Client
 from teachers.config import TeacherConfig
 from teachers.worker import TeacherWorker
+from tests.patience import PATIENCE_S
 from tests.wire import ScriptedBuffer, connected, real_buffer, receive, running
 
 TEACHER: tuple[m.Role, str] = ("teacher", "teacher-0")
@@ -51,7 +52,7 @@ class Fake:
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
         self.grading.set()
-        assert self.gate.wait(20.0)
+        assert self.gate.wait(PATIENCE_S)
         self.calls.append([len(request.token_ids) for request in requests])
         if any(self._breaks_at in request.token_ids for request in requests):
             raise self._error("out of memory")
@@ -146,7 +147,7 @@ def test_items_are_graded_in_order_in_batches_of_so_many_tokens() -> None:
     engine.gate.clear()
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
         peer.send(*lease(0, 10), to=TEACHER)
-        assert engine.grading.wait(20.0)
+        assert engine.grading.wait(PATIENCE_S)
         for i, n in enumerate((20, 30, 10, 5, 90, 20), start=1):
             peer.send(*lease(i, n), to=TEACHER)
         while peer.expect(m.Heartbeat, len(peer.got(m.Heartbeat)) + 1)[-1].message.received_total < 7:
@@ -274,7 +275,7 @@ def test_figures_tell_graded_from_failed_rejected_and_late() -> None:
 
 def test_a_rollout_is_graded_for_the_real_buffer_as_it_grows(scorer: TorchScorer, tmp_path: Path) -> None:
     """The segments of one rollout, the second graded behind the first; grades arrive at the learner in place."""
-    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=60.0, tick_s=0.01, max_staleness=1, batch_rollouts=1)
+    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=1)
     prompt, v0 = np.array([5, 6, 7], np.int32), m.WeightVersion(0, 0)
     with real_buffer(settings, tmp_path) as (address, buffer_ended):
         with (

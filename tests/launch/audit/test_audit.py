@@ -17,6 +17,7 @@ from launch.audit.run import audit
 from learner.record_format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
 from protocol.messages import BatchItem, VersionSpan, WeightVersion
 from tests.launch.audit.written import Written, batch, begin, group, item, resumed, trained
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -304,7 +305,7 @@ def test_nothing_to_count_is_said_so(run: Written, tmp_path: Path, capsys: pytes
 def test_the_command_and_its_exit_codes(run: Written, tmp_path: Path) -> None:
     def call(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, str(ROOT / "launch" / "cluster.py"), "audit", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, check=False)
         return done.returncode, done.stdout + done.stderr
 
     run.record(*steps(0, 1))
@@ -328,7 +329,7 @@ def test_the_audit_loads_nothing_of_what_it_audits() -> None:
         "('protocol', 'engines', 'actors', 'teachers', 'buffer', 'learner', 'torch')])"
     )
     said = subprocess.run(
-        [sys.executable, "-c", look], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", look], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=True
     )
     assert said.stdout.strip() == "[]"
 
