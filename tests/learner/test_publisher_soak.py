@@ -15,6 +15,7 @@ from bench.weight_actors import ActorFleet, Fault, digest_of
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
 from protocol.messages import WeightVersion
+from tests.patience import PATIENCE_S
 
 CONFIG = PublishConfig(
     bucket_bytes=1 << 16,
@@ -27,7 +28,7 @@ CONFIG = PublishConfig(
 )
 NAMES = tuple(f"actor-{index}" for index in range(6))
 CHAOS_S = 12.0
-RECOVERY_S = 60.0
+RECOVERY_S = PATIENCE_S
 
 
 def weights(step: int) -> list[tuple[str, Tensor]]:
