@@ -53,6 +53,7 @@ def write_snapshot(
             raise OSError(f"{target}: {error}") from error
         raise
     _sync_folder(target.parent)
+    _sync_folder(target.parent.parent)
     _delete_old(folder, keep)
     return WeightsRef(version, str(target), sha256)
 
@@ -84,7 +85,7 @@ def _delete_old(folder: Path, keep: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut."""
+    """Make the names in it survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

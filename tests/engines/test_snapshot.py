@@ -14,6 +14,7 @@ from engines.snapshot import FILE_NAME, read_snapshot, snapshots, write_snapshot
 from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef, WeightVersion
 from tests.full_disk import fill, small_disk
+from tests.power_cut import PowerCut
 
 VERSION = WeightVersion(1, 7)
 
@@ -112,3 +113,15 @@ def test_a_write_that_fails_leaves_the_former_snapshot_and_no_partial_file(
     assert snapshots(tmp_path) == [VERSION]
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [FILE_NAME]
     assert len(read_snapshot(ref)) == len(tensors())
+
+
+def test_a_snapshot_that_was_written_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    power = PowerCut(monkeypatch)
+    folder = tmp_path / "weights"
+    for step in range(4):
+        ref = write(folder, WeightVersion(1, step))
+        left = tmp_path / f"left-{step}"
+        power.copy(folder, left)
+        assert max(snapshots(left)) == ref.version
+        path = left / str(ref.version) / FILE_NAME
+        assert dict(read_snapshot(msgspec.structs.replace(ref, path=str(path)))).keys() == tensors().keys()

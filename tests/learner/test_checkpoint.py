@@ -42,6 +42,7 @@ from learner.train_step import Trainer
 from protocol.messages import Ledger, LedgerCounts, WeightVersion
 from tests.full_disk import small_disk
 from tests.patience import PATIENCE_S
+from tests.power_cut import PowerCut
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -374,3 +375,31 @@ def test_kill_at_random_moments_leaves_a_usable_checkpoint(save: Save, tmp_path:
         first = found.version.step + 1
         told.close()
         saved.close()
+
+
+# ---------------------------------------------------------------------------------------------- loss of power
+
+
+def test_loss_of_power_at_any_call_leaves_a_usable_checkpoint(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A killed process leaves what it wrote to the system's cache; without power only what was flushed is left."""
+    steps: list[int] = []
+
+    def left_step() -> int:
+        there = tmp_path_factory.mktemp("left") / "checkpoints"
+        power.copy(tmp_path, there)
+        found = latest(there)
+        assert found.path is not None and found.version is not None, f"nothing usable is left: {found.skipped}"
+        load_checkpoint(found.path)
+        return found.version.step
+
+    power = PowerCut(monkeypatch, lambda: steps.append(left_step()) if saved else None)
+    saved = False
+    save(10)
+    assert left_step() == 10
+    saved = True
+    save(20, keep=1)
+    assert left_step() == 20, "what was reported as saved was not flushed"
+    assert steps == sorted(steps) and set(steps) == {10, 20}
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000020"]
