@@ -63,14 +63,20 @@ def lm_head(model: PreTrainedModel) -> LmHead:
     if not isinstance(layer, torch.nn.Linear):
         raise ValueError(f"{type(model).__name__} has a {type(layer).__name__} as LM head; expected a linear layer")
     config: Any = model.config.get_text_config()
-    scale = 1.0
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        scale = 1.0 / float(divisor)
-    elif (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        scale = float(factor)
     softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
     bias = cast(Tensor | None, layer.bias)
-    return LmHead(layer.weight, bias, scale, None if softcap is None else float(softcap))
+    return LmHead(layer.weight, bias, _scale(config), None if softcap is None else float(softcap))
+
+
+def _scale(config: Any) -> float:
+    """What an architecture multiplies its logits by."""
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+        if (factor := getattr(config, name, None)) is not None:
+            return float(factor)
+    if (scaling := getattr(config, "logits_scaling", None)) is None:
+        return 1.0
+    # One name, two meanings: HyperCLOVA X multiplies by it, Granite and MiniCPM divide.
+    return float(scaling) if config.model_type.startswith("hyperclovax") else 1.0 / float(scaling)
 
 
 def token_logprobs(

@@ -9,7 +9,7 @@ exactly (up to the cap). At the default of 1 a fresh token has r = 1.
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -33,6 +33,10 @@ DomainScale: TypeAlias = Literal["none", "rms"]
 KlStudent: TypeAlias = Literal["current", "behaviour"]
 _NO_CORRECTION = ("none", "geometric", "geometric_masked", "gspo")
 """Importance weights that do not turn samples of one distribution into those of another, token by token."""
+USUAL_BOUNDS: Final = {"ppo": (0.8, 1.2), "decoupled": (0.8, 1.2), "gspo": (0.9997, 1.0004)}
+"""(ratio_low, ratio_high) by importance, where the configuration has none: PPO's eps of 0.2, GSPO's 3e-4 and 4e-4."""
+WIDE_BOUNDS: Final = (0.5, 2.0)
+"""Of all others."""
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,10 +96,13 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """For truncated, sequence and geometric. A fresh token has r = 1, so 2 leaves room for all but the tail of what a
     few steps of staleness do and bounds what one token can weigh; the reverse KL is most biased by lowering it towards
     1."""
-    ratio_low: float = 0.5
-    """For the masked ones, ppo (published: 0.8) and gspo (0.9997)."""
-    ratio_high: float = 2.0
-    """For the masked ones, ppo (published: 1.2, 1.28) and gspo (1.0004)."""
+    ratio_low: float | None = None
+    """Lower bound of r, for the masked ones, ppo, decoupled and gspo: at most 1. It is not eps, the distance from 1,
+    which other trainers take: their 0.2 is 0.8 here. Left out: 0.8 for ppo and decoupled, 0.9997 for gspo, 0.5 for the
+    masked ones."""
+    ratio_high: float | None = None
+    """Upper bound of r, at least 1; an eps of 0.28 is 1.28 here. Left out: 1.2 for ppo and decoupled, 1.0004 for gspo,
+    2 for the masked ones."""
     ratio_dual: float = 0.0
     """For ppo and gspo: where A < 0, r above this gives nothing (dual clip; published: 3). 0 = off."""
     advantage: str = "none"
@@ -106,7 +113,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     value: ValueConfig = msgspec.field(default_factory=ValueConfig)
     """For gae: the value function."""
     aggregation: str = "token_mean"
-    """Of the loss over the batch: token_mean, or sequence_mean (the mean over rollouts of their token means)."""
+    """Of the loss over the batch: token_mean; sequence_mean, the mean over rollouts of their token means; constant, the
+    sum over the tokens divided by rollouts times tasks.max_new_tokens, which no length changes (Dr. GRPO)."""
 
     updates_per_batch: int = 1
     """Optimizer updates that one step makes of its batch, all at the step's learning rate. Advantages from rewards,
@@ -155,7 +163,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     given up after it: the figures are of what is there, and say how many rollouts are missing."""
 
     def __post_init__(self) -> None:
-        _positive(lr=self.lr, eps=self.eps, ratio_cap=self.ratio_cap, ratio_low=self.ratio_low)
+        _positive(lr=self.lr, eps=self.eps, ratio_cap=self.ratio_cap)
         _at_least(1, pack_tokens=self.pack_tokens, logprob_chunk_tokens=self.logprob_chunk_tokens, samples=self.samples)
         _positive(stall_timeout_s=self.stall_timeout_s)
         _at_least(1, publish_every=self.publish_every, keep_checkpoints=self.keep_checkpoints)
@@ -167,13 +175,37 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
-        if not self.ratio_low < self.ratio_high:
-            raise ValueError(f"ratio_low must be below ratio_high, got {self.ratio_low} and {self.ratio_high}")
+        self._check_ratio_bounds()
         if not self.device:
             raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
         self._check_objective()
         self._check_domain_scale()
         self._refuse_sampling_that_cannot_be_corrected()
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float]:
+        """Of r: as configured, else what is usual with this importance."""
+        low, high = USUAL_BOUNDS.get(self.importance, WIDE_BOUNDS)
+        return low if self.ratio_low is None else self.ratio_low, high if self.ratio_high is None else self.ratio_high
+
+    def _check_ratio_bounds(self) -> None:
+        """Bounds on one side of 1 would leave tokens of the present policy, where r = 1, without any gradient."""
+        low, high = self.ratio_bounds
+        _positive(ratio_low=low, ratio_high=high)
+        if high < 1.0:
+            own_low = low if self.ratio_low is None else 1.0 - low
+            raise ValueError(
+                f"ratio_low = {low:g}, ratio_high = {high:g}: expected ratio_low <= 1 <= ratio_high, the bounds of the "
+                "ratio itself. If these are eps_low and eps_high, the distances from 1 that verl, TRL and slime take, "
+                f"use ratio_low = {own_low:g} and ratio_high = {1.0 + high:g}"
+            )
+        if low > 1.0:
+            raise ValueError(
+                f"ratio_low = {low:g}, ratio_high = {high:g}: expected ratio_low <= 1 <= ratio_high; tokens of the "
+                "present policy have the ratio 1"
+            )
+        if not low < high:
+            raise ValueError(f"ratio_low must be below ratio_high, got {low} and {high}")
 
     def _check_objective(self) -> None:
         """Names that exist, coefficients of pools that exist, and something to learn from."""
@@ -205,10 +237,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if pool not in self.tasks.routes:
                 pools = ", ".join(self.tasks.routes)
                 raise ValueError(f"teacher_coefs names the pool {pool!r}; expected one of tasks.routes: {pools}")
-        if 0.0 < self.ratio_dual <= self.ratio_high:
-            raise ValueError(
-                f"ratio_dual must be 0 (off) or above ratio_high = {self.ratio_high}, got {self.ratio_dual}"
-            )
+        _, high = self.ratio_bounds
+        if 0.0 < self.ratio_dual <= high:
+            raise ValueError(f"ratio_dual must be 0 (off) or above ratio_high = {high}, got {self.ratio_dual}")
         if self.coef == 0.0 and not any(self.teacher_coefs.values()) and self.advantage == "none":
             raise ValueError(
                 "coef = 0 with advantage = 'none' leaves nothing to learn from; expected a coef above 0 or an advantage"

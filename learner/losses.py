@@ -28,7 +28,7 @@ from torch import Tensor
 from learner.config import DomainScale, KlStudent, LearnerConfig
 from learner.importance import ImportanceFn, ImportanceOptions, TokenRatios
 from learner.objectives import registry
-from learner.objectives.aggregation import AggregationFn
+from learner.objectives.aggregation import AggregationFn, AggregationOptions
 from learner.objectives.combine import combined_advantage
 from learner.objectives.registry import find_member
 from learner.objectives.reward_signal import RewardSignal, make_signal
@@ -93,6 +93,7 @@ class Objective:
     options: ImportanceOptions
     signal: RewardSignal
     aggregation: AggregationFn
+    aggregation_options: AggregationOptions
     domain_scale: DomainScale = "none"
 
 
@@ -135,9 +136,10 @@ def make_objective(config: LearnerConfig) -> Objective:
         teacher_coefs=config.teacher_coefs,
         kl_student=config.kl_student,
         importance=cast(ImportanceFn, find_member(registry.IMPORTANCE, config.importance)),
-        options=ImportanceOptions(config.ratio_cap, config.ratio_low, config.ratio_high, config.ratio_dual),
+        options=ImportanceOptions(config.ratio_cap, *config.ratio_bounds, config.ratio_dual),
         signal=make_signal(config),
         aggregation=cast(AggregationFn, find_member(registry.AGGREGATIONS, config.aggregation)),
+        aggregation_options=AggregationOptions(max_new_tokens=config.tasks.max_new_tokens),
         domain_scale=config.domain_scale,
     )
 

@@ -63,7 +63,7 @@ def batch_terms(
     advantage wants them. Raises BatchError when the advantage needs whole rollouts and got parts."""
     rewards, tokens_offline_R = _rewards(items), _tokens(offline)
     tokens_R, n_offline = torch.cat([rewards.tokens_R, tokens_offline_R]), int(tokens_offline_R.sum())
-    shares = objective.aggregation(tokens_R)
+    shares = objective.aggregation(tokens_R, objective.aggregation_options)
     scale_R = cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items))
     signal = objective.signal(rewards, values)
     return BatchTerms(

@@ -87,7 +87,7 @@ TOKEN_ADVANTAGES = Group(
 AGGREGATIONS = Group(
     "aggregation",
     "stillhouse.aggregations",
-    {name: f"{_HERE}.aggregation:{name}" for name in ("token_mean", "sequence_mean")},
+    {name: f"{_HERE}.aggregation:{name}" for name in ("token_mean", "sequence_mean", "constant")},
 )
 """From losses of tokens to the loss of a batch: `learner.objectives.aggregation.AggregationFn`."""
 

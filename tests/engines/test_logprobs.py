@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import FalconH1Config, FalconH1ForCausalLM
 
-from engines.logprobs import LmHead, token_logprobs, token_scores
+from engines.logprobs import LmHead, lm_head, token_logprobs, token_scores
 
 
 def _inputs(n_tokens: int = 7, hidden: int = 4, vocab: int = 11, dtype: Any = torch.float64) -> tuple[Tensor, ...]:
@@ -168,3 +169,20 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         token_logprobs(hidden_TH[:, :3], weight_VH, targets_T)
     with pytest.raises(ValueError, match=r"\(6,\) targets for 7 hidden states"):
         token_logprobs(hidden_TH, weight_VH, targets_T[:6])
+
+
+def test_the_heads_multiplier_of_falcon_h1_is_read() -> None:
+    """The model's own logits, from the hidden states that its head gets."""
+    shape: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    mamba: dict[str, Any] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    config = FalconH1Config(**shape, **heads, **mamba, mamba_n_groups=1, lm_head_multiplier=0.125)
+    torch.manual_seed(0)
+    model = FalconH1ForCausalLM(config).eval()
+    ids_1T = torch.arange(7)[None]
+    with torch.no_grad():
+        hidden_TH = model.model(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+        expected_TV = model(input_ids=ids_1T, use_cache=False).logits[0]
+    head = lm_head(model)
+    assert head.scale == 0.125
+    torch.testing.assert_close(head.logits(hidden_TH), expected_TV)

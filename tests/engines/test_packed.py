@@ -17,6 +17,10 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -76,6 +80,14 @@ def _cohere() -> Any:
     return CohereForCausalLM, CohereConfig(**SMALL, logit_scale=0.25)
 
 
+def _hyperclovax() -> Any:
+    return HyperCLOVAXForCausalLM, HyperCLOVAXConfig(**SMALL, logits_scaling=0.25)
+
+
+def _granite() -> Any:
+    return GraniteForCausalLM, GraniteConfig(**SMALL, logits_scaling=4.0)
+
+
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3 (GQA, rotary)": _qwen3,
     "gpt2 (learned positions, Conv1D)": _gpt2,
@@ -83,6 +95,8 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "gemma2 (soft caps, alternating windows)": _gemma2,
     "gpt_oss (sinks, experts)": _gpt_oss,
     "cohere (logit scale)": _cohere,
+    "granite (logits divided)": _granite,
+    "hyperclovax (logits multiplied, under the name by which granite divides)": _hyperclovax,
 }
 
 

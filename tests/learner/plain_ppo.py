@@ -89,7 +89,7 @@ class PlainPpo:
                 else:  # decoupled
                     outer = min(torch.tensor(proximal - mu).double().exp().item(), config.ratio_cap)
                     ratio = torch.exp(s - proximal)
-                clipped = ratio.clamp(config.ratio_low, config.ratio_high)
+                clipped = ratio.clamp(*config.ratio_bounds)
                 own = own - outer * torch.minimum(ratio * advantage, clipped * advantage)
                 if told[r]:
                     old, back, clip = float(first[r][n][1]), told[r][n][1], config.value.clip

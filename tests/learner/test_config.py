@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from learner.config import LearnerConfig
+from learner.losses import make_objective
 from learner.task_config import TaskConfig
 from learner.value_config import ValueConfig
 from tests.patience import PATIENCE_S
@@ -35,7 +36,12 @@ from tests.patience import PATIENCE_S
         ({"divergence": "seq_kd"}, "importance = 'truncated': cross-entropy is on the text as it stands"),
         ({"record_max_bytes": -1}, "record_max_bytes must be at least 0"),
         ({"ratio_cap": -1.0}, "ratio_cap must be positive"),
-        ({"ratio_low": 2.0}, "ratio_low must be below ratio_high"),
+        ({"ratio_low": 1.0, "ratio_high": 1.0}, "ratio_low must be below ratio_high"),
+        ({"ratio_low": 0.0}, "ratio_low must be positive"),
+        ({"ratio_low": 2.0}, "expected ratio_low <= 1 <= ratio_high; tokens of the present policy have the ratio 1"),
+        ({"ratio_low": 0.2, "ratio_high": 0.28}, "slime take, use ratio_low = 0.8 and ratio_high = 1.28"),
+        ({"ratio_low": 0.2, "ratio_high": 0.2}, "eps_low and eps_high, .* use ratio_low = 0.8 and ratio_high = 1.2"),
+        ({"ratio_high": 0.28, "importance": "ppo"}, "use ratio_low = 0.8 and ratio_high = 1.28"),
         ({"betas": (0.9, 1.0)}, "betas must be in"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio must be in"),
         ({"max_grad_norm": -1.0}, "max_grad_norm must be at least 0"),
@@ -48,6 +54,26 @@ from tests.patience import PATIENCE_S
 def test_senseless_value_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LearnerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "bounds"),
+    [
+        ({"importance": "ppo"}, (0.8, 1.2)),
+        ({"importance": "decoupled"}, (0.8, 1.2)),
+        ({"importance": "gspo"}, (0.9997, 1.0004)),
+        ({"importance": "masked"}, (0.5, 2.0)),
+        ({"importance": "geometric_masked"}, (0.5, 2.0)),
+        ({"importance": "ppo", "ratio_high": 1.28}, (0.8, 1.28)),
+        ({"importance": "ppo", "ratio_low": 0.5, "ratio_high": 2.0}, (0.5, 2.0)),
+        ({"importance": "masked", "ratio_low": 1.0}, (1.0, 2.0)),
+    ],
+)
+def test_bounds_that_are_left_out_are_the_usual_ones(fields: dict[str, Any], bounds: tuple[float, float]) -> None:
+    config = LearnerConfig(**fields)
+    assert config.ratio_bounds == bounds
+    options = make_objective(config).options
+    assert (options.low, options.high) == bounds
 
 
 @pytest.mark.parametrize(

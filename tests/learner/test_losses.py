@@ -58,7 +58,8 @@ def _slow(student: Any, inputs: TokenInputs, config: LearnerConfig, n_global: in
         elif config.importance == "truncated":
             w = min(r, config.ratio_cap)
         else:
-            w = r if config.ratio_low <= r <= config.ratio_high else 0.0
+            low, high = config.ratio_bounds
+            w = r if low <= r <= high else 0.0
         loss -= w * advantage * s / n_global
         gradient.append(-w * advantage / n_global)
     return loss, gradient

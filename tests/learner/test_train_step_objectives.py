@@ -63,6 +63,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "ratio_high": 1.1,
         "aggregation": "sequence_mean",
     },
+    "dr. grpo": {
+        "advantage": "grpo",
+        "advantage_std": False,
+        "coef": 0.0,
+        "importance": "ppo",
+        "aggregation": "constant",
+    },
     "reinforce++ and whole-rollout weights": {"advantage": "reinforce_pp", "importance": "sequence", "ratio_cap": 1.3},
     "reinforce++ with a baseline": {"advantage": "reinforce_pp_baseline", "importance": "geometric_masked"},
 }
@@ -126,6 +133,35 @@ def test_gspo_is_the_published_objective(tiny_student: Student, make_item: Make)
     expected = _slow_gspo(tiny_student("eager", torch.float64), items)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def _slow_dr_grpo(model: PreTrainedModel, items: Sequence[TrainItem], max_new_tokens: int) -> dict[str, Tensor]:
+    """The published objective: PPO's surrogate summed over tokens, divided by rollouts and by the length allowed."""
+    total, trained = torch.zeros((), dtype=torch.float64), [t for t in items if t.n_trained]
+    for train_item in trained:
+        judged = [t.item.reward for t in items if t.item.task_id == train_item.item.task_id]
+        reward = train_item.item.reward
+        if reward is None:
+            continue
+        advantage = reward - statistics.fmean([one for one in judged if one is not None])
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
+        for t in np.flatnonzero(train_item.train_mask_L).tolist():
+            ratio = torch.exp(logprobs_LV[t - 1, ids_L[t]] - float(train_item.behaviour_L[t]))
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total + surrogate / max_new_tokens / len(trained)
+    (-total).backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_dr_grpo_is_the_published_objective(tiny_student: Student, make_item: Make) -> None:
+    items = _near_the_student(_items(make_item), tiny_student("eager"))
+    config = _config(**OBJECTIVES["dr. grpo"])
+    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
+    expected = _slow_dr_grpo(tiny_student("eager", torch.float64), items, config.tasks.max_new_tokens)
+    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-4
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-8, rtol=1e-5, msg=name)
 
 
 def _slow_mixed(model: PreTrainedModel, items: Sequence[TrainItem]) -> dict[str, Tensor]:

@@ -11,10 +11,12 @@ import torch
 
 from learner.config import LearnerConfig
 from learner.losses import TokenInputs, make_objective, token_loss
-from learner.objectives.aggregation import sequence_mean, token_mean
+from learner.objectives.aggregation import AggregationFn, AggregationOptions, constant, sequence_mean, token_mean
 from learner.objectives.combine import combined_advantage, domain_scales, domain_sums, teacher_coefs
 from learner.objectives.values import whitened
 from learner.task_config import TaskConfig
+
+OPTIONS = AggregationOptions(max_new_tokens=9)
 
 
 def test_general_teacher_and_specialists_are_summed_with_their_own_coefficients() -> None:
@@ -75,16 +77,24 @@ def test_domains_are_scaled_by_their_own_root_mean_square_over_the_whole_batch()
 
 def test_token_mean_counts_tokens_and_sequence_mean_counts_rollouts() -> None:
     tokens_R = torch.tensor([2, 0, 6])
-    shares = token_mean(tokens_R)
+    shares = token_mean(tokens_R, OPTIONS)
     assert (shares.share_R.tolist(), shares.divisor) == ([1.0, 1.0, 1.0], 8)
-    shares = sequence_mean(tokens_R)
+    shares = sequence_mean(tokens_R, OPTIONS)
     assert shares.share_R[[0, 2]].tolist() == [1 / 2, 1 / 6] and shares.divisor == 2
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_constant_divisor_knows_rollouts_and_their_limit_only() -> None:
+    for tokens_R in (torch.tensor([2, 0, 6]), torch.tensor([9, 0, 1])):
+        shares = constant(tokens_R, OPTIONS)
+        assert (shares.share_R.tolist(), shares.divisor) == ([1.0, 1.0, 1.0], 2 * 9)
+
+
+@pytest.mark.parametrize("aggregation", [token_mean, sequence_mean, constant])
 @pytest.mark.parametrize("kl_student", ["current", "behaviour"])
-def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(aggregation: str, kl_student: Any) -> None:
-    """Two teachers, rewards, k3, PPO's clip, both aggregations: one sum after the other in Python floats."""
+def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(
+    aggregation: AggregationFn, kl_student: Any
+) -> None:
+    """Two teachers, rewards, k3, PPO's clip, all aggregations: one sum after the other in Python floats."""
     config = LearnerConfig(divergence="k3", importance="ppo", ratio_low=0.8, ratio_high=1.28, kl_student=kl_student)
     random = np.random.default_rng(3)
     lengths = [4, 1, 7]
@@ -95,7 +105,7 @@ def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(aggregati
     teacher_MN, routed_MN = torch.tensor(-random.exponential(size=(2, n))), torch.tensor(random.random((2, n)) < 0.6)
     reward_R, coefs = random.normal(size=3), [0.4, 1.5]
     tokens_R = torch.tensor(lengths)
-    shares = token_mean(tokens_R) if aggregation == "token_mean" else sequence_mean(tokens_R)
+    shares = aggregation(tokens_R, OPTIONS)
     student_N.requires_grad_()
     inputs = TokenInputs(
         behaviour_N,
@@ -119,7 +129,12 @@ def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(aggregati
                 advantage -= coefs[m] * (1 - math.exp(float(teacher_MN[m, t]) - compared))
         r = math.exp(s - mu)
         weight = 0.0 if (advantage > 0 and r > 1.28) or (advantage < 0 and r < 0.8) else r
-        share = 1 / n if aggregation == "token_mean" else 1 / lengths[int(sequence_N[t])] / len(lengths)
+        expected: dict[AggregationFn, float] = {
+            token_mean: 1 / n,
+            sequence_mean: 1 / lengths[int(sequence_N[t])] / len(lengths),
+            constant: 1 / (len(lengths) * OPTIONS.max_new_tokens),
+        }
+        share = expected[aggregation]
         losses.append(-weight * advantage * s * share)
         gradient.append(-weight * advantage * share)
     assert terms.loss.item() == pytest.approx(sum(losses), rel=1e-6)
