@@ -17,12 +17,11 @@ import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
 from engines.sglang_config import vocabulary_size
 from launch.config import BUILTIN, RunConfig
+from launch.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
 from launch.pools import TeacherPool, teacher_pools
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
 from protocol.addresses import is_local
-from protocol.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES
-from protocol.topk_codec import MAX_TOKENS_KEPT, most_bytes
-from teachers.config import TeacherConfig
+from protocol.topk_codec import MAX_TOKENS_KEPT
 
 
 class Findings(NamedTuple):
@@ -36,6 +35,7 @@ class Findings(NamedTuple):
 
 def check_consistency(config: RunConfig, student: Path | None) -> Findings:
     """`student`: the model's folder, None where it was not found."""
+    rows, window = _vocabulary_size(student), _writing_window(config, student)
     return Findings(
         mistakes=[
             *_pools(config),
@@ -45,6 +45,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
             *_top_k_sets(config, student),
+            *rollouts_that_no_message_holds(config, rows, window),
             *_teachers_window(config),
             *(_context_window(config, student) if student is not None else ()),
         ],
@@ -55,6 +56,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_little_room_for_teachers(config),
             *_sets_in_vain(config, student),
             *_open_ports(config),
+            *batches_that_will_be_cut(config, rows, window),
         ],
     )
 
@@ -157,9 +159,8 @@ def _needs_sets(config: RunConfig) -> bool:
 
 
 def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """A divergence between distributions needs them of every pool, and a batch of them at their largest must fit on the
-    wire."""
-    tasks, rows, each = config.learner.tasks, _vocabulary_size(student), 0
+    """A divergence between distributions needs them of every pool."""
+    rows = _vocabulary_size(student)
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
         if _needs_sets(config) and not teacher.top_k:
@@ -172,22 +173,6 @@ def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
                 f"{pool.key}.tail: got 'each' with {rows} rows in the embedding, expected at most {MAX_TOKENS_KEPT}; "
                 "use 'pooled'"
             )
-        elif teacher.top_k and rows is not None:
-            each += min(_largest_set(teacher, rows), config.buffer.max_top_k_bytes)
-    a_rollout = tasks.max_new_tokens * each
-    a_batch = config.buffer.batch_rollouts * a_rollout
-    if a_rollout > MAX_FRAME_BYTES or a_batch > MAX_MESSAGE_BYTES:
-        yield (
-            f"teacher.top_k: sets of up to {each} bytes per token make {a_rollout >> 20} MiB of a rollout of "
-            f"learner.tasks.max_new_tokens = {tasks.max_new_tokens}, and {a_batch >> 20} MiB of a batch; expected at "
-            f"most {MAX_FRAME_BYTES >> 20} and {MAX_MESSAGE_BYTES >> 20} MiB: lower top_k, the batch, or "
-            "buffer.max_top_k_bytes"
-        )
-
-
-def _largest_set(teacher: TeacherConfig, rows: int) -> int:
-    """Bytes per position."""
-    return most_bytes(rows, teacher.top_k, rest_bits=teacher.rest_bits(rows))
 
 
 def _vocabulary_size(folder: Path | None) -> int | None:
@@ -196,6 +181,13 @@ def _vocabulary_size(folder: Path | None) -> int | None:
         return None if folder is None else vocabulary_size(folder)
     except ValueError:
         return None
+
+
+def _writing_window(config: RunConfig, student: Path | None) -> int | None:
+    """Longest sequence that an actor writes; None where it is not known."""
+    if config.actor.engine == "torch":
+        return config.actor.torch.max_context
+    return context_window(student) if student is not None else None
 
 
 def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
@@ -208,7 +200,7 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
                 f"{pool.key}.top_k: got {teacher.top_k}, but learner.divergence = {config.learner.divergence!r} looks "
                 "at the sampled token alone; the sets will be made, sent and thrown away (0 spares that)"
             )
-        if teacher.top_k and rows is not None and (most := _largest_set(teacher, rows)) > limit:
+        if teacher.top_k and rows is not None and (most := largest_set(teacher, rows)) > limit:
             yield (
                 f"{pool.key}.top_k: {teacher.top_k} tokens take up to {most} bytes per token, buffer.max_top_k_bytes "
                 f"is {limit}; segments whose sets take more on the average will be refused, and masked as unscorable"

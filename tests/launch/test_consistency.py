@@ -222,10 +222,10 @@ def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
     learner: dict[str, Any] = {"divergence": "jsd"}
     (told,) = warnings(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 100})
     assert "256 tokens take up to 720 bytes per token, buffer.max_top_k_bytes is 100" in told
-    learner["tasks"] = {"max_new_tokens": 30_000}
-    (told,) = mistakes(learner=learner, teacher={"top_k": 256})
-    assert "make 20 MiB of a rollout of learner.tasks.max_new_tokens = 30000, and 1318 MiB of a batch" in told
-    assert mistakes(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 500}) == []
+    tight = {"batch_rollouts": 20_000}
+    assert [told.split(":")[0] for told in warnings(learner=learner, teacher={"top_k": 256}, buffer=tight)] == [
+        "buffer.batch_rollouts"
+    ]
 
 
 def test_every_token_behind_the_set_is_for_small_vocabularies(tmp_path: Path) -> None:
