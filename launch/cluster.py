@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("protocol", "engines", "actors", "teachers", "buffer", "learner", "launch", "builtin", "sglang_cpu")
+WITH_CODE = ("builtin", "sglang_cpu")
+"""Of PACKAGES those whose __init__.py is not empty."""
 NEEDED = ("msgspec", "numpy", "psutil", "rich", "torch", "transformers", "yaml", "zmq")
 
 
@@ -33,8 +36,39 @@ def use_environment() -> None:
     sys.exit(f"stillhouse: {sys.executable} {lacking}. Run `make venv` in {ROOT} once, then try again.")
 
 
+def expect_own_packages() -> None:
+    """Our packages have plain names, which others use too: end with the name of the one that stands in for ours."""
+    for name in PACKAGES:
+        found = importlib.util.find_spec(name)
+        places = list(found.submodule_search_locations or ()) if found is not None else []
+        file = Path(found.origin).resolve() if found is not None and found.origin else None
+        own = ROOT / name / "__init__.py"
+        if file == own and (own.stat().st_size == 0 or name in WITH_CODE):
+            continue
+        got = file or ", ".join(places) or "nothing"
+        from importlib.metadata import packages_distributions  # only now: it takes a while
+
+        owners = [owner for owner in packages_distributions().get(name, []) if owner != "stillhouse"]
+        foreign = f", of the distribution {', '.join(owners)}" if owners else ""
+        sys.exit(
+            f"stillhouse: `import {name}` finds {got}{foreign}, expected {own}. Another package of that name is in the "
+            "way: uninstall it and install stillhouse again, or use a virtual environment of its own (and an empty "
+            "PYTHONPATH)."
+        )
+
+
 def main() -> int:
     """The console script `stillhouse`, and what the script ends in."""
+    try:
+        expect_own_packages()
+        return run_command()
+    except KeyboardInterrupt:  # while modules are imported; later it is the commands'
+        print("stillhouse: stopped before anything was started", file=sys.stderr)
+        return 130
+
+
+def run_command() -> int:
+    """What the first word asks for."""
     command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if command == "join":
         from launch.join import main as join_main

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from pathlib import Path
 from typing import Final
 
+log = logging.getLogger(__name__)
 WRONG_CONFIG_EXIT_CODE: Final = 2
 INTERRUPTED_EXIT_CODE: Final = 130
 
@@ -19,6 +22,13 @@ class ConfigError(LaunchError):
     def __init__(self, *mistakes: str) -> None:
         super().__init__("\n".join(mistakes))
         self.mistakes = mistakes
+
+
+def unwritten(file: Path, error: OSError) -> None:
+    """Tell the user that this file of a run that is over could not be written; nothing else is lost for it."""
+    told = f"{file} could not be written: {error}"
+    log.error("%s", told)
+    print(f"stillhouse: {told}", file=sys.stderr)
 
 
 def refuse(error: Exception) -> int:

@@ -121,6 +121,9 @@ class Joiner(Watch):
         if self._left is not None and now_s - self._left[1] > WORD_S:
             self._end_as_told()
 
+    def _cause(self, worker: Worker, code: int) -> str:
+        return said(code)
+
     def _exited_at_the_end(self, worker: Worker, code: int) -> None:
         """As it should be."""
 

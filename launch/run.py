@@ -12,7 +12,6 @@ import logging
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -26,7 +25,7 @@ from launch.pools import needs_no_teacher, teacher_pools
 from launch.recorded import check_recorded
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
-from launch.runfolder import RunFolder, choose_path
+from launch.runfolder import RunFolder, choose_path, unwritable
 from launch.server_plan import ServerPlan
 from launch.slots import worker_name
 from launch.status import make_status
@@ -70,7 +69,7 @@ def _main(arguments: Sequence[str]) -> int:
             print(checked.server_report + "\n" if checked.server_report else "", end="")
             print("configuration, models and prompts are fine; nothing was started")
             return 0
-        with closing(RunFolder.open(line.run_dir, resume=line.resume, name=line.name)) as folder:
+        with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
             return run(
                 checked.config,
                 folder,
@@ -82,7 +81,7 @@ def _main(arguments: Sequence[str]) -> int:
             )
     except LaunchError as error:
         return refuse(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # afterwards, signals are the supervisor's
         return interrupted()
 
 
@@ -99,9 +98,12 @@ def run(
 ) -> int:
     """Run in an open folder; leaves summary.json there whatever happens. `found`: what a resumed one goes on from.
     Returns the exit code."""
-    write_config(config, folder.config_path)
-    folder.keep_keys(own_workers(config), encrypted=config.buffer.encrypted)
-    log_to(folder.logs / "launcher.log")
+    try:
+        write_config(config, folder.config_path)
+        folder.keep_keys(own_workers(config), encrypted=config.buffer.encrypted)
+        log_to(folder.logs / "launcher.log")
+    except OSError as error:
+        raise unwritable(folder.path, error) from error
     status = make_status(config.launch.status, config.launch.status_every_s)
     status.say(_headline(config, folder, resume=resume))
     for told in (*describe_resumed(found), *set_damaged_aside(found)) if resume else ():
@@ -112,8 +114,11 @@ def run(
     summary = write_summary(config, folder, supervisor.run())
     folder.finish(summary.exit_code)
     if summary.ok and any(point.accuracy_sampled is not None for point in summary.eval):
-        measured = measured_teachers(config, folder, longest_s(summary.wall_s), status.say)
-        summary = add_teachers(summary, folder, measured)
+        try:
+            measured = measured_teachers(config, folder, longest_s(summary.wall_s), status.say)
+            summary = add_teachers(summary, folder, measured)
+        except KeyboardInterrupt:
+            status.say("Ctrl-C: the teacher's accuracy is not measured; the run itself was over")
     print_summary(summary, folder)
     return summary.exit_code
 

@@ -25,11 +25,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias
 
 import msgspec
 
-from launch.errors import LaunchError
+from launch.errors import INTERRUPTED_EXIT_CODE, LaunchError, unwritten
 from launch.work_folder import WorkFolder
 from protocol.keys import KEYS, make_keys
 
@@ -75,6 +76,13 @@ class RunFolder(WorkFolder):
     def open(cls, path: Path | None, *, resume: bool, name: str = "") -> RunFolder:
         """Make a new folder, or go on in one (`resume`). Without a path: runs/<name or time>; on resume runs/latest."""
         path = choose_path(path, resume=resume, name=name)
+        try:
+            return cls._open(path, resume=resume)
+        except OSError as error:
+            raise unwritable(path, error) from error
+
+    @classmethod
+    def _open(cls, path: Path, *, resume: bool) -> RunFolder:
         if resume and not (path / "run.json").is_file():
             raise LaunchError(
                 f"--resume: {path} holds no run (no run.json in it); leave --resume out to start one there"
@@ -128,10 +136,24 @@ class RunFolder(WorkFolder):
         elif not encrypted and keys.is_dir():
             keys.rename(unused)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """A run that was broken off before its launcher could say how it ended has failed, or was stopped."""
+        if self.record.state == "running" and error is not None:
+            self.finish(INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
+        self.close()
+
     def finish(self, exit_code: int) -> None:
-        """Write down how the run ended."""
+        """Write down how the run ended. Says so when it cannot be written."""
         self.record = msgspec.structs.replace(self.record, state=end_state(exit_code), exit_code=exit_code)
-        self._write_record()
+        try:
+            self._write_record()
+        except OSError as error:
+            unwritten(self.path / "run.json", error)
 
     def close(self) -> None:
         """Let other launchers in. Idempotent."""
@@ -141,6 +163,13 @@ class RunFolder(WorkFolder):
 
     def _write_record(self) -> None:
         write_atomic(self.path / "run.json", msgspec.json.format(msgspec.json.encode(self.record), indent=2))
+
+
+def unwritable(path: Path, error: OSError) -> LaunchError:
+    """What to tell the user of a run folder that cannot be made or written."""
+    return LaunchError(
+        f"the run folder {path} cannot be written: {error}; make it writable, or name another one by --run-dir DIR"
+    )
 
 
 def choose_path(path: Path | None, *, resume: bool, name: str) -> Path:

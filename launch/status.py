@@ -122,8 +122,9 @@ def line(f: Figures) -> str:
     if f.step is None:
         there = f"{f.ready} of {f.expected} workers are there" + (f", {_servers(f)}" if f.servers else "")
         return f"[{clock(f.elapsed_s)}] starting: {there}" + _ending(f)
+    trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""  # first: lines are cut at their end
     parts = [
-        f"[{clock(f.elapsed_s)}] step {f.step}/{f.steps}",
+        f"[{clock(f.elapsed_s)}] {trouble}step {f.step}/{f.steps}",
         f"tokens/s {_rates(f)}",
         f"staleness {f.staleness_mean:.2f} (max {f.staleness_max} of {f.staleness_bound})",
         _learning(f, " "),
@@ -145,8 +146,6 @@ def line(f: Figures) -> str:
         parts.append(f"hedges {_counted(f.hedges)}")
     if f.held_back:
         parts.append(f"held back: {_held_back(f)}")
-    if f.intake_trouble:
-        parts.append(f"NO INTAKE: {f.intake_trouble}")
     parts.append(f"eta {clock(f.eta_s)}" if f.eta_s is not None else "eta ?")
     return " | ".join(parts) + _ending(f)
 
@@ -156,6 +155,8 @@ def table(f: Figures) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
+    if f.intake_trouble:
+        grid.add_row("NO INTAKE", f.intake_trouble)
     if f.step is None:
         grid.add_row("starting", f"{f.ready} of {f.expected} workers are there, {clock(f.elapsed_s)}")
     else:
@@ -188,8 +189,6 @@ def table(f: Figures) -> Table:
         grid.add_row("hedges", _counted(f.hedges))
     if f.held_back:
         grid.add_row("held back", _held_back(f))
-    if f.intake_trouble:
-        grid.add_row("no intake", f.intake_trouble)
     if f.ending is not None:
         grid.add_row("ending", f.ending)
     return grid

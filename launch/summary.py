@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from launch.config import RunConfig
+from launch.errors import unwritten
 from launch.figures import learner_stats, staleness
 from launch.guests import guests
 from launch.runfolder import EndState, RunFolder, end_state, write_atomic
@@ -265,7 +266,11 @@ def add_teachers(summary: Summary, folder: RunFolder, measured: Mapping[str, Mea
 
 
 def _write(summary: Summary, folder: RunFolder) -> None:
-    write_atomic(folder.path / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    file = folder.path / "summary.json"
+    try:
+        write_atomic(file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    except OSError as error:  # the table on the terminal has most of it
+        unwritten(file, error)
 
 
 def judge(ending: Ending, final: Snapshot | None, snapshot: Snapshot | None) -> Ending:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -82,8 +84,35 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "checkpoint", summary.checkpoint or "none"
     for path in summary.checkpoints_damaged:
         yield "DAMAGED", f"{path} could not be read; an older checkpoint was used in its place"
-    yield "TensorBoard", f"tensorboard --logdir {summary.tensorboard}" if summary.tensorboard else "none"
+    tensorboard = _as_typed(Path(sys.executable).with_name("tensorboard"))
+    yield "TensorBoard", f"{tensorboard} --logdir {summary.tensorboard}" if summary.tensorboard else "none"
+    if not summary.ok:
+        yield "go on", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
     yield "all of it", str(folder.path)
+
+
+def lost_steps(summary: Summary) -> str:
+    """What a run that did not finish has lost of its work when it is resumed; empty: nothing."""
+    if summary.checkpoint is None:
+        return "    (from step 0: there is no checkpoint)" if summary.steps else ""
+    named = re.match(r"step_(\d+)", Path(summary.checkpoint).name)
+    if named is None or int(named[1]) >= summary.steps:
+        return ""
+    return f"    (from step {int(named[1])}: the newest checkpoint)"
+
+
+def _own_command() -> str:
+    """How this program was called."""
+    if not sys.argv[0].endswith(".py"):
+        return _as_typed(Path(sys.argv[0]))
+    return f"{_as_typed(Path(sys.executable))} {_as_typed(Path(sys.argv[0]))}"
+
+
+def _as_typed(path: Path) -> str:
+    """From the folder that the user is in, where that is shorter."""
+    here = Path.cwd()
+    absolute = path if path.is_absolute() else here / path
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
 def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:

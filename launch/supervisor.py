@@ -39,6 +39,8 @@ from protocol.keys import run_client_keys
 
 BUFFER: Final = "buffer-0"
 log = logging.getLogger(__name__)
+LMDB_SOURCE: Final = "mdb.c:"
+"""What LMDB writes before it aborts has the place in its source."""
 BUFFER_ANSWER_S: Final = 5.0
 """A buffer that owes an answer for so long is looked at: is it stopped, does it compute?"""
 BUFFER_IDLE_S: Final = 15.0
@@ -157,11 +159,26 @@ class Supervisor(Watch):
             return False
         match worker.role:
             case "buffer":
-                return code < 0 and self._config.buffer.journal and self._link is not None
+                may = self._config.buffer.journal and self._link is not None
+                return code < 0 and may and not self._journal_broke(worker, code)
             case "learner":
                 return code < 0 and self._link is not None
             case _:
                 return True
+
+    def _cause(self, worker: Worker, code: int) -> str:
+        if not self._journal_broke(worker, code):
+            return said(code)
+        return (
+            f"{said(code)} in LMDB: its journal {self._folder.path / 'journal'} is damaged (a disk that lost what was "
+            "written?). Go on by --resume: from the newest checkpoint, with a new journal"
+        )
+
+    def _journal_broke(self, worker: Worker, code: int) -> bool:
+        """LMDB ends the process when it meets a page that cannot be; another one would meet it again."""
+        return (
+            worker.name == BUFFER and code == -signal.SIGABRT and LMDB_SOURCE in self._folder.log_tail(BUFFER, lines=60)
+        )
 
     def _end_without_word(self, now_s: float) -> None:
         """Learner or buffer left, and nobody has said why the run is over. A learner that failed may try again."""

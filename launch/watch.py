@@ -116,6 +116,10 @@ class Watch(ABC):
         """Whether a worker that ended like this is to be started again, as far as the budget allows."""
 
     @abstractmethod
+    def _cause(self, worker: Worker, code: int) -> str:
+        """How a worker ended that is not started again, in words."""
+
+    @abstractmethod
     def _exited_at_the_end(self, worker: Worker, code: int) -> None:
         """A worker has gone when the run was over."""
 
@@ -234,7 +238,9 @@ class Watch(ABC):
             # The buffer's word may be on its way: it tells everybody at once.
             self._left = self._left or (worker.name, time.monotonic(), event.code)
         else:
-            self._end(False, f"{worker.name} {said(event.code)}", ExitCode.FAILED, tail_of=(worker.name,))
+            self._end(
+                False, f"{worker.name} {self._cause(worker, event.code)}", ExitCode.FAILED, tail_of=(worker.name,)
+            )
 
     def _restart(self, worker: Worker, code: int) -> None:
         now_s = time.monotonic()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,15 @@ TENSORBOARD_FOLDER: Final = "tensorboard"
 _BLOCK_BYTES: Final = 64 << 10
 
 Row = dict[str, Any]
+log = logging.getLogger(__name__)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What every line has."""
+
+    kind: str
+    step: int
+    epoch: int
 
 
 class MetricsWriter:
@@ -187,10 +197,21 @@ def read_metrics(folder: Path) -> list[Row]:
 
 
 def _read_lines(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    """Whole lines. One that is damaged is left out, and the log says which: reports never end the training."""
+    damaged: list[int] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                row: Row = json.loads(line)
+                msgspec.convert(row, _Place)
+            except (ValueError, msgspec.ValidationError):
+                damaged.append(number)
+                continue
+            yield row
+    if damaged:
+        log.warning("%s: %d damaged lines are left out, the first is line %d", file, len(damaged), damaged[0])
 
 
 def _histogram(tag: str, counts: Mapping[int, int]) -> list[Any]:

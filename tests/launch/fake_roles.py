@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from buffer.server import BufferAddress
+from buffer.store import Store
 from engines.sglang_http import API_KEY_VARIABLE
 from launch.config import RunConfig
 from launch.roles import LEAVE_AGAIN_S, run_buffer
@@ -153,11 +154,26 @@ class FakeBuffer:
         )
 
 
+def read_damaged_journal(folder: Path) -> None:
+    """With a page of zeros where a leaf should be: LMDB aborts the process."""
+    store = Store(folder, sync="process")
+    store.begin(b"meta")
+    for _ in range(40):
+        store.append([b"x" * 300, b"y" * 700])
+    store.close()
+    with (folder / "data.mdb").open("r+b") as file:
+        file.seek(9 * 4096)
+        file.write(bytes(4096))
+    print(len(list(Store(folder, sync="process").turns())))
+
+
 def buffer(ctx: Context) -> int:
     note_pid(ctx)
     word, _, number = behaviour(ctx).partition(" ")
     if word == "real":  # with a journal, so that another process of it goes on where this one died
         return run_buffer(ctx)
+    if word == "damaged_journal":
+        read_damaged_journal(ctx.run_dir / "journal")
     if word == "never_listens":
         time.sleep(300)
     if word == "computes":

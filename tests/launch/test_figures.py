@@ -183,7 +183,7 @@ def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
     told = snapshot(1.0, 3, peer("learner", 0, 5))
     full = msgspec.structs.replace(told, intake_trouble="No space left on device")
     assert "NO INTAKE" not in line(Rates().figures(view(told)))
-    assert "NO INTAKE: No space left on device" in line(Rates().figures(view(full)))
+    assert line(Rates().figures(view(full))).split("] ")[1].startswith("NO INTAKE: No space left on device | step ")
 
 
 def failing(n: int = 64, text: str = "actor-0: KeyError: 'tool' [red](at env.py:7 in step)") -> Snapshot:

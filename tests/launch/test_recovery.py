@@ -98,6 +98,15 @@ def test_a_buffer_that_breaks_off_while_it_drains_still_leaves_its_ledger(
     assert launcher.leftovers() == []
 
 
+def test_a_damaged_journal_is_named_and_what_to_do(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"buffer-0": "damaged_journal"})
+    assert launcher.wait() == 1
+    reason = launcher.summary()["reason"]
+    assert f"buffer-0 was killed by SIGABRT in LMDB: its journal {launcher.run_dir / 'journal'} is damaged" in reason
+    assert "Go on by --resume: from the newest checkpoint, with a new journal" in reason
+    assert launcher.summary()["workers"]["buffer-0"]["restarts"] == 0
+
+
 def test_a_buffer_that_takes_long_to_start_is_waited_for_while_it_computes(start_launcher: StartLauncher) -> None:
     """The other side, a worker that does nothing, is in test_supervisor."""
     timeout_s = 4.0 * SLOWNESS

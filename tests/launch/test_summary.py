@@ -311,6 +311,41 @@ def test_rollouts_that_failed_are_listed_with_a_few_of_their_texts(folder: RunFo
     assert f"2 env_timeout, 64 env_error_KeyError; newest {text}" in shown.get()
 
 
+def test_a_summary_that_cannot_be_written_is_shown_all_the_same(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("launch.summary.write_atomic", full)
+    monkeypatch.setattr("launch.runfolder.write_atomic", full)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    folder.finish(summary.exit_code)
+    assert summary.ok and "finished" in table(summary, folder)
+    told = capsys.readouterr().err
+    for name in ("summary.json", "run.json"):
+        assert f"{folder.path / name} could not be written: [Errno 28] No space left on device" in told
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "told"),
+    [
+        ("step_000012", ""),
+        ("step_000008_epoch_1", "(from step 8: the newest checkpoint)"),
+        (None, "(from step 0: there is no checkpoint)"),
+    ],
+)
+def test_a_run_that_was_stopped_says_how_to_go_on_and_from_where(
+    folder: RunFolder, checkpoint: str | None, told: str
+) -> None:
+    leave(folder, snapshot(), {**ACCOUNT, "checkpoint": checkpoint and str(folder.path / CHECKPOINTS / checkpoint)})
+    stopped = table(write_summary(CONFIG, folder, outcome(Ending(False, "stopped by Ctrl-C", 130))), folder)
+    assert f"--resume --run-dir {folder.path} {told}".strip() in " ".join(stopped.split())
+    assert "--resume" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+
+
 def test_damaged_checkpoints_that_were_passed_over_are_named(folder: RunFolder) -> None:
     leave(folder, snapshot(), ACCOUNT)
     aside = folder.path / CHECKPOINTS / "damaged-step_000008"

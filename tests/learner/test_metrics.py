@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from learner.eval_figures import TagFigures
 from learner.evaluation import EvalSample, EvaluationResult
-from learner.metrics import MetricsWriter, read_metrics
+from learner.metrics import MetricsWriter, newest_epoch, read_metrics
 from learner.rates import TokenRates
 from learner.wait_clock import WaitClock, WaitReport
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
@@ -235,6 +235,26 @@ def test_a_line_torn_by_a_kill_is_cut_off_and_told(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, resume=WeightVersion(2, 0)) as writer:
         write_step(writer, 1)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 300, b"{", b"[1, 2]", b'"step"', b'{"kind": "step"}', b"\xff\xfe", b'{"kind": 1, "step": 2, "epoch": 0}'],
+)
+def test_a_damaged_line_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        write_step(writer, 1)
+        write_step(writer, 2)
+    file = tmp_path / "metrics.jsonl"
+    first, second = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + garbage + b"\n" + second)
+    assert newest_epoch(tmp_path) == 0
+    with MetricsWriter(tmp_path, resume=WeightVersion(1, 2)) as writer:
+        write_step(writer, 3)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert "1 damaged lines are left out, the first is line 2" in caplog.text
 
 
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""What a new user runs into before anything runs is a sentence, not a traceback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher_process import PATIENCE_S, ROOT
+
+import launch.run
+from launch.cluster import PACKAGES
+from launch.run import main
+from launch.runfolder import read_record
+
+
+@pytest.mark.parametrize("place", ["/proc/none/run", "file/run", "file"])
+def test_a_run_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / place
+    assert main([f"--run-dir={folder}", "--steps=1"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"stillhouse: the run folder {folder} cannot be written: ") and "--run-dir DIR" in told
+
+
+def test_ctrl_c_before_the_workers_leaves_a_run_that_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.run, "write_config", interrupted)
+    assert main([f"--run-dir={tmp_path / 'run'}", "--steps=1"]) == 130
+    assert capsys.readouterr().err == "stillhouse: stopped before anything was started\n"
+    record = read_record(tmp_path / "run")
+    assert record is not None and (record.state, record.exit_code) == ("stopped", 130)
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "launch.run":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Slow())
+from launch.cluster import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_in_the_first_second_while_modules_are_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, str(ROOT)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stderr) == (130, "stillhouse: stopped before anything was started\n")
+
+
+RUN_HELP = "import sys; from launch.cluster import main; sys.argv[1:] = ['--help']; sys.exit(main())"
+
+
+def run_help(*path: Path) -> subprocess.CompletedProcess[str]:
+    """The console script `stillhouse --help`, with these folders first on Python's path."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", RUN_HELP],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def test_a_foreign_package_first_on_the_path_is_named(tmp_path: Path) -> None:
+    (tmp_path / "buffer").mkdir()
+    (tmp_path / "buffer" / "__init__.py").touch()
+    done = run_help(tmp_path, ROOT)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"`import buffer` finds {tmp_path / 'buffer' / '__init__.py'}, expected {ROOT / 'buffer'}" in done.stderr
+    assert run_help(ROOT, tmp_path).returncode == 0
+
+
+def test_a_foreign_distribution_installed_over_ours_is_named(tmp_path: Path) -> None:
+    """As pip does it: into the same folder, over our files."""
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    shutil.copy(ROOT / "launch" / "cluster.py", tmp_path / "launch")
+    (tmp_path / "actors" / "__init__.py").write_text("class Actor: ...\n")
+    theirs = tmp_path / "actors-2.0.dist-info"
+    theirs.mkdir()
+    (theirs / "METADATA").write_text("Metadata-Version: 2.1\nName: actors\nVersion: 2.0\n")
+    (theirs / "top_level.txt").write_text("actors\n")
+    done = run_help(tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"finds {tmp_path / 'actors' / '__init__.py'}, of the distribution actors, expected" in done.stderr

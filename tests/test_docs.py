@@ -1,0 +1,42 @@
+"""The commands in README.md, docs/ and examples/ can be typed as they stand, from the repository's root."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launch.command_line import parse_arguments
+
+ROOT = Path(__file__).parent.parent
+DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.toml")))
+PROGRAMS = re.compile(r"(?<![\w/.-])(?P<program>[\w/.-]*(?:python3?|tensorboard))(?= (?:-m |launch/|--logdir))")
+COMMAND = re.compile(r"\.venv/bin/python (?P<what>launch/cluster\.py|-m (?P<module>[\w.]+))(?P<rest>[^`\n#]*)")
+
+
+def words(rest: str) -> list[str]:
+    """The arguments, without what a table or a sentence puts behind them."""
+    return shlex.split(rest.split("  ")[0].split(" |")[0].rstrip(" ,.;:)\\"))
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_programs_are_those_of_the_environment_that_make_venv_makes(file: Path) -> None:
+    used = {found["program"] for found in PROGRAMS.finditer(file.read_text())}
+    assert used <= {".venv/bin/python", ".venv/bin/tensorboard"}
+
+
+def test_modules_exist_and_flags_are_known() -> None:
+    checked = 0
+    for file in DOCS:
+        for found in COMMAND.finditer(file.read_text().replace("\\\n", " ")):
+            if found["module"]:
+                assert importlib.util.find_spec(found["module"]) is not None, (file, found[0])
+                continue
+            arguments = words(found["rest"])
+            if arguments[:1] not in (["join"], ["export"], ["audit"]) and "[" not in found["rest"]:
+                parse_arguments(arguments)  # raises ConfigError for a flag that is not there
+                checked += 1
+    assert checked >= 10, "the documents' commands were not found"
