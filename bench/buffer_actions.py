@@ -47,7 +47,7 @@ ACTIONS: tuple[tuple[Action, float], ...] = (
     (learner.publishes, 2),
     (learner.is_cut_off, 0.2),
     (learner.returns, 1),
-    (learner.restarts, 0.06),
+    (learner.restarts, 0.6),
     (learner.evaluates, 1),
     (time_passes, 4),
 )

@@ -43,9 +43,11 @@ def trains(world: World, rng: Random) -> None:
     batch, learner.batch = learner.batch, None
     learner.version = WeightVersion(learner.version.epoch, learner.version.step + 1)
     masked = tuple(item.rollout_id for item in batch.items if rng.random() < 0.05)
+    world.left_out.update(masked)
     message = m.BatchTrained(batch.batch_id, learner.version, masked)
     learner.unacked[batch.batch_id] = message
-    learner.settled(batch.tasks_done)
+    learner.step(batch, learner.batch_arrays, masked)
+    _check_wholly_trained(world, learner, batch, masked)
     world.broadcast = learner.version
     if rng.random() < 0.5:
         actor_updates(world, rng)
@@ -53,8 +55,21 @@ def trains(world: World, rng: Random) -> None:
         world.send("learner", "learner", m.VersionPublished(learner.version, None))
     if rng.random() < 0.7:
         repeats(world, rng)
-    if learner.version.step % 3 == 0 and not learner.unacked:
-        world.checkpoints[learner.version.step] = learner.stream.copy()
+    if rng.random() < 0.5 and not learner.unacked:
+        world.checkpoints[learner.version] = learner.stream.copy()
+
+
+def _check_wholly_trained(world: World, learner: SimLearner, batch: m.Batch, masked: tuple[str, ...]) -> None:
+    """Of a sample that is settled as trained, with no reason why not all of it, every sampled token was trained."""
+    left_out = {(item.task_id, item.sample_index) for item in batch.items if item.rollout_id in masked}
+    for one in batch.settled:
+        sample = one.task_id, one.sample_index
+        if one.fate != "trained" or one.reason or sample in left_out:
+            continue
+        rollout_id, offsets = learner.stream.trained[sample]
+        sampled = {at for at, version in enumerate(world.model.rollouts[rollout_id].versions) if version is not None}
+        missing = sampled - offsets
+        assert not missing or rollout_id in world.left_out, f"{rollout_id}: {sorted(missing)} are lost without a reason"
 
 
 def repeats(world: World, rng: Random) -> None:
@@ -90,26 +105,21 @@ def returns(world: World, rng: Random) -> None:
 
 def restarts(world: World, rng: Random) -> None:
     """It dies with whatever it had, and goes on from a checkpoint under a higher epoch."""
-    if world.over or rng.random() < 0.5:
+    if world.over or rng.random() < (0.2 if world.learner_dies_often else 0.95):
         return
     world.tally.restarts += 1
     if world.learner.connected and rng.random() < 0.5:
         world.learner.connected = False
         world.lose("learner", "learner")
-    steps = [step for step in world.checkpoints if step <= world.learner.version.step]
-    step = rng.choice(steps[-3:])
-    version = WeightVersion(world.learner.version.epoch + rng.choice((1, 1, 1, 2)), step)
-    for later in [s for s in world.checkpoints if s > step]:
-        del world.checkpoints[later]
-    world.learner = SimLearner(world.incarnation(), version, world.checkpoints[step].copy())
+    parent = rng.choice(list(world.checkpoints)[-3:])  # of a branch that was left, too: its files may be readable again
+    version = WeightVersion(world.learner.version.epoch + rng.choice((1, 1, 1, 2)), parent.step)
+    stream = world.checkpoints[parent].copy()
+    world.learner = SimLearner(world.incarnation(), version, stream)
     world.model.learner_restarted()
     world.join("learner", "learner", world.learner.incarnation)
     world.broadcast = version
-    world.model.tree.fork(version)
-    if rng.random() < 0.7:
-        world.send("learner", "learner", m.VersionPublished(version, None))
-    else:
-        world.send("learner", "learner", m.BatchWanted(version))
+    world.model.tree.fork(version, parent)
+    world.send("learner", "learner", stream.started(version, parent))
 
 
 def evaluates(world: World, rng: Random) -> None:
@@ -153,6 +163,8 @@ def _next_task(world: World, learner: SimLearner, rng: Random) -> m.Task:
         group_size, teachers = rng.choice(world.group_sizes), rng.choice(world.task_teachers)
         task = m.Task(task_id, "train", group_size, m.Sampling(seed=task_id), teachers=teachers)
         world.model.tasks["train", task_id] = task
+    if all((task_id, i) in stream.settled for i in range(task.group_size)):
+        return _next_task(world, learner, rng)  # all of it was trained from what the buffer still held
     stream.outstanding[task_id] = task
     return task
 

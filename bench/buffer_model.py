@@ -9,6 +9,7 @@ inside the buffer and recounts what it counts incrementally.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from bench.buffer_teacher_model import TeacherModel, audit_scoring
 from buffer.config import BufferConfig
-from buffer.rollouts import SegmentState
+from buffer.rollouts import ATTEMPTS_PER_EPOCH, SegmentState
 from buffer.state import BufferState, Outgoing
 from protocol import messages as m
 from protocol.messages import BatchItem, WeightVersion
@@ -29,17 +30,17 @@ class VersionTree:
     """The same weights may have two names: a fork at step c is the older branch's step c."""
 
     def __init__(self, start: WeightVersion) -> None:
-        self.forks = {start.epoch: start.step}
+        self.parents = {start.epoch: start}
         self.first_epoch = start.epoch
 
-    def fork(self, version: WeightVersion) -> None:
-        for epoch in range(max(self.forks) + 1, version.epoch + 1):
-            self.forks[epoch] = version.step
+    def fork(self, version: WeightVersion, parent: WeightVersion) -> None:
+        for epoch in range(max(self.parents) + 1, version.epoch + 1):
+            self.parents[epoch] = parent
 
     def canonical(self, version: WeightVersion) -> WeightVersion:
         epoch = version.epoch
-        while epoch > self.first_epoch and version.step <= self.forks[epoch]:
-            epoch -= 1
+        while epoch > self.first_epoch and version.step <= self.parents[epoch].step:
+            epoch = self.parents[epoch].epoch
         return WeightVersion(epoch, version.step)
 
     def distance(self, a: WeightVersion, b: WeightVersion) -> int:
@@ -101,7 +102,6 @@ class BufferModel:
         self.teachers = TeacherModel(config)
         self.orders: dict[tuple[str, int, int, int], int] = {}
         """Ticket order, by kind, task id, how often the task was begun, and sample."""
-        self.generation = 0
         self.accepted = Counter[str]()
         self.trained = Counter[str]()
         self.masked = Counter[str]()
@@ -138,7 +138,6 @@ class BufferModel:
         """What the former one held is void."""
         for batch_id in [i for i, batch in self.batches.items() if not batch.trained]:
             del self.batches[batch_id]
-        self.generation += 1
 
     # --------------------------------------------------------------------------------------- what the buffer sends
 
@@ -167,7 +166,7 @@ class BufferModel:
         assert ticket.rollout_id not in self.rollouts, f"{ticket.rollout_id} issued twice"
         task = self.tasks[ticket.kind, ticket.task_id]
         attempt = int(ticket.rollout_id.rsplit("-", 1)[1])
-        life = attempt // self.config.max_attempts
+        life = attempt // ATTEMPTS_PER_EPOCH
         key = (ticket.kind, ticket.task_id, life, ticket.sample_index)
         order = self.orders.setdefault(key, state._life.rollouts[ticket.rollout_id].slot.order)
         self.rollouts[ticket.rollout_id] = ModelRollout(ticket, order, task)
@@ -220,6 +219,8 @@ class BufferModel:
         hist = Counter[int]()
         for i, item in enumerate(message.items):
             offsets = self._train_offsets(item, arrays[4 * i : 4 * i + 4])
+            if not offsets:
+                continue
             rollout = self.rollouts[item.rollout_id]
             assert rollout.ticket.kind == "train"
             assert item.rollout_id not in tokens, "a rollout twice in one batch"
@@ -233,14 +234,15 @@ class BufferModel:
                     assert other.trained or at not in other.tokens.get(item.rollout_id, ()), "leased twice"
                 hist[distance] += 1
             tokens[item.rollout_id] = offsets
-        self._check_choice(state, message, [self.rollouts[item.rollout_id].order for item in message.items])
+        self._check_choice(state, message, tokens)
         assert dict(hist) == message.staleness, f"{dict(hist)} != {message.staleness}"
         self.batches[message.batch_id] = ModelBatch(message, arrays, tokens)
 
-    def _check_choice(self, state: BufferState, message: m.Batch, orders: list[int]) -> None:
-        """The right rollouts left: in order, the oldest, whole groups, and exactly those of the step."""
+    def _check_choice(self, state: BufferState, message: m.Batch, ids: Collection[str]) -> None:
+        """The right rollouts left: in order, the oldest, whole groups, and exactly those of the step. `ids`: of those
+        with tokens to train, as they stand in the batch."""
+        orders = [self.rollouts[rollout_id].order for rollout_id in ids]
         assert orders == sorted(orders), "items must be in ticket order"
-        ids = {item.rollout_id for item in message.items}
         waiting = [r for r in state._life.rollouts.values() if r.kind == "train" and r.rollout_id not in ids]
         if self.config.release == "rollout":
             groups = {item.task_id for item in message.items}
@@ -256,7 +258,8 @@ class BufferModel:
     def _train_offsets(self, item: BatchItem, arrays: tuple[Array, ...]) -> list[int]:
         ids, logprobs, train_mask, teacher = arrays
         offsets = [int(at) for at in np.flatnonzero(train_mask)]
-        assert offsets, f"{item.rollout_id}: nothing to train in it"
+        witness = self.config.release == "rollout" and item.reward is not None
+        assert offsets or witness, f"{item.rollout_id}: nothing to train in it"
         self._check_item(item, ids, logprobs, teacher, offsets)
         return offsets
 
@@ -311,7 +314,9 @@ class BufferModel:
 
     def forget(self, state: BufferState) -> None:
         """Attempts the buffer no longer holds; should it ever name one again, the lookup fails."""
-        live = state._life.rollouts
+        slots = [slot for record in state._tasks.train_records for slot in record.slots]
+        witnesses = {slot.witness.rollout_id for slot in slots if slot.witness is not None}
+        live = state._life.rollouts.keys() | witnesses
         for rollout_id in [i for i in self.rollouts if i not in live]:
             rollout = self.rollouts[rollout_id]
             undelivered = rollout.ticket.kind == "eval" and rollout.final and rollout_id not in self.delivered

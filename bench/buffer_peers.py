@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, TypeAlias
@@ -108,16 +109,61 @@ class SimTeacher:
                 self.items[item.lease_id] = (item, ids)
 
 
+Sample: TypeAlias = tuple[int, int]
+"""Task id and sample index."""
+
+
 @dataclass
 class Stream:
-    """The learner's task stream, as its checkpoint keeps it."""
+    """The learner's task stream, and all that was ever trained and settled on its branch: what a checkpoint holds."""
 
     next_task_id: int = 0
     outstanding: dict[int, m.Task] = field(default_factory=dict[int, m.Task])
     offer_again: list[int] = field(default_factory=list[int])
+    trained: dict[Sample, tuple[str, set[int]]] = field(default_factory=dict[Sample, tuple[str, set[int]]])
+    """The one rollout of which tokens were trained, and their offsets."""
+    settled: dict[Sample, str] = field(default_factory=dict[Sample, str])
+    """Its fate."""
 
     def copy(self) -> Stream:
-        return Stream(self.next_task_id, dict(self.outstanding), list(self.outstanding))
+        trained = {sample: (rollout_id, set(offsets)) for sample, (rollout_id, offsets) in self.trained.items()}
+        return Stream(self.next_task_id, dict(self.outstanding), list(self.outstanding), trained, dict(self.settled))
+
+    def train(self, item: m.BatchItem, mask: Array) -> None:
+        """Tokens of a batch: of no other attempt at the sample, and none of them before."""
+        offsets = {int(at) for at in np.flatnonzero(mask)}
+        if not offsets:
+            return
+        sample = item.task_id, item.sample_index
+        assert sample not in self.settled, f"{item.rollout_id}: its sample is settled: {self.settled[sample]}"
+        rollout_id, before = self.trained.setdefault(sample, (item.rollout_id, set()))
+        assert rollout_id == item.rollout_id, f"{sample}: of {rollout_id} and of {item.rollout_id}"
+        assert not before & offsets, f"{item.rollout_id}: tokens {sorted(before & offsets)} are trained twice"
+        before |= offsets
+
+    def settle(self, samples: Iterable[m.Settled]) -> None:
+        """Each once; a task of which all are settled is done."""
+        for one in samples:
+            sample = one.task_id, one.sample_index
+            assert sample not in self.settled, f"{one} is settled twice, before as {self.settled[sample]}"
+            self.settled[sample] = one.fate
+            task = self.outstanding.get(one.task_id)
+            if task is not None and all((one.task_id, i) in self.settled for i in range(task.group_size)):
+                del self.outstanding[one.task_id]
+
+    def started(self, version: WeightVersion, parent: WeightVersion) -> m.LearnerStarted:
+        """The first message of a learner that goes on from this."""
+        ahead = {task_id for task_id, _ in (*self.settled, *self.trained) if task_id >= self.next_task_id}
+        tasks: list[m.OpenTask] = []
+        for task_id in sorted({*self.outstanding, *ahead}):
+            settled = tuple(sorted(i for known, i in self.settled if known == task_id))
+            partial = tuple(
+                m.PartialSample(i, rollout_id, len(offsets))
+                for (known, i), (rollout_id, offsets) in sorted(self.trained.items())
+                if known == task_id and i not in settled
+            )
+            tasks.append(m.OpenTask(task_id, settled, partial))
+        return m.LearnerStarted(version, parent, self.next_task_id, tuple(tasks))
 
 
 @dataclass
@@ -144,15 +190,17 @@ class SimLearner:
         self.stream = stream
         self.tasks_wanted = 4
         self.batch: m.Batch | None = None
+        self.batch_arrays: tuple[Array, ...] = ()
         self.unacked: dict[int, m.BatchTrained] = {}
         self.evaluations: dict[str, SimEvaluation] = {}
         self.empty_answers = 0
 
-    def settled(self, task_ids: tuple[int, ...]) -> None:
-        """Forget tasks that are done: each once, and only tasks that this stream has offered."""
-        for task_id in task_ids:
-            assert task_id in self.stream.outstanding, f"task {task_id} settled twice or never offered"
-            del self.stream.outstanding[task_id]
+    def step(self, batch: m.Batch, arrays: Sequence[Array], masked: Collection[str]) -> None:
+        """What the batch trained and settled, but for the rollouts left out of it."""
+        for i, item in enumerate(batch.items):
+            if item.rollout_id not in masked:
+                self.stream.train(item, arrays[4 * i + 2])
+        self.stream.settle(batch.settled)
 
 
 def make_segment(

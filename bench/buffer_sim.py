@@ -74,6 +74,7 @@ def random_world(rng: Random, check_every: int) -> World:
         group_sizes=rng.choice(((1,), (2,), (1, 2), (min(4, most),))),
         check_every=check_every,
         journal=rng.random() < 0.5,
+        learner_dies_often=rng.random() < 0.5,
     )
 
 

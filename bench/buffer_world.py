@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from bench.buffer_model import BufferModel, audit
 from bench.buffer_peers import VOCAB_SIZE, Array, SimActor, SimLearner, SimTeacher, Stream
 from bench.buffer_restarts import SimJournal, can_be_journaled
+from bench.buffer_samples import audit_samples
 from buffer.config import BufferConfig
 from buffer.state import BufferState, Outgoing
 from buffer.turns import Joined, Left
@@ -47,6 +48,7 @@ class World:
         carried: m.Ledger | None = None,
         check_every: int = 1,
         journal: bool = False,
+        learner_dies_often: bool = False,
     ) -> None:
         """`pools`: name and number of teachers. `task_teachers`, `group_sizes`: what tasks choose from.
         `check_every`: events between two audits. `journal`: the buffer may be restarted."""
@@ -58,12 +60,15 @@ class World:
         self.model = BufferModel(config, start)
         self.tally = Tally()
         self.check_every = check_every
+        self.learner_dies_often = learner_dies_often
         self.task_teachers = task_teachers
         self.group_sizes = group_sizes
         self.over = False
         self.broadcast = start
         """The newest weights the learner has sent to actors, perhaps before it told the buffer."""
-        self.checkpoints: dict[int, Stream] = {start.step: Stream()}
+        self.checkpoints: dict[WeightVersion, Stream] = {start: Stream()}
+        self.left_out: set[str] = set()
+        """Rollouts of which the learner left a part out of a step."""
         self.n_evals = 0
         self._n_incarnations = 0
         self.learner = SimLearner(self.incarnation(), start, Stream())
@@ -131,6 +136,7 @@ class World:
         self.model.check(self.state.snapshot(self.now_s), self.state)
         if self.tally.events % self.check_every == 0:
             audit(self.state)
+            audit_samples(self.state, self.learner)
         if self.tally.events % 500 == 0:
             self.model.forget(self.state)
 
@@ -162,11 +168,11 @@ class World:
                 learner.tasks_wanted = wanted
             case m.Batch(batch_id=0) as nothing_left:
                 learner.empty_answers += 1
-                learner.settled(nothing_left.tasks_done)
+                learner.stream.settle(nothing_left.settled)
             case m.Batch() as batch:
                 assert batch.version <= learner.version, f"batch of {batch.version} for {learner.version}"
                 if batch.version == learner.version:
-                    learner.batch = batch
+                    learner.batch, learner.batch_arrays = batch, out.arrays
             case m.BatchTrainedAck(batch_id=batch_id):
                 if batch_id in learner.unacked:
                     masked = learner.unacked.pop(batch_id).masked

@@ -169,7 +169,7 @@ class Arrivals:
                 continue
             self._scoring.cancel(segment)
             if rollout.kind == "eval":
-                self._end_attempt(rollout, UNSCORABLE, tell_actor=True)
+                self.end_attempt(rollout, UNSCORABLE, tell_actor=True)
                 self._give_up(rollout.slot)
             else:
                 self._life.mask_segment(rollout, segment, UNSCORABLE)
@@ -182,11 +182,11 @@ class Arrivals:
         and what was accepted may still be trained; else all of it is dropped and the sample tried again."""
         if not rollout.untouched:
             self._stop(rollout, tell_actor=tell_actor, reason=reason)
-            self._life.close(rollout)
+            self._life.close(rollout, reason)
             self._advance(rollout)
             return
         slot = rollout.slot
-        self._end_attempt(rollout, reason, tell_actor=tell_actor)
+        self.end_attempt(rollout, reason, tell_actor=tell_actor)
         if self._tasks.try_again(slot):
             self.reissued_total += 1
             self._batches.touch(slot)
@@ -196,7 +196,7 @@ class Arrivals:
     def abandon(self, rollout: Rollout, reason: str) -> None:
         """Nobody wants the rollout any more: no further attempt."""
         slot = rollout.slot
-        self._end_attempt(rollout, reason, tell_actor=not rollout.closed)
+        self.end_attempt(rollout, reason, tell_actor=not rollout.closed)
         self._life.slot_over(slot)
 
     def _stop(self, rollout: Rollout, *, tell_actor: bool, reason: str) -> None:
@@ -208,7 +208,8 @@ class Arrivals:
         if tell_actor and not rollout.closed:
             self._outbox.send("actor", rollout.actor, CancelRollout(rollout.rollout_id, reason))
 
-    def _end_attempt(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
+    def end_attempt(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
+        """What is open of the rollout is dropped. What becomes of its sample is the caller's to say."""
         self._stop(rollout, tell_actor=tell_actor, reason=reason)
         for segment in rollout.segments:
             if segment.state is SegmentState.UNSCORED:

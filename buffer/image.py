@@ -21,6 +21,7 @@ from buffer import (
     ended,
     evals,
     failures,
+    go_back,
     hedging,
     learner_desk,
     ledger,
@@ -47,9 +48,9 @@ from protocol import bit_packing, codec, flow, messages, session, session_book, 
 from protocol.session_book import BookImage, SessionBook
 
 _STATE_MODULES = (
-    arrivals, breaker, config, core, ended, evals, failures, hedging, learner_desk, ledger, lifecycle, outgoing, pacing,
-    peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book, teacher_health, tickets, tokens,
-    validation, versions,
+    arrivals, breaker, config, core, ended, evals, failures, go_back, hedging, learner_desk, ledger, lifecycle,
+    outgoing, pacing, peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book, teacher_health,
+    tickets, tokens, validation, versions,
     bit_packing, codec, flow, messages, session, session_book, topk_codec,
 )  # fmt: skip
 
@@ -103,12 +104,15 @@ _VALUES: tuple[type[Any], ...] = (
     release.Piece,
     rollouts.SegmentState,
     scoring.Answer,
-    task_book.Done,
+    rollouts.Fate,
     messages.BatchItem,
     messages.ForgottenPeers,
+    messages.OpenTask,
+    messages.PartialSample,
     messages.RolloutFailures,
     messages.ScoreCredit,
     messages.Segment,
+    messages.Settled,
     messages.TicketCredit,
     messages.Task,
     messages.Ticket,

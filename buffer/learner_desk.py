@@ -1,7 +1,7 @@
-"""What comes from the learner: tasks, requests for batches, what it trained, versions and forks of the run.
+"""What comes from the learner: what it goes on from, tasks, requests for batches, what it trained, versions of the run.
 
-The learner is the run's only clock. Any message of it that names a version of a higher epoch means that a learner
-started again from a checkpoint of that step: the version table forks there, and batches of the former one return.
+The learner is the run's only clock. Its first message, LearnerStarted, says which weights it begins with: the version
+table forks there, and what the buffer holds is made to fit (`buffer.go_back`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
+from buffer.go_back import go_back
 from buffer.ledger import LedgerBook, RejectReason
 from buffer.lifecycle import Lifecycle
 from buffer.outgoing import Outbox
@@ -64,10 +65,10 @@ class LearnerDesk:
         self._out = out
         self._vocab_size = vocab_size
         self._snapshot = snapshot
+        self._started = ""
+        """The incarnation of the learner that said last what it goes on from."""
         self._told_wanted = 0
         """`tasks_wanted` as last told."""
-        self._trained_by = 0
-        """The learner process that trained the newest batch."""
         self._on_the_way: set[int] = set()
         """Leased batches that were sent since the learner last joined: the link brings them, however slow it is."""
 
@@ -96,6 +97,38 @@ class LearnerDesk:
         self._batches.forget_request()
         if for_good:
             self._batches.give_back_all()
+
+    def started(self, now_s: float, peer: Peer, message: m.LearnerStarted, arrays: Sequence[Array]) -> None:
+        """A new learner process, or a message of one that came twice."""
+        before, version = self._versions.newest, message.version
+        if peer.incarnation == self._started:
+            return
+        self._started = peer.incarnation
+        if version == before:
+            return  # the run begins
+        if version.epoch <= before.epoch:
+            self._refuse(peer, "a learner has begun this epoch", f"version {version}", f"an epoch above {before.epoch}")
+            return
+        try:
+            self._versions.fork(version, message.parent)
+        except ValueError as error:
+            self._refuse(peer, "no checkpoint of this run", f"version {version} from {message.parent}", str(error))
+            return
+        self._pacing.restart(version)
+        self._batches.give_back_all()
+        self.published = version
+        if self.weights is not None and not self._survives(self.weights.version):
+            self.weights = None
+        go_back(
+            message,
+            tasks=self._tasks,
+            life=self._life,
+            arrivals=self._arrivals,
+            trainable=lambda sampled: self._versions.distance(sampled, version) <= self._config.max_staleness,
+            engines=before,
+            whole_groups=self._config.release == "rollout",
+        )
+        self._acknowledge_tasks((), "train")
 
     # --------------------------------------------------------------------------------------------------- tasks
 
@@ -147,10 +180,7 @@ class LearnerDesk:
                 self._send_batch(now_s, leased)
             return
         if version < self._pacing.trained_version:
-            if self._trained_by != self._tasks.generation:
-                expected = f"step {self._pacing.trained_version.step}, or a higher epoch for one from a checkpoint"
-                self._refuse(peer, "this step was trained by an earlier learner", f"version {version}", expected)
-            return  # else a repeat that came late: its batch is trained
+            return  # a repeat that came late: its batch is trained
         self._versions.reach(version)
         if not self._batches.leased:
             self._pacing.trained(version)
@@ -168,9 +198,9 @@ class LearnerDesk:
             self._send_batch(now_s, batch)
         elif self._pacing.live == 0 and self._tasks.stream_ended and self._nothing_follows():
             self._batches.forget_request()
-            done = tuple(self._tasks.to_report())
-            self._tasks.reported(done)
-            self._out.send_learner(m.Batch(0, version, (), {}, done, self._snapshot(now_s)))
+            settled = tuple(self._tasks.to_report())
+            self._tasks.reported(settled)
+            self._out.send_learner(m.Batch(0, version, (), {}, settled, self._snapshot(now_s)))
 
     def _nothing_follows(self) -> bool:
         """All that is out has come back scored, and no further ticket could be issued before a batch is trained."""
@@ -193,7 +223,6 @@ class LearnerDesk:
             self._pacing.trained(message.version)
             trained = self._batches.settle(batch, message.version, message.masked)
             self._on_the_way.discard(batch.batch_id)
-            self._trained_by = self._tasks.generation
             for distance, n in trained.items():
                 self.staleness_hist[distance] = self.staleness_hist.get(distance, 0) + n
             peer.done_total += 1
@@ -209,7 +238,7 @@ class LearnerDesk:
             version=batch.version,
             items=batch.items,
             staleness=dict(batch.staleness),
-            tasks_done=batch.tasks_done,
+            settled=batch.settled,
             snapshot=self._snapshot(now_s),
         )
         self._out.send_learner(message, batch.arrays)
@@ -231,19 +260,11 @@ class LearnerDesk:
             self._out.send_learner(*answer)
 
     def _same_branch(self, peer: Peer, version: WeightVersion) -> bool:
-        """Fork when the epoch is new. False, and the sender told, when it belongs to a branch that was left."""
-        newest = self._versions.newest
-        if version.epoch < newest.epoch:
-            self._refuse(peer, "this epoch is over", f"version {version}", f"epoch {newest.epoch}")
-            return False
-        if version.epoch > newest.epoch:
-            self._versions.fork(version)
-            self._pacing.restart(version)
-            self._batches.give_back_all()
-            self.published = version
-            if self.weights is not None and not self._survives(self.weights.version):
-                self.weights = None
-        return True
+        """False, and the sender told, when it belongs to another branch than the one that is gone on with."""
+        epoch = self._versions.newest.epoch
+        if version.epoch != epoch:
+            self._refuse(peer, "this is not the epoch of the run", f"version {version}", f"epoch {epoch}")
+        return version.epoch == epoch
 
     def _survives(self, version: WeightVersion) -> bool:
         """Is it an ancestor of the newest version?"""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffer.ended import EndedRollouts
-from buffer.ledger import CONTEXT, STALE, Held, KindHeld, LedgerBook
+from buffer.ledger import CONTEXT, RUN_ENDED, STALE, Held, KindHeld, LedgerBook
 from buffer.pacing import Pacing
-from buffer.rollouts import Rollout, Segment, SegmentState, Slot
+from buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot
 from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from buffer.versions import VersionTable
@@ -56,13 +56,15 @@ class Recount:
 class Lifecycle:
     """Accepts, scores, leases, trains, masks and drops. `rollouts` are those that are not settled, by id."""
 
-    def __init__(self, book: LedgerBook, pacing: Pacing, tasks: TaskBook) -> None:
+    def __init__(self, book: LedgerBook, pacing: Pacing, tasks: TaskBook, *, whole_groups: bool) -> None:
+        """`whole_groups`: the samples of a task leave in one batch."""
         self.rollouts: dict[str, Rollout] = {}
         self.unready = 0
         """Train samples with a ticket that are neither settled nor whole: of these more may come."""
         self._book = book
         self._pacing = pacing
         self._tasks = tasks
+        self._whole_groups = whole_groups
         self._ended = EndedRollouts()
         self._finished_rollouts = 0
         self._finished_tokens = 0
@@ -116,9 +118,11 @@ class Lifecycle:
             self.close(rollout)
         return segment
 
-    def close(self, rollout: Rollout) -> None:
-        """No further segment will come. What was accepted stays; with nothing open left the rollout is settled."""
+    def close(self, rollout: Rollout, reason: str = "") -> None:
+        """No further segment will come, because it is whole or for this `reason`. What was accepted stays; with nothing
+        open left the rollout is settled."""
         rollout.closed = True
+        rollout.cut_reason = reason
         self._after_change(rollout)
 
     def ended_segments(self, rollout_id: str) -> int | None:
@@ -225,13 +229,17 @@ class Lifecycle:
 
     def slot_over(self, slot: Slot) -> None:
         """The sample is settled for good: its place in the pacing is free, its task may be done."""
+        self.slot_freed(slot)
+        self._tasks.slot_settled(slot, slot.fate or Fate("dropped", RUN_ENDED))
+
+    def slot_freed(self, slot: Slot) -> None:
+        """Nothing more is to come of the slot: its place in the pacing is free."""
         slot.settled = True
         slot.rollout = None
         if slot.task.task.kind == "train":
             if not slot.ready:
                 self.unready -= 1
             self._pacing.settle()
-        self._tasks.slot_settled(slot)
 
     def recount(self) -> dict[TaskKind, Recount]:
         """Count what is stored, segment by segment, without looking at the books."""
@@ -343,6 +351,9 @@ class Lifecycle:
                 counts.drop(1, rollout.drop_reason)
             else:
                 counts.mask(1, rollout.masked_reason or CONTEXT)
+        rollout.slot.fate = rollout.fate
+        if self._whole_groups and rollout.final and rollout.fate.fate == "masked" and rollout.reward is not None:
+            rollout.slot.witness = rollout
         del self.rollouts[rollout.rollout_id]
         self._ended.put(rollout.rollout_id, len(rollout.segments))
         rollout.slot.rollout = None

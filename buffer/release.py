@@ -8,7 +8,8 @@ for the one sample that an event touches. Samples are looked through only when t
 
 What a sample could let go, by `release` (for max_staleness 0 always whole rollouts, as the schedule demands):
 
-    rollout    all of it when it is whole and so is every other unsettled sample of its group
+    rollout    all of it when it is whole and so is every other unsettled sample of its group. Rollouts of the group
+               that were masked whole go along, with nothing to train: advantages are relative to all rewards
     segment    its scored prefix
     deadline   all of it when it is whole; its scored prefix when the oldest token of that would be stale in the next
                batch, or when the learner has waited for `idle_release_s`
@@ -24,12 +25,12 @@ import numpy as np
 from buffer.config import BufferConfig
 from buffer.ledger import NON_FINITE
 from buffer.lifecycle import Lifecycle
-from buffer.rollouts import Rollout, Segment, Slot, TaskRecord
+from buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
 from buffer.runs import Runs
 from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from buffer.versions import VersionTable
-from protocol.messages import BatchItem, TopKPiece, WeightVersion
+from protocol.messages import BatchItem, Settled, TopKPiece, WeightVersion
 
 _ROUNDING = 1e-9
 """Weights of the pieces of a rollout add up to 1 but for rounding."""
@@ -51,7 +52,7 @@ class LeasedBatch(NamedTuple):
     items: tuple[BatchItem, ...]
     arrays: tuple[Array, ...]
     staleness: dict[int, int]
-    tasks_done: tuple[int, ...]
+    settled: tuple[Settled, ...]
     n_tokens: int
 
 
@@ -155,7 +156,7 @@ class BatchDesk:
                 self._life.mask_leased(rollout, segments, NON_FINITE)
             else:
                 self._life.train(rollout, segments)
-        self._tasks.reported(batch.tasks_done)
+        self._tasks.reported(batch.settled)
         return {d: n - left_out.get(d, 0) for d, n in batch.staleness.items() if n > left_out.get(d, 0)}
 
     def give_back_all(self) -> None:
@@ -235,6 +236,10 @@ class BatchDesk:
             items.append(item)
             arrays += item_arrays
             self._count_staleness(version, rollout, segments, staleness)
+        for witness in self._witnesses(pieces):
+            item, item_arrays = make_item(witness, ())
+            items.append(item)
+            arrays += item_arrays
         batch = LeasedBatch(
             batch_id=self._next_batch_id,
             version=version,
@@ -242,7 +247,7 @@ class BatchDesk:
             items=tuple(items),
             arrays=tuple(arrays),
             staleness=dict(sorted(staleness.items())),
-            tasks_done=self._tasks_done(pieces),
+            settled=self._settled_with(pieces),
             n_tokens=sum(staleness.values()),
         )
         self._next_batch_id += 1
@@ -263,16 +268,24 @@ class BatchDesk:
                     raise AssertionError(f"{n} tokens of {rollout!r} at distance {distance} from {version}")
                 staleness[distance] = staleness.get(distance, 0) + n
 
-    def _tasks_done(self, pieces: Iterable[Piece]) -> tuple[int, ...]:
-        """Tasks settled since the last trained batch, and those that will be with this one."""
-        done = dict.fromkeys(self._tasks.to_report())
-        for piece in pieces:
-            task = piece.rollout.slot.task
-            known = task.all_issued and self._tasks.may_report(task)
-            if known and all(_leaves_nothing(slot) for slot in task.slots):
-                done[task.task.task_id] = None
-        told = {task_id for batch in self.leased.values() for task_id in batch.tasks_done}
-        return tuple(task_id for task_id in done if task_id not in told)
+    def _witnesses(self, pieces: Iterable[Piece]) -> list[Rollout]:
+        """Rollouts of the groups in `pieces` that have nothing to train, but a reward."""
+        groups = {piece.rollout.slot.task.task.task_id: piece.rollout.slot.task for piece in pieces}
+        return [slot.witness for task in groups.values() for slot in task.slots if slot.witness is not None]
+
+    def _settled_with(self, pieces: Iterable[Piece]) -> tuple[Settled, ...]:
+        """Samples settled since the last trained batch, and those that will be with this one."""
+        settled = {(sample.task_id, sample.sample_index): sample for sample in self._tasks.to_report()}
+        for rollout, _ in pieces:
+            task = rollout.slot.task
+            group = task.slots if self._config.release == "rollout" else [rollout.slot]
+            for slot in filter(_leaves_nothing, group):
+                fate = slot.fate if slot.settled else _fate_if_trained(slot)
+                if fate is not None:
+                    key = (task.task.task_id, slot.sample_index)
+                    settled[key] = Settled(*key, *fate)
+        told = {(one.task_id, one.sample_index) for batch in self.leased.values() for one in batch.settled}
+        return tuple(sample for key, sample in settled.items() if key not in told)
 
 
 def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:
@@ -333,6 +346,11 @@ def _whole_group(task: TaskRecord) -> list[Rollout]:
             return []
         rollouts.append(slot.rollout)
     return rollouts
+
+
+def _fate_if_trained(slot: Slot) -> Fate | None:
+    rollout = slot.rollout
+    return None if rollout is None else Fate("trained", rollout.masked_reason or rollout.cut_reason)
 
 
 def _leaves_nothing(slot: Slot) -> bool:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import deque
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +22,17 @@ import numpy as np
 from buffer.tokens import Array, Int32s, TokenStore
 from protocol.messages import Sampling, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
 from protocol.messages import Segment as SegmentMessage
+
+ATTEMPTS_PER_EPOCH: Final = 1000
+"""Attempts at a sample are numbered from `epoch * ATTEMPTS_PER_EPOCH` on, so that a rollout id is never used twice,
+not even by a buffer that remembers nothing of the ones before a restart."""
+
+
+class Fate(NamedTuple):
+    """What became of an attempt or a sample, as `protocol.messages.Settled` says."""
+
+    fate: Literal["trained", "masked", "dropped"]
+    reason: str
 
 
 class SegmentState(enum.IntEnum):
@@ -145,6 +158,7 @@ class Rollout:
         "actor",
         "affinity",
         "closed",
+        "cut_reason",
         "deadline_s",
         "drop_reason",
         "final",
@@ -183,6 +197,8 @@ class Rollout:
         """The teacher of each pool that scored it last."""
         self.closed = False
         """No more segments: final, or cut off where it stands."""
+        self.cut_reason = ""
+        """Why it was cut off."""
         self.final = False
         self.finish_reason: str | None = None
         self.reward: float | None = None
@@ -250,6 +266,14 @@ class Rollout:
         """No token was trained or is in a batch."""
         return self.n_trained_tokens == 0 and self.n_in_batch == 0
 
+    @property
+    def fate(self) -> Fate:
+        """What has become of it, once nothing is open."""
+        reason = self.drop_reason or self.masked_reason or self.cut_reason
+        if self.n_trained_tokens > 0:
+            return Fate("trained", reason)
+        return Fate("dropped", reason) if self.drop_reason else Fate("masked", reason)
+
     def offered_segments(self) -> list[Segment]:
         """Scored segments at the front that hold open tokens, in order."""
         return [s for s in self.segments[self.offer_from : self.front] if s.state is SegmentState.SCORED]
@@ -269,22 +293,41 @@ class Rollout:
 class Slot:
     """One sample of a task, over all attempts at it."""
 
-    __slots__ = ("attempt", "n", "order", "ready", "rollout", "sample_index", "settled", "task")
+    __slots__ = (
+        "attempt",
+        "epoch",
+        "fate",
+        "n",
+        "order",
+        "ready",
+        "rollout",
+        "sample_index",
+        "settled",
+        "task",
+        "witness",
+    )
 
-    def __init__(self, task: TaskRecord, sample_index: int, order: int, n: int) -> None:
+    def __init__(self, task: TaskRecord, sample_index: int, order: int, n: int, epoch: int) -> None:
         self.task = task
         self.sample_index = sample_index
+        self.epoch = epoch
+        """The learner's, when it got its first ticket."""
         self.order = order
         """Rises with issue; a later attempt keeps it. Batches take the lowest first."""
         self.n = n
         """Place in the learner's schedule (`buffer.pacing`); 0 for evaluation."""
-        self.attempt = task.first_attempt
+        self.attempt = 0
         self.rollout: Rollout | None = None
         """The attempt that runs or waits; None while it is to be issued again, and when settled."""
         self.ready = False
         """Its rollout is whole."""
         self.settled = False
         """Trained, masked or dropped for good."""
+        self.fate: Fate | None = None
+        """Of its last attempt, when that is over."""
+        self.witness: Rollout | None = None
+        """Of a group that leaves as a whole: a rollout that was masked whole. It goes along without a token to train,
+        as its reward belongs to the group's mean."""
 
     def __lt__(self, other: Slot) -> bool:
         return self.order < other.order
@@ -293,39 +336,27 @@ class Slot:
 class TaskRecord:
     """A task that was offered and is not settled."""
 
-    __slots__ = (
-        "first_attempt",
-        "generation",
-        "min_version",
-        "n_settled",
-        "prompt_T",
-        "slots",
-        "task",
-        "teacher_prompt_T",
-    )
+    __slots__ = ("min_version", "n_settled", "prompt_T", "slots", "task", "teacher_prompt_T", "to_issue")
 
-    def __init__(
-        self, task: Task, prompts_T: Int32s, *, generation: int, first_attempt: int, min_version: WeightVersion
-    ) -> None:
+    def __init__(self, task: Task, prompts_T: Int32s, *, min_version: WeightVersion) -> None:
         """`prompts_T`: the frame of the task, of one prompt or of two."""
         self.task = task
         n_prompt = len(prompts_T) - task.teacher_prompt_tokens
         self.prompt_T = prompts_T[:n_prompt]
         self.teacher_prompt_T = prompts_T[n_prompt:] if task.teacher_prompt_tokens else None
         """What teachers read in place of the prompt; None: the same."""
-        self.generation = generation
-        """The learner process that offered it last, counted from 1."""
-        self.first_attempt = first_attempt
-        """Above 0 when the task is run again for a learner that lost its training."""
         self.min_version = min_version
         """For evaluation: the version published when it was offered."""
+        self.to_issue = deque(range(task.group_size))
+        """Samples that have had no ticket, ascending."""
         self.slots: list[Slot] = []
-        """Issued so far, in order of sample index."""
+        """Samples that have had one, in the order of their tickets."""
         self.n_settled = 0
+        """Samples, those included that were settled before a restart and have no slot here."""
 
     @property
     def all_issued(self) -> bool:
-        return len(self.slots) == self.task.group_size
+        return not self.to_issue
 
     @property
     def settled(self) -> bool:
@@ -337,7 +368,7 @@ def make_ticket(slot: Slot, min_version: WeightVersion) -> Ticket:
     task = slot.task.task
     sampling = task.sampling
     return Ticket(
-        rollout_id=f"{task.kind}-{task.task_id}-{slot.sample_index}-{slot.attempt}",
+        rollout_id=f"{task.kind}-{task.task_id}-{slot.sample_index}-{slot.epoch * ATTEMPTS_PER_EPOCH + slot.attempt}",
         task_id=task.task_id,
         sample_index=slot.sample_index,
         kind=task.kind,

@@ -59,6 +59,17 @@ class Runs(Generic[ValueT]):
         else:
             self._insert(at, number, number, value)
 
+    def append_range(self, first: int, last: int, value: ValueT) -> None:
+        """Numbers `first` to `last`, above all that have a value; nothing when there are none. Raises ValueError."""
+        if first > last:
+            return
+        if self._lasts and self._lasts[-1] >= first:
+            raise ValueError(f"numbers from {first} on: expected them above {self._lasts[-1]}")
+        if self._lasts and self._lasts[-1] == first - 1 and self._values[-1] == value:
+            self._lasts[-1] = last
+        else:
+            self._insert(len(self._firsts), first, last, value)
+
     def discard(self, number: int) -> None:
         """Fine for a number that has no value."""
         at = self._find(number)

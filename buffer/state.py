@@ -1,5 +1,6 @@
 """The buffer's core: events and a clock reading in, messages out. No socket, thread, sleep or wall clock in here.
 
+    LearnerStarted --> LearnerDesk --> go_back --> Lifecycle, TaskBook
     TasksOffered --> LearnerDesk --> TaskBook --(pacing, credit)--> TicketDesk --> Tickets
     Segment      --> Arrivals --> Lifecycle, ScoreDesk --(credit)--> ScoreWork
     Scores       --> ScoreDesk --> Arrivals --> Lifecycle
@@ -75,8 +76,9 @@ class BufferState:
         pacing = self._pacing = Pacing(
             batch_rollouts=config.batch_rollouts, max_staleness=config.max_staleness, start=version
         )
-        tasks = self._tasks = TaskBook(config.task_queue, config.max_attempts)
-        life = self._life = Lifecycle(book, pacing, tasks)
+        groups = config.release == "rollout"
+        tasks = self._tasks = TaskBook(config.task_queue, config.max_attempts, whole_groups=groups, epoch=version.epoch)
+        life = self._life = Lifecycle(book, pacing, tasks, whole_groups=groups)
         tickets = self._tickets = TicketDesk(config, life, tasks, pacing, out)
         scoring = self._scoring = ScoreDesk(config, book)
         batches = self._batches = BatchDesk(config, life, tasks, versions)
@@ -275,6 +277,7 @@ class BufferState:
             m.ScoreCredit: (("teacher",), self._score_credit),
             m.Scores: (("teacher",), self._scores),
             m.ScoreFailed: (("teacher",), self._score_failed),
+            m.LearnerStarted: (("learner",), learner.started),
             m.TasksOffered: (("learner",), learner.tasks_offered),
             m.BatchWanted: (("learner",), learner.batch_wanted),
             m.BatchTrained: (("learner",), learner.batch_trained),

@@ -1,50 +1,46 @@
-"""The task queue: what was offered, whose sample gets the next ticket, which tasks are done."""
+"""The task queue: what was offered, whose sample gets the next ticket, which samples are settled."""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
-from buffer.rollouts import Slot, TaskRecord
+from buffer.ledger import LEARNER_RESTART
+from buffer.rollouts import Fate, Slot, TaskRecord
 from buffer.runs import Runs
 from buffer.tokens import Int32s
-from protocol.messages import Task, TaskKind, WeightVersion
+from protocol.messages import OpenTask, Settled, Task, TaskKind, WeightVersion
 
 TaskKey: TypeAlias = tuple[TaskKind, int]
 
 
-class Done(NamedTuple):
-    """What is remembered of a settled task."""
-
-    generation: int
-    """The learner process that offered it last."""
-    next_attempt: int
-    """Attempts of a later life are numbered from here, so that rollout ids stay unique."""
-
-
 class TaskBook:
-    """Evaluation samples go first, then samples to be tried again, then the next of the stream.
+    """Evaluation samples go first, then samples to be tried again, then the next of the stream, by task id.
 
-    A task offered again is a duplicate, with one exception: a learner that lost training to a crash offers the tasks
-    its checkpoint does not know as done. Those that were settled and reported to the former learner are run again.
-    A learner is told of a settled task once, and only after it has offered the task itself.
+    A task offered again is a duplicate, unless a learner went back to a checkpoint that does not know it as done
+    (`go_back`). Each train sample that is settled is reported to the learner once.
     """
 
-    def __init__(self, capacity: int, max_attempts: int) -> None:
-        self.generation = 0
-        """Learner processes seen."""
+    def __init__(self, capacity: int, max_attempts: int, *, whole_groups: bool, epoch: int = 0) -> None:
+        """`whole_groups`: a task's samples are trained in one batch; so they are reported together."""
         self.stream_ended = False
         """The learner said that no train task follows."""
+        self._epoch = epoch
+        """The learner's."""
         self._capacity = capacity
         self._max_attempts = max_attempts
+        self._whole_groups = whole_groups
         self._active: dict[TaskKey, TaskRecord] = {}
-        self._done: dict[TaskKind, Runs[Done]] = {"train": Runs(), "eval": Runs()}
+        self._done: dict[TaskKind, Runs[bool]] = {"train": Runs(), "eval": Runs()}
         """By task id: the learner numbers train tasks in order, and those of an evaluation too."""
-        self._unreported: dict[int, None] = {}
-        """Settled train tasks that no trained batch has told of, oldest first."""
-        self._queues: dict[TaskKind, deque[TaskRecord]] = {"train": deque(), "eval": deque()}
+        self._known: dict[int, OpenTask] = {}
+        """What a checkpoint says of train tasks that have not been offered here since."""
+        self._unreported: dict[tuple[int, int], Settled] = {}
+        """Settled train samples that no trained batch has told of, oldest first; by task id and sample index."""
+        self._queues: dict[TaskKind, list[TaskRecord]] = {"train": [], "eval": []}
+        """Tasks with samples that have had no ticket, by task id."""
         self._again: dict[TaskKind, list[Slot]] = {"train": [], "eval": []}
         self._next_order = 0
 
@@ -70,38 +66,31 @@ class TaskBook:
     def next_train_group(self) -> int | None:
         """Samples of the next train task that never had a ticket; None when no task is queued."""
         queue = self._queues["train"]
-        return queue[0].task.group_size - len(queue[0].slots) if queue else None
+        return len(queue[0].to_issue) if queue else None
+
+    @property
+    def train_records(self) -> list[TaskRecord]:
+        """Train tasks that are offered and not settled."""
+        return [record for (kind, _), record in self._active.items() if kind == "train"]
 
     def new_learner(self) -> None:
         """Another learner process takes over; it will say again when the stream ends."""
-        self.generation += 1
         self.stream_ended = False
 
     def offer(self, task: Task, prompts_T: Int32s, min_version: WeightVersion) -> TaskRecord | None:
         """Queue a task with its frame; None for one that is known."""
         key: TaskKey = (task.kind, task.task_id)
-        if key in self._active:
-            self._active[key].generation = self.generation
+        if task.task_id in self._done[task.kind]:
             return None
-        finished = self._done[task.kind]
-        done = finished.get(task.task_id)
-        if done is not None:
-            if done.generation == self.generation:
-                return None
-            if task.kind == "train" and task.task_id in self._unreported:
-                finished.put(task.task_id, Done(self.generation, done.next_attempt))
-                return None
-            finished.discard(task.task_id)
-        record = TaskRecord(
-            task,
-            prompts_T,
-            generation=self.generation,
-            first_attempt=0 if done is None else done.next_attempt,
-            min_version=min_version,
-        )
+        former = self._active.get(key)
+        record = former or TaskRecord(task, prompts_T, min_version=min_version)
         self._active[key] = record
-        self._queues[task.kind].append(record)
-        return record
+        known = self._known.pop(task.task_id, None) if task.kind == "train" else None
+        if known is not None:
+            self.fit(record, known)
+        if record.to_issue and record not in self._queues[task.kind]:
+            insort(self._queues[task.kind], record, key=_task_id)
+        return None if former is not None else record
 
     def next_slot(self, may_start: Callable[[int], bool], issue: Callable[[], int]) -> tuple[Slot, bool] | None:
         """The sample that gets the next ticket, and whether it is its first; None if there is none.
@@ -117,57 +106,93 @@ class TaskBook:
             record = queue[0]
             n = 0
             if kind == "train":
-                if not may_start(record.task.group_size - len(record.slots)):
+                if not may_start(len(record.to_issue)):
                     return None
                 n = issue()
-            slot = Slot(record, len(record.slots), self._next_order, n)
+            slot = Slot(record, record.to_issue.popleft(), self._next_order, n, self._epoch)
             self._next_order += 1
             record.slots.append(slot)
             if record.all_issued:
-                queue.popleft()
+                queue.pop(0)
             return slot, True
         return None
 
     def try_again(self, slot: Slot) -> bool:
         """Queue the slot's next attempt; False when it has none left."""
-        if slot.attempt + 1 >= slot.task.first_attempt + self._max_attempts:
+        if slot.attempt + 1 >= self._max_attempts:
             return False
         slot.attempt += 1
         heapq.heappush(self._again[slot.task.task.kind], slot)
         return True
 
-    def slot_settled(self, slot: Slot) -> None:
+    def slot_settled(self, slot: Slot, fate: Fate) -> None:
         record = slot.task
+        slot.fate = fate
         record.n_settled += 1
-        if not record.settled:
-            return
-        key: TaskKey = (record.task.kind, record.task.task_id)
-        del self._active[key]
-        self._finish(record)
-        if record.task.kind == "train":
-            self._unreported[record.task.task_id] = None
+        if record.task.kind == "train" and (record.settled or not self._whole_groups):
+            for one in record.slots if self._whole_groups else [slot]:
+                self._report(record.task.task_id, one.sample_index, one.fate or fate)
+        if record.settled:
+            self._finish(record)
 
-    def to_report(self) -> list[int]:
-        """Settled train tasks that this learner has offered and no trained batch has told of, oldest first."""
-        done = self._done["train"]
-        return [i for i in self._unreported if (known := done.get(i)) and known.generation == self.generation]
+    def to_report(self) -> list[Settled]:
+        """Settled train samples that no trained batch has told of, oldest first."""
+        return list(self._unreported.values())
 
-    def may_report(self, record: TaskRecord) -> bool:
-        """Has this learner offered it?"""
-        return record.generation == self.generation
+    def reported(self, samples: Iterable[Settled]) -> None:
+        """The learner knows that these are settled."""
+        for sample in samples:
+            self._unreported.pop((sample.task_id, sample.sample_index), None)
 
-    def reported(self, task_ids: Iterable[int]) -> None:
-        """The learner knows that these are done."""
-        for task_id in task_ids:
-            self._unreported.pop(task_id, None)
+    # ------------------------------------------------------------------------------------------ back to a checkpoint
+
+    def go_back(self, epoch: int, next_task_id: int, known: Sequence[OpenTask]) -> None:
+        """A learner goes on from a checkpoint: `known` are its open tasks, and below `next_task_id` all others are
+        done. What was settled since, and what was not reported, is not done. For the records that are active
+        `fit` is to be called. Samples get no first ticket before the learner has offered their task again: so the
+        order is that of its stream."""
+        self._epoch = epoch
+        self._queues["train"].clear()
+        self._unreported.clear()
+        self._known = {task.task_id: task for task in known if ("train", task.task_id) not in self._active}
+        done = self._done["train"] = Runs()
+        first = 0
+        for task_id in sorted(task.task_id for task in known if task.task_id < next_task_id):
+            done.append_range(first, task_id - 1, True)
+            first = task_id + 1
+        done.append_range(first, next_task_id - 1, True)
+
+    def fit(self, record: TaskRecord, known: OpenTask) -> None:
+        """Samples that have no slot are settled or to be issued, as `known` says. Those trained in part, of which
+        nothing is held here, end as they are."""
+        slots = {slot.sample_index: slot for slot in record.slots}
+        partial = {sample.sample_index for sample in known.partial}
+        for index in partial - slots.keys():
+            self._report(record.task.task_id, index, Fate("trained", LEARNER_RESTART))
+        gone = partial.union(known.settled, slots)
+        record.to_issue.clear()
+        record.to_issue.extend(i for i in range(record.task.group_size) if i not in gone)
+        unsettled = sum(not slot.settled for slot in record.slots)
+        record.n_settled = record.task.group_size - len(record.to_issue) - unsettled
+        if record.settled:
+            self._finish(record)
+
+    def forget_attempt(self, slot: Slot) -> None:
+        """The slot is not to be tried again, if it waits for that."""
+        again = self._again["train"]
+        if slot in again:
+            again.remove(slot)
+            heapq.heapify(again)
+
+    # -------------------------------------------------------------------------------------------------------- the end
 
     def abandon_evaluations(self) -> None:
         """The learner process that asked for them is gone; what ran of them has been dropped."""
         self._queues["eval"].clear()
         self._again["eval"].clear()
-        for key, record in [(key, record) for key, record in self._active.items() if key[0] == "eval"]:
+        for key in [key for key in self._active if key[0] == "eval"]:
             del self._active[key]
-            self._finish(record)
+        self._done["eval"] = Runs()
 
     def clear(self) -> list[Slot]:
         """The run is over: no further ticket. Returns the samples that waited for another attempt."""
@@ -179,6 +204,13 @@ class TaskBook:
         self.stream_ended = True
         return waiting
 
+    def _report(self, task_id: int, sample_index: int, fate: Fate) -> None:
+        self._unreported[task_id, sample_index] = Settled(task_id, sample_index, *fate)
+
     def _finish(self, record: TaskRecord) -> None:
-        done = Done(record.generation, record.first_attempt + self._max_attempts)
-        self._done[record.task.kind].put(record.task.task_id, done)
+        del self._active[record.task.kind, record.task.task_id]
+        self._done[record.task.kind].put(record.task.task_id, True)
+
+
+def _task_id(record: TaskRecord) -> int:
+    return record.task.task_id

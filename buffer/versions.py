@@ -1,10 +1,11 @@
 """Which weight versions exist, and how many optimizer steps lie between two of them.
 
-Versions form a tree. Each epoch is a line of steps; the line of epoch e+1 leaves the older ones at the step of the
-checkpoint it started from, its fork:
+Versions form a tree. Each epoch is a line of steps. It leaves an older line at its parent, the version of the
+checkpoint that its learner started from:
 
     epoch 0   0 -- 1 -- 2 -- 3 -- 4 -- 5        (the learner died at 5)
-    epoch 1             2 -- 3 -- 4             (it started again from its checkpoint of step 2)
+    epoch 1             2 -- 3 -- 4             (its parent is (0, 2))
+    epoch 2                            5 -- 6   (its parent is (0, 5): that checkpoint could be read again)
 
 The distance of two versions is the way down the one branch and up the other: (0, 5) to (1, 4) is 3 + 2.
 """
@@ -16,30 +17,40 @@ from protocol.messages import WeightVersion
 
 
 class VersionTable:
-    """Forks of all epochs, and how far the learner has shown that each came."""
+    """The parent of each epoch, and how far the learner has shown that each came."""
 
     def __init__(self, start: WeightVersion) -> None:
         self._first_epoch = start.epoch
         self._newest = start
-        self._forks: dict[int, int] = {start.epoch: start.step}
+        self._parents: dict[int, WeightVersion] = {start.epoch: start}
+        """Of the first epoch: the version that the buffer began with."""
         self._reached: dict[int, int] = {start.epoch: start.step}
 
     def __repr__(self) -> str:
-        return f"VersionTable(newest={self._newest}, forks={self._forks}, reached={self._reached})"
+        return f"VersionTable(newest={self._newest}, parents={self._parents}, reached={self._reached})"
 
     @property
     def newest(self) -> WeightVersion:
         """The newest version that a learner's message has named."""
         return self._newest
 
-    def fork(self, version: WeightVersion) -> None:
-        """A learner of a higher epoch goes on from `version`. Epochs between, of which nothing was heard, made no
-        tokens; they count as started at the same step. Raises ValueError when the epoch does not rise."""
+    def fork(self, version: WeightVersion, parent: WeightVersion) -> None:
+        """A learner of a higher epoch goes on from `version`, the same weights as `parent`. Epochs between, of which
+        nothing was heard, made no tokens; they count as begun there too. Raises ValueError when the epoch does not
+        rise, or when the two are not one step of this run."""
         if version.epoch <= self._newest.epoch:
             raise ValueError(f"fork at {version}: expected an epoch above {self._newest.epoch}")
+        if parent.step != version.step or not self._first_epoch <= parent.epoch <= self._newest.epoch:
+            raise ValueError(
+                f"fork at {version} from {parent}: expected step {version.step} of an epoch from {self._first_epoch} "
+                f"to {self._newest.epoch}"
+            )
+        if parent.step < self._parents[parent.epoch].step:
+            raise ValueError(f"fork from {parent}: that epoch began at step {self._parents[parent.epoch].step}")
         for epoch in range(self._newest.epoch + 1, version.epoch + 1):
-            self._forks[epoch] = version.step
+            self._parents[epoch] = parent
             self._reached[epoch] = version.step
+        self._reached[parent.epoch] = max(self._reached[parent.epoch], parent.step)
         self._newest = version
 
     def reach(self, version: WeightVersion) -> None:
@@ -55,19 +66,21 @@ class VersionTable:
         One step past what is known is possible: the learner broadcasts new weights before it tells the buffer."""
         if version.epoch > self._newest.epoch:
             return RejectReason.FUTURE_VERSION
-        if version.epoch < self._first_epoch or version.step < self._forks[version.epoch]:
+        if version.epoch < self._first_epoch or version.step < self._parents[version.epoch].step:
             return RejectReason.UNKNOWN_VERSION
         if version.step > self._reached[version.epoch] + 1:
             return RejectReason.FUTURE_VERSION
         return None
 
     def distance(self, sampled: WeightVersion, now: WeightVersion) -> int:
-        """Optimizer steps between two versions of this run.
+        """Optimizer steps between two versions of this run: up to where their branches meet, and down again.
 
-        With a = min(both steps, every fork after `sampled`'s epoch up to `now`'s): (sampled - a) + (now - a)."""
-        meet = min(sampled.step, now.step)
-        if sampled.epoch != now.epoch:
-            low, high = sorted((sampled.epoch, now.epoch))
-            for epoch in range(low + 1, high + 1):
-                meet = min(meet, self._forks[epoch])
+        An epoch is younger than its parent's, so the version with the higher epoch is the one to climb from."""
+        a, b = sampled, now
+        while a.epoch != b.epoch:
+            if a.epoch > b.epoch:
+                a = self._parents[a.epoch]
+            else:
+                b = self._parents[b.epoch]
+        meet = min(a.step, b.step)
         return sampled.step - meet + now.step - meet

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,9 +34,10 @@ from learner.finite_step import Outcome, finite_step
 from learner.inbox import Delivered, Inbox, RunStopped
 from learner.metrics import MetricsWriter
 from learner.offline import OfflineMixer
-from learner.packing import train_items
+from learner.packing import TrainItem, train_items
 from learner.publisher import Publisher, PublisherStats
 from learner.record_writer import BatchRecorder
+from learner.sample_book import Account, Trained
 from learner.stopping import StopAsked, StopRequest
 from learner.tasks import TaskStream
 from learner.train_step import StepMetrics, Trainer
@@ -44,8 +45,10 @@ from learner.wait_clock import WaitCause, WaitClock
 from protocol.client import Client
 from protocol.errors import LinkError
 from protocol.messages import (
+    Batch,
     BatchTrained,
     BatchWanted,
+    LearnerStarted,
     RunFinished,
     Snapshot,
     SnapshotWanted,
@@ -109,14 +112,15 @@ class LearnerLoop:
         save_checkpoint: Callable[[WeightVersion, Snapshot], None],
         config: LearnerConfig,
         version: WeightVersion,
+        parent: WeightVersion,
         steps: int,
         ema: StudentEma | None = None,
         mixer: OfflineMixer | None = None,
         recorder: BatchRecorder | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """`mixer`: what adds the teacher's rollouts to the batches; `recorder`: what keeps them in a file; `stop`: what
-        asks the loop to end early."""
+        """`version`, `parent`: as in LearnerStarted. `mixer`: what adds the teacher's rollouts to the batches;
+        `recorder`: what keeps them in a file; `stop`: what asks the loop to end early."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
@@ -128,6 +132,7 @@ class LearnerLoop:
         self._save_checkpoint = save_checkpoint
         self._config = config
         self._version = version
+        self._parent = parent
         self._first_step = version.step
         self._steps = steps
         self._mixer = mixer
@@ -163,6 +168,7 @@ class LearnerLoop:
             raise
 
     def _run(self) -> None:
+        self._client.send(LearnerStarted(self._version, self._parent, self._stream.next_task_id, self._stream.progress))
         self._publisher.publish(self._version, self._trainer.weights())
         if self._ema is not None:
             self._ema.publish(self._version)  # before any task: no rollout is graded by another teacher
@@ -189,17 +195,24 @@ class LearnerLoop:
         if self._ema is not None:
             with self._clock.waiting("weights"):
                 self._ema.step(self._version, self._trainer.weights())
-        self._stream.settled(delivered.batch.tasks_done)
+        account = self._account(delivered.batch, items, outcome)
         self._offer_tasks()
         if self._recorder is not None:
-            self._recorder.add(delivered.batch, delivered.arrays, [rollout for rollout, _ in mixed])
-        self._report(delivered, outcome)
+            self._recorder.add(delivered.batch, account, outcome.masked, delivered.arrays, [one for one, _ in mixed])
+        self._report(delivered, outcome, account)
         every = self._config.checkpoint_every
         if every and step % every == 0 and step < self._steps:
             self._checkpoint(delivered.batch.batch_id)
         if self._config.eval_every and step % self._config.eval_every == 0 and step < self._steps:
             self._desk.start(self._version)
         self._last_batch_id = delivered.batch.batch_id
+
+    def _account(self, batch: Batch, items: Sequence[TrainItem], outcome: Outcome) -> Account:
+        """Which samples and tasks are settled with this step."""
+        samples = [(one.item.task_id, one.item.sample_index, one.item.rollout_id, one.n_trained) for one in items]
+        trained = [Trained(*sample) for sample in samples if sample[2] not in outcome.masked]
+        left_out = {sample[:2] for sample in samples if sample[2] in outcome.masked}
+        return self._stream.step(trained, batch.settled, left_out)
 
     def _stop_if_diverged(self, outcome: Outcome) -> None:
         """A run that trains nothing is ended for everybody: started again, it would go on like that."""
@@ -233,6 +246,7 @@ class LearnerLoop:
                 if batch is not None and batch.batch.version == self._version:
                     self._inbox.batch = None
                     if not batch.batch.items:
+                        self._stream.step((), batch.batch.settled)
                         raise LearnerStalled(f"nothing is left to train at step {self._version.step}")
                     return batch
                 now_s = time.monotonic()
@@ -368,7 +382,7 @@ class LearnerLoop:
                 raise
         raise LearnerStalled(f"the buffer did not end the run within {GOODBYE_S:.0f} s of RunFinished")
 
-    def _report(self, delivered: Delivered, outcome: Outcome) -> None:
+    def _report(self, delivered: Delivered, outcome: Outcome, account: Account) -> None:
         """Metrics of the step just made, and the gauges of the next heartbeat. A skipped one trained 0 tokens."""
         batch, figures = delivered.batch, outcome.figures
         if figures is not None:
@@ -382,7 +396,7 @@ class LearnerLoop:
             snapshot=batch.snapshot,
             weights=weight_figures(self._publisher.stats) | (self._ema.figures if self._ema is not None else {}),
             tasks_dropped=self._stream.dropped,
-            tasks_done=batch.tasks_done,
+            tasks_done=account.tasks_done,
             others={
                 **(self._mixer.figures if self._mixer is not None else {}),
                 **(self._recorder.figures if self._recorder is not None else {}),

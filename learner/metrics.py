@@ -3,8 +3,8 @@
 `metrics.jsonl` has one object per line, `kind` says of what:
     step     one optimizer step; `step` is the number it made (the first one makes 1)
     eval     one evaluation, at `step`
-    resume   the learner began again from the checkpoint of `step`: lines of later steps ABOVE this one belong to an
-             abandoned branch. They are kept as they are; `read_metrics` leaves them out.
+    resume   the learner began again from the checkpoint of version (`parent_epoch`, `step`), under the new `epoch`.
+             Lines above of the branch that it left are kept as they are; `read_metrics` leaves them out.
 Keys of a line are the TensorBoard tags (`train/loss`). Evaluation generations are in `samples.jsonl`.
 
 A number that is not finite is written as such: "NaN", "Infinity", "-Infinity" (strings, since JSON has no such
@@ -31,6 +31,7 @@ import numpy as np
 from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 
 from learner.append_file import AppendFile, Unwritten
+from learner.branches import Branches
 from learner.evaluation import EvalSample, EvaluationResult
 from learner.event_file import EventFile
 from learner.rates import TokenRates
@@ -57,10 +58,12 @@ class _Place(msgspec.Struct, frozen=True):
 class MetricsWriter:
     """One per run folder, owned by one thread. A context manager; `close` is idempotent."""
 
-    def __init__(self, folder: Path, *, resume: WeightVersion | None = None) -> None:
-        """`resume` is the version that the learner goes on from (its epoch already risen): writing goes on in the
-        files that are there. Raises FileExistsError if there are metrics of a run and `resume` is None. What cannot be
-        written is counted in `unwritten`."""
+    def __init__(
+        self, folder: Path, *, resume: WeightVersion | None = None, parent: WeightVersion | None = None
+    ) -> None:
+        """`resume` is the version that the learner begins with, of a new epoch: writing goes on in the files that are
+        there. `parent`: of the checkpoint; None = its epoch is the last one in the file. Raises FileExistsError if
+        there are metrics of a run and `resume` is None. What cannot be written is counted in `unwritten`."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics_file, samples_file = folder / METRICS_FILE, folder / SAMPLES_FILE
         if resume is None and metrics_file.exists() and metrics_file.stat().st_size:
@@ -72,7 +75,10 @@ class MetricsWriter:
         self._nonfinite_total = 0
         self._epoch = resume.epoch if resume else 0
         # Without its resume line the lines of two branches would be one to a reader: it is owed before any other.
-        resumed = self._row("resume", resume.step, {"torn_bytes": torn_bytes}) if resume else None
+        resumed = None
+        if resume is not None:
+            left = {} if parent is None else {"parent_epoch": parent.epoch}
+            resumed = self._row("resume", resume.step, {**left, "torn_bytes": torn_bytes})
         self._metrics = AppendFile(metrics_file, self.unwritten, first=_json_line(resumed) if resumed else b"")
         self._samples = AppendFile(samples_file, self.unwritten)
         self._board = EventFile(
@@ -185,15 +191,20 @@ def newest_epoch(folder: Path) -> int | None:
 def read_metrics(folder: Path) -> list[Row]:
     """The step and eval lines of a run's folder that belong to the branch that was kept, in the order of writing; of
     two of one kind and step (an evaluation repeated after a resume) the later one. A torn last line is left out."""
-    rows: dict[tuple[str, int], Row] = {}
+    rows, branches = list[Row](), Branches()
     for row in _read_lines(folder / METRICS_FILE):
-        kind, step = row["kind"], row["step"]
-        if kind == "resume":
-            rows = {key: kept for key, kept in rows.items() if kept["step"] <= step}
+        version = WeightVersion(row["epoch"], row["step"])
+        if row["kind"] == "resume":
+            parent_epoch = row.get("parent_epoch")
+            branches.fork(version, None if parent_epoch is None else WeightVersion(parent_epoch, version.step))
         else:
-            rows.pop((kind, step), None)
-            rows[kind, step] = row
-    return list(rows.values())
+            rows.append(row)
+    kept: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        if branches.keeps(WeightVersion(row["epoch"], row["step"])):
+            kept.pop((row["kind"], row["step"]), None)
+            kept[row["kind"], row["step"]] = row
+    return list(kept.values())
 
 
 def _read_lines(file: Path) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
     MAGIC, then records:    head (kind, sizes, CRC)    MessagePack header    blob
     begin      RecordHeader: what the file is a record of; always the first
-    resumed    Resumed: a learner went on from a checkpoint; batches of its step and later ones, above, do not count
+    resumed    Resumed: a learner went on from a checkpoint; batches above of the branch that it left do not count
     batch      BatchRecord: one optimizer step; the blob holds the frames of its items, compressed item by item
 
 Frames are kept generically, as dtype, shape and bytes: what a later version sends beside an item is carried along. A
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import BatchItem, WeightVersion
+from protocol.messages import BatchItem, Settled, WeightVersion
 
 FORMAT: Final = 1
 MAGIC: Final = b"stillhouse batches\n"
@@ -58,9 +58,12 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A learner went on from the checkpoint of this version (its epoch already risen)."""
+    """A learner went on from a checkpoint. Batches of the branch that it left do not count."""
 
     version: WeightVersion
+    """What it began with: a new epoch."""
+    parent: WeightVersion | None = None
+    """The version of that checkpoint. None: written by a release that did not say."""
 
 
 class ItemRecord(msgspec.Struct, frozen=True):
@@ -84,7 +87,12 @@ class BatchRecord(msgspec.Struct, frozen=True):
     """Of the weights that it was trained against."""
     staleness: dict[int, int]
     tasks_done: tuple[int, ...]
+    """Tasks all of whose samples are settled with this step."""
     items: tuple[ItemRecord, ...]
+    settled: tuple[Settled, ...] = ()
+    """Samples that are settled with this step, and were not before."""
+    masked: tuple[str, ...] = ()
+    """Rollouts of the batch that the step left out."""
 
 
 class Rollout(NamedTuple):
@@ -117,8 +125,8 @@ def encode_header(header: RecordHeader) -> bytes:
     return MAGIC + _record(_BEGIN, header, b"")
 
 
-def encode_resumed(version: WeightVersion) -> bytes:
-    return _record(_RESUMED, Resumed(version), b"")
+def encode_resumed(version: WeightVersion, parent: WeightVersion | None) -> bytes:
+    return _record(_RESUMED, Resumed(version, parent), b"")
 
 
 def encode_batch(
@@ -128,8 +136,10 @@ def encode_batch(
     *,
     staleness: dict[int, int],
     tasks_done: tuple[int, ...],
+    settled: tuple[Settled, ...] = (),
+    masked: tuple[str, ...] = (),
 ) -> bytes:
-    """The bytes of one batch record."""
+    """The bytes of one batch record; for the arguments see BatchRecord."""
     items: list[ItemRecord] = []
     blobs: list[bytes] = []
     at = 0
@@ -141,7 +151,8 @@ def encode_batch(
         frames = tuple((array.dtype.str, tuple(array.shape)) for array in rollout.arrays)
         items.append(ItemRecord(rollout.item, rollout.offline, frames, at, len(blobs[-1]), compressed))
         at += len(blobs[-1])
-    return _record(_BATCH, BatchRecord(batch_id, version, staleness, tasks_done, tuple(items)), b"".join(blobs))
+    record = BatchRecord(batch_id, version, staleness, tasks_done, tuple(items), settled, masked)
+    return _record(_BATCH, record, b"".join(blobs))
 
 
 def decode_frames(record: ItemRecord, stored: bytes) -> tuple[Array, ...]:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from learner.branches import Branches
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group
 from learner.record_format import (
     BatchRecord,
@@ -53,30 +54,30 @@ class Recording:
     def _read(self) -> None:
         size = self.path.stat().st_size
         header: RecordHeader | None = None
-        batches: dict[int, Kept] = {}
-        self.abandoned = 0
-        """Batches of branches that a later learner did not go on from."""
+        found_batches = list[Kept]()
+        branches = Branches()
         whole = 0
         for found in scan(self._stream, size, str(self.path)):
             whole, kept = found.end, found.kept
             match kept:
                 case RecordHeader():
                     header = kept
-                case Resumed() | BatchRecord():
-                    left = [step for step in batches if step >= kept.version.step]
-                    self.abandoned += len(left)
-                    for step in left:
-                        del batches[step]
-                    if isinstance(kept, BatchRecord):
-                        batches[kept.version.step] = Kept(kept, found.blob_at)
+                case Resumed():
+                    branches.fork(kept.version, kept.parent)
+                case BatchRecord():
+                    found_batches.append(Kept(kept, found.blob_at))
         self.torn_bytes = size - whole
         """Of a last record that was not finished."""
         if header is None:
             raise RecordError(f"{self.path} ends before its header does; nothing was recorded")
+        # A batch of step n makes version n + 1, and is kept with it.
+        batches = {b.record.version.step: b for b in found_batches if branches.keeps(b.record.version, made=1)}
+        self.abandoned = len(found_batches) - len(batches)
+        """Batches of branches that a later learner did not go on from."""
         if not batches:
             raise RecordError(f"{self.path} holds no batch; the run that wrote it made no step")
         self.header = header
-        self.batches: Sequence[Kept] = tuple(batches.values())
+        self.batches: Sequence[Kept] = tuple(batches[step] for step in sorted(batches))
         """In the order of their steps."""
 
     def expect_top_k(self, divergence: str) -> None:

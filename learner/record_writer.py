@@ -28,6 +28,7 @@ from learner.record_format import (
     encode_resumed,
     scan,
 )
+from learner.sample_book import Account
 from protocol.codec import frame_specs
 from protocol.messages import Batch, WeightVersion
 
@@ -47,10 +48,12 @@ class BatchRecorder:
         unwritten: Unwritten,
         *,
         resume: WeightVersion | None = None,
+        parent: WeightVersion | None = None,
         max_bytes: int = 0,
     ) -> None:
-        """`resume`: the version that the learner goes on from; its run's file is gone on with, and batches of that
-        step and later ones in it no longer count. `max_bytes`: the file grows no further; 0 = it may.
+        """`resume`: the version that the learner begins with, `parent`: that of the checkpoint (as in LearnerStarted);
+        its run's file is gone on with, and batches of the branch that was left no longer count. `max_bytes`: the file
+        grows no further; 0 = it may.
 
         Raises RecordError: without `resume` for a file that is not empty, with it for one of another run or of another
         vocabulary, or a damaged one."""
@@ -60,12 +63,13 @@ class BatchRecorder:
         self._full = False
         self._skipped: Counter[str] = Counter()
         self._batches_total = 0
-        first = encode_header(header)
+        resumed = b"" if resume is None else encode_resumed(resume, parent)
+        first = encode_header(header) + resumed
         if path.exists() and path.stat().st_size:
             if resume is None:
                 raise RecordError(f"{path} holds another run's batches; name another file for learner.record")
             if _cut_torn_record(path, header):
-                first = encode_resumed(resume)
+                first = resumed
         self._file = AppendFile(path, unwritten, first=first)
 
     @property
@@ -74,11 +78,25 @@ class BatchRecorder:
         skipped = {f"record/skipped_{reason}_total": float(n) for reason, n in self._skipped.items()}
         return {"record/batches_total": float(self._batches_total), **skipped}
 
-    def add(self, batch: Batch, arrays: Sequence[Array], offline: Sequence[Rollout] = ()) -> None:
-        """Record what one step trained: the buffer's batch, and what was mixed into it."""
+    def add(
+        self,
+        batch: Batch,
+        account: Account,
+        masked: tuple[str, ...],
+        arrays: Sequence[Array],
+        offline: Sequence[Rollout] = (),
+    ) -> None:
+        """Record what one step trained: the buffer's batch less the rollouts `masked`, and what was mixed into it; and
+        what became of samples."""
         rollouts = [*rollouts_of(batch, arrays), *offline]
         data = encode_batch(
-            batch.batch_id, batch.version, rollouts, staleness=batch.staleness, tasks_done=batch.tasks_done
+            batch.batch_id,
+            batch.version,
+            rollouts,
+            staleness=batch.staleness,
+            tasks_done=account.tasks_done,
+            settled=account.settled,
+            masked=masked,
         )
         if self._max_bytes and not self._full and _size(self._path) + len(data) > self._max_bytes:
             self._full = True

@@ -1,11 +1,12 @@
-"""The task stream: prompts in, numbered Tasks out, and the memory of which of them are not settled yet.
+"""The task stream: prompts in, numbered Tasks out, and the memory of which samples of them are not settled yet.
 
     source -> EndlessSampler -> StatefulDataLoader (reads and renders) -> TaskStream -> Task + prompt ids
 
-A task is outstanding from the moment `next` hands it out until `settled` is told that every rollout of it is trained,
-masked or dropped. `state` holds the loader's position and the outstanding tasks themselves; a stream made from it
-first offers exactly those again and then goes on where the former one stood. So each task is settled once in the end,
-and fresh tasks come in the order of an undisturbed run.
+A task is outstanding from the moment `next` hands it out until `step` is told that every sample of it is trained,
+masked or dropped. `state` holds the loader's position, the outstanding tasks themselves, and which of their samples
+are settled (`learner.sample_book`). A stream made from it first offers exactly those tasks again, and then goes on
+where the former one stood. So each sample is settled once in the end, and fresh tasks come in the order of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import logging
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -33,10 +34,11 @@ from learner.order import EndlessSampler, Rows, held_out_rows
 from learner.privileged import NONE, teacher_prompt
 from learner.records import DataError, PromptRecord, RowError
 from learner.rendering import render
+from learner.sample_book import Account, SampleBook, Trained
 from learner.task_config import TaskConfig
-from protocol.messages import Sampling, Task, TaskKind
+from protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 _PROBED_PROMPTS = 32
 _DROPS_LOGGED = 5
 
@@ -108,7 +110,7 @@ class TaskStream:
         dataset.probe(tags)
         self._loader = _loader(dataset, sampler, seed)
         self._rendered: Iterator[Rendered] = iter(self._loader)
-        self._next_task_id = 0
+        self._book = SampleBook()
         self._outstanding: dict[int, TaskOffer] = {}
         self._to_offer_again: deque[int] = deque()
         self._dropped: Counter[str] = Counter()
@@ -135,6 +137,16 @@ class TaskStream:
         return tuple(self._outstanding)
 
     @property
+    def next_task_id(self) -> int:
+        """Of the next fresh task."""
+        return self._book.next_task_id
+
+    @property
+    def progress(self) -> tuple[OpenTask, ...]:
+        """Tasks that are not settled, and how far they have come (`SampleBook.progress`)."""
+        return self._book.progress
+
+    @property
     def dropped(self) -> dict[str, int]:
         """Prompts that made no task, by reason: prompt_too_long, bad_row, unrenderable, no_privileged,
         teacher_prompt_too_long. A prompt that is met again in a later pass counts again."""
@@ -154,27 +166,23 @@ class TaskStream:
                 offers.append(offer)
         return offers
 
-    def settled(self, task_ids: Iterable[int]) -> None:
-        """Every rollout of these tasks is trained, masked or dropped. Raises ValueError for a task that is not
-        outstanding (none is forgotten then)."""
-        ids = tuple(task_ids)
-        unknown = [task_id for task_id in ids if task_id not in self._outstanding]
-        if unknown or len(set(ids)) < len(ids):
-            raise ValueError(
-                f"tasks {unknown or sorted(ids)} are settled twice or were never offered; outstanding are "
-                f"{len(self._outstanding)} tasks, next fresh one {self._next_task_id}"
-            )
-        for task_id in ids:
+    def step(
+        self, trained: Iterable[Trained], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
+    ) -> Account:
+        """What one optimizer step did (`SampleBook.step`). Raises SettledTwice, and changes nothing then."""
+        account = self._book.step(trained, settled, left_out)
+        for task_id in account.tasks_done:
             del self._outstanding[task_id]
-        if self._to_offer_again:  # settled before it was offered again
+        if account.tasks_done and self._to_offer_again:  # settled before it was offered again
             self._to_offer_again = deque(task_id for task_id in self._to_offer_again if task_id in self._outstanding)
+        return account
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on, as JSON types."""
         return {
             "format": STATE_FORMAT,
             "identity": dict(self._identity),
-            "next_task_id": self._next_task_id,
+            "next_task_id": self._book.next_task_id,
             "dropped": dict(self._dropped),
             "loader": self._loader.state_dict(),
             "outstanding": [
@@ -185,11 +193,15 @@ class TaskStream:
                 }
                 for offer in self._outstanding.values()
             ],
+            "progress": msgspec.to_builtins(self._book.progress),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state.get("format") != STATE_FORMAT:
-            raise DataError(f"task stream state has format {state.get('format')!r}, expected {STATE_FORMAT}")
+            raise DataError(
+                f"the checkpoint's task stream has format {state.get('format')!r}, expected {STATE_FORMAT}: another "
+                "version of this program wrote it; go on with that version, or start a new run"
+            )
         saved: dict[str, Any] = state["identity"]
         if differing := [name for name, value in self._identity.items() if saved.get(name) != value]:
             changes = ", ".join(f"{name}: was {saved.get(name)!r}, is {self._identity[name]!r}" for name in differing)
@@ -197,7 +209,6 @@ class TaskStream:
                 f"the run cannot go on with other prompts or another order ({changes}; prompts: {self._path}); "
                 "resume with what it was started with, or start a new run"
             )
-        self._next_task_id = int(state["next_task_id"])
         self._dropped = Counter(state["dropped"])
         self._loader.load_state_dict(state["loader"])
         self._rendered = iter(self._loader)
@@ -209,14 +220,24 @@ class TaskStream:
                 np.asarray(item.get("teacher_prompt_ids", ()), dtype=np.int32),
             )
         self._to_offer_again.extend(self._outstanding)
+        group_sizes = {task_id: offer.task.group_size for task_id, offer in self._outstanding.items()}
+        progress = msgspec.convert(state["progress"], tuple[OpenTask, ...])
+        self._book = SampleBook.restored(int(state["next_task_id"]), group_sizes, progress)
 
     def _fresh(self) -> TaskOffer:
-        for _ in range(self._rows_per_pass):
+        dropped_in_a_row = 0
+        while dropped_in_a_row < self._rows_per_pass:
             rendered = next(self._rendered)
             if rendered.ids is not None:
                 assert rendered.record is not None
-                task = self._task(rendered.record, len(rendered.teacher_ids))
-                return TaskOffer(task, rendered.ids, rendered.teacher_ids)
+                dropped_in_a_row = 0
+                task_id = self._book.begin(self._config.group_size)
+                if task_id is None:
+                    continue  # all of it was trained from what the buffer still held
+                return TaskOffer(
+                    self._task(task_id, rendered.record, len(rendered.teacher_ids)), rendered.ids, rendered.teacher_ids
+                )
+            dropped_in_a_row += 1
             self._dropped[rendered.drop_reason] += 1
             if self._dropped[rendered.drop_reason] <= _DROPS_LOGGED:
                 _log.warning("prompt dropped (%s): %s", rendered.drop_reason, rendered.detail)
@@ -225,9 +246,8 @@ class TaskStream:
             f"{dict(self._dropped)} (max_prompt_tokens is {self._config.max_prompt_tokens})"
         )
 
-    def _task(self, record: PromptRecord, teacher_prompt_tokens: int) -> Task:
-        config, task_id = self._config, self._next_task_id
-        self._next_task_id += 1
+    def _task(self, task_id: int, record: PromptRecord, teacher_prompt_tokens: int) -> Task:
+        config = self._config
         teachers = config.teachers_for(record.tag)
         if not teachers and config.routes and record.tag not in self._unrouted_tags:
             self._unrouted_tags.add(record.tag)

@@ -171,7 +171,8 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
         keys = run_client_keys(ctx.run_dir, "learner", ctx.name)
         client = stack.enter_context(Client(ctx.buffer_address, hello, keys=keys))
         welcome = client.connect()
-        version = first_version(start.version, welcome.version, newest_epoch(ctx.run_dir) if ctx.resume else None)
+        noted = newest_epoch(ctx.run_dir) if ctx.resume else None
+        version = first_version(start.version, welcome.version, noted, resume=ctx.resume)
         stop = stack.enter_context(StopRequest())
         try:
             loop, write_account = _make_loop(ctx, start, client, version, stack, stop)
@@ -179,8 +180,6 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
             log.error("learner.record: %s", error)
             return ExitCode.USELESS
         try:
-            # A fork of the history, if it is one, has to be known before any task is offered under it.
-            client.send(VersionPublished(version=version, weights=None))
             loop.run()
             code = ExitCode.OK
         except RunStopped as stopped:
@@ -236,10 +235,13 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     return Start(tokenizer, trainer, stream, rendered.prompts, version, average, mixer)
 
 
-def first_version(checkpoint: WeightVersion | None, buffers: WeightVersion, noted_epoch: int | None) -> WeightVersion:
-    """The version the loop begins with. Going on opens a new epoch, above that of the checkpoint, all that this buffer
-    has seen, and all that a learner before this one wrote of (`noted_epoch`): it may have died before a checkpoint."""
-    if checkpoint is None and buffers == WeightVersion(0, 0) and noted_epoch is None:
+def first_version(
+    checkpoint: WeightVersion | None, buffers: WeightVersion, noted_epoch: int | None, *, resume: bool
+) -> WeightVersion:
+    """The version the loop begins with. Going on (`resume`) opens a new epoch, above that of the checkpoint, all that
+    this buffer has seen, and all that a learner before this one wrote of (`noted_epoch`): it may have died before a
+    checkpoint, and in its first step before it wrote anything."""
+    if not resume and checkpoint is None and buffers == WeightVersion(0, 0):
         return buffers
     epoch = max(checkpoint.epoch if checkpoint else 0, buffers.epoch, noted_epoch or 0) + 1
     return WeightVersion(epoch, checkpoint.step if checkpoint else 0)
@@ -293,10 +295,11 @@ def _make_loop(
     def write_account() -> None:
         account.write(_account(ctx, loop))
 
-    resume = version if start.version is not None or version.epoch else None
-    metrics = stack.enter_context(MetricsWriter(ctx.run_dir, resume=resume))
+    parent = start.version or WeightVersion(0, 0)
+    resume = version if version.epoch else None
+    metrics = stack.enter_context(MetricsWriter(ctx.run_dir, resume=resume, parent=parent))
     account = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
-    recorder = _make_recorder(ctx, start, metrics, version if ctx.resume else None)
+    recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
     publisher = stack.enter_context(_make_publisher(ctx, start.trainer.model.device, client))
@@ -311,6 +314,7 @@ def _make_loop(
         save_checkpoint=save,
         config=learner,
         version=version,
+        parent=parent,
         steps=config.steps,
         ema=ema,
         mixer=start.mixer,
@@ -364,7 +368,11 @@ def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Clien
 
 
 def _make_recorder(
-    ctx: RoleContext[LearnerRunConfig], start: Start, metrics: MetricsWriter, resume: WeightVersion | None
+    ctx: RoleContext[LearnerRunConfig],
+    start: Start,
+    metrics: MetricsWriter,
+    resume: WeightVersion | None,
+    parent: WeightVersion,
 ) -> BatchRecorder | None:
     """Raises RecordError for a file that is not this run's."""
     config, learner = ctx.config, ctx.config.learner
@@ -381,7 +389,9 @@ def _make_recorder(
         config=plain,
     )
     path = Path(learner.record).expanduser()
-    return BatchRecorder(path, header, metrics.unwritten, resume=resume, max_bytes=learner.record_max_bytes)
+    return BatchRecorder(
+        path, header, metrics.unwritten, resume=resume, parent=parent, max_bytes=learner.record_max_bytes
+    )
 
 
 def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, str]:

@@ -36,6 +36,7 @@ SENDERS: dict[type[Any], frozenset[Role]] = {
     m.ScoreCredit: _TEACHER,
     m.Scores: _TEACHER,
     m.ScoreFailed: _TEACHER,
+    m.LearnerStarted: _LEARNER,
     m.TasksOffered: _LEARNER,
     m.BatchWanted: _LEARNER,
     m.BatchTrained: _LEARNER,

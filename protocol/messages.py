@@ -11,7 +11,8 @@ Loops (every peer talks to the buffer only; the buffer is a ROUTER, all others a
              <- CancelRollout;  <- WeightPlan
     teacher  ScoreCredit -> .. <- ScoreWork;  Scores -> <- ScoresAck;  ScoreFailed -> <- ScoresAck;
              <- TeacherWeights
-    learner  TasksOffered -> <- TasksAck;  BatchWanted -> .. <- Batch;  BatchTrained -> <- BatchTrainedAck;
+    learner  LearnerStarted ->;  TasksOffered -> <- TasksAck;  BatchWanted -> .. <- Batch;
+             BatchTrained -> <- BatchTrainedAck;
              EvalWanted -> .. <- EvalResult;  VersionPublished ->;  PostWeightPlan ->;  <- Membership;  RunFinished ->;
              TeacherWeights ->
     anyone   SnapshotWanted -> <- Snapshot
@@ -101,7 +102,7 @@ class Ticket(msgspec.Struct, frozen=True):
     """Permission to run one rollout. Frame when listed: prompt token ids, int32 [n_prompt]."""
 
     rollout_id: str
-    """`<kind>-<task_id>-<sample>-<attempt>`; unique within the run."""
+    """`<kind>-<task_id>-<sample>-<attempt>`; unique within the run, over all restarts."""
     task_id: int
     sample_index: int
     kind: TaskKind
@@ -367,6 +368,40 @@ class ScoresAck(msgspec.Struct, frozen=True, tag=True):
 # ------------------------------------------------------------------------------------------------- learner
 
 
+class PartialSample(msgspec.Struct, frozen=True, array_like=True):
+    """A sample of which some tokens are trained and others may follow."""
+
+    sample_index: int
+    rollout_id: str
+    n_trained: int
+    """Tokens of that rollout that are trained."""
+
+
+class OpenTask(msgspec.Struct, frozen=True, array_like=True):
+    """How far one train task has come, when not all of its samples are settled."""
+
+    task_id: int
+    settled: tuple[int, ...] = ()
+    """Sample indices that are trained, masked or dropped for good."""
+    partial: tuple[PartialSample, ...] = ()
+
+
+class LearnerStarted(msgspec.Struct, frozen=True, tag=True):
+    """learner -> buffer, the first message of a learner process: what it goes on from.
+
+    The checkpoint decides what is done. What the buffer settled later belongs to the branch of versions that is left
+    here: those samples are run again."""
+
+    version: WeightVersion
+    """The weights that the learner begins with; the epoch is new unless the run begins."""
+    parent: WeightVersion
+    """The same weights under their former name: the version of the checkpoint."""
+    next_task_id: int = 0
+    """Train tasks below this one that are not in `open` are settled; those from it on will be offered."""
+    open: tuple[OpenTask, ...] = ()
+    """Tasks that are not settled, and tasks from `next_task_id` on of which a sample is."""
+
+
 class TasksOffered(msgspec.Struct, frozen=True, tag=True):
     """learner -> buffer, acknowledged: the next tasks of the stream. Frames: prompt ids, one int32 per task."""
 
@@ -427,6 +462,17 @@ class BatchItem(msgspec.Struct, frozen=True):
     """Of segments with tokens to train, where teachers sent them."""
 
 
+class Settled(msgspec.Struct, frozen=True, array_like=True):
+    """A sample of a train task to which nothing more will happen."""
+
+    task_id: int
+    sample_index: int
+    fate: Literal["trained", "masked", "dropped"]
+    """trained: at least one of its tokens was."""
+    reason: str = ""
+    """Why not all of its tokens were trained: a reason of the ledger. Empty: they all were."""
+
+
 class Batch(msgspec.Struct, frozen=True, tag=True):
     """buffer -> learner. Frames: four or five per item, in order (see BatchItem).
 
@@ -437,8 +483,9 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     items: tuple[BatchItem, ...]
     staleness: dict[int, int]
     """Distance in optimizer steps -> number of tokens to train at that distance. Never above the bound."""
-    tasks_done: tuple[int, ...]
-    """Train tasks every rollout of which is settled once this batch is trained."""
+    settled: tuple[Settled, ...]
+    """Train samples that are settled once this batch is trained, and were not when the one before was. Each sample is
+    reported once (for as long as the weights are kept, see LearnerStarted)."""
     snapshot: Snapshot
 
 
@@ -678,6 +725,7 @@ Message: TypeAlias = (
     | Scores
     | ScoreFailed
     | ScoresAck
+    | LearnerStarted
     | TasksOffered
     | TasksAck
     | BatchWanted

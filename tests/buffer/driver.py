@@ -217,12 +217,29 @@ class Driver:
         version = v(batch.version.step + 1, batch.version.epoch)
         return self.send("learner", "learner", m.BatchTrained(batch.batch_id, version))
 
-    def restart_learner(self, step: int, epoch: int, incarnation: str = "2") -> None:
-        """Another process goes on from the checkpoint of `step`."""
+    def restart_learner(
+        self,
+        step: int,
+        epoch: int,
+        incarnation: str = "2",
+        *,
+        next_task_id: int = 0,
+        open: tuple[m.OpenTask, ...] = (),
+        parent_epoch: int | None = None,
+    ) -> None:
+        """Another process goes on from the checkpoint of `step`, which knows tasks below `next_task_id` as settled but
+        for those in `open`."""
+        parent = v(step, epoch - 1 if parent_epoch is None else parent_epoch)
         self.join("learner", "learner", incarnation)
-        self.send("learner", "learner", m.VersionPublished(v(step, epoch), None))
+        self.send("learner", "learner", m.LearnerStarted(v(step, epoch), parent, next_task_id, open))
 
 
 def rollout_ids(batch: m.Batch | None) -> list[str]:
     assert batch is not None, "no batch came"
     return [item.rollout_id for item in batch.items]
+
+
+def tasks_of(batch: m.Batch | None) -> tuple[int, ...]:
+    """Tasks with samples that are settled with the batch, in the order in which they are told."""
+    assert batch is not None, "no batch came"
+    return tuple(dict.fromkeys(one.task_id for one in batch.settled))

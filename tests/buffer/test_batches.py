@@ -6,7 +6,7 @@ import numpy as np
 
 from protocol import messages as m
 from protocol.messages import VersionSpan
-from tests.buffer.driver import Driver, rollout_ids, v
+from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
 
 Make = type[Driver]
 
@@ -59,7 +59,7 @@ def test_the_next_batch_may_be_asked_for_while_one_is_held(make: Make) -> None:
     first, second = driver.want(0), driver.want(1)
     assert rollout_ids(first) == ["train-0-0-0"] and rollout_ids(second) == ["train-1-0-0"]
     assert first is not None and second is not None
-    assert (first.tasks_done, second.tasks_done) == ((0,), (1,)), "each task is told once"
+    assert (tasks_of(first), tasks_of(second)) == ((0,), (1,)), "each task is told once"
     assert second is not None and second.staleness == {1: 2}, "against its own version"
     assert set(driver.tickets) == {"train-0-0-0", "train-1-0-0"}, "both count until they are trained"
     assert first is not None
@@ -92,26 +92,27 @@ def test_a_batch_trained_into_another_step_is_refused(make: Make) -> None:
     assert driver.ledger.tokens.in_flight == 2
 
 
-def test_tasks_are_done_when_all_their_samples_are_settled_and_told_once(make: Make) -> None:
+def test_each_sample_is_told_once_when_it_is_settled(make: Make) -> None:
     driver = make(batch=1, staleness=3, max_attempts=1)
     driver.offer(0, group=2)
     driver.offer(1, 2)
     driver.roll(0, 0)
     batch = driver.want(0)
-    assert batch is not None and batch.tasks_done == ()
+    assert batch is not None and batch.settled == (m.Settled(0, 0, "trained"),)
     driver.trained(batch)
     driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine_error"))
     driver.roll(1, step=1)
     batch = driver.want(1)
-    assert batch is not None and batch.tasks_done == (0, 1), "0 was settled by a drop since"
+    assert batch is not None and tasks_of(batch) == (0, 1)
+    assert batch.settled[0] == m.Settled(0, 1, "dropped", "engine_error")
     driver.lose("learner", "learner")
     driver.join("learner", "learner")
     repeat = driver.want(1)
-    assert repeat is not None and repeat.tasks_done == (0, 1)
+    assert repeat is not None and tasks_of(repeat) == (0, 1)
     driver.trained(batch)
     driver.roll(2, step=2)
     batch = driver.want(2)
-    assert batch is not None and batch.tasks_done == (2,)
+    assert batch is not None and tasks_of(batch) == (2,)
 
 
 def test_the_last_batch_may_be_smaller_and_then_there_is_an_empty_one(make: Make) -> None:
@@ -125,10 +126,10 @@ def test_the_last_batch_may_be_smaller_and_then_there_is_an_empty_one(make: Make
     driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine_error"))
     batch = driver.batch()
     assert rollout_ids(batch) == ["train-0-0-0", "train-1-0-0"]
-    assert batch is not None and set(batch.tasks_done) == {0, 1, 2}
+    assert batch is not None and set(tasks_of(batch)) == {0, 1, 2}
     driver.trained(batch)
     nothing = driver.want(1)
-    assert nothing is not None and (nothing.batch_id, nothing.items, nothing.tasks_done) == (0, (), ())
+    assert nothing is not None and (nothing.batch_id, nothing.items, tasks_of(nothing)) == (0, (), ())
 
 
 def test_a_small_batch_does_not_leave_while_the_stream_goes_on(make: Make) -> None:
@@ -162,7 +163,7 @@ def test_a_whole_batch_may_be_left_out_and_its_tasks_are_done_all_the_same(make:
     driver.offer(0, 1)
     driver.roll(0)
     batch = driver.want(0)
-    assert batch is not None and batch.tasks_done == (0,)
+    assert batch is not None and tasks_of(batch) == (0,)
     driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(1), (batch.items[0].rollout_id,)))
     assert (driver.ledger.tokens.trained, driver.snapshot.staleness_hist) == (0, {})
     driver.roll(1, step=1)

@@ -106,5 +106,5 @@ def test_a_new_learner_starts_its_evaluations_anew(make: Make) -> None:
     assert driver.take(m.CancelRollout) == [m.CancelRollout("eval-8-0-0", "learner_lost")]
     assert driver.ledger.eval_tokens.dropped == {"learner_lost": 1}
     driver.offer(7, 8, kind="eval", eval_id="e")
-    assert {"eval-7-0-3", "eval-8-0-3"} <= set(driver.tickets)
+    assert {"eval-7-0-1000", "eval-8-0-1000"} <= set(driver.tickets)
     assert ask(driver) == m.EvalResult("e", (), 0, 2)

@@ -7,7 +7,7 @@ import pytest
 
 from buffer.failures import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
 from protocol import messages as m
-from tests.buffer.driver import Driver, rollout_ids, v
+from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
 
 Make = type[Driver]
 
@@ -180,15 +180,6 @@ def test_a_new_learner_process_frees_the_batch_before_it_says_anything(make: Mak
     assert driver.ledger.tokens.waiting == 2
 
 
-def test_a_new_epoch_frees_the_batch_of_the_old_one(make: Make) -> None:
-    driver = make(batch=1, staleness=1)
-    driver.offer(0)
-    driver.roll(0)
-    assert driver.want(0) is not None
-    driver.send("learner", "learner", m.VersionPublished(v(0, epoch=1), None))
-    assert driver.ledger.tokens.waiting == 2
-
-
 def test_a_learner_that_was_only_cut_off_keeps_its_batch(make: Make) -> None:
     driver = make(batch=1, staleness=1)
     driver.offer(0)
@@ -246,23 +237,25 @@ def test_tickets_after_a_fork_wait_for_weights_of_the_new_branch(make: Make) -> 
         assert batch is not None
         driver.trained(batch)
     assert driver.tickets["train-2-0-0"].min_version == v(2)
-    driver.restart_learner(1, epoch=1)
-    driver.send("actor", "a", m.RolloutFailed("train-2-0-0", "engine_error"))
-    assert driver.tickets["train-2-0-1"].min_version == v(1, epoch=1)
+    driver.restart_learner(1, epoch=1, next_task_id=1)
+    assert driver.take(m.CancelRollout) == [m.CancelRollout("train-2-0-0", "learner_restart")], "none could be trained"
+    driver.offer(1, 2)
+    assert driver.tickets["train-1-0-1000"].min_version == v(1, epoch=1)
 
 
-def test_a_fork_may_be_heard_of_in_a_request_first(make: Make) -> None:
+def test_what_names_an_epoch_that_no_learner_has_begun_is_refused(make: Make) -> None:
     driver = make(batch=1, staleness=1)
     driver.offer(0)
     driver.roll(0)
     driver.join("learner", "learner", "2")
-    assert rollout_ids(driver.want(0, epoch=3)) == ["train-0-0-0"]
-    assert driver.snapshot.published == v(0, epoch=3)
+    assert driver.want(0, epoch=3) is None
+    (refused,) = driver.take(m.Refused)
+    assert (refused.got, refused.expected) == ("version 3.0", "epoch 0")
 
 
 def test_a_learner_of_a_branch_that_was_left_is_refused(make: Make) -> None:
     driver = make(batch=1)
-    driver.restart_learner(0, epoch=2)
+    driver.restart_learner(0, epoch=2, parent_epoch=0)
     assert driver.want(5, epoch=1) is None
     (refused,) = driver.take(m.Refused)
     assert (refused.got, refused.expected) == ("version 1.5", "epoch 2")
@@ -275,10 +268,9 @@ def test_a_learner_that_goes_back_without_a_new_epoch_is_refused(make: Make) -> 
     batch = driver.want(0)
     assert batch is not None
     driver.trained(batch)
-    driver.join("learner", "learner", "2")
-    assert driver.want(0) is None
+    driver.restart_learner(0, epoch=0, parent_epoch=0)
     (refused,) = driver.take(m.Refused)
-    assert "higher epoch" in refused.expected
+    assert (refused.got, refused.expected) == ("version 0.0", "an epoch above 0")
 
 
 def test_snapshots_of_an_abandoned_branch_are_forgotten(make: Make) -> None:
@@ -292,7 +284,7 @@ def test_snapshots_of_an_abandoned_branch_are_forgotten(make: Make) -> None:
     assert driver.state.published == v(4), "an older one, late"
     driver.restart_learner(3, epoch=1)
     assert driver.state.weights is not None, "step 3 is where the new branch begins"
-    driver.restart_learner(2, epoch=2, incarnation="3")
+    driver.restart_learner(2, epoch=2, incarnation="3", parent_epoch=0)
     assert driver.state.weights is None and driver.state.published == v(2, epoch=2)
 
 
@@ -303,31 +295,31 @@ def test_tasks_offered_again_are_duplicates_unless_their_training_was_lost(make:
     assert len(driver.tickets) == 3
     driver.roll(0)
     batch = driver.want(0)
-    assert batch is not None and batch.tasks_done == (0,)
+    assert batch is not None and tasks_of(batch) == (0,)
     driver.trained(batch)
     driver.offer(0)
-    assert "train-0-0-3" not in driver.tickets, "done, and offered by the learner that knows it"
+    assert len(driver.tickets) == 3, "it is done"
     driver.restart_learner(0, epoch=1)
     driver.take(m.TasksAck)
     driver.offer(0, 1)
     assert driver.take(m.TasksAck)[0].task_ids == (0, 1)
-    assert "train-0-0-3" in driver.tickets, "run again under an id that was never used"
-    assert "train-1-0-3" not in driver.tickets, "it is still here"
+    assert set(driver.tickets) - {f"train-{i}-0-0" for i in range(3)} == {"train-0-0-1000"}, "the others are still here"
 
 
-def test_a_restarted_learner_is_told_only_of_tasks_it_has_offered(make: Make) -> None:
-    driver = make(batch=1, staleness=3, max_attempts=1)
+def test_what_is_settled_before_the_stream_has_come_to_it_again_is_told_at_once(make: Make) -> None:
+    """Or a checkpoint that is written meanwhile would not know of it."""
+    driver = make(batch=1, staleness=3)
     driver.offer(0, 1, 2)
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
     driver.restart_learner(0, epoch=1)
     driver.roll(1)
     batch = driver.want(0, epoch=1)
-    assert batch is not None and batch.tasks_done == (), "its stream has not come to them"
+    assert batch is not None and batch.settled == (m.Settled(1, 0, "trained"),)
     driver.trained(batch)
     driver.offer(0, 1, 2)
     driver.roll(2)
     batch = driver.want(1, epoch=1)
-    assert batch is not None and set(batch.tasks_done) == {0, 1, 2}
+    assert batch is not None and batch.settled == (m.Settled(2, 0, "trained"),)
+    assert len(driver.tickets) == 3
 
 
 # --------------------------------------------------------------------------------------- reasons that actors give

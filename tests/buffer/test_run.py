@@ -172,8 +172,9 @@ def test_a_run_goes_on_from_its_ledger_and_version(make: Make) -> None:
     assert second.ledger.tokens == m.LedgerCounts(5, 2, {}, {"lost_at_restart": 3}, 0, 0)
     assert second.ledger.rollouts == m.LedgerCounts(2, 1, {}, {"lost_at_restart": 1}, 0, 0)
     second.offer(1)
-    assert second.tickets["train-1-0-0"].min_version == v(1, epoch=1)
-    second.roll(1, step=1, epoch=1)
+    assert second.tickets["train-1-0-1000"].min_version == v(1, epoch=1)
+    second.write("train-1-0-1000", 2, final=True, step=1, epoch=1)
+    second.score()
     batch = second.want(1, epoch=1)
     assert batch is not None and batch.staleness == {0: 2}
     second.trained(batch)

@@ -18,7 +18,7 @@ def test_distance_on_one_branch_is_the_number_of_steps() -> None:
 def test_distance_over_a_fork_goes_down_the_old_branch_and_up_the_new() -> None:
     table = VersionTable(v(0))
     table.reach(v(5))
-    table.fork(v(2, epoch=1))
+    table.fork(v(2, epoch=1), v(2))
     assert table.distance(v(5), v(4, epoch=1)) == (5 - 2) + (4 - 2)
     assert table.distance(v(1), v(4, epoch=1)) == 3, "before the fork both branches are one"
 
@@ -27,22 +27,44 @@ def test_a_token_newer_than_the_batch_is_as_far_as_one_older() -> None:
     assert VersionTable(v(0)).distance(v(7), v(6)) == 1
 
 
-@given(st.integers(0, 5), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(1, 2)), max_size=5))
+@given(
+    st.integers(0, 5),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99), st.integers(1, 2)), max_size=6),
+)
 def test_distance_is_the_path_length_in_the_tree_of_versions(start: int, lives: list[tuple[int, int, int]]) -> None:
     table, tree = VersionTable(v(start)), VersionTree(v(start))
     known = [v(start)]
-    for steps, back, epochs in lives:
+    for steps, choice, epochs in lives:
         newest = table.newest
         known += [WeightVersion(newest.epoch, newest.step + i) for i in range(steps + 1)]
         table.reach(known[-1])
-        fork = WeightVersion(newest.epoch + epochs, max(start, known[-1].step - back))
-        table.fork(fork)
-        tree.fork(fork)
+        parent = known[choice % len(known)]  # of any branch, also of one that was left before
+        fork = WeightVersion(newest.epoch + epochs, parent.step)
+        table.fork(fork, parent)
+        tree.fork(fork, parent)
         known.append(fork)
     for now in known[-8:]:
         for sampled in known:
-            if sampled <= now:
-                assert table.distance(sampled, now) == tree.distance(sampled, now), (sampled, now)
+            assert table.distance(sampled, now) == tree.distance(sampled, now), (sampled, now)
+
+
+def test_a_fork_from_an_older_checkpoint_does_not_shorten_the_way_to_one_from_a_newer() -> None:
+    """The newest checkpoint cannot be read once, and can the next time."""
+    table = VersionTable(v(0))
+    table.reach(v(20))
+    table.fork(v(10, epoch=1), v(10))
+    table.reach(v(12, epoch=1))
+    table.fork(v(20, epoch=2), v(20))
+    assert table.distance(v(12, epoch=1), v(21, epoch=2)) == (12 - 10) + (21 - 10)
+    assert table.distance(v(15), v(21, epoch=2)) == 6, "it is on the way"
+
+
+@pytest.mark.parametrize("parent", [v(4), v(3, epoch=7), v(1, epoch=1)])
+def test_a_fork_from_a_version_that_never_was_is_an_error(parent: WeightVersion) -> None:
+    table = VersionTable(v(0))
+    table.fork(v(2, epoch=1), v(2))
+    with pytest.raises(ValueError, match=r"fork (at 2.3|from 1.1)"):
+        table.fork(v(1 if parent.epoch == 1 else 3, epoch=2), parent)
 
 
 def test_one_step_past_what_the_learner_has_shown_is_possible_and_two_are_not() -> None:
@@ -59,7 +81,7 @@ def test_versions_that_never_were_are_unknown() -> None:
     assert table.refusal(v(3, epoch=2)) is RejectReason.UNKNOWN_VERSION
     assert table.refusal(v(4, epoch=1)) is RejectReason.UNKNOWN_VERSION
     table.reach(v(9, epoch=2))
-    table.fork(v(6, epoch=3))
+    table.fork(v(6, epoch=3), v(6, epoch=2))
     assert table.refusal(v(10, epoch=2)) is None, "the former learner may have broadcast it as it died"
     assert table.refusal(v(11, epoch=2)) is RejectReason.FUTURE_VERSION
     assert table.refusal(v(5, epoch=3)) is RejectReason.UNKNOWN_VERSION
@@ -68,4 +90,4 @@ def test_versions_that_never_were_are_unknown() -> None:
 def test_an_epoch_that_does_not_rise_is_no_fork() -> None:
     table = VersionTable(v(0, epoch=1))
     with pytest.raises(ValueError, match="expected an epoch above 1"):
-        table.fork(v(3, epoch=1))
+        table.fork(v(3, epoch=1), v(3, epoch=1))

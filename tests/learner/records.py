@@ -11,7 +11,8 @@ import numpy as np
 from learner.append_file import Unwritten
 from learner.record_format import FORMAT, RecordHeader, Rollout, Writer
 from learner.record_writer import BatchRecorder
-from protocol.messages import Batch, BatchItem, Ledger, LedgerCounts, Snapshot, VersionSpan, WeightVersion
+from learner.sample_book import Account
+from protocol.messages import Batch, BatchItem, Ledger, LedgerCounts, Settled, Snapshot, VersionSpan, WeightVersion
 
 VOCABULARY = "ab" * 32
 NONE = LedgerCounts(0, 0, {}, {}, 0, 0)
@@ -52,15 +53,22 @@ def batch(step: int, rollouts: Sequence[Rollout], *, epoch: int = 0) -> tuple[Ba
     version = WeightVersion(epoch, step)
     snapshot = Snapshot(0.0, "running", "", version, version, Ledger(NONE, NONE, NONE, {}, NONE), {}, {}, 4, ())
     tokens = sum(int(r.arrays[2].sum()) for r in rollouts)
-    message = Batch(step + 1, version, tuple(r.item for r in rollouts), {1: tokens}, (step,), snapshot)
+    settled = (Settled(step, 0, "trained"),)
+    message = Batch(step + 1, version, tuple(r.item for r in rollouts), {1: tokens}, settled, snapshot)
     return message, [array for r in rollouts for array in r.arrays]
+
+
+def add(recorder: BatchRecorder, message: Batch, arrays: Sequence[Array], offline: Sequence[Rollout] = ()) -> None:
+    """As a step that trained all of it and settled a task for each of its samples."""
+    account = Account(message.settled, tuple(one.task_id for one in message.settled))
+    recorder.add(message, account, (), arrays, offline)
 
 
 def record(path: Path, batches: Sequence[Sequence[Rollout]], *, writer: Writer = "student", **changes: Any) -> Path:
     """A file of these batches, of steps 0, 1, ..."""
     recorder = BatchRecorder(path, header(writer=writer, **changes), Unwritten())
     for step, rollouts in enumerate(batches):
-        recorder.add(*batch(step, rollouts))
+        add(recorder, *batch(step, rollouts))
     recorder.close()
     return path
 

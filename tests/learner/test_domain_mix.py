@@ -17,6 +17,7 @@ from learner.evaluation import render_eval_set
 from learner.records import DataError, PromptRecord
 from learner.task_config import TaskConfig
 from learner.tasks import TaskOffer, TaskStream, load_prompts
+from protocol.messages import Settled
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
 ROWS = [{"prompt": f"p{i}", "tag": "abc"[min(i % 5, 2)], "ground_truth": str(i)} for i in range(40)]
@@ -62,7 +63,7 @@ def test_the_order_is_the_seeds_and_a_resumed_stream_goes_on_in_it(
     assert rows_of(make_stream(path, small_tokenizer).next(60)) == whole
     assert rows_of(make_stream(path, small_tokenizer, seed=1).next(60)) != whole
     first = make_stream(path, small_tokenizer)
-    first.settled([offer.task.task_id for offer in first.next(23)])
+    first.step((), [Settled(o.task.task_id, i, "trained") for o in first.next(23) for i in range(8)])
     state = json.loads(json.dumps(first.state()))
     config = TaskConfig(prompts=str(path), eval_share=0.0, mix=MIX)
     second = TaskStream.from_state(config, small_tokenizer, load_prompts(config), seed=0, state=state)

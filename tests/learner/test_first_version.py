@@ -14,7 +14,7 @@ from protocol.messages import WeightVersion as Version
 @pytest.mark.parametrize(
     ("checkpoint", "buffers", "noted", "expected"),
     [
-        (None, Version(0, 0), None, Version(0, 0)),
+        (None, Version(0, 0), None, Version(1, 0)),  # killed in its first step, when the buffer had not heard of it
         (None, Version(0, 0), 0, Version(1, 0)),  # killed before the first checkpoint, and the buffer with it
         (None, Version(0, 7), None, Version(1, 0)),  # the buffer lives
         (Version(0, 4), Version(0, 4), 0, Version(1, 4)),
@@ -25,7 +25,11 @@ from protocol.messages import WeightVersion as Version
 def test_going_on_opens_an_epoch_above_all_that_are_known(
     checkpoint: Version | None, buffers: Version, noted: int | None, expected: Version
 ) -> None:
-    assert first_version(checkpoint, buffers, noted) == expected
+    assert first_version(checkpoint, buffers, noted, resume=True) == expected
+
+
+def test_the_first_learner_of_a_run_begins_with_the_buffers_version() -> None:
+    assert first_version(None, Version(0, 0), None, resume=False) == Version(0, 0)
 
 
 def test_the_newest_epoch_is_that_of_whole_lines(tmp_path: Path) -> None:

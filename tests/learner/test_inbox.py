@@ -31,7 +31,7 @@ def batch(batch_id: int = 1) -> tuple[m.Batch, list[np.ndarray[Any, Any]]]:
         np.array([0, 1, 1], np.uint8),
         np.full((1, 3), -1.0, np.float32),
     ]
-    return m.Batch(batch_id, V0, (item,), {0: 2}, (0,), snapshot(batch_id)), frames
+    return m.Batch(batch_id, V0, (item,), {0: 2}, (m.Settled(0, 0, "trained"),), snapshot(batch_id)), frames
 
 
 class Desk:

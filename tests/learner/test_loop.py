@@ -129,6 +129,7 @@ def learning(
                 save_checkpoint=save,
                 config=config,
                 version=V0,
+                parent=V0,
                 steps=steps,
                 stop=stop,
             )

@@ -20,7 +20,7 @@ from learner.record_format import (
 from learner.record_reader import Recording
 from learner.record_writer import DEFAULT_NAME, BatchRecorder
 from protocol.messages import WeightVersion
-from tests.learner.records import VOCABULARY, batch, header, record, rollout, same
+from tests.learner.records import VOCABULARY, add, batch, header, record, rollout, same
 
 BATCHES = [
     [rollout("a"), rollout("b", 40, teachers=("math", "style"))],
@@ -59,7 +59,7 @@ def test_frames_that_a_later_version_sends_are_carried_along(tmp_path: Path) -> 
 
 def test_what_was_mixed_in_is_told_from_what_the_buffer_gave(tmp_path: Path) -> None:
     recorder = BatchRecorder(tmp_path / "r", header(), Unwritten())
-    recorder.add(*batch(0, [rollout("a")]), offline=[rollout("t")._replace(offline=True)])
+    add(recorder, *batch(0, [rollout("a")]), offline=[rollout("t")._replace(offline=True)])
     recorder.close()
     with Recording(tmp_path / "r") as recording:
         got = recording.rollouts(recording.batches[0])
@@ -128,8 +128,8 @@ def test_a_learner_that_goes_on_replaces_what_it_trains_again(tmp_path: Path) ->
     path.write_bytes(path.read_bytes()[:-5])
     again = BatchRecorder(path, header(config_digest="1"), Unwritten(), resume=WeightVersion(1, 1))
     assert steps(path) == [0]  # also when it makes no step at all
-    again.add(*batch(1, [rollout("other")], epoch=1))
-    again.add(*batch(2, [rollout("another")], epoch=1))
+    add(again, *batch(1, [rollout("other")], epoch=1))
+    add(again, *batch(2, [rollout("another")], epoch=1))
     again.close()
     with Recording(path) as recording:
         ids = [kept.record.items[0].item.rollout_id for kept in recording.batches]
@@ -141,7 +141,7 @@ def test_a_file_without_a_whole_header_is_begun(tmp_path: Path, n_bytes: int) ->
     path = tmp_path / "r"
     path.write_bytes(encode_header(header())[:n_bytes])
     recorder = BatchRecorder(path, header(), Unwritten(), resume=WeightVersion(1, 0))
-    recorder.add(*batch(0, [rollout("a")], epoch=1))
+    add(recorder, *batch(0, [rollout("a")], epoch=1))
     recorder.close()
     assert steps(path) == [0]
 
@@ -169,7 +169,7 @@ def test_the_file_grows_to_its_bound_and_what_comes_later_is_counted(tmp_path: P
     room = len(record(tmp_path / "two", BATCHES[:2]).read_bytes())
     recorder = BatchRecorder(tmp_path / "r", header(), Unwritten(), max_bytes=room)
     for step, rollouts in enumerate([*BATCHES, [rollout("small", 0)]]):
-        recorder.add(*batch(step, rollouts))
+        add(recorder, *batch(step, rollouts))
     recorder.close()
     assert recorder.figures == {"record/batches_total": 2.0, "record/skipped_max_bytes_total": 2.0}
     assert steps(tmp_path / "r") == [0, 1]
@@ -178,15 +178,15 @@ def test_the_file_grows_to_its_bound_and_what_comes_later_is_counted(tmp_path: P
 def test_a_full_disk_costs_batches_and_not_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unwritten = Unwritten()
     recorder = BatchRecorder(tmp_path / "r", header(), unwritten)
-    recorder.add(*batch(0, BATCHES[0]))
+    add(recorder, *batch(0, BATCHES[0]))
     with monkeypatch.context() as full:
 
         def no_room(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
         full.setattr("learner.append_file.AppendFile._write", no_room)
-        recorder.add(*batch(1, BATCHES[1]))
-    recorder.add(*batch(2, BATCHES[2]))
+        add(recorder, *batch(1, BATCHES[1]))
+    add(recorder, *batch(2, BATCHES[2]))
     recorder.close()
     assert recorder.figures["record/skipped_unwritable_total"] == 1.0 == unwritten.rows_total
     with Recording(tmp_path / "r") as recording:

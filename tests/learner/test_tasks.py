@@ -23,9 +23,10 @@ from engines.tokenizer import TokenizerError, render_prompt
 from learner.data import CACHED_BLOCKS, open_prompts
 from learner.order import EndlessSampler, held_out_rows, shuffled_rows
 from learner.records import DataError
+from learner.sample_book import SettledTwice
 from learner.task_config import TaskConfig
 from learner.tasks import TaskStream, derive_seed, load_prompts
-from protocol.messages import Task
+from protocol.messages import Settled, Task
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
 ROWS = [{"prompt": f"p{i}", "tag": "ab"[i % 2], "ground_truth": str(i)} for i in range(11)]
@@ -241,15 +242,15 @@ def test_a_large_shuffle_mixes_and_the_sampler_never_ends(write_rows: WriteRows)
 # ------------------------------------------------------------------------------------------------ outstanding, resume
 
 
-def test_settling_twice_or_what_was_never_offered_is_an_error(
+def test_settling_a_sample_twice_is_an_error_and_changes_nothing(
     write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     stream = make_stream(make_config(write_rows(ROWS)), small_tokenizer)
     stream.next(3)
-    stream.settled([1])
-    for wrong in ([1], [3], [0, 0], [2, 17]):
-        with pytest.raises(ValueError, match="settled twice or were never offered"):
-            stream.settled(wrong)
+    settle(stream, 1)
+    for wrong in ([1], [0, 0], [2, 1]):
+        with pytest.raises(SettledTwice, match="is settled twice, now as trained"):
+            settle(stream, *wrong)
     assert stream.outstanding == (0, 2)
 
 
@@ -264,7 +265,7 @@ def test_other_prompts_seed_or_order_cannot_be_resumed(
         resume(make_config(write_rows(ROWS), shuffle=False), small_tokenizer, state)
     with pytest.raises(DataError, match="rows: was 11, is 10"):
         resume(make_config(write_rows(ROWS[1:])), small_tokenizer, state)
-    with pytest.raises(DataError, match="format 99, expected 1"):
+    with pytest.raises(DataError, match="format 99, expected 2"):
         resume(make_config(write_rows(ROWS)), small_tokenizer, {**state, "format": 99})
 
 
@@ -274,7 +275,7 @@ def test_a_resumed_stream_offers_the_same_tasks_even_if_sampling_was_changed_mea
     path = write_rows(ROWS)
     stream = make_stream(make_config(path), small_tokenizer)
     offers = stream.next(4)
-    stream.settled([0, 2])
+    settle(stream, 0, 2)
     resumed = resume(make_config(path, max_new_tokens=5), small_tokenizer, stream.state())
     again = resumed.next(3)
     assert [offer.task for offer in again[:2]] == [offers[1].task, offers[3].task]
@@ -283,6 +284,11 @@ def test_a_resumed_stream_offers_the_same_tasks_even_if_sampling_was_changed_mea
         assert after.prompt_ids.dtype == np.int32
     assert again[2].task.task_id == 4
     assert again[2].task.sampling.max_new_tokens == 5
+
+
+def settle(stream: TaskStream, *task_ids: int) -> None:
+    """All samples of each task."""
+    stream.step((), [Settled(task_id, i, "trained") for task_id in task_ids for i in range(8)])
 
 
 @st.composite
@@ -322,7 +328,7 @@ def test_a_run_killed_anywhere_settles_every_task_once_and_keeps_the_order(
             may_ask += ids
         elif action == "settle" and may_ask:
             task_id = may_ask.pop(n % len(may_ask))
-            stream.settled([task_id])
+            settle(stream, task_id)
             settled[task_id] += 1
         elif action == "checkpoint":
             checkpoint = (stream.state(), settled.copy())
@@ -333,7 +339,7 @@ def test_a_run_killed_anywhere_settles_every_task_once_and_keeps_the_order(
     last = list(stream.outstanding)
     while pending := [task_id for task_id in stream.outstanding if task_id not in may_ask]:
         may_ask += [offer.task.task_id for offer in stream.next(len(pending))]
-    stream.settled(last)
+    settle(stream, *last)
     settled.update(last)
     undisturbed = rows_of(make_stream(config, small_tokenizer).next(len(settled)))
     assert settled == Counter(range(len(settled)))

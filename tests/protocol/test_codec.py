@@ -30,6 +30,7 @@ UNTAUGHT = msgspec.structs.replace(ITEM, teachers=(), reward=None)
 COUNTS = m.LedgerCounts(9, 4, {"stale": 1}, {"actor_lost": 2}, 1, 1)
 LEDGER = m.Ledger(COUNTS, COUNTS, COUNTS, {"malformed": 3}, COUNTS)
 PEER = m.PeerView("actor", "actor-0", True, VERSION, 0.5, {"tokens_total": 12.0}, 2, 3, 4)
+SETTLED = (m.Settled(3, 1, "masked", "stale"),)
 SNAPSHOT = m.Snapshot(1.5, "running", "", VERSION, VERSION, LEDGER, {"tasks_queued": 1}, {0: 5, 3: 2}, 4, (PEER, PEER))
 PLAN = m.WeightPlan(2, "127.0.0.1", 29500, "gloo", ("actor-0", "actor-1"), 3, 5.0, WEIGHTS)
 
@@ -72,10 +73,14 @@ EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.Scores((1, 2), True), (logprobs(5), mask(9), logprobs(1), mask(13))),
     (m.ScoreFailed((1, 2), "out of memory"), ()),
     (m.ScoresAck((1, 2), ("accepted", "rejected"), (None, "nan_logprob")), ()),
+    (m.LearnerStarted(VERSION, VERSION, 4, (m.OpenTask(3, (0,), (m.PartialSample(1, "train-3-1-0", 9),)),)), ()),
     (m.TasksOffered((TASK, TASK), True), (ids(4), ids(1))),
     (m.TasksAck((3, 4), "train", 5), ()),
     (m.BatchWanted(VERSION), ()),
-    (m.Batch(1, VERSION, (ITEM, UNTAUGHT), {0: 5, 3: 2}, (3,), SNAPSHOT), FOUR + FOUR_UNTAUGHT),
+    (
+        m.Batch(1, VERSION, (ITEM, UNTAUGHT), {0: 5, 3: 2}, SETTLED, SNAPSHOT),
+        FOUR + FOUR_UNTAUGHT,
+    ),
     (m.BatchTrained(1, VERSION), ()),
     (m.BatchTrainedAck(1, VERSION), ()),
     (m.EvalWanted("e1", ("eval-1-0-0",)), ()),

@@ -10,7 +10,7 @@ import msgspec
 
 from protocol import messages
 
-SCHEMA_OF_VERSION = {3: "d354f50f43b2ed1e", 4: "26b3aa2669935ed1"}
+SCHEMA_OF_VERSION = {3: "d354f50f43b2ed1e", 4: "d04a45ab42c0ce25"}
 
 
 def without_words(schema: Any) -> Any:
