@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 FIRST_S: Final = 0.01
-LONGEST_S: Final = 10.0
+LONGEST_S: Final = 1.0
+"""So that an environment that always fails ends the actor, with its cause, after about a minute."""
 
 
 class TooManyFailures(RuntimeError):

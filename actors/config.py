@@ -11,7 +11,7 @@ from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
 
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One environment that tasks can name. `actors.envs.registry.make_environment` builds it, once per rollout."""
+    """One environment that tasks can name. It is built once per rollout."""
 
     name: str = "single_turn"
     """A built-in environment, one that an installed package names in its entry points, or `module:Class`."""
@@ -20,7 +20,8 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_turns: int = 8
     """Turns the student may take. After the last one the environment is asked for the reward and the episode ends."""
     step_timeout_s: float = 30.0
-    """Longest that one reset or step may take; the rollout fails after it, and its ticket is issued again."""
+    """Longest that one reset, step or close may take. A rollout whose environment takes longer fails (env_timeout), and
+    its ticket is issued again."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -53,8 +54,8 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rollouts that may fail one after the other (environment or engine errors) with none that ends well in between;
     then the actor ends with an error. Before that, new rollouts are started more and more slowly."""
     environments: dict[str, EnvConfig] = msgspec.field(default_factory=dict[str, EnvConfig])
-    """Environments by the name that tasks use. A name that is not listed here is taken as a registered environment
-    with its default options."""
+    """Environments by the name that tasks use. `learner.tasks.env` need not be listed: it may be a registered
+    environment with its default options. A task that names any other is refused."""
 
     def __post_init__(self) -> None:
         if self.segment_tokens < 1:
@@ -68,6 +69,6 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.urls and self.engine != "sglang":
             raise ValueError(f"urls are for engine sglang, got engine {self.engine}")
 
-    def environment(self, name: str) -> EnvConfig:
-        """Configuration of the environment that a ticket names."""
-        return self.environments.get(name) or EnvConfig(name=name)
+    def environments_of(self, task_env: str) -> dict[str, EnvConfig]:
+        """All that a task may name, where the configured tasks name `task_env`."""
+        return {task_env: EnvConfig(name=task_env)} | self.environments

@@ -5,7 +5,7 @@
                                                   gone <--finished, failed, cancelled---------+
 
 No socket in here: segments and failures are handed to `send`. The owner calls the methods from one thread; environment
-calls run on the EnvRunner's event loop and come back through `take_environment_outcomes`."""
+calls run on the EnvRunner's threads and come back through `take_environment_outcomes`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
 from actors.brake import Brake
 from actors.config import ActorConfig
-from actors.env_runner import EnvRunner, Outcome
+from actors.env_runner import EnvRunner
+from actors.env_thread import EnvironmentTimeout, Outcome
 from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
 from actors.envs.episode import Continuation, Episode
-from actors.envs.registry import make_environment
+from actors.envs.registry import LoadedEnvironment, load_environments
 from actors.failure import Failure, of_environment
 from actors.rollout import Rollout
 from engines.base import GenerationDelta, GenerationEngine, Int32s
@@ -32,6 +34,11 @@ from protocol.messages import Message, RolloutFailed, Ticket
 from protocol.printable import in_one_line
 
 log = logging.getLogger(__name__)
+
+MAX_NAMES: Final = 64
+"""Names of numbers of the environment that are summed up one by one; later ones go under `other`."""
+MAX_NAME: Final = 64
+"""Characters of such a name."""
 
 Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
 
@@ -50,6 +57,7 @@ class Run:
 
     rollout: Rollout
     episode: Episode
+    step_timeout_s: float
     phase: Phase = Phase.RESETTING
     request_id: str = ""
 
@@ -64,14 +72,19 @@ class RunningRollouts:
         tokenizer: TextTokenizer,
         config: ActorConfig,
         *,
+        task_env: str,
         stop_token_ids: tuple[int, ...],
         max_context_tokens: int,
         send: Send,
     ) -> None:
+        """`task_env`: the environment that the configured tasks name. It and those of `config` are imported here, and
+        no other is ever run. Raises what they raise."""
         self._engine = engine
         self._environments = environments
         self._tokenizer = tokenizer
         self._config = config
+        self._known = load_environments(config.environments_of(task_env), tokenizer)
+        """By the name that a ticket may give."""
         self._stop_token_ids = stop_token_ids
         self._max_context_tokens = max_context_tokens
         self._send = send
@@ -79,6 +92,7 @@ class RunningRollouts:
         self._runs: dict[str, Run] = {}
         self._by_request: dict[str, str] = {}
         self._brake = Brake(config.max_failures_in_a_row)
+        self._info_keys: set[str] = set()
         self.counts: defaultdict[str, float] = defaultdict(float)
         """Running totals for the heartbeat: rollouts by how they ended, environment numbers, segments."""
 
@@ -100,11 +114,19 @@ class RunningRollouts:
         """Start, in order, the tickets whose weights are here; after failures none for a while."""
         version = self._engine.version
         while self._waiting and self._waiting[0][0].min_version <= version and not self._brake.holds_s():
+            if not self._environments.has_room:
+                return  # threads of environments that take long to close; those that are stuck have an end of their own
             ticket, prompt_ids = self._waiting.popleft()
+            known = self._known.get(ticket.env)
+            if known is None:
+                told = f"the ticket names {in_one_line(ticket.env)!r}, expected one of {', '.join(self._known)}"
+                self._fail(ticket.rollout_id, Failure("env_unknown", told))
+                continue
             try:
-                self._start(ticket, prompt_ids)
-            except Exception as error:  # a user's environment may raise anything when it is made
-                self._runs.pop(ticket.rollout_id, None)
+                self._start(ticket, prompt_ids, known)
+            except ValueError as error:
+                self._fail(ticket.rollout_id, Failure("engine_refused", in_one_line(str(error))))
+            except (OSError, RuntimeError) as error:
                 self._fail(ticket.rollout_id, of_environment(error))
 
     def ready_in_s(self) -> float:
@@ -112,24 +134,26 @@ class RunningRollouts:
         holds_s = self._brake.holds_s()
         return holds_s if self._waiting and holds_s else math.inf
 
-    def _start(self, ticket: Ticket, prompt_ids: Int32s) -> None:
-        env = self._config.environment(ticket.env)
-        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed)
-        episode = Episode(
-            make_environment(env.name, self._tokenizer, env.options),
-            task,
-            self._tokenizer,
-            model_stop_token_ids=self._stop_token_ids,
-            max_turns=env.max_turns,
-        )
+    def _start(self, ticket: Ticket, prompt_ids: Int32s, known: LoadedEnvironment) -> None:
+        """Raises ValueError for a prompt that is none, OSError or RuntimeError where no thread can be had."""
         rollout = Rollout(
             ticket,
             prompt_ids,
             segment_tokens=self._config.segment_tokens,
             max_context_tokens=self._max_context_tokens,
         )
-        self._runs[ticket.rollout_id] = Run(rollout, episode)
-        self._environments.submit(ticket.rollout_id, episode.start(), env.step_timeout_s)
+        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed)
+        episode = Episode(
+            known.make,
+            task,
+            self._tokenizer,
+            model_stop_token_ids=self._stop_token_ids,
+            max_turns=known.config.max_turns,
+        )
+        timeout_s = known.config.step_timeout_s
+        self._environments.open(ticket.rollout_id, episode.close, timeout_s)
+        self._runs[ticket.rollout_id] = Run(rollout, episode, timeout_s)
+        self._environments.submit(ticket.rollout_id, "reset", episode.start, timeout_s)
 
     def take_deltas(self, deltas: Sequence[GenerationDelta]) -> None:
         """Book what the engine sampled; a finished turn goes to its environment."""
@@ -156,10 +180,14 @@ class RunningRollouts:
         for outcome in outcomes:
             run = self._runs.get(outcome.key)
             if run is None:
-                continue  # cancelled meanwhile, or the outcome of a close
+                continue  # cancelled meanwhile
             if outcome.error is not None:
                 self.counts["environment_errors_total"] += 1
-                self._drop(outcome.key, of_environment(outcome.error))
+                late = isinstance(outcome.error, EnvironmentTimeout)
+                told = (
+                    Failure("env_timeout", in_one_line(str(outcome.error))) if late else of_environment(outcome.error)
+                )
+                self._drop(outcome.key, told)
             elif run.phase is Phase.RESETTING:
                 self._append_and_generate(outcome.key, run, outcome.result)
             else:
@@ -167,7 +195,7 @@ class RunningRollouts:
 
     def _continue(self, rollout_id: str, run: Run, continuation: Continuation) -> None:
         for name, value in continuation.info.items():
-            self.counts[f"env_{name}_total"] += value
+            self.counts[self._info_key(name)] += float(value)
         if continuation.finish_reason is None:
             self._append_and_generate(rollout_id, run, continuation.token_ids)
             return
@@ -176,6 +204,15 @@ class RunningRollouts:
         self.counts["rollouts_finished_total"] += 1
         self._brake.success()
         self._forget(rollout_id)
+
+    def _info_key(self, name: str) -> str:
+        """Where a number of an environment's is summed up: names are bounded, or they would fill the heartbeats."""
+        key = f"env_{name[:MAX_NAME]}_total"
+        if key not in self._info_keys:
+            if len(self._info_keys) >= MAX_NAMES:
+                return "env_other_total"
+            self._info_keys.add(key)
+        return key
 
     def _append_and_generate(self, rollout_id: str, run: Run, token_ids: Int32s) -> None:
         run.rollout.append_environment(token_ids)
@@ -191,11 +228,14 @@ class RunningRollouts:
     def _step(self, rollout_id: str, run: Run, turn_end: TurnEnd) -> None:
         run.phase = Phase.STEPPING
         rollout = run.rollout
-        call = run.episode.advance(
-            rollout.turn_ids, turn_end, budget_left=rollout.budget_left, context_left=rollout.context_left
+        step = partial(
+            run.episode.advance,
+            rollout.turn_ids,
+            turn_end,
+            budget_left=rollout.budget_left,
+            context_left=rollout.context_left,
         )
-        timeout_s = self._config.environment(rollout.ticket.env).step_timeout_s
-        self._environments.submit(rollout_id, call, timeout_s)
+        self._environments.submit(rollout_id, "step", step, run.step_timeout_s)
 
     def _send_segments(self, run: Run) -> None:
         for segment in run.rollout.take_segments():
@@ -226,5 +266,4 @@ class RunningRollouts:
         run = self._runs.pop(rollout_id)
         if self._by_request.pop(run.request_id, None) is not None:
             self._engine.abort(run.request_id)
-        timeout_s = self._config.environment(run.rollout.ticket.env).step_timeout_s
-        self._environments.submit(f"close {rollout_id}", run.episode.close(), timeout_s)
+        self._environments.finish(rollout_id)

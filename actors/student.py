@@ -29,6 +29,16 @@ class StudentModels(Protocol):
     def student(self) -> str: ...
 
 
+class TaskSettings(Protocol):
+    @property
+    def env(self) -> str: ...
+
+
+class LearnerSettings(Protocol):
+    @property
+    def tasks(self) -> TaskSettings: ...
+
+
 class ActorRunConfig(Protocol):
     """The parts of the run's configuration that an actor reads."""
 
@@ -36,6 +46,8 @@ class ActorRunConfig(Protocol):
     def actor(self) -> ActorConfig: ...
     @property
     def models(self) -> StudentModels: ...
+    @property
+    def learner(self) -> LearnerSettings: ...
 
 
 @dataclass(frozen=True, slots=True)

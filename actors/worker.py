@@ -5,7 +5,7 @@ The loops:
     main thread      (here) tickets in, segments out, one engine step at a time. Waits, when nothing runs here, for the
                      buffer (unblocked by a ticket), an environment (by its answer), weights (by the receiver) or
                      the tokens of a remote engine (by its thread).
-    environments     (actors.env_runner) an event loop; unblocked by the main thread, answers to it.
+    environments     (actors.env_runner) a thread for each rollout; unblocked by the main thread, answers to it.
     weight receiver  (actors.weight_receiver) waits inside a broadcast for the learner; stages what came into the
                      engine, which swaps it in between two steps of the main thread.
     client           (protocol.client) the connection, resending, heartbeats.
@@ -161,6 +161,9 @@ class ActorWorker:
             "running": float(stats.running),
             "rollouts_in_hand": float(len(self._rollouts)),
             "waiting_for_weights": float(self._rollouts.waiting_for_weights),
+            "environment_threads": float(self._environments.threads),
+            "environment_threads_stuck": float(self._environments.stuck),
+            **self._environments.counts,
             **self._weights.stats,
         }
         gauges.update(self._rollouts.counts)
@@ -206,13 +209,14 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         stack.callback(receiver.close)
         if welcome.weights is not None:
             receiver.catch_up(welcome.weights)
-        environments = EnvRunner(client.wake)
+        environments = EnvRunner(2 * config.max_concurrent_rollouts, client.wake)
         stack.callback(environments.close)
         rollouts = RunningRollouts(
             student.engine,
             environments,
             source.tokenizer,
             config,
+            task_env=ctx.config.learner.tasks.env,
             stop_token_ids=source.stop_token_ids,
             max_context_tokens=student.max_context,
             send=client.send,

@@ -4,12 +4,10 @@ start, and then stand still or throw everything away. No torch, unless a user's 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
 import json
-import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,30 +107,16 @@ def _left_to_others(config: RunConfig) -> Iterator[str]:
 
 def _environments(config: RunConfig) -> Iterator[str]:
     """The one that tasks name, and all that are configured: known, loadable, and their options fit."""
-    task_env = config.learner.tasks.env
-    with _working_directory_importable():
-        for name in dict.fromkeys((task_env, *config.actor.environments)):
-            environment = config.actor.environment(name)
-            key = f"actor.environments.{name}" if name in config.actor.environments else "learner.tasks.env"
-            try:
-                check_options(environment.name, environment.options)
-            except UnknownEnvironment as error:
-                yield f"{key}: {error}"
-            except ValueError as error:
-                yield f"{key}.options: {error}"
-            except Exception as error:  # a user's module may raise anything while it is imported
-                yield f"{key}: {environment.name!r} cannot be imported: {type(error).__name__}: {error}"
-
-
-@contextlib.contextmanager
-def _working_directory_importable() -> Generator[None]:
-    """As in the workers, which Python starts by -m."""
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
+    for name, environment in config.actor.environments_of(config.learner.tasks.env).items():
+        key = f"actor.environments.{name}" if name in config.actor.environments else "learner.tasks.env"
+        try:
+            check_options(environment.name, environment.options)
+        except UnknownEnvironment as error:
+            yield f"{key}: {error}"
+        except ValueError as error:
+            yield f"{key}.options: {error}"
+        except Exception as error:  # a user's module may raise anything while it is imported
+            yield f"{key}: {environment.name!r} cannot be imported: {type(error).__name__}: {error}"
 
 
 def _advantages_of_parts(config: RunConfig) -> Iterator[str]:

@@ -74,7 +74,7 @@ class LocalEvaluator:
             pool.name: TorchScorer.load(pool.config.models.teacher, pool.config.teacher)
             for pool in (teacher_pools(config) if writer is None else ())
         }
-        self._environments = EnvRunner()
+        self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts)
         self._segments: dict[str, list[tuple[Segment, Sequence[Array]]]] = defaultdict(list)
         self._failed: Counter[str] = Counter()
         """By evaluation."""
@@ -84,6 +84,7 @@ class LocalEvaluator:
             self._environments,
             TextTokenizer(tokenizer),
             config.actor,
+            task_env=config.learner.tasks.env,
             stop_token_ids=stop_token_ids(path, tokenizer),
             max_context_tokens=engine.max_context,
             send=self._take,

@@ -11,7 +11,7 @@ Token-in token-out: the student's tokens are kept as sampled. An environment see
 as text) but has no way to replace them; it makes tokens of its own new text only. Text that a model wrote need not
 tokenise back to the same ids, and a log-prob of other ids would be a lie.
 
-An environment serves one rollout; there may be hundreds at once on one event loop, so it awaits what takes time.
+An environment serves one rollout, on a thread and an event loop of its own: it may await, and it may block.
 Shapes: n = tokens of the item at hand.
 """
 

@@ -1,26 +1,37 @@
 """Drives one environment through one rollout, and holds it to the rules of `actors.envs.base`.
 
 The actor calls `start`, then `advance` after each turn of the student, then `close`, each as a coroutine on the
-environments' event loop. What comes back is tokens to append, or how the rollout ended.
+episode's own thread. What comes back is tokens to append, or how the rollout ended.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
-from actors.envs.base import Action, Environment, EnvTask, TextTokenizer, TurnEnd, no_tokens
+from actors.envs.base import (
+    Action,
+    Environment,
+    EnvTask,
+    Observation,
+    StepResult,
+    TextTokenizer,
+    TurnEnd,
+    no_tokens,
+)
 from engines.base import Int32s
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 
 
 class EnvironmentFault(RuntimeError):
-    """The environment broke a rule: ids outside the vocabulary, a reward that is no number, going on with nothing."""
+    """The environment broke a rule: a result of another type, ids outside the vocabulary, a reward that is no number,
+    going on with nothing. The message says what was got and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +48,38 @@ class Continuation:
 
 
 class Episode:
-    """One environment, one rollout. `model_stop_token_ids` are the model's own; the environment may add some."""
+    """One environment, one rollout. `make` builds the environment, when the episode starts. `model_stop_token_ids` are
+    the model's own; the environment may add some."""
 
     def __init__(
         self,
-        environment: Environment,
+        make: Callable[[], Environment],
         task: EnvTask,
         tokenizer: TextTokenizer,
         *,
         model_stop_token_ids: tuple[int, ...],
         max_turns: int,
     ) -> None:
-        self._environment = environment
+        self._make = make
+        self._environment: Environment | None = None
         self._task = task
         self._tokenizer = tokenizer
         self._max_turns = max_turns
         self._model_stops = frozenset(model_stop_token_ids)
         self._turns_done = 0
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted(self._model_stops | set(environment.stop_token_ids)))
-        """For the generation requests of this rollout."""
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(self._model_stops))
+        """For the generation requests of this rollout, once it has started."""
 
     async def start(self) -> Int32s:
-        """Reset; token ids [n] to append to the prompt as environment tokens (mostly none)."""
-        observation = await self._environment.reset(self._task)
-        return self._checked_ids(observation.token_ids)
+        """Build the environment and reset it; token ids [n] to append to the prompt as environment tokens (mostly
+        none)."""
+        self._environment = self._make()
+        stops = self._checked_ids(self._environment.stop_token_ids, "stop_token_ids")
+        self.stop_token_ids = tuple(sorted(self._model_stops | set(stops.tolist())))
+        observation = await self._call("reset", self._task)
+        if not isinstance(observation, Observation):
+            raise self._fault("reset", observation, "an Observation")
+        return self._checked_ids(observation.token_ids, "reset")
 
     async def advance(
         self, token_ids: Int32s, finish_reason: TurnEnd, *, budget_left: int, context_left: int
@@ -74,47 +93,97 @@ class Episode:
         turn, self._turns_done = self._turns_done, self._turns_done + 1
         last = finish_reason == "length" or min(budget_left, context_left) <= 0 or self._turns_done >= self._max_turns
         text = self._tokenizer.decode(turn_ids)
-        result = await self._environment.step(Action(turn_ids, text, finish_reason, turn, last))
+        result = await self._call("step", Action(turn_ids, text, finish_reason, turn, last))
+        if not isinstance(result, StepResult):
+            raise self._fault("step", result, "a StepResult, e.g. StepResult(done=True, reward=1.0)")
         reward = self._checked_reward(result.reward)
+        self._check_info(result.info)
         if result.done:
             return Continuation(finish_reason=self._end_of(turn_ids, last), reward=reward, info=result.info)
         if last:
             return Continuation(finish_reason="length", reward=reward, info=result.info)
-        reply_ids = self._checked_ids(result.token_ids)
+        reply_ids = self._checked_ids(result.token_ids, "step")
         if reply_ids.size == 0:
-            raise EnvironmentFault(
-                f"{type(self._environment).__name__} neither ended the episode nor gave the student anything to read"
-            )
+            raise EnvironmentFault(f"{self._name} neither ended the episode nor gave the student anything to read")
         if reply_ids.size >= context_left:
             # No room to sample a token behind it.
             return Continuation(finish_reason="length", reward=reward, info=result.info)
         return Continuation(token_ids=reply_ids, info=result.info)
 
     async def close(self) -> None:
-        await self._environment.close()
+        """Nothing to do where the environment could not be built."""
+        if self._environment is not None:
+            await self._call("close")
+
+    @property
+    def _name(self) -> str:
+        return type(self._environment).__name__
+
+    async def _call(self, method: str, *arguments: object) -> object:
+        given: object = getattr(self._environment, method)(*arguments)
+        if not inspect.isawaitable(given):
+            raise self._fault(method, given, f"a coroutine: write `async def {method}`")
+        return await given
+
+    def _fault(self, method: str, got: object, expected: str) -> EnvironmentFault:
+        return EnvironmentFault(f"{self._name}.{method} gave {_shown(got)}, expected {expected}")
 
     def _end_of(self, turn_ids: Int32s, last: bool) -> FinishReason:
         if turn_ids.size and int(turn_ids[-1]) in self._model_stops:
             return "stop"
         return "length" if last else "env_done"
 
-    def _checked_ids(self, token_ids: Int32s) -> Int32s:
-        ids = np.asarray(token_ids)
-        name = type(self._environment).__name__
+    def _checked_ids(self, token_ids: object, method: str) -> Int32s:
+        try:
+            ids = np.asarray(cast(Any, token_ids))
+        except ValueError:
+            raise self._fault(method, token_ids, "token ids int32 [n]") from None
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise EnvironmentFault(f"{name} gave {ids.dtype} of shape {ids.shape}, expected token ids int32 [n]")
+            got = f"{ids.dtype} of shape {ids.shape}" if ids.size else _shown(token_ids)
+            raise EnvironmentFault(f"{self._name}.{method} gave {got}, expected token ids int32 [n]")
         limit = self._tokenizer.vocab_size
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
             raise EnvironmentFault(
-                f"{name} gave token ids {int(ids.min())} to {int(ids.max())}, expected 0 to {limit - 1}"
+                f"{self._name}.{method} gave token ids {int(ids.min())} to {int(ids.max())}, expected 0 to {limit - 1}"
             )
         return ids.astype(np.int32)
 
-    def _checked_reward(self, reward: float | None) -> float | None:
+    def _checked_reward(self, reward: object) -> float | None:
         if reward is None:
             return None
-        if not math.isfinite(reward):
+        number = _finite(reward)
+        if number is None:
             raise EnvironmentFault(
-                f"{type(self._environment).__name__} gave the reward {reward}, expected a finite number"
+                f"{self._name}.step gave the reward {_shown(reward)}, expected a finite number, or None where there is "
+                "nothing to judge"
             )
-        return float(reward)
+        return number
+
+    def _check_info(self, info: object) -> None:
+        if not isinstance(info, Mapping):
+            raise self._fault("step", info, "StepResult.info to be a mapping from names to numbers")
+        for name, value in cast(Mapping[object, object], info).items():
+            if not isinstance(name, str) or _finite(value) is None:
+                got = f"{_shown(name)}: {_shown(value)}"
+                raise EnvironmentFault(f"{self._name}.step gave the info {got}, expected a name and a finite number")
+
+
+def _finite(value: object) -> float | None:
+    """As a float, if it is a number (of Python, numpy or torch) and finite."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(cast(Any, value))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: object) -> str:
+    """A value of the environment's, short enough for a message."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    if isinstance(value, str | int | float):
+        return f"{repr(value)[:60]} ({kind})"
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"

@@ -12,10 +12,13 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+from actors.config import EnvConfig
 from actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
 
 ENTRY_POINT_GROUP = "stillhouse.environments"
@@ -51,6 +54,7 @@ def find_environment(name: str) -> EnvironmentFactory:
             f"or by an entry point in the group {ENTRY_POINT_GROUP!r}"
         )
     module_name, _, attribute = path.partition(":")
+    _look_in_working_directory()
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -60,12 +64,21 @@ def find_environment(name: str) -> EnvironmentFactory:
     return cast(EnvironmentFactory, factory)
 
 
+def _look_in_working_directory() -> None:
+    """After everything else, in the launcher as in the actors: a user's module lies where the command is typed, and the
+    launcher starts Python with -P."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+
+
 def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     """The class behind `name`, once it is sure that it can be called with a tokenizer and these options.
 
     Raises UnknownEnvironment, and ValueError for an option that the environment does not take, naming the nearest, or
     one that it needs and did not get."""
     factory = find_environment(name)
+    _check_methods(name, factory)
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # written in C, without a signature
@@ -86,6 +99,44 @@ def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     except TypeError as error:
         raise ValueError(f"environment {name!r} cannot be made with the options {dict(options)}: {error}") from error
     return factory
+
+
+def _check_methods(name: str, factory: EnvironmentFactory) -> None:
+    """Of a class: the three methods are there, and are coroutines. What a function makes is seen when it is made."""
+    if not inspect.isclass(factory):
+        return
+    for method, signature in (("reset", "(self, task)"), ("step", "(self, action)"), ("close", "(self)")):
+        function = inspect.unwrap(getattr(factory, method, _no_method))
+        expected = f"expected `async def {method}{signature}`"
+        if function is _no_method or (method != "close" and function is getattr(Environment, method)):
+            raise UnknownEnvironment(f"environment {name!r} has no {method}: {expected}, see docs/environments.md")
+        if inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
+            raise UnknownEnvironment(
+                f"environment {name!r}: its {method} is a plain function, {expected}; what is in it may block, for "
+                "each rollout has a thread of its own"
+            )
+
+
+def _no_method() -> None:
+    """Stands for one that a class does not have."""
+
+
+class LoadedEnvironment(NamedTuple):
+    """One that tasks may name, imported and checked."""
+
+    config: EnvConfig
+    make: Callable[[], Environment]
+    """A new one, for one rollout."""
+
+
+def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer) -> dict[str, LoadedEnvironment]:
+    """Import them all, so that no task causes an import. Raises as `check_options`, or whatever a module raises."""
+    for config in configs.values():
+        check_options(config.name, config.options)
+    return {
+        name: LoadedEnvironment(config, functools.partial(make_environment, config.name, tokenizer, config.options))
+        for name, config in configs.items()
+    }
 
 
 def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, Any]) -> Environment:

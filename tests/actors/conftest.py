@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -32,7 +33,7 @@ def make_episode(tokenizer: TextTokenizer) -> Callable[..., Episode]:
     def make(name: str, ground_truth: str | None = None, *, max_turns: int = 8, **options: object) -> Episode:
         task = EnvTask(np.array([1, 2], dtype=np.int32), ground_truth, "", "train-0-0-0", seed=5)
         stop = int(tokenizer.encode("<|im_end|>")[0])
-        environment = make_environment(name, tokenizer, options)
-        return Episode(environment, task, tokenizer, model_stop_token_ids=(stop,), max_turns=max_turns)
+        make = partial(make_environment, name, tokenizer, options)
+        return Episode(make, task, tokenizer, model_stop_token_ids=(stop,), max_turns=max_turns)
 
     return make

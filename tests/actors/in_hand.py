@@ -4,6 +4,7 @@ the actor's loop without its socket."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -106,14 +107,22 @@ class Breakable(Environment):
         "AttributeError": AttributeError("None has no attribute x"),
     }
 
-    def __init__(self, tokenizer: TextTokenizer, *, at: str = "", error: str = "", hang: bool = False) -> None:
-        self._at, self._error, self._hang = at, error, hang
+    let_go: ClassVar[threading.Event] = threading.Event()
+    """Ends all blocking; the test's to set."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, *, at: str = "", error: str = "", hang: bool = False, block: bool = False
+    ) -> None:
+        self._at, self._error, self._hang, self._block = at, error, hang, block
         self._rollout_id = ""
         if at == "new":
             raise self.ERRORS[error]
 
     async def _maybe_break(self, where: str) -> None:
         if self._at == where:
+            if self._block:
+                self.let_go.wait()
+                return
             if self._hang:
                 await asyncio.Event().wait()
             raise self.ERRORS[self._error]
@@ -137,15 +146,23 @@ class Breakable(Environment):
 class InHand:
     """Running rollouts, turned by hand."""
 
-    def __init__(self, engine: GenerationEngine, tokenizer: TextTokenizer, config: ActorConfig) -> None:
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        tokenizer: TextTokenizer,
+        config: ActorConfig,
+        task_env: str = "single_turn",
+        max_threads: int = 128,
+    ) -> None:
         self.engine = engine
-        self.environments = EnvRunner()
+        self.environments = EnvRunner(max_threads)
         self.sent: list[tuple[Message, tuple[np.ndarray[Any, Any], ...]]] = []
         self.rollouts = RunningRollouts(
             engine,
             self.environments,
             tokenizer,
             config,
+            task_env=task_env,
             stop_token_ids=(STOP,),
             max_context_tokens=200,
             send=lambda message, arrays: self.sent.append((message, tuple(arrays))),
@@ -164,8 +181,8 @@ class InHand:
             self.turn()
 
     def until_gone(self) -> None:
-        """Nothing in hand, and every environment call is over."""
-        self.until(lambda: not len(self.rollouts) and not self.environments.pending)
+        """Nothing in hand, and every environment is closed."""
+        self.until(lambda: not len(self.rollouts) and not self.environments.pending and not self.environments.threads)
 
     def messages(self, kind: type[MessageT]) -> list[MessageT]:
         return [message for message, _ in self.sent if isinstance(message, kind)]

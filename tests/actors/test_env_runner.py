@@ -1,26 +1,49 @@
-"""The environments' event loop: every call comes back once, as a result or as an error, and nothing outlives close."""
+"""Threads of environments: every call comes back once, in time, as a result or an error; nothing outlives close."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
-from actors.env_runner import EnvRunner, Outcome
+import actors.env_runner
+from actors.env_runner import EnvRunner, TooManyStuck
+from actors.env_thread import EnvironmentTimeout, Outcome
 from tests.patience import PATIENCE_S, Limit
-
-WAIT_S = PATIENCE_S
 
 
 @pytest.fixture
 def runner() -> Iterator[EnvRunner]:
     threads = set(threading.enumerate())
-    runner = EnvRunner()
+    runner = EnvRunner(64)
     yield runner
     runner.close()
     assert set(threading.enumerate()) == threads, "a thread outlived close"
+
+
+class Rollout:
+    """Opens an episode, submits its calls, and notes its closing."""
+
+    def __init__(self, runner: EnvRunner, key: str, close_timeout_s: float = PATIENCE_S) -> None:
+        self.key, self._runner = key, runner
+        self.closed_in: list[threading.Thread] = []
+        runner.open(key, self._close, close_timeout_s)
+
+    def call(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float = PATIENCE_S) -> None:
+        self._runner.submit(self.key, "step", call, timeout_s)
+
+    def finish(self) -> None:
+        self._runner.finish(self.key)
+
+    async def _close(self) -> None:
+        self.closed_in.append(threading.current_thread())
 
 
 async def answer(value: object) -> object:
@@ -44,6 +67,13 @@ def outcomes(runner: EnvRunner, n: int) -> dict[str, Outcome]:
     return {outcome.key: outcome for outcome in found}
 
 
+def until(met: Callable[[], bool]) -> None:
+    limit = Limit()
+    while not met():
+        assert not limit.passed, "it never came to that"
+        time.sleep(0.01)
+
+
 class Hanging:
     """A call that never ends by itself, and says what ended it."""
 
@@ -60,9 +90,29 @@ class Hanging:
             raise
 
 
+class Blocking:
+    """A call that blocks its thread until the test lets it go, as `time.sleep` would."""
+
+    def __init__(self) -> None:
+        self.running = threading.Event()
+        self.let_go = threading.Event()
+
+    async def call(self) -> str:
+        self.running.set()
+        self.let_go.wait()
+        return "too late"
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads count as stuck right after their deadline."""
+    monkeypatch.setattr(actors.env_runner, "GRACE_S", 0.2)
+    monkeypatch.setattr(actors.env_runner, "CLOSE_TIMEOUT_S", PATIENCE_S)
+
+
 def test_each_call_comes_back_once_under_its_key(runner: EnvRunner) -> None:
     for i in range(20):
-        runner.submit(f"r{i}", answer(i), WAIT_S)
+        Rollout(runner, f"r{i}").call(partial(answer, i))
     assert runner.pending == 20
     assert {key: outcome.result for key, outcome in outcomes(runner, 20).items()} == {f"r{i}": i for i in range(20)}
     assert (runner.pending, runner.take()) == (0, [])
@@ -75,8 +125,8 @@ def test_nothing_is_waited_for_while_nothing_is_asked(runner: EnvRunner) -> None
 
 def test_an_exception_is_the_outcome_of_its_own_call_only(runner: EnvRunner) -> None:
     error = KeyError("tool")
-    runner.submit("bad", fail(error), WAIT_S)
-    runner.submit("good", answer(7), WAIT_S)
+    Rollout(runner, "bad").call(partial(fail, error))
+    Rollout(runner, "good").call(partial(answer, 7))
     found = outcomes(runner, 2)
     assert found["bad"] == Outcome("bad", None, error)
     assert found["good"] == Outcome("good", 7, None)
@@ -85,56 +135,177 @@ def test_an_exception_is_the_outcome_of_its_own_call_only(runner: EnvRunner) -> 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
 def test_what_would_end_the_event_loop_ends_its_own_call_only(runner: EnvRunner, error: BaseException) -> None:
     """A verifier that runs the student's program meets exit(); a client library may cancel itself."""
-    hanging = Hanging()
-    runner.submit("slow", hanging.call(), WAIT_S)
-    runner.submit("bad", fail(error), WAIT_S)
+    bad = Rollout(runner, "bad")
+    bad.call(partial(fail, error))
     found = outcomes(runner, 1)
     assert isinstance(found["bad"].error, RuntimeError) and type(error).__name__ in str(found["bad"].error)
-    runner.submit("good", answer(7), WAIT_S)
-    assert outcomes(runner, 1)["good"].result == 7
-    assert not hanging.cancelled.is_set()
+    bad.call(partial(answer, 7))
+    assert outcomes(runner, 1)["bad"].result == 7
+
+
+def test_a_task_of_the_environments_own_that_says_exit_ends_nothing_else(runner: EnvRunner) -> None:
+    async def starts_one() -> str:
+        asyncio.get_running_loop().create_task(fail(SystemExit(3)))  # as a careless environment would
+        await asyncio.sleep(0.05)
+        return "still here"
+
+    rollout = Rollout(runner, "r")
+    rollout.call(starts_one)
+    assert outcomes(runner, 1)["r"].result == "still here"
+    rollout.finish()
+    until(lambda: runner.threads == 0)
+    assert len(rollout.closed_in) == 1
+
+
+def test_calls_of_an_episode_share_one_event_loop_and_background_tasks_go_on_between_them(runner: EnvRunner) -> None:
+    ticks: list[asyncio.AbstractEventLoop] = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(asyncio.get_running_loop())
+            await asyncio.sleep(0.001)
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begin() -> asyncio.AbstractEventLoop:
+        tasks.append(asyncio.create_task(tick()))
+        return asyncio.get_running_loop()
+
+    rollout = Rollout(runner, "r")
+    rollout.call(begin)
+    loop = outcomes(runner, 1)["r"].result
+    n = len(ticks)
+    until(lambda: len(ticks) > n + 3)
+    rollout.finish()
+    until(lambda: runner.threads == 0)
+    assert set(ticks) == {loop} and tasks[0].cancelled()
 
 
 def test_a_call_past_its_deadline_ends_as_a_timeout_and_is_cancelled(runner: EnvRunner) -> None:
     hanging = Hanging()
-    runner.submit("slow", hanging.call(), 0.05)
-    runner.submit("quick", answer(1), WAIT_S)
+    Rollout(runner, "slow").call(hanging.call, 0.05)
+    Rollout(runner, "quick").call(partial(answer, 1))
     found = outcomes(runner, 2)
-    assert isinstance(found["slow"].error, TimeoutError) and found["quick"].error is None
-    assert hanging.cancelled.is_set()
+    assert isinstance(found["slow"].error, EnvironmentTimeout) and found["quick"].error is None
+    assert hanging.cancelled.is_set() and runner.stuck == 0
+
+
+def test_a_timeout_of_the_environments_own_is_not_taken_for_its_deadline(runner: EnvRunner) -> None:
+    Rollout(runner, "r").call(partial(fail, TimeoutError("the sandbox did not answer")))
+    error = outcomes(runner, 1)["r"].error
+    assert type(error) is TimeoutError
 
 
 def test_a_slow_call_does_not_hold_up_the_others(runner: EnvRunner) -> None:
     hanging = Hanging()
-    runner.submit("slow", hanging.call(), WAIT_S)
-    runner.submit("quick", answer(1), WAIT_S)
+    Rollout(runner, "slow").call(hanging.call)
+    Rollout(runner, "quick").call(partial(answer, 1))
     assert set(outcomes(runner, 1)) == {"quick"}
     assert runner.pending == 1 and not hanging.cancelled.is_set()
 
 
+def test_an_environment_that_blocks_its_thread_holds_up_nobody(runner: EnvRunner) -> None:
+    blocking = Blocking()
+    Rollout(runner, "blocks").call(blocking.call)
+    assert blocking.running.wait(PATIENCE_S)
+    for i in range(5):
+        Rollout(runner, f"quick{i}").call(partial(answer, i))
+    assert set(outcomes(runner, 5)) == {f"quick{i}" for i in range(5)}
+    blocking.let_go.set()
+    assert outcomes(runner, 1)["blocks"].result == "too late", "in time, by its own deadline"
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_thread_that_does_not_come_back_is_given_up_and_counted_and_closes_when_it_does(runner: EnvRunner) -> None:
+    blocking = Blocking()
+    rollout = Rollout(runner, "blocks")
+    rollout.call(blocking.call, 0.05)
+    error = outcomes(runner, 1)["blocks"].error
+    assert isinstance(error, EnvironmentTimeout)
+    assert re.search(r"step has blocked its thread for 0.05 s, at test_env_runner.py:\d+ in call", str(error)), error
+    assert runner.stuck == 1 and runner.counts["environment_threads_stuck_total"] == 1
+    rollout.finish()
+    assert runner.threads == 1 and not rollout.closed_in
+    blocking.let_go.set()
+    until(lambda: runner.threads == 0)
+    assert runner.stuck == 0 and len(rollout.closed_in) == 1
+    assert runner.take() == [], "what came too late is nobody's"
+
+
+@pytest.mark.usefixtures("soon")
+def test_an_endless_loop_is_ended(runner: EnvRunner) -> None:
+    """Its thread would take its share of every other's time for ever."""
+
+    async def spin() -> None:
+        while True:
+            pass
+
+    rollout = Rollout(runner, "spins")
+    rollout.call(spin, 0.05)
+    assert isinstance(outcomes(runner, 1)["spins"].error, EnvironmentTimeout)
+    rollout.finish()
+    until(lambda: runner.threads == 0)
+    assert len(rollout.closed_in) == 1
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_call_that_will_not_be_cancelled_is_given_up(runner: EnvRunner) -> None:
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    rollout = Rollout(runner, "r")
+    rollout.call(stubborn, 0.05)
+    assert isinstance(outcomes(runner, 1)["r"].error, EnvironmentTimeout)
+    rollout.finish()
+    until(lambda: runner.threads == 0)
+
+
+@pytest.mark.usefixtures("soon")
+def test_with_too_many_stuck_threads_it_says_so_and_what_to_do() -> None:
+    runner = EnvRunner(4)
+    calls = [Blocking() for _ in range(3)]
+    for i, blocking in enumerate(calls):
+        Rollout(runner, f"r{i}").call(blocking.call, 0.05)
+    with pytest.raises(
+        TooManyStuck, match=r"3 threads .* expected at most 2; one is at test_env_runner.py:\d+ in call"
+    ):
+        until(lambda: bool(runner.take() and False))
+    for blocking in calls:
+        blocking.let_go.set()
+    runner.close()
+    assert runner.threads == 0
+
+
+def test_threads_are_bounded(runner: EnvRunner) -> None:
+    few = EnvRunner(3)
+    rollouts = [Rollout(few, f"r{i}") for i in range(3)]
+    assert not few.has_room
+    rollouts[0].finish()
+    until(lambda: few.has_room)
+    few.close()
+
+
+def test_a_closing_that_fails_is_counted_and_said(runner: EnvRunner, caplog: pytest.LogCaptureFixture) -> None:
+    runner.open("r", partial(fail, OSError("the sandbox is gone")), PATIENCE_S)
+    runner.finish("r")
+    until(lambda: runner.threads == 0)
+    assert runner.counts["environment_close_errors_total"] == 1 and "the sandbox is gone" in caplog.text
+
+
 def test_the_owner_is_woken_once_there_is_something_to_take() -> None:
     woken = threading.Semaphore(0)
-    runner = EnvRunner(lambda: woken.release())
-    for key, call in (("good", answer(1)), ("bad", fail(ValueError("no")))):
-        runner.submit(key, call, WAIT_S)
-        assert woken.acquire(timeout=WAIT_S)
+    runner = EnvRunner(4, lambda: woken.release())
+    for key, call in (("good", partial(answer, 1)), ("bad", partial(fail, ValueError("no")))):
+        Rollout(runner, key).call(call)
+        assert woken.acquire(timeout=PATIENCE_S)
         assert [outcome.key for outcome in runner.take()] == [key]
     runner.close()
     assert not woken.acquire(blocking=False)
 
 
-def test_close_cancels_what_runs_and_ends_the_thread(runner: EnvRunner) -> None:
-    calls = [Hanging() for _ in range(3)]
-    for i, hanging in enumerate(calls):
-        runner.submit(f"r{i}", hanging.call(), WAIT_S)
-    assert all(hanging.running.wait(WAIT_S) for hanging in calls)
-    runner.close()
-    assert all(hanging.cancelled.is_set() for hanging in calls)
-    assert "environments" not in {thread.name for thread in threading.enumerate()}
-    runner.close()
-
-
-def test_close_lets_calls_clean_up_before_the_thread_ends(runner: EnvRunner) -> None:
+def test_finishing_an_episode_cancels_what_runs_and_closes_behind_it(runner: EnvRunner) -> None:
     cleaned = threading.Event()
     hanging = Hanging()
 
@@ -145,21 +316,36 @@ def test_close_lets_calls_clean_up_before_the_thread_ends(runner: EnvRunner) -> 
             await asyncio.sleep(0)  # letting go may itself take a turn of the loop
             cleaned.set()
 
-    runner.submit("tidy", tidy(), WAIT_S)
-    assert hanging.running.wait(WAIT_S)
+    rollout = Rollout(runner, "tidy")
+    rollout.call(tidy)
+    assert hanging.running.wait(PATIENCE_S)
+    rollout.finish()
+    until(lambda: runner.threads == 0)
+    assert cleaned.is_set() and len(rollout.closed_in) == 1 and set(outcomes(runner, 1)) == {"tidy"}
+
+
+def test_close_cancels_what_runs_closes_all_and_ends_the_threads(runner: EnvRunner) -> None:
+    calls = [Hanging() for _ in range(3)]
+    rollouts = [Rollout(runner, f"r{i}") for i in range(3)]
+    for rollout, hanging in zip(rollouts, calls, strict=True):
+        rollout.call(hanging.call)
+    assert all(hanging.running.wait(PATIENCE_S) for hanging in calls)
     runner.close()
-    assert cleaned.is_set()
+    assert all(hanging.cancelled.is_set() for hanging in calls)
+    assert all(len(rollout.closed_in) == 1 for rollout in rollouts)
+    assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
+    runner.close()
 
 
 def test_a_call_submitted_right_before_close_is_not_left_over(runner: EnvRunner) -> None:
     """Whether it began or not, nothing complains of a coroutine that was never awaited (warnings are errors)."""
     for i in range(50):
-        runner.submit("r", answer(i), WAIT_S)
+        Rollout(runner, f"r{i}").call(partial(answer, i))
     runner.close()
 
 
 def test_an_unused_runner_has_no_thread_and_may_be_closed() -> None:
     threads = set(threading.enumerate())
-    unused = EnvRunner()
+    unused = EnvRunner(4)
     assert set(threading.enumerate()) == threads, "a thread before the fork"
     unused.close()

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -35,10 +36,10 @@ def guess_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def episode(module: str, tokenizer: TextTokenizer, *, seed: int, max_turns: int) -> Episode:
-    environment = make_environment(f"{module}:GuessTheNumber", tokenizer, {"highest": 63})
+    make = partial(make_environment, f"{module}:GuessTheNumber", tokenizer, {"highest": 63})
     task = EnvTask(np.array([1], dtype=np.int32), None, "", "train-0-0-0", seed=seed)
     stop = int(tokenizer.encode("<|im_end|>")[0])
-    return Episode(environment, task, tokenizer, model_stop_token_ids=(stop,), max_turns=max_turns)
+    return Episode(make, task, tokenizer, model_stop_token_ids=(stop,), max_turns=max_turns)
 
 
 async def bisect(game: Episode, tokenizer: TextTokenizer) -> list[Continuation]:
@@ -73,5 +74,5 @@ def test_the_pages_configuration_is_one() -> None:
         t for t in re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL) if "max_turns" in t
     )
     config = msgspec.convert(tomllib.loads(text)["actor"], ActorConfig)
-    guess = config.environment("guess")
+    guess = config.environments_of("guess")["guess"]
     assert (guess.name, guess.max_turns, guess.options) == ("my_package.guess:GuessTheNumber", 6, {"highest": 63})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
@@ -67,14 +68,14 @@ def test_single_turn_takes_another_pattern(make_episode: MakeEpisode, tokenizer:
 @pytest.mark.parametrize(("pattern", "complaint"), [("(", "not a regular"), ("#", "0 groups"), ("(a)(b)", "2 groups")])
 def test_a_pattern_without_one_group_is_refused(make_episode: MakeEpisode, pattern: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        make_episode("single_turn", answer_pattern=pattern)
+        play(make_episode("single_turn", answer_pattern=pattern))
 
 
 def test_calculator_answers_calls_until_the_student_ends(make_episode: MakeEpisode, tokenizer: TextTokenizer) -> None:
     episode = make_episode("calculator", "102")
-    assert tokenizer.single_token("</calc>") in episode.stop_token_ids
     turns = ["<calc>12+34</calc>", "<calc>46+56</calc>", " #102<|im_end|>"]
     first, second, last = play(episode, *map(tokenizer.encode, turns))
+    assert tokenizer.single_token("</calc>") in episode.stop_token_ids
     assert tokenizer.decode(first.token_ids) == "<result>46</result>"
     assert tokenizer.decode(second.token_ids) == "<result>102</result>"
     assert (first.finish_reason, first.reward) == (None, None)
@@ -143,24 +144,37 @@ def test_a_long_reply_does_not_count_against_the_sampling_budget(
 
 
 class Bad(Environment):
-    """Breaks a rule named by its class attribute."""
+    """Gives what it was told to."""
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: Any, observation: Any = None, stops: Any = ()) -> None:
         self.result = result
+        self.observation = Observation() if observation is None else observation
+        self.stops = stops
         self.seen: list[Action] = []
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.stops
+
     async def reset(self, task: EnvTask) -> Observation:
-        return Observation()
+        return self.observation
 
     async def step(self, action: Action) -> StepResult:
         self.seen.append(action)
         return self.result
 
 
-def bad_episode(tokenizer: TextTokenizer, result: StepResult) -> tuple[Episode, Bad]:
+class Sync(Bad):
+    """Its step is a plain function."""
+
+    def step(self, action: Action) -> Any:
+        return self.result
+
+
+def bad_episode(tokenizer: TextTokenizer, result: Any) -> tuple[Episode, Bad]:
     environment = Bad(result)
     task = EnvTask(np.array([1], dtype=np.int32), None, "", "r", 0)
-    return Episode(environment, task, tokenizer, model_stop_token_ids=(313,), max_turns=4), environment
+    return Episode(lambda: environment, task, tokenizer, model_stop_token_ids=(313,), max_turns=4), environment
 
 
 @pytest.mark.parametrize(
@@ -171,15 +185,48 @@ def bad_episode(tokenizer: TextTokenizer, result: StepResult) -> tuple[Episode, 
         (StepResult(np.array([-1], dtype=np.int32)), "expected 0 to 319"),
         (StepResult(np.array([[1]], dtype=np.int32)), "expected token ids"),
         (StepResult(np.array([0.5])), "expected token ids"),  # type: ignore[arg-type]
-        (StepResult(done=True, reward=float("nan")), "finite"),
+        (StepResult(np.array("abc")), r"Bad.step gave <U3 of shape \(\), expected token ids"),  # type: ignore[arg-type]
+        (StepResult([[1], [2, 3]]), "a list, expected token ids"),  # type: ignore[arg-type]
+        (StepResult(done=True, reward=float("nan")), r"the reward nan \(float\), expected a finite number, or None"),
+        (StepResult(done=True, reward="1.0"), r"the reward '1.0' \(str\), expected"),  # type: ignore[arg-type]
+        (StepResult(done=True, reward={"r": 1}), "the reward a dict, expected"),  # type: ignore[arg-type]
+        ({"reward": 1.0, "done": True}, "Bad.step gave a dict, expected a StepResult"),
+        (1.0, r"Bad.step gave 1.0 \(float\), expected a StepResult"),
+        (None, "Bad.step gave None, expected a StepResult"),
+        (StepResult(info={"score": "high"}), r"the info 'score' \(str\): 'high' \(str\), expected a name and"),  # type: ignore[arg-type]
+        (StepResult(info=7), r"step gave 7 \(int\), expected StepResult.info to be a mapping"),  # type: ignore[arg-type]
     ],
 )
-def test_an_environment_that_breaks_a_rule_is_stopped(
-    tokenizer: TextTokenizer, result: StepResult, complaint: str
-) -> None:
+def test_an_environment_that_breaks_a_rule_is_stopped(tokenizer: TextTokenizer, result: Any, complaint: str) -> None:
     episode, _ = bad_episode(tokenizer, result)
     with pytest.raises(EnvironmentFault, match=complaint):
         play(episode, np.array([5, 313], dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        (Sync(StepResult(done=True)), "Sync.step gave a StepResult, expected a coroutine: write `async def step`"),
+        (Bad(None, observation={}), "Bad.reset gave a dict, expected an Observation"),
+        (Bad(None, observation="text"), "Bad.reset gave 'text' .str., expected an Observation"),
+        (Bad(None, stops=(999,)), "Bad.stop_token_ids gave token ids 999 to 999, expected 0 to 319"),
+        (Bad(None, stops="</calc>"), "Bad.stop_token_ids gave .*, expected token ids"),
+    ],
+)
+def test_an_environment_of_another_shape_is_told_what_was_expected(
+    tokenizer: TextTokenizer, environment: Bad, complaint: str
+) -> None:
+    task = EnvTask(np.array([1], dtype=np.int32), None, "", "r", 0)
+    episode = Episode(lambda: environment, task, tokenizer, model_stop_token_ids=(313,), max_turns=4)
+    with pytest.raises(EnvironmentFault, match=complaint):
+        play(episode, np.array([5, 313], dtype=np.int32))
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(0.5), np.int64(1), np.array(0.25), torch.tensor(0.5)])
+def test_a_reward_may_be_any_kind_of_number(tokenizer: TextTokenizer, reward: Any) -> None:
+    episode, _ = bad_episode(tokenizer, StepResult(done=True, reward=reward))
+    (answer,) = play(episode, np.array([5, 313], dtype=np.int32))
+    assert type(answer.reward) is float and answer.reward == float(reward)
 
 
 def test_an_environment_cannot_change_what_the_student_wrote(tokenizer: TextTokenizer) -> None:

@@ -10,14 +10,31 @@ import pytest
 from actors.config import ActorConfig, EnvConfig
 from actors.envs.base import TextTokenizer
 from actors.envs.calculator import Calculator
-from actors.envs.registry import UnknownEnvironment, find_environment, make_environment
+from actors.envs.registry import UnknownEnvironment, check_options, find_environment, make_environment
 from actors.envs.single_turn import SingleTurn
 
 OWN_ENVIRONMENT = """
+from actors.envs.base import Environment
 from actors.envs.single_turn import SingleTurn
 
 class Own(SingleTurn):
     pass
+
+class Sync:
+    def __init__(self, tokenizer): pass
+    stop_token_ids = ()
+    async def reset(self, task): pass
+    def step(self, action): pass
+    async def close(self): pass
+
+class NoStep(Environment):
+    def __init__(self, tokenizer): pass
+    async def reset(self, task): pass
+
+class NoClose:
+    def __init__(self, tokenizer): pass
+    async def reset(self, task): pass
+    async def step(self, action): pass
 
 not_a_class = 3
 """
@@ -69,6 +86,20 @@ def test_unknown_names_say_what_is_known(name: str, complaint: str) -> None:
         find_environment(name)
 
 
+@pytest.mark.usefixtures("own_package")
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("Sync", r"its step is a plain function, expected `async def step\(self, action\)`"),
+        ("NoStep", r"has no step: expected `async def step\(self, action\)`"),
+        ("NoClose", r"has no close: expected `async def close\(self\)`"),
+    ],
+)
+def test_a_class_without_the_three_coroutines_is_refused_before_anything_starts(name: str, complaint: str) -> None:
+    with pytest.raises(UnknownEnvironment, match=complaint):
+        check_options(f"own_environments:{name}", {})
+
+
 def test_an_unknown_option_names_the_nearest(tokenizer: TextTokenizer) -> None:
     with pytest.raises(ValueError, match="no option 'answer_patern'; did you mean 'answer_pattern'"):
         make_environment("single_turn", tokenizer, {"answer_patern": "(x)"})
@@ -77,8 +108,8 @@ def test_an_unknown_option_names_the_nearest(tokenizer: TextTokenizer) -> None:
 def test_an_actor_finds_environments_by_the_names_tasks_use() -> None:
     strict = EnvConfig(name="single_turn", options={"answer_pattern": "(x)"}, max_turns=1)
     config = ActorConfig(environments={"strict": strict})
-    assert config.environment("strict") is strict
-    assert config.environment("calculator") == EnvConfig(name="calculator")
+    assert config.environments_of("strict") == {"strict": strict}
+    assert config.environments_of("calculator") == {"calculator": EnvConfig(name="calculator"), "strict": strict}
 
 
 @pytest.mark.parametrize("field", [{"max_turns": 0}, {"step_timeout_s": 0.0}, {"name": ""}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.config import ActorConfig, EnvConfig
 from actors.envs.base import TextTokenizer
+from actors.envs.registry import UnknownEnvironment
+from actors.rollouts_running import MAX_NAMES
 from builtin import STUDENT_DIR
 from engines.base import Int32s, ScoreRequest
 from engines.config import EngineConfig
@@ -21,6 +24,7 @@ from engines.torch_scorer import TorchScorer
 from protocol.messages import RolloutFailed, Sampling, Segment, VersionSpan
 from protocol.printable import in_one_line
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, V2, Breakable, InHand, ScriptedEngine, ids_of, ticket
+from tests.patience import PATIENCE_S
 
 PROMPT = ids_of(1, 2, 3)
 Prompt = Callable[[str], Int32s]
@@ -28,7 +32,7 @@ Prompt = Callable[[str], Int32s]
 
 def config(**options: Any) -> ActorConfig:
     """Segments of 4 tokens; `env` is Breakable with these options; no pause after failures to speak of."""
-    timeout_s = 0.05 if options.get("hang") else 20.0
+    timeout_s = 0.2 if options.get("hang") or options.get("block") else PATIENCE_S
     env = EnvConfig(name=BREAKABLE, options=options, step_timeout_s=timeout_s, max_turns=4)
     fine = EnvConfig(name=BREAKABLE, max_turns=4)
     return ActorConfig(segment_tokens=4, environments={"env": env, "fine": fine})
@@ -44,12 +48,14 @@ def in_hand(engine: ScriptedEngine, tokenizer: TextTokenizer) -> Iterator[Callab
     """Build the rollouts of one actor around the scripted engine."""
     made: list[InHand] = []
     Breakable.closed.clear()
+    Breakable.let_go.clear()
 
     def make(**options: Any) -> InHand:
         made.append(InHand(engine, tokenizer, config(**options)))
         return made[-1]
 
     yield make
+    Breakable.let_go.set()
     for hand in made:
         hand.environments.close()
 
@@ -192,15 +198,75 @@ def test_an_environment_that_does_not_answer_in_time_fails_its_rollout(
         (request_id,) = engine.requests
         engine.say(request_id, 4, STOP, end="stop")
     hand.until_gone()
-    assert "TimeoutError" in hand.failures["train-0-0-0"]
+    assert hand.failures == {"train-0-0-0": f"env_timeout: {at} took longer than 0.2 s"}
     assert list(Breakable.closed) == ["train-0-0-0"]
 
 
-def test_a_ticket_for_an_environment_that_is_not_there_fails_by_name(in_hand: Callable[..., InHand]) -> None:
-    hand = in_hand()
-    hand.rollouts.add(ticket(env="singel_turn"), PROMPT)
+@pytest.mark.parametrize("at", ["reset", "step"])
+def test_an_environment_that_blocks_fails_its_own_rollouts_while_others_go_on(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine, at: str
+) -> None:
+    """As with `time.sleep(10**6)`. Its threads are left behind, and close their environments if they come back."""
+    hand = in_hand(at=at, block=True)
+    for number in range(3):
+        hand.rollouts.add(ticket(number, env="env"), PROMPT)
+    hand.rollouts.add(ticket(3, env="fine"), PROMPT)
+    generating(hand, 4 if at == "step" else 1)
+    for request_id in list(engine.requests):
+        engine.say(request_id, 9, STOP, end="stop")
+    hand.until(lambda: not len(hand.rollouts))
+    assert hand.failures.keys() == {f"train-{number}-0-0" for number in range(3)}
+    for told in hand.failures.values():
+        assert told.startswith(f"env_timeout: {at} has blocked its thread for 0.2 s, at in_hand.py:")
+    assert hand.whole("train-3-0-0")[0][-1].finish_reason == "stop"
+    assert hand.environments.stuck == 3
+    Breakable.let_go.set()
     hand.until_gone()
-    assert "did you mean 'single_turn'" in hand.failures["train-0-0-0"]
+    assert sorted(Breakable.closed) == [f"train-{number}-0-0" for number in range(4)]
+
+
+def test_no_rollout_starts_without_room_for_its_thread(
+    engine: ScriptedEngine, tokenizer: TextTokenizer, in_hand: Callable[..., InHand]
+) -> None:
+    in_hand()
+    hand = InHand(engine, tokenizer, config(), max_threads=2)
+    for number in range(3):
+        hand.rollouts.add(ticket(number, env="env"), PROMPT)
+    generating(hand, 2)
+    hand.turn()
+    assert hand.rollouts.waiting_for_weights == 1
+    hand.rollouts.cancel("train-0-0-0", "not wanted")
+    hand.until(lambda: "train-2-0-0/0" in engine.requests)
+    hand.environments.close()
+
+
+@pytest.mark.parametrize("name", ["singel_turn", "calculator", "this:x", "builtins:exit", "antigravity:x\n"])
+def test_a_ticket_may_name_only_an_environment_of_the_configuration(in_hand: Callable[..., InHand], name: str) -> None:
+    """The ticket comes from the wire: what else it names is neither run nor imported."""
+    for module in ("this", "antigravity"):
+        sys.modules.pop(module, None)
+    hand = in_hand()
+    hand.rollouts.add(ticket(env=name), PROMPT)
+    hand.until_gone()
+    (failed,) = hand.messages(RolloutFailed)
+    assert failed.reason == "env_unknown" and repr(in_one_line(name)) in failed.detail
+    assert failed.detail.endswith("expected one of single_turn, env, fine")
+    assert not {"this", "antigravity"} & sys.modules.keys()
+
+
+def test_the_environment_of_the_tasks_is_imported_before_any_ticket_comes(
+    engine: ScriptedEngine, tokenizer: TextTokenizer
+) -> None:
+    with pytest.raises(UnknownEnvironment, match="did you mean 'single_turn'"):
+        InHand(engine, tokenizer, config(), task_env="singel_turn")
+
+
+def test_names_of_an_environments_numbers_are_bounded(in_hand: Callable[..., InHand]) -> None:
+    hand = in_hand()
+    for i in range(10 * MAX_NAMES):
+        hand.rollouts.counts[hand.rollouts._info_key(f"name{i}")] += 1.0  # pyright: ignore[reportPrivateUsage]
+    assert len(hand.rollouts.counts) == MAX_NAMES + 1
+    assert hand.rollouts.counts["env_other_total"] == 9 * MAX_NAMES
 
 
 @pytest.mark.parametrize("end", ["error", "aborted"])
@@ -350,7 +416,7 @@ def test_single_turn_rollouts_of_the_student(
 def test_calculator_rollouts_of_the_student_take_turns(
     student: TorchEngine, scorer: TorchScorer, tokenizer: TextTokenizer, rendered: Prompt
 ) -> None:
-    hand = InHand(student, tokenizer, ActorConfig(segment_tokens=8))
+    hand = InHand(student, tokenizer, ActorConfig(segment_tokens=8), task_env="calculator")
     prompt = rendered("calc: 289+923+75=")
     for number in range(4):
         hand.rollouts.add(ticket(number, env="calculator", sampling=Sampling(seed=number)), prompt)

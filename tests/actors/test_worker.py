@@ -94,13 +94,14 @@ def actor(
     """A whole actor at work in a thread, as its main builds it."""
     with ExitStack() as stack:
         connection = stack.enter_context(connected(address, "actor", **client))
-        environments = EnvRunner(connection.wake)
+        environments = EnvRunner(2 * config.max_concurrent_rollouts, connection.wake)
         stack.callback(environments.close)
         rollouts = RunningRollouts(
             engine,
             environments,
             tokenizer,
             config,
+            task_env="single_turn",
             stop_token_ids=(STOP,),
             max_context_tokens=200,
             send=connection.send,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from launch.run import main
 OWN_ENVIRONMENT = """
 class Own:
     def __init__(self, tokenizer, *, size, colour="red"): ...
+    async def reset(self, task): ...
+    async def step(self, action): ...
+    async def close(self): ...
+
+class Sync(Own):
+    def step(self, action): ...
 """
 
 
@@ -82,6 +89,10 @@ def environments(**environment: Any) -> dict[str, Any]:
         ),
         ({"name": "nowhere.to_be:Found"}, "cannot load 'nowhere.to_be:Found': No module named 'nowhere'"),
         ({"name": "own_env:Own", "options": {"colour": "blue"}}, "missing a required argument: 'size'"),
+        (
+            {"name": "own_env:Sync", "options": {"size": 3}},
+            "its step is a plain function, expected `async def step(self",
+        ),
         ({"name": "broken_env:Own"}, "'broken_env:Own' cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
@@ -91,6 +102,7 @@ def test_an_environment_that_could_not_be_made_is_told(
     (tmp_path / "own_env.py").write_text(OWN_ENVIRONMENT)
     (tmp_path / "broken_env.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)  # where workers find a user's modules
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (told,) = mistakes(**environments(**environment))
     assert message in told
 
@@ -100,6 +112,7 @@ def test_environments_of_the_working_directory_and_unused_ones_are_looked_at(
 ) -> None:
     (tmp_path / "fine_env.py").write_text(OWN_ENVIRONMENT)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     assert mistakes(**environments(name="fine_env:Own", options={"size": 3})) == []
     (told,) = mistakes(actor={"environments": {"unused": {"name": "calculater"}}})
     assert told.startswith("actor.environments.unused: unknown environment")

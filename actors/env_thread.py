@@ -1,0 +1,202 @@
+"""One episode's thread, with an event loop of its own, on which the calls of its environment run one after the other.
+
+An environment may therefore block: only its own rollout waits. Python cannot end a thread from outside; `interrupt`
+raises an exception in it, which ends a loop that computes, and takes effect in a thread that sleeps when it wakes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+log = logging.getLogger(__name__)
+TIDY_TIMEOUT_S: Final = 5.0
+"""How long tasks that an environment has left behind may take to end when they are cancelled."""
+_OURS: Final = str(Path(__file__).parent)
+
+
+class EnvironmentTimeout(Exception):
+    """An environment took longer than it may."""
+
+
+class Outcome(NamedTuple):
+    """What became of one call."""
+
+    key: str
+    result: Any
+    error: Exception | None
+    """Set when the call raised; EnvironmentTimeout when it passed its deadline."""
+
+
+class EnvCall:
+    """One call of an environment. It is settled once: by its thread, or by who no longer waits for it."""
+
+    def __init__(
+        self,
+        key: str,
+        what: str,
+        make: Callable[[], Coroutine[Any, Any, Any]],
+        timeout_s: float,
+        on_settled: Callable[[Outcome], None],
+    ) -> None:
+        """`what`: the name of the method."""
+        self.key = key
+        self.what = what
+        self.make = make
+        self.timeout_s = timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
+        self.settled = False
+        self._on_settled = on_settled
+        self._lock = threading.Lock()
+
+    def settle(self, result: Any, error: Exception | None) -> None:
+        """The first time counts. From any thread."""
+        with self._lock:
+            if self.settled:
+                return
+            self.settled = True
+        self._on_settled(Outcome(self.key, result, error))
+
+
+class _Interrupted(BaseException):
+    """Raised in the thread from outside: nobody waits for it any more."""
+
+
+class EnvThread:
+    """Runs from its making until the call given to `finish` is over. All methods are for the thread that made it."""
+
+    def __init__(self, key: str) -> None:
+        """Raises OSError or RuntimeError where no thread or no event loop can be had."""
+        self.key = key
+        self.newest: EnvCall | None = None
+        """The call submitted last."""
+        self._loop = asyncio.new_event_loop()
+        self._calls: asyncio.Queue[EnvCall | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._inside = False
+        """A call has begun and not ended. Its end and an interruption exclude one another by `_guard`."""
+        self._guard = threading.Lock()
+        self._thread = threading.Thread(target=self._main, name=f"environment {key}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def inside(self) -> bool:
+        """The environment is at work."""
+        return self._inside and self.alive
+
+    def submit(self, call: EnvCall) -> None:
+        self.newest = call
+        self._tell(lambda: self._calls.put_nowait(call))
+
+    def finish(self, close: EnvCall) -> None:
+        """Cancel what runs, then run `close`, then end."""
+        self.newest = close
+        self._tell(lambda: self._finish(close))
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def where(self) -> str:
+        """What the environment does at this moment: `env.py:41 in step`; empty when that cannot be seen."""
+        frames = self._frames()
+        ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
+        if not ours:
+            return ""
+        at = frames[min(ours[-1] + 1, len(frames) - 1)]
+        return f"{Path(at.filename).name}:{at.lineno} in {at.name}"
+
+    def stack(self) -> str:
+        """The innermost lines of it, for a log."""
+        return "".join(traceback.format_list(self._frames()[-8:]))
+
+    def interrupt(self) -> None:
+        """Raise an exception in the environment's code, if it is at work."""
+        with self._guard:
+            if self.inside and self._thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(_Interrupted)
+                )
+        self._tell(lambda: None)  # so that a loop that waits takes notice
+
+    def _frames(self) -> traceback.StackSummary:
+        frame = sys._current_frames().get(self._thread.ident or 0)  # pyright: ignore[reportPrivateUsage] - documented
+        return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError:  # it has ended, and its loop with it
+            if self.newest is not None:
+                self.newest.settle(None, RuntimeError("the thread of the environment has ended"))
+
+    # ------------------------------------------------------------------------------------------- in the thread
+
+    def _main(self) -> None:
+        serving = self._loop.create_task(self._serve())
+        try:
+            while not serving.done():
+                try:
+                    self._loop.run_until_complete(serving)
+                except _Interrupted:
+                    break
+                except BaseException as error:  # a task of the environment's own said exit(), for example
+                    log.warning("a task of the environment of rollout %s raised %r", self.key, error)
+            self._loop.run_until_complete(self._tidy())
+        except BaseException as error:
+            log.warning("the event loop of rollout %s did not end well: %r", self.key, error)
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        while (call := await self._calls.get()) is not None:
+            self._task = asyncio.create_task(self._run(call))
+            await asyncio.wait({self._task})
+            self._task = None
+
+    def _finish(self, close: EnvCall) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._calls.put_nowait(close)
+        self._calls.put_nowait(None)
+
+    async def _run(self, call: EnvCall) -> None:
+        result, error = None, None
+        limit = asyncio.timeout(call.timeout_s)
+        try:
+            self._inside = True
+            async with limit:
+                result = await call.make()
+        except Exception as raised:  # a user's environment may raise anything; the rollout fails by that name
+            late = isinstance(raised, TimeoutError) and limit.expired()
+            error = EnvironmentTimeout(f"{call.what} took longer than {call.timeout_s:g} s") if late else raised
+        except BaseException as raised:  # a program of the student's may say exit(), a library may cancel itself
+            error = RuntimeError(f"{call.what} raised {type(raised).__name__}: {raised}")
+            error = error.with_traceback(raised.__traceback__)
+        with self._guard:
+            self._inside = False
+        call.settle(result, error)
+
+    async def _tidy(self) -> None:
+        """End what the environment has left behind."""
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=TIDY_TIMEOUT_S)
+        await self._loop.shutdown_asyncgens()
