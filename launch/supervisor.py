@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from launch.activity import Activity, is_stopped
+from launch.activity import LOOK_S, Activity, is_stopped
 from launch.buffer_link import BufferLink, read_address, read_pid
 from launch.config import RunConfig
 from launch.crew import ROLES
@@ -32,7 +32,7 @@ from launch.runfolder import RunFolder
 from launch.server_plan import ServerPlan
 from launch.slots import Ending, Outcome, Worker, said
 from launch.status import StatusView
-from launch.watch import LOOK_S, STARTING_PUMP_S, WORD_S, Watch
+from launch.watch import STARTING_PUMP_S, WORD_S, Watch
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
 from protocol.keys import run_client_keys

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -50,8 +52,14 @@ def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 @contextlib.contextmanager
 def lasting_output() -> Generator[None]:
-    """While entered, whatever this process prints is lost at worst. Streams without a descriptor (a test's) stay."""
+    """While entered, whatever this process prints is lost at worst, and SIGHUP, the end of the terminal, ends nothing.
+    Streams without a descriptor (a test's) stay."""
     former = sys.stdout, sys.stderr
+    hangs_up = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    )
+    if hangs_up:
+        signal.signal(signal.SIGHUP, lambda _signum, _frame: None)
     for name, stream in zip(("stdout", "stderr"), former, strict=True):
         with contextlib.suppress(OSError, ValueError):
             if isinstance(stream, io.TextIOWrapper):
@@ -63,3 +71,5 @@ def lasting_output() -> Generator[None]:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         sys.stdout, sys.stderr = former
+        if hangs_up:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)

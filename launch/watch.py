@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar, Final
 
 from engines.sglang_http import API_KEY_VARIABLE
-from launch.activity import Activity
+from launch.activity import Patience
 from launch.buffer_link import BufferLink
 from launch.config import RunConfig
 from launch.crew import Crew
@@ -44,12 +44,6 @@ SERVER_GRACE_S: Final = 5.0
 """How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
 WORD_S: Final = 3.0
 """How long after a process left in good order the word that the run is over may still come: it goes to all at once."""
-LOOK_S: Final = 1.0
-"""How often it is looked whether those that are waited for do anything."""
-IDLE_S: Final = 3.0
-"""How long nobody may do anything when the time is up."""
-PATIENCE: Final = 5.0
-"""So many times as long a wait may take while somebody does."""
 KILLED_WAIT_S: Final = 5.0
 """How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
 
@@ -160,21 +154,14 @@ class Watch(ABC):
     def _until_there(
         self, there: Callable[[], bool], timeout_s: float, missing: Callable[[], list[str]], what: Callable[[], str]
     ) -> bool:
-        """Pump until `there`; False if the run ends before. A timeout ends it, when no process that is waited for has
-        done anything lately: one that computes or waits for a disk is slow, not stuck, and has PATIENCE times as
-        long."""
-        began_s = looked_s = moved_s = time.monotonic()
-        activity = Activity()
+        """Pump until `there`; False if the run ends before, or when those that are `missing` try nobody's patience any
+        longer."""
+        patience = Patience(timeout_s)
         while self._ending is None:
             if there():
                 return True
-            now_s = time.monotonic()
-            if now_s - looked_s > LOOK_S:
-                looked_s = now_s
-                moved_s = now_s if activity.moved(self._processes.pids_behind(missing())) else moved_s
-            waited_s = now_s - began_s
-            if waited_s > timeout_s and (now_s - moved_s > IDLE_S or waited_s > PATIENCE * timeout_s):
-                self._end(False, f"waited {waited_s:.0f} s for {what()}", ExitCode.FAILED)
+            if patience.over(lambda: self._processes.pids_behind(missing())):
+                self._end(False, f"waited {patience.waited_s:.0f} s for {what()}", ExitCode.FAILED)
                 break
             self._pump(STARTING_PUMP_S)
         return False
