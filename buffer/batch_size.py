@@ -1,15 +1,19 @@
-"""How much fits into one message to the learner, so that a batch which cannot be sent is never formed.
+"""How much fits into one message, so that none that cannot be sent is ever formed.
 
 A rollout of a batch takes its tokens and all before them (9 bytes each, and 4 for each teacher), its top-k payloads,
 and a part of the header. What does not fit waits for the next batch; what fits into none is masked as `too_large`.
+Tickets and leases of teachers go in as many messages as they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
 
 from buffer.rollouts import Rollout
+from buffer.tokens import Array
 from protocol.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_ITEMS, MAX_MESSAGE_BYTES
 
 BATCH_BYTES: Final = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES
@@ -24,6 +28,10 @@ _ITEM_HEADER_BYTES: Final = 512
 _ENTRY_BYTES: Final = 32
 """At most, of a version span or a top-k piece."""
 _CHARACTER_BYTES: Final = 4
+
+
+PartT = TypeVar("PartT", bound=msgspec.Struct)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Size(NamedTuple):
@@ -69,3 +77,21 @@ class Room:
 def fits_alone(sizes: Sequence[Size]) -> bool:
     """Whether these could leave together, in a message of their own."""
     return Room().take(sizes)
+
+
+def in_messages(parts: Sequence[tuple[PartT, Array]]) -> Iterator[tuple[tuple[PartT, ...], tuple[Array, ...]]]:
+    """Parts of a message, each with its frame, in order: so many at a time as fit into one. A part alone always does:
+    it came in as one."""
+    room, first = Room(), 0
+    for at, (part, array) in enumerate(parts):
+        size = Size(array.nbytes, array.nbytes, len(_encode(part)))
+        if not room.take([size]):
+            yield _message(parts[first:at])
+            room, first = Room(), at
+            room.take([size])
+    if parts:
+        yield _message(parts[first:])
+
+
+def _message(parts: Sequence[tuple[PartT, Array]]) -> tuple[tuple[PartT, ...], tuple[Array, ...]]:
+    return tuple(part for part, _ in parts), tuple(array for _, array in parts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from buffer.batch_size import Room, Size, fits_alone, size_of
+from buffer.ledger import TOO_LARGE
 from buffer.lifecycle import Lifecycle
 from buffer.release import make_item
 from buffer.rollouts import Rollout
@@ -19,6 +21,7 @@ class Result(NamedTuple):
 
     item: BatchItem
     arrays: tuple[Array, ...]
+    size: Size
 
 
 class Evaluation:
@@ -88,7 +91,12 @@ class EvalDesk:
         for rollout_id in have:
             evaluation.results.pop(rollout_id, None)
             evaluation.on_the_way.pop(rollout_id, None)
-        missing = [result for key, result in evaluation.results.items() if key not in evaluation.on_the_way]
+        room = Room()
+        missing = [
+            result
+            for key, result in evaluation.results.items()
+            if key not in evaluation.on_the_way and room.take([result.size])  # the others when it asks again
+        ]
         message = self._message(evaluation, missing)
         self._forget_old()
         return message
@@ -108,7 +116,13 @@ class EvalDesk:
         """Enter whole rollouts as delivered; returns them."""
         new: list[Result] = []
         for rollout_id, rollout in evaluation.unsent.items():
-            result = Result(*make_item(rollout, tuple(rollout.offered_segments())))
+            size = size_of(rollout)
+            if not fits_alone([size]):
+                evaluation.failed += 1
+                if rollout_id in self._life.rollouts:
+                    self._life.mask_leased(rollout, self._life.lease(rollout), TOO_LARGE)
+                continue
+            result = Result(*make_item(rollout, tuple(rollout.offered_segments())), size)
             if rollout_id in self._life.rollouts:
                 self._life.deliver(rollout)
             evaluation.results[rollout_id] = result

@@ -15,6 +15,7 @@ import msgspec
 
 from buffer import (
     arrivals,
+    batch_size,
     breaker,
     config,
     core,
@@ -48,9 +49,9 @@ from protocol import bit_packing, codec, flow, messages, session, session_book, 
 from protocol.session_book import BookImage, SessionBook
 
 _STATE_MODULES = (
-    arrivals, breaker, config, core, ended, evals, failures, go_back, hedging, learner_desk, ledger, lifecycle,
-    outgoing, pacing, peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book, teacher_health,
-    tickets, tokens, validation, versions,
+    arrivals, batch_size, breaker, config, core, ended, evals, failures, go_back, hedging, learner_desk, ledger,
+    lifecycle, outgoing, pacing, peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book,
+    teacher_health, tickets, tokens, validation, versions,
     bit_packing, codec, flow, messages, session, session_book, topk_codec,
 )  # fmt: skip
 
@@ -99,6 +100,7 @@ _CLASSES[tokens.TokenStore] = Custom(tokens.TokenStore.contents, tokens.TokenSto
 
 _VALUES: tuple[type[Any], ...] = (
     config.BufferConfig,
+    batch_size.Size,
     evals.Result,
     release.LeasedBatch,
     release.Piece,

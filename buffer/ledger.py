@@ -84,6 +84,8 @@ UNSCORABLE = "unscorable"
 NON_FINITE = "non_finite"
 """Masked: the learner left the rollout out of its step, because its loss or gradient is not finite, or
 its top-k sets cannot be read: the learner's log says which."""
+TOO_LARGE = "too_large"
+"""Masked: no message to the learner could hold the rollout (release `rollout`: its group)."""
 CONTEXT = "context"
 """Masked: a segment or rollout without any sampled token."""
 

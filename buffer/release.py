@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from buffer.batch_size import Room, Size, fits_alone, size_of
 from buffer.config import BufferConfig
-from buffer.ledger import NON_FINITE
+from buffer.ledger import NON_FINITE, TOO_LARGE
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
 from buffer.runs import Runs
@@ -208,21 +209,41 @@ class BatchDesk:
         return oldest >= self._config.max_staleness
 
     def _choose(self, version: WeightVersion, enough: float) -> tuple[list[Rollout], float]:
-        """Oldest first until it is enough. Tokens that are too stale for `version` are masked on the way."""
+        """Oldest first until it is enough, or no more fits into one message. Tokens that are too stale for `version`
+        are masked on the way."""
         chosen: list[Rollout] = []
-        total = 0.0
+        total, room = 0.0, Room()
         for order in sorted(self._candidates):
             if total >= enough:
                 break
             slot = self._candidates[order]
             by_group = self._config.release == "rollout"
             rollouts = _whole_group(slot.task) if by_group else [slot.rollout] if slot.rollout else []
+            leaving: list[Rollout] = []
             for rollout in rollouts:
                 self._life.mask_stale(rollout, version, self._versions, self._config.max_staleness)
                 if rollout.n_offered_tokens > 0 and (by_group or self._may_leave(rollout, version)):
-                    chosen.append(rollout)
-                    total += self._rollout_weight(rollout)
+                    leaving.append(rollout)
+            leaving = self._sendable(slot.task, leaving)
+            if not room.take(_sizes(slot.task, leaving)):
+                return chosen, max(total, enough)
+            chosen += leaving
+            total += sum(map(self._rollout_weight, leaving))
         return chosen, total
+
+    def _sendable(self, task: TaskRecord, leaving: list[Rollout]) -> list[Rollout]:
+        """Those that leave together, without what no message could hold: that is masked, else it would be in the way of
+        all others for ever."""
+        kept = [rollout for rollout in leaving if fits_alone([size_of(rollout)])]
+        self._mask_too_large(rollout for rollout in leaving if rollout not in kept)
+        if fits_alone(_sizes(task, kept)):
+            return kept
+        self._mask_too_large(kept)
+        return []
+
+    def _mask_too_large(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            self._life.mask_leased(rollout, self._life.lease(rollout), TOO_LARGE)
 
     def _lease(self, version: WeightVersion, rollouts: Iterable[Rollout]) -> LeasedBatch:
         pieces: list[Piece] = []
@@ -271,7 +292,7 @@ class BatchDesk:
     def _witnesses(self, pieces: Iterable[Piece]) -> list[Rollout]:
         """Rollouts of the groups in `pieces` that have nothing to train, but a reward."""
         groups = {piece.rollout.slot.task.task.task_id: piece.rollout.slot.task for piece in pieces}
-        return [slot.witness for task in groups.values() for slot in task.slots if slot.witness is not None]
+        return [witness for task in groups.values() for witness in _witnesses_of(task)]
 
     def _settled_with(self, pieces: Iterable[Piece]) -> tuple[Settled, ...]:
         """Samples settled since the last trained batch, and those that will be with this one."""
@@ -346,6 +367,15 @@ def _whole_group(task: TaskRecord) -> list[Rollout]:
             return []
         rollouts.append(slot.rollout)
     return rollouts
+
+
+def _witnesses_of(task: TaskRecord) -> list[Rollout]:
+    return [slot.witness for slot in task.slots if slot.witness is not None]
+
+
+def _sizes(task: TaskRecord, leaving: list[Rollout]) -> list[Size]:
+    """Of these rollouts of a task, and of what goes along with them."""
+    return [size_of(rollout) for rollout in (*leaving, *_witnesses_of(task))] if leaving else []
 
 
 def _fate_if_trained(slot: Slot) -> Fate | None:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from buffer.batch_size import in_messages
 from buffer.breaker import Breaker
 from buffer.config import BufferConfig
 from buffer.hedging import HedgeCounts, Waste
@@ -257,8 +258,9 @@ class ScoreDesk:
             heapq.heappush(pool.queue, entry)
             self._unpardoned[pool.name] = None
         return [
-            Work(pool.teachers[name], ScoreWork(tuple(i for i, _ in pairs)), tuple(ids for _, ids in pairs))
+            Work(pool.teachers[name], ScoreWork(part), frames)
             for name, pairs in items.items()
+            for part, frames in in_messages(pairs)
         ]
 
     def _choose(self, now_s: float, pool: Pool, job: ScoreJob) -> TeacherPeer | None:

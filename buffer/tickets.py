@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from buffer.batch_size import in_messages
 from buffer.config import BufferConfig
 from buffer.lifecycle import Lifecycle
 from buffer.outgoing import Outbox
@@ -83,9 +84,8 @@ class TicketDesk:
             tickets.setdefault(name, []).append((ticket, task.prompt_T))
             self._ready.move_to_end(name)
         for name, pairs in tickets.items():
-            self._outbox.send(
-                "actor", name, Tickets(tuple(ticket for ticket, _ in pairs)), tuple(prompt_T for _, prompt_T in pairs)
-            )
+            for part, prompts in in_messages(pairs):
+                self._outbox.send("actor", name, Tickets(part), prompts)
 
     def heard(self, now_s: float, rollout: Rollout) -> None:
         """A ticket left, or a segment came of it."""
