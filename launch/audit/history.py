@@ -28,7 +28,7 @@ class _Epoch:
 
 
 class History:
-    """All epochs of a run. First `begin` and `reach` for all of them, in any order; then questions."""
+    """All epochs of a run. First `begin` and `step` for all of them, in any order; then questions."""
 
     def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = {}
@@ -42,11 +42,11 @@ class History:
         epoch.began = min(epoch.began, version.step)
         epoch.parent = epoch.parent or parent
 
-    def reach(self, version: Version) -> None:
-        """This version was made."""
+    def step(self, version: Version) -> None:
+        """A step was made from this version to the next one."""
         self.begin(version, None)
         epoch = self._epochs[version.epoch]
-        epoch.reached = max(epoch.reached, version.step)
+        epoch.reached = max(epoch.reached, version.step + 1)
 
     @property
     def n_epochs(self) -> int:

@@ -117,19 +117,16 @@ class _Count:
             if row.kind == "resume":
                 self._history.begin(row.version, None)
             elif row.kind == "step":
-                self._history.begin(Version(row.version.epoch, row.version.step - 1), None)
-                self._history.reach(row.version)
+                self._history.step(row.version._replace(step=row.version.step - 1))
         if not self._rows:
             self._notes.append("no metrics.jsonl to compare with")
-        for version in self._batches:
-            self._history.reach(Version(version.epoch, version.step + 1))
         self._history.find_parents()
         if self._history.guessed:
             told = ", ".join(map(str, self._history.guessed))
             self._notes.append(f"the record does not say from which version these went on: {told}; inferred by step")
 
     def _remember(self, place: Place, batch_id: int, version: Version) -> None:
-        self._history.begin(version, None)
+        self._history.step(version)
         if version in self._batches:
             told = "another batch was recorded for this step before"
             self._faults.add(RECORDED_TWICE, Where(step=version, batch=batch_id, detail=told))

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.audit.report import Report
+from launch.audit.run import audit
 from tests.integration.joined import Join, Joined
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
@@ -38,6 +40,8 @@ class Launched:
         """`command`: put before it, to run it on another host."""
         self.run_dir = run_dir
         self.output = run_dir.with_name(f"{run_dir.name}.out")
+        self.record = run_dir.with_name(f"{run_dir.name}.record")
+        """Of every batch: what the run is audited by."""
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [
@@ -45,6 +49,7 @@ class Launched:
                     sys.executable,
                     str(ROOT / "launch" / "cluster.py"),
                     f"--run-dir={run_dir}",
+                    f"--learner.record={self.record}",
                     *SMALL,
                     *arguments,
                 ],
@@ -78,6 +83,12 @@ class Launched:
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
+
+    def expect_clean_audit(self) -> Report:
+        """By an independent count: nothing was trained twice, skipped, or over the bound."""
+        report = audit(self.run_dir)
+        assert report.clean, f"{self.run_dir}\n{report}"
+        return report
 
     def workers(self, role: str) -> list[psutil.Process]:
         """Processes of the run whose log says that they are of this role."""

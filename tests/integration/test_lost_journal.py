@@ -59,6 +59,7 @@ def test_a_run_whose_journal_is_lost_ends_with_the_reason_and_can_be_resumed(
 
     resumed = launch(*settings, "--resume")
     assert resumed.wait() == 0, resumed.text()
+    resumed.expect_clean_audit()
     summary = resumed.summary()
     assert_balanced(summary)
     assert summary["steps"] == 8 and summary["staleness"]["max"] <= 2

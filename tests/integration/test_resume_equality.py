@@ -72,6 +72,7 @@ def test_killed_at_a_random_step_and_resumed_it_has_consumed_the_same(
     resumed = launch(*arguments, "--resume", folder="killed")
     assert undisturbed.wait() == 0, undisturbed.text()
     assert resumed.wait() == 0, resumed.text()
+    assert undisturbed.expect_clean_audit().tokens == resumed.expect_clean_audit().tokens
 
     ours, expected = kept(resumed), kept(undisturbed)
     assert {row["epoch"] for row in resumed.steps()} == {0, 1}, f"killed at step {step}: nothing was resumed"

@@ -117,6 +117,7 @@ def test_a_killed_launcher_leaves_nobody_and_the_run_goes_on_from_the_last_check
     checkpoint_step = state["version"][1]
     resumed = launch(*arguments, "--resume")
     assert resumed.wait() == 0, resumed.text()
+    resumed.expect_clean_audit()
     assert_balanced(resumed.summary())
     assert resumed.summary()["steps"] == 12
     rows = resumed.steps()
@@ -159,6 +160,7 @@ def test_ctrl_c_ends_in_order_with_a_checkpoint_and_the_run_goes_on_from_its_las
 
     resumed = launch("--resume", f"--steps={last + 2}")
     assert resumed.wait() == 0, resumed.text()
+    resumed.expect_clean_audit()
     assert [row["step"] for row in resumed.steps()] == list(range(1, last + 3))
     assert_balanced(resumed.summary())
 
@@ -173,6 +175,7 @@ def test_a_damaged_checkpoint_is_named_kept_and_passed_over(launch: Launch) -> N
     model.write_bytes(model.read_bytes()[:1000])
     resumed = launch("--resume", "--steps=8")
     assert resumed.wait() == 0, resumed.text()
+    resumed.expect_clean_audit()
     assert f"checkpoint {checkpoints / 'step_000004'} is damaged" in resumed.text()
     assert f"going on from step 2 ({checkpoints / 'step_000002'})" in resumed.text()
     assert [row["step"] for row in resumed.steps() if row["epoch"] == 1] == list(range(3, 9))
