@@ -12,6 +12,7 @@ Side: TypeAlias = Literal["before", "after"]
 POINTS: Final[Mapping[str, Sequence[str]]] = {
     "learner": (
         "learner.checkpoint:save_checkpoint",
+        "learner.loop:LearnerLoop._offer_tasks",
         "learner.checkpoint_files:prune",
         "learner.checkpoint_files:write_manifest",
         "learner.loop:LearnerLoop._next_batch",
@@ -20,7 +21,7 @@ POINTS: Final[Mapping[str, Sequence[str]]] = {
         "learner.publisher:Publisher.publish",
         "learner.record_writer:BatchRecorder.add",
         "learner.tasks:TaskStream.next",
-        "learner.loop:LearnerLoop._offer_tasks",
+        "learner.tasks:TaskStream.step",
     ),
     "buffer": (
         "buffer.journal:Journal.write",

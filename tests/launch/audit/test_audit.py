@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.audit import report
+from launch.audit import record, report
 from launch.audit.command import main
 from launch.audit.record import AuditError, Batch, RecordFile, Resumed, Version
 from launch.audit.run import audit
 from learner.record_format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
-from protocol.messages import BatchItem, VersionSpan, WeightVersion
+from protocol.messages import BatchItem, Settled, VersionSpan, WeightVersion
 from tests.launch.audit.written import Written, batch, begin, group, item, resumed, trained
 from tests.patience import PATIENCE_S
 
@@ -355,22 +355,27 @@ def test_what_a_learner_writes_is_read(tmp_path: Path) -> None:
     )
     mask_T = np.array([0, 0, 1, 1, 0, 1], np.uint8)
     frames = (np.arange(6, dtype=np.int32), np.zeros(6, np.float32), mask_T, np.zeros((1, 6), np.float32))
-    more = {"tasks_done": (3,)}
     file = tmp_path / "a.record"
     file.write_bytes(
         encode_header(header)
-        + encode_resumed(WeightVersion(1, 7))
-        + encode_batch(5, WeightVersion(1, 7), [Rollout(whole, frames)], staleness={0: 3}, **more)
+        + encode_resumed(WeightVersion(1, 7), WeightVersion(0, 7))
+        + encode_batch(
+            5,
+            WeightVersion(1, 7),
+            [Rollout(whole, frames)],
+            staleness={0: 3},
+            tasks_done=(3,),
+            settled=(Settled(3, 1, "masked", "stale"),),
+            masked=("train-3-2-0",),
+        )
     )
     with RecordFile(file) as opened:
         _, went_on, last = list(opened.places())
-        assert isinstance(went_on.record, Resumed) and went_on.record.version == Version(1, 7)
+        assert went_on.record == Resumed(Version(1, 7), Version(0, 7))
         found = opened.batch(last)
-        assert isinstance(found, Batch) and (found.batch_id, found.version, found.tasks_done) == (
-            5,
-            Version(1, 7),
-            (3,),
-        )
+        assert isinstance(found, Batch) and (found.batch_id, found.version) == (5, Version(1, 7))
+        assert (found.tasks_done, found.settled) == ((3,), (record.Settled(3, 1, "masked", "stale"),))
+        assert found.masked == ("train-3-2-0",)
         (read,) = found.items
         assert read.item.sample == (3, 1) and read.item.spans == ((Version(1, 7), 2, 6),)
         assert opened.runs(read, last.blob_at) == [(2, 4), (5, 6)]
