@@ -75,7 +75,8 @@ def _longest(config: RunConfig, window: int | None) -> int:
 
 
 def _single_turn(config: RunConfig) -> bool:
-    return config.actor.environment(config.learner.tasks.env).name == "single_turn"
+    env = config.learner.tasks.env
+    return config.actor.environments_of(env)[env].name == "single_turn"
 
 
 def _set_bytes(config: RunConfig, rows: int | None) -> int:
