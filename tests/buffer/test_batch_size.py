@@ -133,10 +133,10 @@ def test_a_rollout_too_large_for_its_sets_goes_along_with_its_group_for_its_rewa
         driver.answer_top_k(lease, payload(item.top_end - item.top_start, k=340))
     driver.roll(0, 1)
     driver.offer(1, last=True)
-    driver.send("actor", "a", m.RolloutFailed("train-1-0-0", "engine"))
+    driver.send("actor", "a", m.RolloutFailed("train-1-0-0", "engine_error"))
     driver.send("learner", "learner", m.BatchWanted(v(0)))
     for attempt in (1, 2):
-        driver.send("actor", "a", m.RolloutFailed(f"train-1-0-{attempt}", "engine"))
+        driver.send("actor", "a", m.RolloutFailed(f"train-1-0-{attempt}", "engine_error"))
     arrays = driver.frames(driver.sent)
     batch = driver.batch()
     assert batch is not None and rollout_ids(batch) == ["train-0-1-0", "train-0-0-0"]
