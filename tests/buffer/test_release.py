@@ -285,3 +285,39 @@ def test_remainders_too_small_for_a_batch_leave_when_pacing_allows_no_more(make:
     driver.score()
     assert rollout_ids(driver.batch()) == ["train-0-0-0", "train-1-0-0"], "both places are taken: nothing else can come"
     assert "train-2-0-0" not in driver.tickets
+
+
+def test_a_rollout_that_is_stale_as_a_whole_stays_with_its_group_for_its_reward(make: Make) -> None:
+    """Or the advantages of the others, which are relative to the group's mean, would be others: a bias against long
+    answers, which are stale more often."""
+    driver = make(batch=1, staleness=2, release="rollout")
+    driver.offer(0, group=2)
+    driver.write("train-0-0-0", 2, final=True, step=0)
+    driver.write("train-0-1-0", 2, step=0)
+    advance(driver, 3)
+    driver.write("train-0-1-0", 3, final=True, step=3)
+    driver.score()
+    frames = driver.frames(driver.send("learner", "learner", m.BatchWanted(v(3))))
+    batch = driver.batch()
+    assert rollout_ids(batch) == ["train-0-1-0", "train-0-0-0"]
+    assert batch is not None and [item.reward for item in batch.items] == [1.0, 1.0]
+    assert [int(mask.sum()) for mask in (frames[2], frames[6])] == [3, 0]
+    assert driver.ledger.rollouts.masked == {"stale": 1}
+    assert batch.settled == (m.Settled(0, 0, "masked", "stale"), m.Settled(0, 1, "trained", "stale"))
+    driver.trained(batch)
+    assert driver.ledger.balanced and driver.ledger.tokens.trained == 6 + 3
+
+
+def test_a_group_of_which_all_is_stale_is_settled_and_told_of_together(make: Make) -> None:
+    driver = make(batch=1, staleness=2, release="rollout")
+    driver.offer(0, group=2)
+    driver.write("train-0-0-0", 2, final=True, step=0)
+    driver.write("train-0-1-0", 2, step=0)
+    advance(driver, 3)
+    driver.offer(300)
+    driver.write("train-0-1-0", 1, final=True, step=0)
+    driver.roll(300, step=3)
+    batch = driver.want(3)
+    assert rollout_ids(batch) == ["train-300-0-0"]
+    masked = tuple(m.Settled(0, sample, "masked", "stale") for sample in range(2))
+    assert batch is not None and batch.settled == (*masked, m.Settled(300, 0, "trained"))
