@@ -1,0 +1,107 @@
+"""Whatever is killed, each sample is trained at most once and settled once: the samples of a run that was interrupted
+are those of one that was not, and the independent count finds nothing wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from learner.record_reader import Recording
+from tests.chaos.traps import Traps
+from tests.integration.conftest import ROOT, Launched, alive
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S
+
+Launch = Callable[..., Launched]
+Sample = tuple[int, int]
+"""Task id and index."""
+
+
+def arguments(*more: str) -> tuple[str, ...]:
+    return (
+        *("--actors=2", "--teachers=1", "--learner.checkpoint_every=3", "--learner.eval_every=0", "--record=batches"),
+        *more,
+    )
+
+
+def expect_clean(run: Launched) -> None:
+    told = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "cluster.py"), "audit", str(run.run_dir), "--record", str(record(run))],
+        capture_output=True,
+        text=True,
+        timeout=RUN_PATIENCE_S,
+        check=False,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+def record(run: Launched) -> Path:
+    """`--record` is relative to where the launcher was started."""
+    return run.run_dir.parent / "batches"
+
+
+def fates(run: Launched) -> tuple[dict[Sample, str], int]:
+    """What became of each sample on the branch that was kept; and the first task that is open at its end."""
+    with Recording(record(run)) as recording:
+        fates = {(one.task_id, one.sample_index): one.fate for kept in recording.batches for one in kept.record.settled}
+    newest = max((run.run_dir / "checkpoints").glob("step_*"))
+    tasks = json.loads((newest / "trainer.json").read_text())["tasks"]
+    return fates, min((item["task"]["task_id"] for item in tasks["outstanding"]), default=tasks["next_task_id"])
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_an_interrupted_run_settles_the_samples_of_one_that_was_not(
+    launch: Launch, tmp_path: Path, staleness: int
+) -> None:
+    """Killed learner, killed launcher, Ctrl-C, with groups that straddle the checkpoints."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    words = arguments(f"--max-staleness={staleness}", "--seed=5", "--steps=16")
+    whole = launch(*words, folder="whole/run")
+    assert whole.wait() == 0, whole.text()
+    cut = launch(*words, folder="cut/run")
+    cut.until(lambda: len(cut.steps()) >= 5, "step 5")
+    cut.workers("learner")[0].send_signal(signal.SIGKILL)
+    cut.until(lambda: any(row["epoch"] == 1 for row in cut.steps()), "a step of the next learner")
+    family = psutil.Process(cut.process.pid).children(recursive=True)
+    cut.kill()
+    psutil.wait_procs(family, PATIENCE_S)
+    assert not alive(family)
+    cut = launch(*words, "--resume", folder="cut/run")
+    cut.until(lambda: any(row["epoch"] == 2 and row["step"] >= 8 for row in cut.steps()), "step 8")
+    cut.process.send_signal(signal.SIGINT)
+    assert cut.wait() == 130, cut.text()
+    cut = launch(*words, "--resume", folder="cut/run")
+    assert cut.wait() == 0, cut.text()
+    for run in (whole, cut):
+        expect_clean(run)
+    (ours, our_end), (theirs, their_end) = fates(cut), fates(whole)
+    end = min(our_end, their_end)
+    assert end > 4, "too few tasks to compare"
+    assert {s for s in ours if s[0] < end} == {s for s in theirs if s[0] < end}
+    assert {s for s, fate in ours.items() if s[0] < end and fate == "trained"} == {
+        s for s, fate in theirs.items() if s[0] < end and fate == "trained"
+    }
+
+
+def test_a_learner_that_dies_in_its_first_step_goes_on(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer knows that the batch is trained, and no file of the run knows of the learner."""
+    point = "learner.metrics:MetricsWriter.step"
+    traps = Traps(tmp_path / "traps", [point])
+    for name, value in traps.environment(str(ROOT)).items():
+        monkeypatch.setenv(name, value)
+    run = launch(*arguments("--steps=4"))
+    run.until(lambda: bool(run.workers("learner")), "the learner")
+    learner = run.workers("learner")[0].pid
+    assert traps.catch(point, "before", learner, timeout_s=RUN_PATIENCE_S)
+    assert run.wait() == 0, run.text()
+    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4] and {row["epoch"] for row in run.steps()} == {1}
+    expect_clean(run)
