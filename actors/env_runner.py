@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -25,6 +26,8 @@ GRACE_S: Final = 1.0
 """How long after its deadline a call may still be ended by its own event loop, before its thread counts as stuck."""
 LOOK_EVERY_S: Final = 0.1
 """How often deadlines are looked at."""
+FILES_PER_THREAD: Final = 4
+"""An event loop takes three; one more for what the environment opens."""
 
 Method = Callable[[], Coroutine[Any, Any, Any]]
 
@@ -74,6 +77,14 @@ class EnvRunner:
     def has_room(self) -> bool:
         """May an episode be opened?"""
         return self.threads < self._max_threads
+
+    def allow_files(self) -> None:
+        """Raise this process's own limit of open files, as far as the system lets it, to what the threads may need."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = soft + FILES_PER_THREAD * self._max_threads
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and allowed > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
     def open(self, key: str, close: Method, timeout_s: float) -> None:
         """Begin an episode; `close` is called at its end, whatever happened, and may take `timeout_s`.

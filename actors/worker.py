@@ -210,6 +210,7 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         if welcome.weights is not None:
             receiver.catch_up(welcome.weights)
         environments = EnvRunner(2 * config.max_concurrent_rollouts, client.wake)
+        environments.allow_files()
         stack.callback(environments.close)
         rollouts = RunningRollouts(
             student.engine,

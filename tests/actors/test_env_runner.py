@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -285,6 +286,21 @@ def test_threads_are_bounded(runner: EnvRunner) -> None:
     rollouts[0].finish()
     until(lambda: few.has_room)
     few.close()
+
+
+def test_many_threads_may_open_their_files() -> None:
+    """A process may mostly have 1,024, and an event loop takes three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        runner = EnvRunner(100)
+        runner.allow_files()
+        for i in range(100):
+            Rollout(runner, f"r{i}")
+        runner.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert runner.threads == 0
 
 
 def test_a_closing_that_fails_is_counted_and_said(runner: EnvRunner, caplog: pytest.LogCaptureFixture) -> None:
