@@ -1,7 +1,5 @@
 """Evaluations without a run: the embedded engine writes, the embedded scorer grades, in this process.
 
-    python -m launch.local_evaluation RUN_DIR LAUNCHER_PID      how well a run's teachers solve its evaluation prompts
-
 The same tasks, seeds, environments and figures as those of a run (`learner.evaluation`), by the actor's own machinery
 (`actors.rollouts_running`); what differs is that nothing crosses a wire and nothing is tried a second time.
 """
@@ -9,16 +7,13 @@ The same tasks, seeds, environments and figures as those of a run (`learner.eval
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 from actors.env_runner import EnvRunner
 from actors.envs.base import TextTokenizer
@@ -32,8 +27,6 @@ from engines.tokenizer import load_tokenizer, stop_token_ids
 from engines.torch_engine import TorchEngine
 from engines.torch_scorer import TorchScorer, resolve_dtype
 from launch.config import RunConfig
-from launch.config_file import read_config
-from launch.lifeline import die_with_parent
 from launch.pools import TeacherPool, teacher_pools
 from launch.teacher_accuracy import MeasuredTeacher, measurable_pools
 from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
@@ -230,15 +223,3 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
 def _as_teachers_read(prompt: EvalPrompt) -> EvalPrompt:
     ids = prompt.teacher_ids if len(prompt.teacher_ids) else prompt.ids
     return dataclasses.replace(prompt, ids=ids, teacher_ids=NONE)
-
-
-def main() -> None:
-    run_dir, launcher_pid = Path(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(launcher_pid)
-    config = read_config(run_dir / "config.yaml")
-    torch.set_num_threads(config.launch.threads_per_worker)
-    print(msgspec.json.encode(measure_teachers(config)).decode())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,9 @@
-"""How well the teachers solve the run's own evaluation prompts. It is measured once, when the run has ended well, by a
-process of its own (launch.local_evaluation), so that no step waits for it. No torch here.
+"""How well the teachers solve the run's own evaluation prompts.
+
+    python -m launch.teacher_accuracy RUN_DIR LAUNCHER_PID      measures it, and prints it as JSON
+
+It is measured once, when the run has ended well, by a process of its own (launch.local_evaluation), so that no step
+waits for it. No torch here.
 
 What cannot be measured is not shown: teachers on servers, a teacher that is the student's moving average, runs without
 sampled evaluation answers, and what takes longer than `longest_s` allows.
@@ -11,11 +15,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from launch.config import RunConfig
+from launch.config_file import read_config
+from launch.lifeline import die_with_parent
 from launch.pools import TeacherPool, teacher_pools
 from launch.processes import worker_environment
 from launch.runfolder import RunFolder
@@ -62,7 +69,7 @@ def measured_teachers(
     say(f"measuring the teacher on the same evaluation prompts, for at most {timeout_s:.0f} s (Ctrl-C leaves it out)")
     with (folder.logs / LOG_FILE).open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.local_evaluation", str(folder.path), str(os.getpid())],
+            [sys.executable, "-P", "-m", "launch.teacher_accuracy", str(folder.path), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
@@ -82,3 +89,17 @@ def measured_teachers(
         process.kill()
     say(f"the teacher's accuracy was not measured: {why}")
     return {}
+
+
+def main() -> None:
+    run_dir, launcher_pid = Path(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(launcher_pid)
+    config = read_config(run_dir / "config.yaml")
+    # After that, as it imports torch: for seconds nothing would end this process with its launcher.
+    from launch.local_evaluation import measure_teachers
+
+    print(msgspec.json.encode(measure_teachers(config)).decode())
+
+
+if __name__ == "__main__":
+    main()

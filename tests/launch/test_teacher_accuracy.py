@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +30,7 @@ from launch.teacher_accuracy import MeasuredTeacher, longest_s, measurable_pools
 from tests.patience import PATIENCE_S
 
 N = 24
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +122,17 @@ def test_a_measurement_that_takes_too_long_is_ended_and_told(folder: RunFolder, 
     said: list[str] = []
     assert measured_teachers(build(RunConfig, {}), folder, 0.05, said.append) == {}
     assert said[-1] == "the teacher's accuracy was not measured: it took longer than 0 s"
-    assert not [child for child in psutil.Process(os.getpid()).children() if "local_evaluation" in child.cmdline()]
+    assert not [
+        child for child in psutil.Process(os.getpid()).children() if "launch.teacher_accuracy" in child.cmdline()
+    ]
+
+
+def test_a_measurement_whose_launcher_is_gone_ends_before_it_imports_torch(folder: RunFolder, tmp_path: Path) -> None:
+    write_config(run_config(eval_file(tmp_path / "eval.jsonl")), folder.config_path)
+    command = [sys.executable, "-v", "-m", "launch.teacher_accuracy", str(folder.path), "1"]  # -v: names each import
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "import 'launch.lifeline'" in done.stderr and "import 'torch'" not in done.stderr
 
 
 def test_a_measurement_that_fails_says_where_its_log_is(folder: RunFolder, tmp_path: Path) -> None:
