@@ -37,7 +37,9 @@ def test_a_quotation_fits_in_one_line_of_log() -> None:
 
 
 def test_the_texts_of_a_message_are_made_printable_and_its_data_stays() -> None:
-    assert printable_texts(m.RolloutFailed(FORGED, FORGED)) == m.RolloutFailed(SHOWN, SHOWN)
+    assert printable_texts(m.RolloutFailed(FORGED, "env_error", FORGED, FORGED)) == m.RolloutFailed(
+        SHOWN, "env_error", SHOWN, SHOWN
+    )
     beat = m.Heartbeat(None, {FORGED: 1.0, "fine": 2.0})
     assert printable_texts(beat) == m.Heartbeat(None, {SHOWN: 1.0, "fine": 2.0})
     task = m.Task(0, "train", 1, m.Sampling(), ground_truth="two\nlines")
@@ -98,7 +100,7 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
             peer = new_socket(context, zmq.DEALER)
             peer.connect(server.address)
             send_frames(peer, encode(hello))
-            send_frames(peer, encode(m.RolloutFailed(FORGED, FORGED)))
+            send_frames(peer, encode(m.RolloutFailed(FORGED, "env_error", FORGED, FORGED)))
             send_frames(peer, encode(m.Heartbeat(None, {FORGED: 1.0})))
             send_frames(peer, encode(m.Goodbye(FORGED)))
             deadline_s = time.monotonic() + WAIT_S
@@ -110,7 +112,7 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
     finally:
         context.term()
         server.close()
-    assert m.RolloutFailed(SHOWN, SHOWN) in told and m.Heartbeat(None, {SHOWN: 1.0}) in told
+    assert m.RolloutFailed(SHOWN, "env_error", SHOWN, SHOWN) in told and m.Heartbeat(None, {SHOWN: 1.0}) in told
     assert server.refused["malformed"] == 1, "the name; incarnation and pool become printable"
     lines = stream.getvalue().splitlines()
     assert lines and all("actor-0 ERROR" not in line and line.isprintable() for line in lines)
