@@ -5,9 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from buffer.core import Core
 from buffer.failures import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
+from buffer.image import make_image, restore_image
 from protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
+from tests.buffer.shadow import new_book
 
 Make = type[Driver]
 
@@ -380,3 +383,10 @@ def test_texts_are_cut(make: Make) -> None:
     fail_each(driver, failed("ValueError", "y" * 10**6))
     (each,) = driver.snapshot.failures
     assert [len(text) for text in (each.newest, *each.examples)] == [MAX_TEXT, MAX_TEXT]
+
+
+def test_failures_outlive_the_buffers_process(make: Make) -> None:
+    driver = make(batch=100)
+    fail_each(driver, failed("KeyError", "no tool"), failed("", "slow", "env_timeout"))
+    core, _ = restore_image(make_image(Core(driver.state), new_book(), 1.0), new_book())
+    assert core.state.snapshot(1.0).failures == driver.snapshot.failures
