@@ -105,6 +105,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "through the backbone": {"value": {"through_backbone": True, "coef": 2.0}},
     "three updates, values clipped": {"updates_per_batch": 3, "value": {"through_backbone": True, "clip": 0.01}},
     "three updates, decoupled": {"updates_per_batch": 3, "importance": "decoupled", "ratio_cap": 1.1},
+    "three updates that move far, decoupled": {
+        "updates_per_batch": 3,
+        "importance": "decoupled",
+        "ratio_low": 0.98,
+        "ratio_high": 1.02,
+    },
     "mean of rollouts' means": {"aggregation": "sequence_mean", "value": {"through_backbone": True}},
 }
 

@@ -109,7 +109,7 @@ def _slow(
 ) -> tuple[dict[str, Tensor], float]:
     """Gradients, and the mean divergence of the graded tokens: item by item, token by token, teacher by teacher, on
     the teacher's own numbers; with k tokens and one bucket for the others. Rewards: GRPO without std, truncated."""
-    n_tokens = sum(t.n_trained for t in items)
+    n_tokens, n_rollouts = sum(t.n_trained for t in items), sum(t.n_trained > 0 for t in items)
     loss, divergences = torch.zeros((), dtype=torch.float64), []
     for train_item in items:
         ids_L = torch.from_numpy(train_item.tokens_L).long()
@@ -121,9 +121,10 @@ def _slow(
         if config.advantage == "grpo" and train_item.item.reward is not None:
             advantage = train_item.item.reward - sum(told) / len(told)
         log_ratio_before = 0.0
+        divisor = n_tokens if config.aggregation == "token_mean" else n_rollouts * max(1, train_item.n_trained)
         for t in np.flatnonzero(train_item.train_mask_L).tolist():
             s, mu = every_LV[t - 1, ids_L[t]], float(train_item.behaviour_L[t])
-            loss = loss - min(math.exp(s.item() - mu), config.ratio_cap) * advantage * s / n_tokens
+            loss = loss - min(math.exp(s.item() - mu), config.ratio_cap) * advantage * s / divisor
             weight = min(math.exp(log_ratio_before), config.ratio_cap) if config.context_weight != "none" else 1.0
             log_ratio_before += s.item() - mu
             total = 0.0
@@ -135,7 +136,7 @@ def _slow(
                     p_B = torch.cat([p_B, (1 - p_B.sum())[None]])
                     q_B = torch.cat([q_B, (1 - q_B.sum())[None]])
                 d = _divergence(config.divergence, p_B, q_B, config.mixed_weight, config.jsd_beta)
-                loss = loss + config.teacher_coefs.get(name, config.coef) * weight * d / n_tokens
+                loss = loss + config.teacher_coefs.get(name, config.coef) * weight * d / divisor
                 total += d.item()
             if train_item.item.teachers:
                 divergences.append(total)
@@ -152,6 +153,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "with rewards": (6, {"divergence": "reverse_kl", "advantage": "grpo", "advantage_std": False, "coef": 0.5}),
     "context weights": (6, {"divergence": "jsd", "jsd_beta": 0.8, "context_weight": "truncated", "ratio_cap": 1.5}),
+    "mean of rollouts' means": (6, {"divergence": "reverse_kl", "aggregation": "sequence_mean"}),
+    "mean of rollouts' means, with rewards": (
+        VOCAB,
+        {"divergence": "forward_kl", "advantage": "grpo", "advantage_std": False, "aggregation": "sequence_mean"},
+    ),
 }
 
 
