@@ -180,3 +180,32 @@ def test_leaving_out_what_was_not_in_the_batch_is_refused(make: Make) -> None:
     (refused,) = driver.take(m.Refused)
     assert "train-7-0-0" in refused.got
     assert driver.ledger.rejected == {"not_in_batch": 1} and driver.ledger.tokens.in_flight == 2
+
+
+def test_two_batches_of_a_lost_learner_wait_again_with_every_token_to_be_trained(make: Make) -> None:
+    """It trained neither as far as the buffer knows: what it said of the first was lost with it."""
+    driver = make(batch=1, staleness=2, release="segment")
+    driver.offer(0, 1)
+    driver.write("train-0-0-0", 10)
+    driver.score()
+    driver.roll(1, n=10)
+    held = [driver.want(0), driver.want(1)]
+    assert sorted(rollout_ids(held[0]) + rollout_ids(held[1])) == ["train-0-0-0", "train-1-0-0"]
+    driver.lose("learner", "learner")
+    driver.restart_learner(0, epoch=1)
+    driver.offer(0, 1)
+    seen: dict[str, int] = {}
+    for step in range(2):
+        driver.take(m.Batch)
+        out = driver.send("learner", "learner", m.BatchWanted(v(step, 1)))
+        batch = driver.batch()
+        assert batch is not None
+        (item,) = batch.items
+        seen[item.rollout_id] = int(driver.frames(out)[2].sum())
+        driver.trained(batch)
+    assert seen == {"train-0-0-0": 10, "train-1-0-0": 10}, "tokens of each mask"
+    assert driver.ledger.tokens.trained == 20
+    for batch in held:
+        assert batch is not None
+        driver.trained(batch)
+    assert driver.ledger.tokens.trained == 20 and driver.ledger.rejected == {"unknown_batch": 2}

@@ -13,7 +13,7 @@ import lmdb
 import msgspec
 import pytest
 
-from buffer.config import BufferConfig
+from buffer.config import BufferConfig, Sync
 from buffer.journal import RETRY_S, Journal
 from buffer.recovery import Beginning, CoreClock, JournalError, Started, start
 from buffer.store import PART_BYTES, Store, StoreCorrupt, StoreUnwritable
@@ -102,6 +102,17 @@ def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) ->
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=PATIENCE_S)
     assert opened(tmp_path) == (None, [b"%d" % i for i in range(100)])
+
+
+@pytest.mark.parametrize("sync", ["disk", "process"])
+def test_a_commit_waits_for_the_disk_where_that_is_asked_for(tmp_path: Path, sync: Sync) -> None:
+    """No test can cut the power: what LMDB was told is looked at."""
+    config = msgspec.structs.replace(BEGINNING.config, journal_sync=sync)
+    started = start(tmp_path / "journal", msgspec.structs.replace(BEGINNING, config=config))
+    assert started.journal is not None
+    flags = started.journal.store._env.flags()  # pyright: ignore[reportPrivateUsage]
+    assert (flags["sync"], flags["metasync"]) == ((True, True) if sync == "disk" else (False, False))
+    started.journal.close()
 
 
 def test_a_commit_that_a_dying_process_left_half_written_is_dropped(tmp_path: Path) -> None:

@@ -117,6 +117,26 @@ def test_what_left_early_is_context_of_the_rest(make: Make) -> None:
     assert (ledger.tokens.trained, ledger.segments.trained, ledger.rollouts.trained) == (8, 4, 3)
 
 
+def test_a_prefix_has_neither_reward_nor_finish_even_where_the_rollout_is_finished(make: Make) -> None:
+    """The final segment is there and not yet scored; it leaves later, with both."""
+    driver = make(batch=1, staleness=2, release="segment")
+    driver.offer(0, 1, 2)
+    driver.write("train-0-0-0", 10)
+    (first,) = driver.work
+    driver.write("train-0-0-0", 10, final=True)
+    second = next(lease for lease in driver.work if lease != first)
+    told: list[tuple[int, bool, float | None, str | None]] = []
+    for step, lease in enumerate((first, second)):
+        driver.answer(lease)
+        driver.write(f"train-{step + 1}-0-0", 10, final=True)  # fills the batch
+        driver.answer(next(lease for lease in driver.work if lease not in (first, second)))
+        batch = driver.want(step)
+        assert batch is not None
+        told += [(i.end, i.final, i.reward, i.finish_reason) for i in batch.items if i.rollout_id == "train-0-0-0"]
+        driver.trained(batch)
+    assert told == [(12, False, None, None), (22, True, 1.0, "stop")]
+
+
 def test_a_scored_prefix_leaves_before_it_would_be_stale(make: Make) -> None:
     driver = make(batch=2, staleness=2, release="deadline")
     driver.offer(0)

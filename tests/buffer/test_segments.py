@@ -82,6 +82,18 @@ def test_too_many_segments_ahead_of_a_missing_one_end_the_rollout(make: Make) ->
     assert "train-0-0-1" in driver.tickets, "the sample is tried again"
 
 
+def test_a_held_segment_that_is_sent_again_does_no_harm_when_as_many_are_held_as_may_be(make: Make) -> None:
+    driver = make(max_held_segments=1)
+    driver.offer(0)
+    first, second = (driver.make("train-0-0-0", 1, final=i == 1) for i in range(2))
+    assert driver.submit(*second) is None
+    assert driver.submit(*second) is None, "it is held already"
+    assert driver.take(m.SegmentAck) == [] and "train-0-0-1" not in driver.tickets
+    driver.submit(*first)
+    assert [(ack.index, ack.status) for ack in driver.take(m.SegmentAck)] == [(0, "accepted"), (1, "accepted")]
+    assert driver.ledger.tokens.accepted == 2 and driver.ledger.rejected == {}
+
+
 def test_nothing_may_follow_the_final_segment(make: Make) -> None:
     driver = make()
     driver.offer(0)

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ import zmq
 
 import buffer.server
 from buffer.config import BufferConfig
+from buffer.journal import Journal
 from buffer.server import BufferAddress
 from buffer.state import BufferState
 from protocol import messages as m
@@ -28,6 +29,7 @@ from protocol.client import Client
 from protocol.codec import Received
 from protocol.context import ExitCode
 from protocol.ports import outgoing_ports
+from protocol.server import Server
 from tests.patience import PATIENCE_S, eventually
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -294,3 +296,35 @@ def test_sigterm_while_waiting_for_goodbyes_ends_the_wait_not_the_result(
 def test_the_buffer_imports_without_torch() -> None:
     code = "import sys, buffer.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_segment_is_acknowledged_only_when_the_journal_has_it(
+    in_thread: Future[int], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that died in between would have let its actor forget what it does not know."""
+    written: list[bytes] = []
+    known: list[bool] = []
+    write, send = Journal.write, Server.send
+
+    def written_first(journal: Journal, turn: bytes, now_s: float) -> None:
+        write(journal, turn, now_s)
+        written.append(turn)
+
+    def look(server: Server, role: m.Role, name: str, message: m.Message, arrays: Sequence[Any] = ()) -> Any:
+        if isinstance(message, m.SegmentAck):
+            known.append(any(message.rollout_id.encode() in turn for turn in written))
+        return send(server, role, name, message, arrays)
+
+    monkeypatch.setattr(Journal, "write", written_first)
+    monkeypatch.setattr(Server, "send", look)
+    learner, actor = connect("learner"), connect("actor")
+    learner.send(m.TasksOffered((m.Task(0, "train", 1, m.Sampling(max_new_tokens=8)),)), (np.array([5], np.int32),))
+    actor.send(m.TicketCredit(1, 0, 0))
+    rollout_id = receive(actor, m.Tickets)[0].tickets[0].rollout_id
+    segment = m.Segment(rollout_id, 0, 0, 2, (m.VersionSpan(START, 1, 2),), True, "stop")
+    actor.send(segment, (np.array([5, 6], np.int32), np.array([0, -0.5], np.float32), np.array([0, 1], np.uint8)))
+    assert actor.flush(WAIT_S)
+    assert known and all(known)
+    end_run(learner)
+    actor.close("done")
+    assert in_thread.result(WAIT_S) == ExitCode.OK

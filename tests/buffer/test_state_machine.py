@@ -6,11 +6,13 @@ shrunk. At the end everybody works together (batches must come) and the run fini
 
 from __future__ import annotations
 
+import os
+import secrets
 from random import Random
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from bench import buffer_actions as act
 from bench import buffer_learner as learner
@@ -147,3 +149,13 @@ TestBuffer.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+SEED = int(os.environ.get("STILLHOUSE_TEST_SEED") or secrets.randbelow(2**32))
+
+
+def test_the_same_from_a_seed_that_differs_with_every_session() -> None:
+    """The one above is derandomized: it finds nothing that it did not find yesterday."""
+    print(f"again with STILLHOUSE_TEST_SEED={SEED}")
+    machine = seed(SEED)(type("SeededMachine", (BufferMachine,), {}))
+    run_state_machine_as_test(machine, settings=settings(TestBuffer.settings, derandomize=False, database=None))

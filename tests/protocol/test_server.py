@@ -342,6 +342,19 @@ def test_the_same_incarnation_on_a_new_connection_resumes_where_it_stopped(serve
     assert server.undeliverable == 0
 
 
+def test_the_hello_of_an_older_connection_takes_nothing_from_a_newer_one(server: Server, connect: MakePeer) -> None:
+    """It was on its way for longer."""
+    newer, older = connect(), connect()
+    newer.greet(connection=7)
+    newer.read_n(1)
+    older.send(msgspec.structs.replace(HELLO, connection=3))
+    limit = Limit()
+    while not server.overtaken and not limit.passed:
+        assert server.poll(0.01) == [] and not older.socket.poll(0), "it was welcomed"
+    server.send("actor", "actor-0", m.CancelRollout("r", "x"))
+    assert newer.read_n(1) == [m.CancelRollout("r", "x")]
+
+
 def test_hellos_of_one_incarnation_count_in_the_order_of_its_connections(server: Server, connect: MakePeer) -> None:
     """After a long pause of the server its peer has tried several connections, and ROUTER reads them in any order."""
     connections = [connect() for _ in range(8)]
