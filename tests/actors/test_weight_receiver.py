@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -212,6 +213,23 @@ def test_a_plan_of_a_learner_that_is_gone_is_given_up_and_the_next_one_followed(
     assert host.send(staged(V1)).error is None
     assert engine.versions == [V1]
     gone.close()
+
+
+def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes would be taken for tensors that they are not."""
+    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.send(staged(V1)).error is None
+    header = GroupHost._header  # pyright: ignore[reportPrivateUsage]
+
+    def other(host: GroupHost, *args: Any) -> Any:
+        layout, told = header(host, *args)
+        return layout, msgspec.structs.replace(told, manifest_digest="00" * 32)
+
+    monkeypatch.setattr(GroupHost, "_header", other)
+    assert host.send(staged(V2)).lost == {SEAT: "refused"}
+    assert engine.versions == [V1]
 
 
 def test_tensors_that_the_engine_does_not_take_end_the_receiver_loudly(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -395,3 +396,62 @@ def test_a_checkpoint_without_a_head_is_refused_and_one_too_many_is_said(
     with caplog.at_level(logging.WARNING):
         Trainer(tiny_student(), LearnerConfig(), total_steps=9).critic.load_state_dict(state)
     assert "no use for: left out" in caplog.text
+
+
+class PlainAdamW:
+    """As published (Loshchilov and Hutter 2019), over a clipped gradient, in Python."""
+
+    def __init__(self, weights: Mapping[str, Tensor], config: LearnerConfig) -> None:
+        self.weights = {name: weight.clone() for name, weight in weights.items()}
+        self._moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in weights.items()}
+        self._config, self._steps = config, 0
+
+    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        config, (beta, gamma) = self._config, self._config.betas
+        norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
+        shrunk = min(1.0, config.max_grad_norm / (norm + 1e-6))
+        self._steps += 1
+        for name, gradient in gradients.items():
+            weight, (mean, square), g = self.weights[name], self._moments[name], gradient * shrunk
+            mean.mul_(beta).add_((1 - beta) * g)
+            square.mul_(gamma).add_((1 - gamma) * g**2)
+            mean_hat, square_hat = mean / (1 - beta**self._steps), square / (1 - gamma**self._steps)
+            if weight.ndim >= 2 and not name.startswith("value"):
+                weight.mul_(1 - lr * config.weight_decay)
+            weight.sub_(lr * mean_hat / (square_hat.sqrt() + config.eps))
+
+
+def unclipped_gradients(trainer: Trainer, items: Sequence[TrainItem], patch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Of student and head in one step, which is made."""
+    seen: dict[str, Tensor] = {}
+    clip = Trainer._clipped_norms  # pyright: ignore[reportPrivateUsage]
+
+    def look(self: Trainer, *args: Any) -> Any:
+        named = [*self.model.named_parameters()]
+        named += [(f"value {name}", p) for name, p in critic_of(self).head.named_parameters()]
+        seen.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+        return clip(self, *args)
+
+    with patch.context() as patched:
+        patched.setattr(Trainer, "_clipped_norms", look)
+        trainer.step(items)
+    return seen
+
+
+def test_student_and_head_move_as_adamw_does_each_at_its_scheduled_rate_from_its_own_clipped_gradient(
+    tiny_student: Student, make_item: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"schedule": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1, "weight_decay": 0.1}
+    config = config_of(**fields, lr=3e-3, eps=1e-2, max_grad_norm=0.02, value={"lr": 4e-2})
+    trainer, items = trainer_of(tiny_student, config), batch(make_item, tiny_student("eager"))
+    is_value = {name: name.startswith("value") for name in parameters(trainer)}
+    plain = [PlainAdamW({n: w for n, w in parameters(trainer).items() if is_value[n] == own}, config) for own in (0, 1)]
+    rates = [0.5, 1.0, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 8)), 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))]
+    for rate in rates:
+        seen = unclipped_gradients(trainer, items, monkeypatch)
+        for own, adamw in enumerate(plain):
+            gradients_of = {n: g for n, g in seen.items() if is_value[n] == own}
+            adamw.step(gradients_of, rate * (config.value.lr if own else config.lr))
+        after = parameters(trainer)
+        for name, weight in (plain[0].weights | plain[1].weights).items():
+            torch.testing.assert_close(after[name], weight, atol=1e-9, rtol=1e-7, msg=name)

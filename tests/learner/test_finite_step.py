@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -42,6 +44,24 @@ def test_the_others_are_trained_as_if_the_culprits_had_been_context(tiny_student
     for a, b in zip(weights(ours), weights(plain), strict=True):
         torch.testing.assert_close(a, b)
     assert items[1].n_trained == 2, "the batch itself is not touched"
+
+
+def test_a_rollout_that_is_left_out_stays_in_the_mean_reward_of_its_group(
+    tiny_student: Student, make_item: Make
+) -> None:
+    """Rewards 0, 1, 1, 1: with the first left out by mistake the others would have no advantage at all."""
+    rewards = {"advantage": "grpo", "advantage_std": False, "coef": 0.01}
+    items = [make_item(name, [0, 1, 1], task_id=3, reward=float(n > 0)) for n, name in enumerate(NAMES)]
+    others = [dataclasses.replace(items[0], train_mask_L=np.zeros_like(items[0].train_mask_L)), *items[1:]]
+    ours, plain = (make_trainer(tiny_student, **rewards) for _ in range(2))
+    before, expected = weights(ours), plain.step(others)
+    items[0].teacher_ML[:] = -1e38
+    outcome = finite_step(ours, items)
+    assert outcome.masked == ("a",)
+    assert outcome.figures is not None and outcome.figures.grad_norm == pytest.approx(expected.grad_norm)
+    assert expected.grad_norm > 0 and not all(map(torch.equal, before, weights(ours)))
+    for a, b in zip(weights(ours), weights(plain), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_step_of_which_nothing_is_left_counts_and_changes_nothing(tiny_student: Student, make_item: Make) -> None:
