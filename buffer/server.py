@@ -211,7 +211,10 @@ def without_infinities(snapshot: Snapshot) -> Snapshot:
 
 
 def write_atomically(path: Path, content: msgspec.Struct) -> None:
-    """As JSON; readers see the former file or the whole new one."""
+    """As JSON; readers see the former file or the whole new one. Of each file there is one writer at a time: the draft
+    of one that was killed in the middle goes."""
+    for left in path.parent.glob(f".{path.name}.[0-9]*"):
+        left.unlink(missing_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(content), indent=1))
