@@ -12,6 +12,11 @@ from tests.patience import SLOWNESS
 
 HERE: Final = Path(__file__).parent
 SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
+SLOW_FILES: Final = (
+    *("actors/test_memory.py", "buffer/test_buffer_sim.py", "buffer/test_kill.py", "buffer/test_memory.py"),
+    "builtin/test_topk_payloads.py",
+)
+"""Soaks and campaigns."""
 QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")
 REPRESENTATIVE: Final = "integration/test_whole_run.py"
 """Whole runs that `make test` keeps; those of them that are marked slow it leaves out too."""
@@ -25,7 +30,8 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Mark the slow ones, and give each test its time."""
     for item in items:
         path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else item.path.name
-        if path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE):
+        in_slow_folder = path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE)
+        if in_slow_folder or path in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("timeout") is None:
             limit_s = SLOW_TEST_S if item.get_closest_marker("slow") else TEST_S

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import patience
-from tests.conftest import HERE, QUICK_FILES_OF_THEM, REPRESENTATIVE, SLOW_FOLDERS
+from tests.conftest import HERE, QUICK_FILES_OF_THEM, REPRESENTATIVE, SLOW_FILES, SLOW_FOLDERS
 from tests.patience import PATIENCE_S, VARIABLE, Limit, eventually
 
 ROOT = HERE.parent
@@ -102,5 +102,5 @@ def test_a_failure_is_named_before_the_session_ends_and_workers_know_how_slow_it
 
 
 def test_every_folder_and_file_that_is_slow_or_not_exists() -> None:
-    for path in (*SLOW_FOLDERS, *QUICK_FILES_OF_THEM, REPRESENTATIVE):
+    for path in (*SLOW_FOLDERS, *SLOW_FILES, *QUICK_FILES_OF_THEM, REPRESENTATIVE):
         assert (HERE / path).exists(), f"tests/conftest.py names {path}"
