@@ -124,9 +124,9 @@ class LearnerDesk:
             tasks=self._tasks,
             life=self._life,
             arrivals=self._arrivals,
-            trainable=lambda sampled: self._versions.distance(sampled, version) <= self._config.max_staleness,
+            versions=self._versions,
             engines=before,
-            whole_groups=self._config.release == "rollout",
+            config=self._config,
         )
         self._acknowledge_tasks((), "train")
 

@@ -226,7 +226,6 @@ def test_tokens_of_an_abandoned_branch_are_as_far_as_the_way_back_and_up(make: M
     assert batch is not None and batch.staleness == {1: 2}, "one step back to the fork at 1"
     driver.trained(batch)
     driver.roll(3, step=2)
-    driver.roll(4, step=2, epoch=1)
     batch = driver.want(2, epoch=1)
     assert batch is not None and batch.staleness == {2: 2}, "one step back, one step up"
 

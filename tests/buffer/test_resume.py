@@ -265,3 +265,22 @@ def test_a_learner_that_was_only_cut_off_asks_again_and_goes_on(interlude: Inter
     driver.trained(batch)
     driver.trained(batch)
     assert driver.ledger.tokens.trained == 2 and not driver.ledger.rejected
+
+
+@BUFFERS
+def test_what_would_be_past_the_bound_when_its_turn_comes_is_begun_anew(interlude: Interlude) -> None:
+    """Two of three can be trained in time: one in each of the next two steps."""
+    driver = Driver(batch=1, staleness=2)
+    driver.offer(0, 1, 2)
+    for task_id in range(3):
+        driver.roll(task_id)
+    driver.restart_learner(1, epoch=1, next_task_id=3, open=open_tasks(0, 1, 2))
+    interlude(driver)
+    driver.offer(0, 1, 2)
+    assert new_tickets(driver) == {"train-2-0-1000"}
+    for step in (1, 2):
+        assert rollout_ids(train(driver, step, epoch=1)) == [f"train-{step - 1}-0-0"]
+    driver.write("train-2-0-1000", 2, step=1, epoch=1, final=True)
+    driver.score()
+    assert rollout_ids(train(driver, 3, epoch=1)) == ["train-2-0-1000"]
+    assert not driver.ledger.tokens.masked
