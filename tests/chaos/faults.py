@@ -67,7 +67,8 @@ class Fault(msgspec.Struct, frozen=True):
     @property
     def restarts_run(self) -> bool:
         """The launcher ends, and --resume follows."""
-        return self.kind in ("relaunch", "interrupt") or LAUNCHER in (self.target, *self.others)
+        dies = self.kind in ("together", "trap") and LAUNCHER in (self.target, *self.others)
+        return dies or self.kind in ("relaunch", "interrupt")
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
