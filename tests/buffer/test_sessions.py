@@ -67,7 +67,9 @@ def test_a_peer_that_left_has_no_session_and_one_that_was_replaced_may_not_come_
 
 def test_an_image_of_the_sessions_restores_them_and_the_door() -> None:
     book = new_book()
-    replay(new_core(), book, [turn(Joined(hello("1"))), turn(Left("actor", "a"), Joined(hello("2"))), *asked(2)])
+    learner = m.Hello("learner", "l", "1", "run-1", "ab" * 32)  # whose vocabulary is the run's where none is configured
+    joined = [turn(Joined(learner)), turn(Joined(hello("1"))), turn(Left("actor", "a"), Joined(hello("2")))]
+    replay(new_core(), book, [*joined, *asked(2)])
     again = new_book()
     again.restore(book.image())
     assert again.image() == book.image()

@@ -83,7 +83,7 @@ def test_at_an_address_only_the_run_that_was_joined_counts_as_back(tmp_path: Pat
 
 def test_a_folder_tells_a_finished_run_from_one_that_broke_off(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}")
-    for state, expected in (("finished", RunIsFinished), ("interrupted", LaunchError), ("failed", LaunchError)):
+    for state, expected in (("finished", RunIsFinished), ("stopped", LaunchError), ("failed", LaunchError)):
         record = {"name": "r", "run_id": "r-1", "state": state, "started": "now", "launcher_pid": 1, "exit_code": 0}
         (tmp_path / "run.json").write_text(json.dumps(record))
         with pytest.raises(LaunchError, match="is over") as caught:

@@ -37,5 +37,6 @@ def test_the_newest_epoch_is_that_of_whole_lines(tmp_path: Path) -> None:
     file = tmp_path / METRICS_FILE
     file.write_text('{"kind": "ev')
     assert newest_epoch(tmp_path) == 0, "somebody was here"
-    file.write_text('{"kind": "step", "epoch": 2}\n{"kind": "eval", "epoch": 1}\n{"kind": "step", "epoch": 3')
+    row = '{"kind": "step", "step": 1, "epoch": %d}'
+    file.write_text(f"{row % 2}\n{row % 1}\n{(row % 3)[:-1]}")
     assert newest_epoch(tmp_path) == 2
