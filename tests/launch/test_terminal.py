@@ -16,6 +16,7 @@ from launcher_process import PATIENCE_S, ROOT, StartLauncher, eventually
 
 def take_terminal() -> None:
     """In the child: standard input is its controlling terminal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -25,8 +25,8 @@ from tests.patience import PATIENCE_S, eventually
 
 CONFIG = PublishConfig(
     bucket_bytes=1 << 16,
-    join_timeout_s=PATIENCE_S,
-    broadcast_timeout_s=PATIENCE_S,
+    join_timeout_s=PATIENCE_S / 4,
+    broadcast_timeout_s=PATIENCE_S / 4,
     answer_grace_s=1.0,
     join_window_s=0.05,
     rejoin_delay_s=60.0,
