@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from bench.objective_grid import Row, objectives, staleness
+from bench.objective_grid import BASE, Row, objectives, staleness
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TABLES: Final = {"objectives": objectives, "staleness": staleness}
@@ -127,7 +127,7 @@ class Running:
 def commands(place: Path, row: Row, seed: int, steps: int) -> list[list[str]]:
     """To be run one after the other; the last one leaves its figures in `place`."""
     steps *= row.steps_times
-    common = ["--config", "examples/demo.toml", f"--steps={steps}", f"--seed={seed}", "--learner.checkpoint_every=0"]
+    common = ["--config", "examples/demo.toml", *BASE, f"--steps={steps}", f"--seed={seed}"]
     rollouts, evaluated = f"--buffer.batch_rollouts={row.batch_rollouts}", f"--learner.eval_every={steps}"
     own = ["--run-dir", str(place), *common, evaluated, *row.arguments]
     if row.prepare is None:
@@ -172,8 +172,8 @@ def report(args: argparse.Namespace) -> str:
         f"    python bench/compare_objectives.py --folder DIR --seeds {args.seeds} --steps {args.steps}",
         "",
         f"{time.strftime('%Y-%m-%d')}. The built-in task, `examples/demo.toml` (Adam, learning rate 3e-4, 10 warm-up "
-        "steps) and what the row says; nothing is tuned per row. Evaluation at the end: 256 prompts sampled, 128 "
-        "greedy. Mean over seeds (lowest to highest). What follows from it: "
+        "steps) with k1, 8 rollouts per prompt, and what the row says; nothing is tuned per row. Evaluation at the "
+        "end: 256 prompts sampled, 128 greedy. Mean over seeds (lowest to highest). What follows from it: "
         "[the defaults](../decisions/objective-defaults.md).",
         "",
     ]

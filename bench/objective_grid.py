@@ -6,6 +6,13 @@ from dataclasses import dataclass
 from typing import Final
 
 BATCH_ROLLOUTS: Final = 64
+BASE: Final = (
+    "--learner.divergence=k1",
+    "--teacher.top_k=0",
+    "--learner.tasks.group_size=8",
+    "--learner.checkpoint_every=0",
+)
+"""Over examples/demo.toml, and under what a row says: the defaults, where the demo has settings of its own."""
 TOP_K: Final = ("--teacher.top_k=256",)
 WHOLE_GROUPS: Final = ("--buffer.release=rollout",)
 GRPO: Final = ("--learner.advantage=grpo", "--learner.importance=ppo", "--learner.ratio_low=0.8",
