@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.buffer_teacher_model import TeacherModel, audit_scoring
-from buffer.config import BufferConfig
-from buffer.rollouts import ATTEMPTS_PER_EPOCH, SegmentState
+from buffer.config import ATTEMPTS_PER_EPOCH, BufferConfig
+from buffer.rollouts import SegmentState
 from buffer.state import BufferState, Outgoing
 from protocol import messages as m
 from protocol.messages import BatchItem, WeightVersion

@@ -26,6 +26,11 @@ ABOVE_ZERO: Final = (
 SHARES: Final = ("hedge_quantile", "hedge_budget")
 
 
+ATTEMPTS_PER_EPOCH: Final = 1000
+"""Attempts at a sample are numbered from `epoch * ATTEMPTS_PER_EPOCH` on, so that a rollout id is never used twice,
+not even by a buffer that remembers nothing of the ones before a restart."""
+
+
 class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The buffer's settings. Times are seconds, lengths are tokens."""
 
@@ -155,6 +160,8 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"buffer.breaker_backoff_max_s is {self.breaker_backoff_max_s}, expected at least breaker_backoff_s"
                 f" ({self.breaker_backoff_s})"
             )
+        if self.max_attempts > ATTEMPTS_PER_EPOCH:
+            raise ValueError(f"buffer.max_attempts is {self.max_attempts}, expected at most {ATTEMPTS_PER_EPOCH}")
         if self.max_segment_tokens > self.max_rollout_tokens:
             raise ValueError(
                 f"buffer.max_segment_tokens is {self.max_segment_tokens}, expected at most max_rollout_tokens"

@@ -14,18 +14,15 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections import deque
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from buffer.config import ATTEMPTS_PER_EPOCH
 from buffer.tokens import Array, Int32s, TokenStore
 from protocol.messages import Sampling, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
 from protocol.messages import Segment as SegmentMessage
-
-ATTEMPTS_PER_EPOCH: Final = 1000
-"""Attempts at a sample are numbered from `epoch * ATTEMPTS_PER_EPOCH` on, so that a rollout id is never used twice,
-not even by a buffer that remembers nothing of the ones before a restart."""
 
 
 class Fate(NamedTuple):

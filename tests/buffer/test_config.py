@@ -19,6 +19,7 @@ def test_defaults_are_asynchronous_distillation() -> None:
         ({"advertise": "198.51.100.7:5555"}, "expected tcp://HOST:PORT"),
         ({"max_staleness": -1}, "max_staleness is -1, expected 0"),
         ({"batch_rollouts": 0}, "batch_rollouts is 0, expected 1"),
+        ({"max_attempts": 1001}, "max_attempts is 1001, expected at most 1000"),
         ({"lease_s": 0.0}, "lease_s is 0.0, expected more"),
         ({"ticket_timeout_s": float("nan")}, "ticket_timeout_s is nan"),
         ({"peer_timeout_s": 1.5, "heartbeat_s": 1.0}, "at least twice heartbeat_s"),
