@@ -41,6 +41,7 @@ config = SimpleNamespace(
     actor=msgspec.convert(settings, ActorConfig),
     teacher=msgspec.convert(settings, TeacherConfig),
     models=SimpleNamespace(student={student!r}, teacher={teacher!r}),
+    learner=SimpleNamespace(tasks=SimpleNamespace(env="single_turn")),
 )
 context = RoleContext(
     role={role!r}, index=0, name="{role}-0", incarnation="first", run_id={run!r}, run_dir=Path({run_dir!r}),
