@@ -63,7 +63,8 @@ def run_actor(client: Client) -> int:
         sglang=SGLangConfig(max_concurrent=client.concurrent, stream_tokens=client.stream_tokens),
         max_concurrent_rollouts=client.concurrent,
     )
-    config = SimpleNamespace(actor=actor, models=SimpleNamespace(student=client.student))
+    learner = SimpleNamespace(tasks=SimpleNamespace(env="single_turn"))
+    config = SimpleNamespace(actor=actor, models=SimpleNamespace(student=client.student), learner=learner)
     return actors.worker.main(
         RoleContext(
             role="actor",
