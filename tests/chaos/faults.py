@@ -15,7 +15,7 @@ from tests.chaos.disk import SmallDisk
 from tests.chaos.harness import Run
 from tests.chaos.meddling import Meddling
 from tests.chaos.stranger import knock
-from tests.chaos.traps import POINTS, Side
+from tests.chaos.traps import AT_A_NEW_LEARNER, POINTS, Side
 
 Kind: TypeAlias = Literal[
     "kill", "stop", "hang", "cut", "reset", "blackhole", "delay", "throttle",
@@ -40,7 +40,7 @@ LAUNCHER: Final = "launcher"
 LAUNCHER_SHARE: Final = 0.25
 """Of the simultaneous kills and of the traps, in which the launcher dies too."""
 STOPPED_EXIT_CODE: Final = 128 + signal.SIGINT
-TRAP_S: Final = 10.0
+TRAP_S: Final = 20.0
 """How long a process may take to pass the function at which it shall die."""
 HUGE_DELAY_S: Final = 0.3
 SLOW_BYTES_PER_S: Final = 4000.0
@@ -186,6 +186,8 @@ class Striker:
             return False
         others = [pid for pid in others if pid is not None]
         if fault.kind == "trap":
+            if fault.point in AT_A_NEW_LEARNER:
+                self._run.signal_worker("learner-0", signal.SIGKILL)
             there = self._run.running if fault.target == LAUNCHER else self._run.pid(fault.target) == first
             struck = there and self._run.traps.catch(
                 fault.point, fault.side, first, others=others, timeout_s=TRAP_S, alive=lambda: self._run.running

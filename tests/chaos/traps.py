@@ -24,10 +24,12 @@ POINTS: Final[Mapping[str, Sequence[str]]] = {
         "learner.tasks:TaskStream.step",
     ),
     "buffer": (
+        "buffer.go_back:go_back",
         "buffer.journal:Journal.write",
         "buffer.learner_desk:LearnerDesk.batch_trained",
         "buffer.learner_desk:LearnerDesk.batch_wanted",
         "buffer.learner_desk:LearnerDesk.form_batch",
+        "buffer.learner_desk:LearnerDesk.started",
         "buffer.learner_desk:LearnerDesk.tasks_offered",
         "buffer.loop:BufferLoop._send",
     ),
@@ -36,6 +38,8 @@ POINTS: Final[Mapping[str, Sequence[str]]] = {
     "launcher": ("launch.watch:Watch._kill_silent", "launch.watch:Watch._read_link"),
 }
 """By the role whose process passes there."""
+AT_A_NEW_LEARNER: Final = ("buffer.go_back:go_back", "buffer.learner_desk:LearnerDesk.started")
+"""Those of them that nobody passes while the same learner goes on."""
 HOOK: Final = Path(__file__).parent / "trap"
 LOOK_EVERY_S: Final = 0.02
 
