@@ -82,8 +82,7 @@ class ScriptedEngine:
         self.say(request_id, end="aborted")
 
     def poll(self, timeout_s: float) -> list[GenerationDelta]:
-        deltas = list(self._deltas)
-        self._deltas.clear()
+        deltas = [self._deltas.popleft() for _ in range(len(self._deltas))]  # `say` is called in another thread
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.requests.pop(delta.request_id, None)

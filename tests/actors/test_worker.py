@@ -27,8 +27,8 @@ from engines.torch_engine import TorchEngine
 from protocol import messages as m
 from protocol.client import Client
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, Breakable, ScriptedEngine, ids_of, ticket
-from tests.patience import PATIENCE_S
-from tests.wire import ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
+from tests.patience import PATIENCE_S, Limit, eventually
+from tests.wire import Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
 
 ACTOR: tuple[m.Role, str] = ("actor", "actor-0")
 PROMPT = ids_of(1, 2, 3)
@@ -107,7 +107,12 @@ def actor(
             send=connection.send,
         )
         worker = ActorWorker(connection, engine, weights or NoWeights(), environments, rollouts, config)
-        yield stack.enter_context(running(worker.run)), connection
+        ended = stack.enter_context(running(worker.run))
+        try:
+            yield ended, connection
+        except BaseException:
+            connection.close("the test failed")  # else the worker would never end
+            raise
 
 
 def give(peer: ScriptedBuffer, *tickets: m.Ticket) -> None:
@@ -116,12 +121,14 @@ def give(peer: ScriptedBuffer, *tickets: m.Ticket) -> None:
 
 def credit(peer: ScriptedBuffer, such: Callable[[m.TicketCredit], bool]) -> m.TicketCredit:
     """The first credit like this."""
-    n = 1
-    while True:
+    n, limit = 1, Limit()
+    got: list[Got[m.TicketCredit]] = []
+    while not limit.passed:
         for message, _ in (got := peer.expect(m.TicketCredit, n)):
             if such(message):
                 return message
         n = len(got) + 1
+    raise AssertionError(f"no such credit came; the last ones: {[message for message, _ in got][-3:]}")
 
 
 @pytest.fixture(autouse=True)
@@ -201,8 +208,7 @@ def test_a_rejected_segment_ends_its_rollout(tokenizer: TextTokenizer) -> None:
     with ScriptedBuffer(reject) as peer, actor(peer.address, engine, tokenizer) as (ended, _):
         give(peer, ticket(0, env="env"), ticket(1, env="env", min_version=V1))
         credit(peer, lambda c: c.n == 1)
-        while "train-0-0-0/0" not in engine.requests:
-            peer.expect(m.Heartbeat, len(peer.got(m.Heartbeat)) + 1)
+        eventually(lambda: "train-0-0-0/0" in engine.requests, "the request")
         engine.say("train-0-0-0/0", *range(20, 28))
         credit(peer, lambda c: c.n == 2 and c.tickets_received_total == 2)
         assert engine.aborted == ["train-0-0-0/0"]
@@ -227,10 +233,9 @@ def test_heartbeats_say_version_and_figures(tokenizer: TextTokenizer) -> None:
     engine.version = V1
     with ScriptedBuffer() as peer, actor(peer.address, engine, tokenizer) as (ended, _):
         give(peer, ticket(env="env"))
-        while True:
-            message, _ = peer.expect(m.Heartbeat, len(peer.got(m.Heartbeat)) + 1)[-1]
-            if message.stats.get("rollouts_finished_total") == 1.0:
-                break
+        ended_one = "rollouts_finished_total"
+        eventually(lambda: bool(got := peer.got(m.Heartbeat)) and got[-1].message.stats.get(ended_one) == 1, "its end")
+        message, _ = peer.got(m.Heartbeat)[-1]
         assert message.version == V1
         assert (message.stats["sampled_tokens_total"], message.stats["rollouts_in_hand"]) == (6.0, 0.0)
         assert {"busy_fraction", "waiting_for_weights", "plans", "segments_total"} <= message.stats.keys()
