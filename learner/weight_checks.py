@@ -14,13 +14,49 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from learner.members import CheckBy, Members
 from learner.roster import Seat
+from learner.staged_weights import Merged, Weight
 
 _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """In which a server may hold what it was sent in another."""
+
+
+_NAMES_IN_ERROR: Final = 4
+
+
+class NamesError(ValueError):
+    """Servers would not know the names under which this student's weights are sent."""
+
+
+def check_names(model: PreTrainedModel, weights: Iterable[tuple[str, Weight]]) -> None:
+    """A server loads weights by the names that checkpoints have, and passes over all others in silence. So what is sent
+    has to be, name for name and tensor for tensor, what `save_pretrained` would write. It is not where transformers
+    joins tensors of a checkpoint into one when it loads them (mixtures of experts), or renames them. Raises NamesError.
+    """
+    sent: dict[str, Tensor] = {}
+    for name, weight in weights:
+        tensor = weight.base if isinstance(weight, Merged) else weight
+        sent[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    saved = revert_weight_conversion(model, dict(sent))
+    unknown = [name for name in sent if saved.get(name) is not sent[name]]
+    if unknown:
+        written = [name for name in saved if saved[name] is not sent.get(name)]
+        raise NamesError(
+            f"SGLang servers cannot be sent this student ({model.config.model_type}): {len(unknown)} of its "
+            f"{len(sent)} weights are not in checkpoints as they are here: {_some(unknown)}; a checkpoint has "
+            f"{_some(written)}. A server would pass over names that it does not know, and keep its old weights. "
+            "Use actors with the embedded engine: --actor.engine torch"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_IN_ERROR
+    return ", ".join(names[:_NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
 class CheckSchedule:

@@ -38,6 +38,7 @@ from learner.rng import capture_rng, restore_rng
 from learner.stopping import StopAsked, StopRequest
 from learner.tasks import TaskStream, load_prompts
 from learner.train_step import Trainer
+from learner.weight_checks import NamesError, check_names
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
 from protocol.fingerprint import vocab_tokens
@@ -155,7 +156,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     except RecordError as error:
         log.error("learner.offline.file: %s", error)
         return ExitCode.USELESS
-    except (CriticStateError, CheckpointError) as error:
+    except (CriticStateError, CheckpointError, NamesError) as error:
         log.error("%s", error)
         return ExitCode.USELESS
     hello = Hello(
@@ -214,6 +215,8 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         seed=config.seed,
         checkpoint=checkpoint,
     )
+    if members_of(config.actor, learner.publish)[0].kind == "servers":
+        check_names(trainer.model, trainer.weights())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:
         stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
