@@ -17,9 +17,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import embedding, linear, rms_norm
 from transformers import PreTrainedModel
 
+from engines.attention import attend
 from engines.kv_cache import AttentionForm, SlotCache
 from engines.packed_layout import Bucket
 from engines.step import Step
@@ -141,9 +142,7 @@ class FusedDecoder:
         tokens = slice(n_rows + bucket.start, n_rows + bucket.end)
         shape = (bucket.n_sequences, bucket.longest, -1, self._head_size)
         query, key, value = (x[tokens].view(shape).transpose(1, 2) for x in (query_TND, key_TGD, value_TGD))
-        mixed = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self._form.scaling, enable_gqa=self._n_groups != self._n_heads
-        )
+        mixed = attend(query, key, value, mask_LL=None, scaling=self._form.scaling)
         return mixed.transpose(1, 2).reshape(bucket.end - bucket.start, -1)
 
     def _join(self, layer: Any) -> _Layer:

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engines import packed
+from engines.scorer_config import ScorerDtype
 
 Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "float64"]
@@ -92,6 +93,13 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: ScorerDtype, device: str) -> DtypeName:
+    """ "auto" -> bfloat16 on CUDA, float32 elsewhere; anything else as it is."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def resolve_path(path: str | Path) -> str:

@@ -21,10 +21,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engines.attention import attend
 from engines.logprobs import lm_head
 from engines.packed_layout import Bucket, Gather, Layout, make_layout, permutation
 
@@ -170,15 +170,7 @@ def _attend(query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bucket: Bucke
     if shape.softcap is not None or shape.sinks_N is not None:
         rows = _plain_attention(query, key, value, mask_LL, shape)
     else:
-        rows = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask_LL,
-            is_causal=mask_LL is None,
-            scale=shape.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        rows = attend(query, key, value, mask_LL=mask_LL, scaling=shape.scaling)
     rows_BLND = rows.transpose(1, 2)
     flat_ND = rows_BLND.reshape(-1, *rows_BLND.shape[2:])
     if bucket.real_S is None:

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from engines.base import ScoreRequest, ScoreResult
 from engines.logprobs import TokenScores, lm_head, token_scores
-from engines.models import DtypeName, load_causal_lm, resolve_device
+from engines.models import load_causal_lm, resolve_device, resolve_dtype
 from engines.packed import context_window, packed_hidden
 from engines.packed_layout import first_fit_decreasing
-from engines.scorer_config import ScorerDtype, ScorerSettings
+from engines.scorer_config import ScorerSettings
 from engines.snapshot import read_snapshot
 from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef
@@ -141,13 +141,6 @@ class TorchScorer:
                 f"request {index}: token id {low if low < 0 else high} outside the teacher's vocabulary of "
                 f"{self._vocab_size}; student and teacher must share one token-to-id map"
             )
-
-
-def resolve_dtype(dtype: ScorerDtype, device: str) -> DtypeName:
-    """ "auto" -> bfloat16 on CUDA, float32 elsewhere; anything else as it is."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def _split(scores: TokenScores, counts: Sequence[int]) -> list[ScoreResult]:

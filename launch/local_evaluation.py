@@ -21,11 +21,11 @@ from actors.rollouts_running import RunningRollouts
 from buffer.rollouts import ticket_seed
 from engines.base import ScoreRequest
 from engines.config import EngineConfig
-from engines.models import load_causal_lm, resolve_device
+from engines.models import load_causal_lm, resolve_device, resolve_dtype
 from engines.packed import context_window
 from engines.tokenizer import load_tokenizer, stop_token_ids
 from engines.torch_engine import TorchEngine
-from engines.torch_scorer import TorchScorer, resolve_dtype
+from engines.torch_scorer import TorchScorer
 from launch.config import RunConfig
 from launch.pools import TeacherPool, teacher_pools
 from launch.teacher_accuracy import MeasuredTeacher, measurable_pools

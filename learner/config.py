@@ -125,8 +125,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Input tokens of one packed forward and backward pass; bounds memory, does not change the gradient."""
     logprob_chunk_tokens: int = 1024
     """Rows of logits that exist at one time: memory of 4 bytes x this x vocabulary, a few times over."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of matrix products. Parameters, gradients and optimizer state are float32 in any case."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of matrix products and attention. auto: bfloat16 on a GPU, float32 on a CPU. Parameters, gradients and optimizer
+    state are float32 in any case: 16 bytes per parameter, and with bfloat16 2 more for the copy that products read.
+    float32 on a GPU is full float32, no TF32: several times slower, for comparisons."""
     device: str = "auto"
     """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
 

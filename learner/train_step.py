@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines.logprobs import lm_head
+from engines.models import resolve_dtype
 from learner.batch_part import BatchPart
 from learner.config import LearnerConfig
 from learner.critic import batch_values, make_critic, value_metrics
@@ -74,8 +75,9 @@ class Trainer:
     ) -> None:
         """`adapters`: put on `model` already; they alone are trained. `vocab_tokens`: ids that the tokenizer has, where
         the model's embedding is padded past them. `seed`: of the run, for what is drawn. Raises ValueError: total_steps
-        below 1, no trainable parameter, parameters that are not float32 or float64 (AdamW's small updates vanish in
-        bfloat16; use config.dtype for bfloat16 products), names of the objective that cannot be loaded."""
+        below 1, no trainable parameter, parameters that are not float32 or float64 (they are the master weights:
+        AdamW's small updates vanish in bfloat16, which config.dtype is for), names of the objective that cannot be
+        loaded."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -95,6 +97,7 @@ class Trainer:
         self._offline_loss = make_step_loss(offline_config(config), vocab_tokens=n_vocab, rows=rows, seed=seed)
         self._optimizer = make_adamw(model, config)
         hidden_size, device = lm_head(model).weight_VH.shape[1], lm_head(model).weight_VH.device
+        self._half = resolve_dtype(config.dtype, device.type) == "bfloat16"
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self.critic = make_critic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
 
@@ -267,10 +270,6 @@ class Trainer:
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad()
         self.critic.zero_grad()
-
-    @property
-    def _half(self) -> bool:
-        return self.config.dtype == "bfloat16"
 
     def _check_ids(self, items: Sequence[TrainItem]) -> None:
         vocab_rows = lm_head(self.model).weight_VH.shape[0]
