@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from engines.buckets import Layout, byte_views, checksum
-from engines.group_operations import BUFFERS, BackendName, GroupOperations, Store, first_line, prefixed
+from engines.group_operations import (
+    BUFFERS,
+    BackendName,
+    GroupOperations,
+    Store,
+    first_line,
+    prefixed,
+    wait_for_device,
+)
 from engines.weight_sink import GroupBroken, Interrupted, WeightsRefused
 
 
@@ -73,6 +81,7 @@ class WeightGroup(GroupOperations):
         hello = torch.tensor([self._group_epoch if self._rank == 0 else -1], device=self._device)
         self._start(hello, deadline_s)
         self._finish_all(deadline_s)
+        wait_for_device(self._device, deadline_s, self._interrupted)
         if int(hello.item()) != self._group_epoch:
             raise GroupBroken(f"{self!r}: rank 0 greets group {int(hello.item())}, expected {self._group_epoch}")
 
@@ -119,7 +128,9 @@ class WeightGroup(GroupOperations):
         trailer = torch.zeros(layout.n_buckets + 1, dtype=torch.int64, device=self._device)
         self._start(trailer, deadline_s)
         self._finish_all(deadline_s)
-        self._check(self._trailer(sums, round_number), trailer)
+        got = self._trailer(sums, round_number)
+        wait_for_device(self._device, deadline_s, self._interrupted)
+        self._check(got, trailer)
         return layout.views(run_B)
 
     def _trailer(self, sums: Sequence[Tensor], round_number: int) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 from engines.base import TakesWeights
 from engines.buckets import Layout
 from engines.collective import WeightGroup
-from engines.group_operations import Store, connect_store, local_address_towards
+from engines.group_operations import Store, connect_store, local_address_towards, wait_for_device
 from engines.snapshot import read_snapshot
 from engines.weight_control import Agreed, Round
-from engines.weight_sink import GroupBroken, Interrupted, Taken
+from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, Taken
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 
@@ -21,7 +21,7 @@ class EmbeddedWeights:
     """A WeightSink (engines.weight_sink)."""
 
     def __init__(self, engine: TakesWeights, *, device: torch.device | str = "cpu") -> None:
-        """`device`: where NCCL delivers; gloo always delivers to the CPU."""
+        """`device`: the engine's, where NCCL delivers; gloo always delivers to the CPU."""
         self._engine = engine
         self._device = torch.device(device)
         self._staged: WeightVersion | None = None
@@ -64,8 +64,9 @@ class EmbeddedWeights:
         )
         try:
             self._group.join(timeout_s)
-        except GroupBroken:
-            self._stores.clear()  # perhaps a new learner's, on the same port
+        except (GroupBroken, GroupInterrupted):
+            # Perhaps a new learner's, on the same port; and with NCCL a thread may still wait at it.
+            self._stores.clear()
             raise
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
@@ -79,6 +80,7 @@ class EmbeddedWeights:
         staged = header.version > self.version
         if staged:
             self._stage(header.version, named)
+            wait_for_device(self._device, began_s + header.timeout_s, interrupted)  # else it is queued, not here
         return Taken(
             n_bytes=self._layout.total_bytes,
             receive_s=received_s - began_s,

@@ -4,7 +4,8 @@ Process groups are made directly on a TCP store, never through torch.distributed
 may follow one another in a process, and the learner's own (torchrun) group is not touched.
 
 torch and gloo cannot take a started operation back, so each operation carries its deadline itself, and `close` leaves a
-stuck one to a thread of its own, which ends at that deadline.
+stuck one to a thread of its own, which ends at that deadline. What differs with NCCL, and where torch says so, is in
+docs/decisions/nccl.md.
 
 A TCPStore looks up the name of every peer that connects, in its one thread, and each client does the same: where
 reverse DNS is slow, that costs seconds. Hence the listening socket is bound by us to the address family of the host
@@ -13,13 +14,19 @@ reverse DNS is slow, that costs seconds. Hence the listening socket is bound by 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Final, Literal, TypeAlias
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +38,10 @@ from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPri
 
 from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 BackendName: TypeAlias = Literal["gloo", "nccl"]
 Store: TypeAlias = _TCPStore
 AnyStore: TypeAlias = _AnyStore
@@ -41,6 +52,19 @@ CLOSE_WAIT_S: Final = 0.3
 """`close` waits this long for the group's own threads; a stuck one is left to end at its deadline."""
 BUFFERS: Final = 2
 """Operations under way at one time."""
+POLL_S: Final = 0.0005
+"""Between two looks at what a GPU is doing."""
+WATCHDOG_SLACK_S: Final = 30.0
+"""By so much torch's own limit on an NCCL operation is behind our deadline, which is thus always the first."""
+ABORT_S: Final = 60.0
+"""Within this NCCL has let go of what it was doing, or never will."""
+_NCCL_ENVIRONMENT: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else the watchdog aborts, or ends the process, for one hung member
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the thread that watches the watchdog
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # four times this the watchdog sleeps, and a group's destructor with it
+}
+"""What a group of ours is made under, whatever is set for others: deadlines are ours."""
 
 
 def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device) -> BackendName:
@@ -124,6 +148,7 @@ class GroupOperations:
         # sockets that must close for the other members to notice.
         self._under_way: deque[Work] = deque()
         self._buffers_b: list[Tensor] = []
+        self._connects_late = backend == "nccl"
 
     def __repr__(self) -> str:
         state = "joined" if self._group is not None else "not joined"
@@ -146,13 +171,46 @@ class GroupOperations:
     def _start(self, tensor: Tensor, deadline_s: float) -> None:
         if self._group is None:
             raise GroupBroken(f"{self!r} is closed or was never joined")
+        left_s = max(deadline_s - time.monotonic(), 0.001)
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        options.timeout = timedelta(seconds=max(deadline_s - time.monotonic(), 0.001))
+        options.timeout = timedelta(seconds=left_s)
+        if self._backend == "nccl":  # it looks at the group's timeout instead, when an operation is started
+            self._group._set_default_timeout(timedelta(seconds=left_s + WATCHDOG_SLACK_S))
+        if self._connects_late:
+            # NCCL's first operation connects all ranks, and blocks until they are there.
+            self._under_way.append(self._patiently(partial(self._group.broadcast, [tensor], options), deadline_s))
+            self._connects_late = False
+            return
         try:
             self._under_way.append(self._group.broadcast([tensor], options))
         except RuntimeError as error:
             raise GroupBroken(f"{self!r}: {first_line(error)}") from None
+
+    def _patiently(self, act: Callable[[], T], deadline_s: float) -> T:
+        """Something of torch's that cannot be interrupted, in a thread: when nobody waits any more that is left to end
+        at its own timeout, or when the store or the group ends. Raises GroupBroken or GroupInterrupted."""
+        done: Future[T] = Future()
+        stream = _present_stream(self._device)
+
+        def run() -> None:
+            try:
+                with stream:
+                    done.set_result(act())
+            except RuntimeError as error:
+                done.set_exception(GroupBroken(f"{self!r}: {first_line(error)}"))
+            except BaseException as error:
+                done.set_exception(error)
+
+        # NCCL never gives up on a rank that does not come, and a process must be able to end all the same.
+        threading.Thread(target=run, name="weight-group-connect", daemon=self._backend == "nccl").start()
+        while not wait_for([done], WAIT_SLICE_S).done:
+            reason = self._interrupted()
+            if reason is not None:
+                raise GroupInterrupted(reason)
+            if time.monotonic() > deadline_s:
+                raise GroupBroken(f"{self!r}: not every rank came in time")
+        return done.result()
 
     def _finish_all(self, deadline_s: float) -> None:
         while self._under_way:
@@ -173,20 +231,28 @@ class GroupOperations:
 
     def _finished(self, wait_s: float) -> bool:
         """Wait a little for the oldest operation. Raises GroupBroken if it failed."""
-        completed = self._under_way[0].is_completed()
         if self._backend == "nccl":
-            # A wait with a timeout would abort the communicator at its end; without one it only orders the streams.
-            if completed:
-                self._under_way[0].wait()
-            else:
-                time.sleep(0.0005)
-            return completed
+            return self._finished_on_gpu(time.monotonic() + wait_s)
+        completed = self._under_way[0].is_completed()
         try:
             self._under_way[0].wait(timedelta(seconds=wait_s))
         except RuntimeError as error:  # torch's way to say both "not yet" and "failed"
             if completed:
                 raise GroupBroken(f"{self!r}: {first_line(error)}") from None
             return False
+        return True
+
+    def _finished_on_gpu(self, until_s: float) -> bool:
+        """A wait with a timeout would abort the communicator at its end; without one it only puts the present stream
+        behind the operation, and raises if that has failed: then it is "completed", too."""
+        try:
+            while not self._under_way[0].is_completed():
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(POLL_S)
+            self._under_way[0].wait()
+        except RuntimeError as error:
+            raise GroupBroken(f"{self!r}: {first_line(error)}") from None
         return True
 
     def _buffer(self, index: int, n_bytes: int) -> Tensor:
@@ -207,22 +273,80 @@ class GroupOperations:
             options._timeout = timeout
             options._threads = BUFFERS
             return ProcessGroupGloo(store, self._rank, self._world_size, options)
-        nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
-        if nccl is None:
-            raise GroupBroken("this torch was built without NCCL; set the backend to gloo")
-        # Deadlines are ours: torch's watchdog would end the whole process for one hung member.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, self._rank, self._world_size, options)
+        return new_nccl_group(store, self._rank, self._world_size, timeout)
+
+
+def new_nccl_group(store: AnyStore, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Raises GroupBroken where torch has no NCCL. (Tests put a group here that only behaves as NCCL's does.)"""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise GroupBroken("this torch was built without NCCL; set the backend to gloo")
+    options = nccl.Options()
+    options._timeout = timeout
+    with _environment(_NCCL_ENVIRONMENT):  # read by the constructor
+        return nccl(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Generator[None]:
+    former = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+_never_freed: Final[list[list[Any]]] = []
+"""Of groups that could not be aborted: a kernel may still write into their buffers."""
 
 
 def _destroy(doomed: list[Any], backend: BackendName) -> None:
-    """Drop the last references, in a thread that may block: gloo's destructor waits for running operations."""
+    """Drop the last references, in a thread that may block: gloo's destructor waits for running operations, and NCCL's
+    kernels go on spinning until the abort."""
     if backend == "nccl":
-        doomed[1].abort()
+        try:
+            doomed[1]._set_default_timeout(timedelta(seconds=ABORT_S))
+            doomed[1].abort()
+        except RuntimeError as error:
+            log.error("a weight group could not be aborted, its memory is not used again: %s", first_line(error))
+            _never_freed.append(doomed)
+            return
     doomed.clear()
+
+
+def wait_for_device(device: torch.device, deadline_s: float, interrupted: Interrupted) -> None:
+    """Until all that this thread has queued on a GPU is done; elsewhere nothing is ever queued. An ordinary
+    synchronisation would be the same but for deadline and interruption. Raises GroupBroken or GroupInterrupted."""
+    event = _event_behind_all(device)
+    while event is not None:
+        reason = interrupted()
+        if reason is not None:
+            raise GroupInterrupted(reason)
+        until_s = time.monotonic() + WAIT_SLICE_S
+        while time.monotonic() < until_s:
+            if event.query():
+                return
+            time.sleep(POLL_S)
+        if time.monotonic() > deadline_s:
+            raise GroupBroken(f"{device} has not done at the deadline what was queued on it")
+
+
+def _present_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """For another thread, which would otherwise use torch's default one and not come behind what is queued on ours."""
+    return torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def _event_behind_all(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def first_line(error: BaseException) -> str:

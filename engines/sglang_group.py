@@ -12,12 +12,9 @@ the group, and `close` closes our end of all connections.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,12 +27,9 @@ from engines.group_operations import (
     GroupOperations,
     Store,
     connect_store,
-    first_line,
     prefixed,
 )
-from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted
-
-T = TypeVar("T")
+from engines.weight_sink import GroupBroken, Interrupted
 
 LATE_S: Final = 1.5
 """Between telling a server to come and its coming."""
@@ -63,7 +57,6 @@ class ServerGroup(GroupOperations):
             rank=0, world_size=world_size, backend=backend, device=device, address=address, interrupted=interrupted
         )
         self._hosted: Store | None = store
-        self._connects_late = backend == "nccl"
         self._meeting = False
         self._group_name = group_name
 
@@ -97,6 +90,7 @@ class ServerGroup(GroupOperations):
                 buffer_b = self._buffer(index, max(bucket.end - bucket.start for bucket in layout.buckets))
                 bucket_b = buffer_b[: bucket.end - bucket.start].copy_(bucket_b)
             self._start(bucket_b, deadline_s)
+            self._meeting = False
         self._finish_all(deadline_s)
 
     def close(self) -> None:
@@ -107,31 +101,3 @@ class ServerGroup(GroupOperations):
         self._meeting = False
         self._hosted = None
         super().close()
-
-    def _start(self, tensor: Tensor, deadline_s: float) -> None:
-        """NCCL's first operation connects all ranks, and blocks until they are there."""
-        if self._connects_late:
-            self._patiently(lambda: super(ServerGroup, self)._start(tensor, deadline_s), deadline_s)
-            self._connects_late = self._meeting = False
-        else:
-            super()._start(tensor, deadline_s)
-
-    def _patiently(self, act: Callable[[], T], deadline_s: float) -> T:
-        """Something of torch's that cannot be interrupted, in a thread: when nobody waits any more that is left to end
-        at its own timeout, or when the store or the group ends."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(act())
-            except (RuntimeError, GroupBroken) as error:
-                done.set_exception(GroupBroken(first_line(error)))
-
-        threading.Thread(target=run, name="weight-group-connect").start()
-        while not wait_for([done], WAIT_SLICE_S).done:
-            reason = self._interrupted()
-            if reason is not None:
-                raise GroupInterrupted(reason)
-            if time.monotonic() > deadline_s:
-                raise GroupBroken(f"{self!r}: not every server came in time")
-        return done.result()
