@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -43,26 +43,32 @@ def tokens(run: Launched) -> list[list[tuple[Sample, bytes]]]:
     return [[((one.item.task_id, one.item.sample_index), one.arrays[0].tobytes()) for one in step] for step in steps]
 
 
+def interrupt(launch: Launch, words: Sequence[str], first: int, second: int) -> Launched:
+    """A run that goes on after each: its learner killed at step `first`, its launcher then, Ctrl-C at `second`."""
+    run = launch(*words, folder="cut")
+    run.until(lambda: len(run.steps()) >= first, f"step {first}")
+    run.workers("learner")[0].send_signal(signal.SIGKILL)
+    run.until(lambda: any(row["epoch"] == 1 for row in run.steps()), "a step of the next learner")
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    run.kill()
+    psutil.wait_procs(family, PATIENCE_S)
+    assert not alive(family)
+    run = launch(*words, "--resume", folder="cut")
+    run.until(lambda: any(row["epoch"] == 2 and row["step"] >= second for row in run.steps()), f"step {second}")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
+    run = launch(*words, "--resume", folder="cut")
+    assert run.wait() == 0, run.text()
+    return run
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_an_interrupted_run_settles_the_samples_of_one_that_was_not(launch: Launch, staleness: int) -> None:
     """Killed learner, killed launcher, Ctrl-C, with groups that straddle the checkpoints: 54 samples of groups of 4."""
     words = arguments(f"--max-staleness={staleness}", "--seed=5", "--steps=16", "--buffer.batch_rollouts=18")
     whole = launch(*words, folder="whole")
     assert whole.wait() == 0, whole.text()
-    cut = launch(*words, folder="cut")
-    cut.until(lambda: len(cut.steps()) >= 5, "step 5")
-    cut.workers("learner")[0].send_signal(signal.SIGKILL)
-    cut.until(lambda: any(row["epoch"] == 1 for row in cut.steps()), "a step of the next learner")
-    family = psutil.Process(cut.process.pid).children(recursive=True)
-    cut.kill()
-    psutil.wait_procs(family, PATIENCE_S)
-    assert not alive(family)
-    cut = launch(*words, "--resume", folder="cut")
-    cut.until(lambda: any(row["epoch"] == 2 and row["step"] >= 8 for row in cut.steps()), "step 8")
-    cut.process.send_signal(signal.SIGINT)
-    assert cut.wait() == 130, cut.text()
-    cut = launch(*words, "--resume", folder="cut")
-    assert cut.wait() == 0, cut.text()
+    cut = interrupt(launch, words, 5, 8)
     whole.expect_clean_audit()
     cut.expect_clean_audit()
     (ours, our_end), (theirs, their_end) = fates(cut), fates(whole)
@@ -73,6 +79,24 @@ def test_an_interrupted_run_settles_the_samples_of_one_that_was_not(launch: Laun
     for sample, one in ours.items():
         if sample[0] < end and one.fate != theirs[sample].fate:  # time decides what becomes too stale under a bound
             assert staleness and "stale" in (one.reason, theirs[sample].reason), f"{one}, uncut {theirs[sample]}"
+
+
+def test_at_bound_0_an_interrupted_run_has_the_weights_of_one_that_was_not_to_the_bit(launch: Launch) -> None:
+    """Where rollouts are decoded and scored one at a time: what lies beside one in a batch changes its last bits."""
+    alone = ("--actor.max_concurrent_rollouts=1", "--actor.segment_tokens=4096", "--teacher.max_batch_tokens=1")
+    words = (
+        *arguments("--max-staleness=0", "--seed=5", "--steps=10", "--buffer.batch_rollouts=6", *alone),
+        "--actors=1",
+    )
+    whole = launch(*words, folder="whole")
+    assert whole.wait() == 0, whole.text()
+    cut = interrupt(launch, words, 4, 7)
+    assert {row["epoch"] for row in cut.steps()} >= {0, 1, 2}
+    cut.expect_clean_audit()
+    for step in (9, 10):
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            file = f"checkpoints/step_{step:06}/{name}"
+            assert (cut.run_dir / file).read_bytes() == (whole.run_dir / file).read_bytes(), file
 
 
 def test_a_learner_that_dies_in_its_first_step_goes_on(
