@@ -96,7 +96,7 @@ def _learning(size: tuple[int, int], sequences: Sequence[Any]) -> tuple[Callable
     """(padded, packed): each makes one optimizer step and returns its gradient norm, [1]."""
     config = LearnerConfig(schedule="constant", warmup_steps=0, lr=1e-9)
     trainer = Trainer(_model(size, packed.IMPLEMENTATION), config, total_steps=10**6)
-    items = [_item(index, ids) for index, ids in enumerate(sequences)]
+    items = [train_item(index, ids) for index, ids in enumerate(sequences)]
     plain = _model(size, "sdpa")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
     rectangle = _rectangle(sequences)
@@ -145,20 +145,20 @@ def _model(size: tuple[int, int], implementation: str) -> PreTrainedModel:
     return model.eval()
 
 
-def _item(index: int, ids_L: Any) -> TrainItem:
+def train_item(index: int, ids_L: Any, *, prompt_tokens: int = PROMPT_TOKENS, vocab: int = VOCAB) -> TrainItem:
     """A rollout whose completion is trained; behaviour and teacher log-probs are near those of random weights."""
     random = np.random.default_rng(index)
     end = len(ids_L)
     item = BatchItem(str(index), index, 0, 1, "", ("default",), end, (), True, "stop", None, 1)
-    mask_L = (np.arange(end) >= PROMPT_TOKENS).astype(np.uint8)
-    behaviour_L = np.full(end, -np.log(VOCAB), np.float32)
-    teacher_1L = (-6.0 + random.normal(0, 0.5, (1, end))).astype(np.float32)
+    mask_L = (np.arange(end) >= prompt_tokens).astype(np.uint8)
+    behaviour_L = np.full(end, -np.log(vocab), np.float32)
+    teacher_1L = (-np.log(vocab) - 0.3 + random.normal(0, 0.5, (1, end))).astype(np.float32)
     return train_items([item], (ids_L, behaviour_L, mask_L, teacher_1L))[0]
 
 
 def _rectangle(sequences: Sequence[Any]) -> Padded:
     longest = max(len(ids) for ids in sequences)
-    items = [_item(index, ids) for index, ids in enumerate(sequences)]
+    items = [train_item(index, ids) for index, ids in enumerate(sequences)]
 
     def pad(rows: Sequence[Any]) -> Tensor:
         return torch.stack([torch.from_numpy(np.pad(row, (0, longest - len(row)))) for row in rows])
