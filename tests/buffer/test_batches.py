@@ -209,3 +209,23 @@ def test_two_batches_of_a_lost_learner_wait_again_with_every_token_to_be_trained
         assert batch is not None
         driver.trained(batch)
     assert driver.ledger.tokens.trained == 20 and driver.ledger.rejected == {"unknown_batch": 2}
+
+
+def test_word_of_the_first_of_two_batches_may_come_after_that_of_the_second(make: Make) -> None:
+    """A frame of it was lost, and it was sent again: each token counts once, against the version of its own batch."""
+    driver = make(batch=1, staleness=1, release="segment")
+    driver.offer(0, 1, 2, 3)
+    driver.roll(0)
+    driver.roll(1)
+    first, second = driver.want(0), driver.want(1)
+    assert first is not None and second is not None
+    driver.trained(second)
+    assert (driver.ledger.tokens.trained, driver.ledger.tokens.in_flight) == (2, 2)
+    driver.trained(first)
+    driver.trained(second)
+    assert driver.ledger.tokens.trained == 4 and not driver.ledger.rejected
+    assert driver.snapshot.staleness_hist == {0: 2, 1: 2}
+    assert driver.tickets["train-3-0-0"].min_version == v(2), "of the batches for steps 2 and 3, with a bound of 1"
+    driver.roll(2, step=2)
+    third = driver.want(2)
+    assert third is not None and rollout_ids(third) == ["train-2-0-0"] and third.staleness == {0: 2}
