@@ -1,7 +1,8 @@
 """Weights for an SGLang server: the server is the member of the learner's group, and this tells it so over HTTP.
 
     join     POST /init_weights_update_group
-    take     pause, begin, a POST per bucket (the server receives one broadcast in each), end, check, resume
+    take     pause, begin, a POST per bucket (the server receives one broadcast in each), end, synchronise (over NCCL),
+             check, resume
     load     pause, POST /update_weights_from_disk, resume
     leave    POST /destroy_weights_update_group
 
@@ -19,12 +20,14 @@ never aborted from here. No torch.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 
@@ -39,13 +42,19 @@ from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _WAIT_SLICE_S: Final = 0.05
 _JOIN_SLACK_S: Final = 1.0
 """Rank 0's own deadline ends a rendezvous first."""
 _MORE_PATIENCE: Final = 3
 _FORMER_GROUPS: Final = 8
+_SLOWEST_DISK_BYTES_S: Final = 100e6
+"""So much of a snapshot a server reads in a second at least."""
 _BROKEN_WORDS: Final = ("receive weights", "gloo", "nccl", "connection", "timed out", "timeout")
 """In what a server says about a bucket that did not come, in contrast to one that it cannot use."""
+_CHECKER: Final = "/weights_checker"
+_FROM_DISK: Final = "/update_weights_from_disk"
 _STUDENT: Final = WeightVersion(0, 0)
 
 
@@ -67,7 +76,9 @@ class ServerWeights:
         self._session_open = False
         self._joined_before = False
         self._group_name: str | None = None
-        self._pending: Future[bytes] | None = None
+        self._answers_when_queued = False
+        self._pending: Future[Any] | None = None
+        self._pending_ends_in_s = 0.0
         self._stats = {
             "weight_checks_total": 0.0,
             "weight_checks_skipped_total": 0.0,
@@ -87,7 +98,7 @@ class ServerWeights:
         SnapshotRefused when it cannot read that."""
         if not self._known:
             log.info("%s: its weights are not this run's: back to %s", self._server.url, self._student)
-            self._load_from(self._student, _STUDENT)
+            self._load_from(self._student, _STUDENT, _bytes_in(Path(self._student)))
 
     def check(self, plan: WeightPlan) -> None:
         if plan.kind != "servers":
@@ -95,13 +106,14 @@ class ServerWeights:
 
     def load(self, ref: WeightsRef) -> None:
         path = check_snapshot(ref)
-        self._load_from(str(path.parent), ref.version)
+        self._load_from(str(path.parent), ref.version, path.stat().st_size)
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
         if not self._joined_before:
             self._joined_before = True
             self._leave_for_the_dead(plan.group_name)
         self._group_name = plan.group_name
+        self._answers_when_queued = plan.backend == "nccl"
         body = {
             "master_address": plan.host,
             "master_port": plan.port,
@@ -133,9 +145,11 @@ class ServerWeights:
                 body = self._update(bucket, header.version, last=index == len(buckets) - 1)
                 self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
             self._close_session()
+            if self._answers_when_queued:
+                self._synchronise(deadline_s, interrupted)
             received_s = time.monotonic()
             if header.check is not None:
-                self._check(header.check, header.version)
+                self._check(header.check, header.version, deadline_s, interrupted)
             self._resume(header.version)
         whole_s, receive_s = time.monotonic() - began_s, received_s - paused_s
         return Taken(n_bytes=buckets[-1].end if buckets else 0, receive_s=receive_s, stage_s=whole_s - receive_s)
@@ -150,12 +164,12 @@ class ServerWeights:
         return True
 
     def leave(self) -> None:
-        """Raises ServerLost when the server does not come out of what it is stuck in."""
+        """Raises ServerLost when the server does not come out of what it is stuck in, or of the group."""
         self._await_free()
         try:
             self._close_session()
             if self._group_name is not None:
-                self._post("/destroy_weights_update_group", {"group_name": self._group_name})
+                self._destroy(self._group_name)
             if self._paused and self._known:
                 self._resume(self._engine.version)  # nothing of the update arrived
         except (RequestRefused, ServerUnavailable, ValueError) as error:
@@ -169,12 +183,23 @@ class ServerWeights:
         stem, _, epoch = group_name.rpartition("-")
         for former in range(max(1, int(epoch) - _FORMER_GROUPS), int(epoch)):
             try:
-                self._post("/destroy_weights_update_group", {"group_name": f"{stem}-{former}"})
+                self._destroy(f"{stem}-{former}")
                 log.info("%s: out of weight group %d, which a former actor left it in", self._server.url, former)
             except RequestRefused:
                 continue  # it is not in this one
             except ServerUnavailable as error:
                 raise WeightsRefused(str(error)) from error
+
+    def _destroy(self, group_name: str) -> None:
+        """Raises RequestRefused where the server is not in it. With NCCL it waits there for what was started, for
+        ever where a peer is dead; its scheduler does nothing else then, and nobody can call it back: ServerLost."""
+        limit_s = _MORE_PATIENCE * self._server.config.control_timeout_s
+        try:
+            self._post("/destroy_weights_update_group", {"group_name": group_name}, limit_s)
+        except ServerUnavailable as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+            self._lose(f"not out of weight group {group_name} after {limit_s:g} s")
 
     # --------------------------------------------------------------------------------------- parts of a round
 
@@ -190,28 +215,36 @@ class ServerWeights:
         }
         return {**body, "weight_version": self._engine.labels.of(version)} if last else body
 
-    def _load_from(self, folder: str, version: WeightVersion) -> None:
+    def _load_from(self, folder: str, version: WeightVersion, n_bytes: int) -> None:
+        limit_s = self._server.config.pause_timeout_s
         try:
-            self._pause(time.monotonic() + self._server.config.pause_timeout_s)
+            self._pause(time.monotonic() + limit_s)
             self._known = False
-            self._update_from_disk(folder, version)
+            self._post(_FROM_DISK, self._from_disk(folder, version), limit_s + n_bytes / _SLOWEST_DISK_BYTES_S)
             self._resume(version)
         except (RequestRefused, ServerUnavailable, ValueError) as error:
             raise SnapshotRefused(f"{folder}: {error}") from error
 
-    def _update_from_disk(self, folder: str, version: WeightVersion) -> None:
-        body = {
+    def _from_disk(self, folder: str, version: WeightVersion) -> dict[str, Any]:
+        return {
             "model_path": folder,
             "load_format": "auto",
             "weight_version": self._engine.labels.of(version),
             "flush_cache": self._flushes,
             "abort_all_requests": False,
         }
-        self._post("/update_weights_from_disk", body, self._server.config.pause_timeout_s)
 
-    def _check(self, check: Check, version: WeightVersion) -> None:
+    def _synchronise(self, deadline_s: float, interrupted: Interrupted) -> None:
+        """Over NCCL a server answers when a bucket is queued. It begins checksums, of whichever tensors, with a
+        synchronisation of its device (sglang.srt.utils.weight_checker, _compute_checksum)."""
+        try:
+            self._ask(_CHECKER, {"action": "checksum", "skip_tensor_list": [""]}, deadline_s, interrupted)
+        except RequestRefused as error:
+            self._skip_check(str(error))
+
+    def _check(self, check: Check, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
         """Raises WeightsRefused, naming the tensors that are not what was sent."""
-        said = self._checksums()
+        said = self._checksums(deadline_s, interrupted)
         if said is None:
             return
         skipped = False
@@ -222,8 +255,8 @@ class ServerWeights:
             if found.unchecked:
                 log.info("version %s: not checked: %s", version, ", ".join(found.unchecked[:8]))
         elif check.weights is not None:
-            skipped = not self._reload(check.weights)
-            wrong = differences(said, self._checksums() or [])
+            skipped = not self._reload(check.weights, deadline_s, interrupted)
+            wrong = differences(said, self._checksums(deadline_s, interrupted) or [])
         else:
             return
         if wrong:
@@ -232,10 +265,11 @@ class ServerWeights:
             self._stats["weight_checks_total"] += 1
             log.info("version %s: checksums are the learner's", version)
 
-    def _reload(self, ref: WeightsRef) -> bool:
+    def _reload(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> bool:
         """False where the file cannot be read."""
         try:
-            self._update_from_disk(str(check_snapshot(ref).parent), ref.version)
+            path = self._patiently(_in_thread(lambda: check_snapshot(ref)), ref.path, deadline_s, interrupted)
+            self._ask(_FROM_DISK, self._from_disk(str(path.parent), ref.version), deadline_s, interrupted)
         except (SnapshotRefused, RequestRefused) as error:
             self._skip_check(str(error))
             return False
@@ -247,10 +281,10 @@ class ServerWeights:
             log.warning("%s: weights are not verified: %s", self._server.url, why)
         self._stats["weight_checks_skipped_total"] += 1
 
-    def _checksums(self) -> Checksums | None:
+    def _checksums(self, deadline_s: float, interrupted: Interrupted) -> Checksums | None:
         """None where the server has none."""
         try:
-            said = parse_checksums(self._post("/weights_checker", {"action": "checksum"}))
+            said = parse_checksums(self._ask(_CHECKER, {"action": "checksum"}, deadline_s, interrupted))
         except RequestRefused as error:
             self._skip_check(str(error))
             return None
@@ -305,20 +339,40 @@ class ServerWeights:
         return self._server.run(self._server.post(path, body, timeout_s=limit_s), timeout_s=limit_s + 1.0)
 
     def _call(self, path: str, body: dict[str, Any], deadline_s: float, interrupted: Interrupted) -> None:
-        """A request during which the server may get stuck: it is not cancelled, which would change nothing, but left to
-        `settle`. Raises GroupInterrupted, and GroupBroken past the deadline."""
-        patience_s = deadline_s - time.monotonic() + (2 + _MORE_PATIENCE) * self._server.config.control_timeout_s
-        self._pending = future = self._start(self._server.post(path, body, timeout_s=patience_s))
+        """A request during which the server may get stuck for good."""
+        text = self._ask(path, body, deadline_s, interrupted, ends_in_s=0.0)
+        reply = msgspec.json.decode(text, type=_Reply)
+        if not reply.success:
+            raise RequestRefused(f"{self._server.url}{path}: {reply.message}")
+
+    def _ask(
+        self,
+        path: str,
+        body: dict[str, Any],
+        deadline_s: float,
+        interrupted: Interrupted,
+        *,
+        ends_in_s: float | None = None,
+    ) -> bytes:
+        """The reply. `ends_in_s`: how much longer than the deadline it may take in good health; by default as long as
+        it may take until then. Raises GroupInterrupted, and GroupBroken past the deadline."""
+        left_s = max(deadline_s - time.monotonic(), 0.1)
+        self._pending_ends_in_s = left_s if ends_in_s is None else ends_in_s
+        patience_s = left_s + self._pending_ends_in_s + (2 + _MORE_PATIENCE) * self._server.config.control_timeout_s
+        request = self._start(self._server.post(path, body, timeout_s=patience_s))
+        return self._patiently(request, f"{self._server.url}{path}", deadline_s, interrupted)
+
+    def _patiently(self, future: Future[T], what: str, deadline_s: float, interrupted: Interrupted) -> T:
+        """What was started is not cancelled, which would change nothing at the server, but left to `settle`."""
+        self._pending = future
         while not wait_for([future], _WAIT_SLICE_S).done:
             reason = interrupted()
             if reason is not None:
                 raise GroupInterrupted(reason)
             if time.monotonic() > deadline_s:
-                raise GroupBroken(f"{self._server.url}{path}: not done at the deadline")
+                raise GroupBroken(f"{what}: not done at the deadline")
         self._pending = None
-        reply = msgspec.json.decode(future.result(), type=_Reply)
-        if not reply.success:
-            raise RequestRefused(f"{self._server.url}{path}: {reply.message}")
+        return future.result()
 
     def _start(self, coroutine: Coroutine[Any, Any, bytes]) -> Future[bytes]:
         future: Future[bytes] = Future()
@@ -336,7 +390,11 @@ class ServerWeights:
         patience_s = self._server.config.control_timeout_s
         if self.settle(patience_s) or (self._answers() and self.settle(_MORE_PATIENCE * patience_s)):
             return
-        reason = "stuck in a weight update that is over for everybody else"
+        if self._pending_ends_in_s > 0 and self._answers() and self.settle(self._pending_ends_in_s):
+            return
+        self._lose("stuck in a weight update that is over for everybody else")
+
+    def _lose(self, reason: str) -> NoReturn:
         self._server.declare_lost(reason)
         raise ServerLost(f"{self._server.url}: {reason}")
 
@@ -346,3 +404,22 @@ class ServerWeights:
         except (ServerUnavailable, RequestRefused, ValueError):
             return False
         return True
+
+
+def _in_thread(act: Callable[[], T]) -> Future[T]:
+    """For what takes long and cannot be interrupted: a thread that is left behind when nobody waits any more."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weight-file", daemon=True).start()
+    return done
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of its weights; 0 where only the server can see it."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

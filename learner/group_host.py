@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal, TypeAlias, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from engines.manifest import Manifest
 from engines.sglang_group import ServerGroup
 from engines.weight_control import Agreed, Answer, Check, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
 from engines.weight_sink import GroupBroken, GroupInterrupted
+from learner.limits import Limits, kind_of
 from learner.members import EMBEDDED, AnyLayout, Members
 from learner.publish_config import PublishConfig
 from learner.roster import Seat
@@ -71,6 +73,7 @@ class GroupHost:
         control_keys: ServerKeys | None = None,
     ) -> None:
         self._config = config
+        self.limits = Limits(config)
         self._members = members
         self._backend: BackendName = backend
         self._device = device
@@ -86,6 +89,9 @@ class GroupHost:
         self._group: WeightGroup | ServerGroup | None = None
         self._seats: tuple[Seat, ...] = ()
         self._layout: AnyLayout | None = None
+        self._doubtful: WeightVersion | None = None
+        """Its broadcast failed. A server whose part was aborted does not notice (docs/decisions/nccl.md): what it says
+        to have of this version is not believed."""
 
     def __repr__(self) -> str:
         return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
@@ -111,38 +117,47 @@ class GroupHost:
         newest: WeightVersion | None,
         post_plan: Callable[[WeightPlan], None],
     ) -> Result:
-        """Replace the group by one of `seats`. Takes at most two join timeouts and a grace."""
+        """Replace the group by one of `seats`. Takes at most the limit for joining, a join timeout and a grace."""
         self.disband("another group follows")
         self._epoch += 1
         self._control.begin(self._epoch, [seat.name for seat in seats])
         self._heard.clear()
-        post_plan(self._plan(seats, weights))
-        deadline_s = time.monotonic() + self._config.join_timeout_s
-        joined = self._collect(seats, Joined, deadline_s)
+        limit_s = self.limits.limit_s("join", _bytes_of(weights))
+        post_plan(self._plan(seats, weights, limit_s))
+        began_s = time.monotonic()
+        joined = self._collect(seats, Joined, began_s + limit_s)
+        self.limits.took("join", limit_s, time.monotonic() - began_s)
         result = self._unless_all(seats, joined, "no_join") or self._connect(seats)
         if result.error is not None:
             return result
         self._seats = seats
         self._layout = None
         self._round = 0
-        return Result(behind=newest is not None and any(_lacks(message, newest) for message in joined.values()))
+        lacks = any(newest is not None and _lacks(message, newest) for message in joined.values())
+        return Result(behind=lacks or (newest is not None and newest == self._doubtful))
 
     def send(self, weights: StagedWeights, check: Check | None = None) -> Result:
-        """Broadcast a version to the group and wait until every member has staged it: at most the broadcast timeout
-        and a grace. With an error the group is gone. `check`: what the members do to prove that they have it. Raises
-        ValueError when the tensors are not the same as before."""
+        """Broadcast a version to the group and wait until every member has staged it: at most its limit and a grace.
+        With an error the group is gone. `check`: what the members do to prove that they have it. Raises ValueError
+        when the tensors are not the same as before."""
         if self._group is None:
             raise RuntimeError("there is no weight group to send through; form one first")
-        timeout_s = self._config.broadcast_timeout_s
-        layout, header = self._header(weights, check)
-        deadline_s = time.monotonic() + timeout_s
+        kind = kind_of(check)
+        timeout_s = self.limits.limit_s(kind, weights.n_bytes)
+        layout, header = self._header(weights, check, timeout_s)
+        began_s = time.monotonic()
         self._control.send(header)
         error: str | None = None
         try:
             self._broadcast(self._group, layout, weights, timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
-        return self._conclude(self._collect(self._seats, Answer, deadline_s, error=error), error)
+        answers = self._collect(self._seats, Answer, began_s + timeout_s, error=error)
+        self.limits.took(kind, timeout_s, time.monotonic() - began_s)
+        result = self._conclude(answers, error)
+        unnoticed = result.error is not None and self._members.kind == "servers" and self._backend == "nccl"
+        self._doubtful = weights.version if unnoticed else None
+        return result
 
     def disband(self, reason: str) -> None:
         """End the group; its members wait for the next plan."""
@@ -156,7 +171,7 @@ class GroupHost:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None) -> WeightPlan:
+    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None, join_limit_s: float) -> WeightPlan:
         """Embedded members keep their connection to one store; one that servers wait at has to end with its group."""
         if self._members.kind == "servers":
             self._store = None
@@ -168,7 +183,7 @@ class GroupHost:
             backend=self._backend,
             members=tuple(seat.name for seat in seats),
             world_size=self._world_size(seats),
-            join_timeout_s=self._config.join_timeout_s,
+            join_timeout_s=join_limit_s,
             weights=weights,
             control=self._control.endpoint,
             control_keys=self._control.plan_keys,
@@ -250,7 +265,7 @@ class GroupHost:
         servers = self._members.kind == "servers"
         return PackedLayout(manifest, bucket_bytes) if servers else Layout(manifest, bucket_bytes)
 
-    def _header(self, weights: StagedWeights, check: Check | None) -> tuple[AnyLayout, Round]:
+    def _header(self, weights: StagedWeights, check: Check | None, timeout_s: float) -> tuple[AnyLayout, Round]:
         manifest = manifest_of(weights.named)
         agreed: Agreed | None = None
         if self._layout is None:
@@ -268,7 +283,7 @@ class GroupHost:
             version=weights.version,
             manifest_digest=manifest.digest,
             agreed=agreed,
-            timeout_s=self._config.broadcast_timeout_s,
+            timeout_s=timeout_s,
             grace_s=self._config.answer_grace_s,
             check=check,
         )
@@ -376,3 +391,11 @@ class GroupHost:
 
 def _lacks(message: Joined, newest: WeightVersion) -> bool:
     return message.version is None or message.version < newest
+
+
+def _bytes_of(weights: WeightsRef | None) -> int:
+    """Of the snapshot that joiners catch up from."""
+    try:
+        return 0 if weights is None else Path(weights.path).stat().st_size
+    except OSError:
+        return 0  # it was cleared away: they get the version by broadcast

@@ -38,10 +38,15 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A broadcast moves the weights in pieces of this size, a multiple of 64; the learner holds two of them. For SGLang
     servers a piece is whole tensors, and one tensor may be larger."""
     join_timeout_s: float = 30.0
-    """An actor that has not taken up a plan (loading the snapshot included) by then is left out. Large models need more
-    than the time that reading and hashing them takes."""
+    """An actor that has not taken up a plan (loading the snapshot included) by then is left out. For large models more
+    is given: see slowest_bytes_per_s."""
     broadcast_timeout_s: float = 30.0
-    """An actor that has not confirmed a version by then is left out, and the others go on without it."""
+    """An actor that has not confirmed a version by then is left out, and the others go on without it. For large models,
+    and for checked versions, more is given: see slowest_bytes_per_s."""
+    slowest_bytes_per_s: float = 250e6
+    """At least so fast a version is read, hashed, sent or loaded: join_timeout_s and broadcast_timeout_s are longer by
+    the time that this takes for each pass over its bytes. When one is missed all the same it is doubled for the next
+    time, up to 16 times its length."""
     answer_grace_s: float = 3.0
     """Once a broadcast has failed, those that live get this long to say so; who stays silent is left out."""
     join_window_s: float = 2.0
@@ -56,7 +61,8 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Off: a version that is overtaken while it waits is skipped. On: each one is delivered, and `publish` waits while
     two are still on their way. Needed for max_staleness = 0."""
     publish_wait_s: float = 120.0
-    """With every_version: longest that `publish` waits before it raises."""
+    """With every_version: how much longer than making a group and checking a version may take `publish` waits before it
+    raises."""
     keep_snapshots: int = 2
     """The newest so many stay in the run folder."""
     verify: Literal["auto", "expected", "reload", "off"] = "auto"
@@ -83,6 +89,7 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in (
             "join_timeout_s",
             "broadcast_timeout_s",
+            "slowest_bytes_per_s",
             "answer_grace_s",
             "rejoin_delay_s",
             "rejoin_delay_max_s",
@@ -90,7 +97,8 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             value: float = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ValueError(f"{name} = {value}; expected a positive, finite number of seconds")
+                unit = "bytes per second" if name == "slowest_bytes_per_s" else "seconds"
+                raise ValueError(f"{name} = {value}; expected a positive, finite number of {unit}")
         if not 0 <= self.join_window_s < math.inf:
             raise ValueError(f"join_window_s = {self.join_window_s}; expected 0 or more seconds")
         if self.rejoin_delay_max_s < self.rejoin_delay_s:

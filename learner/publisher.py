@@ -133,11 +133,12 @@ class Publisher:
         PublishTimeout with `every_version`."""
         with self._changed:
             self._raise_if_failed()
+            wait_s = self._host.limits.publish_wait_s(0 if self._pending is None else self._pending.n_bytes)
             if self._config.every_version and not self._changed.wait_for(
-                lambda: self._pending is None or self._over(), self._config.publish_wait_s
+                lambda: self._pending is None or self._over(), wait_s
             ):
                 raise PublishTimeout(
-                    f"version {version}: the one before is not out after {self._config.publish_wait_s:.0f} s; "
+                    f"version {version}: the one before is not out after {wait_s:.0f} s; "
                     f"{self._host!r}, {self._roster!r}; see the actors' logs"
                 )
             self._raise_if_failed()

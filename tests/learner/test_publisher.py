@@ -310,7 +310,9 @@ def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) 
 
 def test_with_every_version_publish_gives_up_after_its_timeout(learner: Learner) -> None:
     gate = Gate(learner.fleet)
-    publisher = learner.start(post_plan=gate.post_plan, every_version=True, publish_wait_s=0.2)
+    publisher = learner.start(
+        post_plan=gate.post_plan, every_version=True, publish_wait_s=0.2, join_timeout_s=0.2, broadcast_timeout_s=0.2
+    )
     learner.fleet.start(NAMES[:1])
     publisher.membership(learner.fleet.membership())
     learner.publish(1)
