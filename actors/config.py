@@ -35,8 +35,9 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One actor: its engine, its rollouts and how they are streamed."""
 
-    engine: Literal["torch", "sglang"] = "torch"
-    """Generation engine. `torch` is the embedded one; `sglang`: each actor has an SGLang server."""
+    engine: Literal["auto", "torch", "sglang"] = "auto"
+    """Generation engine. `torch` is the embedded one; `sglang`: each actor has an SGLang server; `auto`: sglang where
+    there are GPUs and actor.server.python has SGLang (or with urls), else torch."""
     torch: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """Settings of the embedded engine."""
     sglang: SGLangConfig = msgspec.field(default_factory=SGLangConfig)
@@ -66,8 +67,8 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"max_concurrent_rollouts must be at least 1, got {self.max_concurrent_rollouts}")
 
         check_urls(self.urls)
-        if self.urls and self.engine != "sglang":
-            raise ValueError(f"urls are for engine sglang, got engine {self.engine}")
+        if self.urls and self.engine == "torch":
+            raise ValueError("urls are for engine sglang, got engine torch")
 
     def environments_of(self, task_env: str) -> dict[str, EnvConfig]:
         """All that a task may name, where the configured tasks name `task_env`."""

@@ -172,7 +172,7 @@ class ActorWorker:
 
 def main(ctx: RoleContext[ActorRunConfig]) -> int:
     """Entry of an actor process (see launch.roles)."""
-    if ctx.config.actor.engine == "torch":
+    if ctx.config.actor.engine != "sglang":
         return _write(ctx, embedded(ctx))
     from engines.sglang_http import ServerLost
 

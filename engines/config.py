@@ -23,7 +23,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: DtypeName = "float32"
     """Of weights and KV cache. Log-probs are computed in float32 whatever this says."""
     device: str = "auto"
-    """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
+    """Torch device: auto (GPUs where there are any) or cuda: each actor gets one that is free, and they share where
+    there are too few; cpu; cuda:1: all of them on that one."""
     prefill_tokens_per_step: int = 4096
     """Prompt tokens (padding included) that may join one decode step; a longer prompt joins alone."""
     emit_every_steps: int = 8

@@ -68,14 +68,15 @@ _NCCL_ENVIRONMENT: Final = {
 
 
 def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device) -> BackendName:
-    """Raises ValueError when NCCL is wanted and cannot be had."""
-    can_nccl = device.type == "cuda" and dist.is_nccl_available()
-    if wanted == "nccl" and not can_nccl:
+    """`auto`: gloo, which works with every layout of ranks. Whether NCCL could is decided by who knows all members and
+    where they are: the launcher (launch.weight_backend), which says nccl or gloo. Raises ValueError when NCCL is wanted
+    and cannot be had."""
+    if wanted == "nccl" and not (device.type == "cuda" and dist.is_nccl_available()):
         raise ValueError(
             f"backend = nccl with weights on {device} and NCCL {'' if dist.is_nccl_available() else 'not '}built into "
             "this torch; expected both a GPU and NCCL: set backend to gloo"
         )
-    return "nccl" if can_nccl and wanted != "gloo" else "gloo"
+    return "nccl" if wanted == "nccl" else "gloo"
 
 
 def host_store(host: str, port: int = 0) -> Store:

@@ -24,7 +24,7 @@ from launch.runfolder import choose_path
 from launch.words import split_words
 from learner.checkpoint_files import CHECKPOINTS
 
-OWN_FLAGS: Final = ("config", "run_dir", "name")
+OWN_FLAGS: Final = ("config", "run_dir", "name", "gpus")
 SWITCHES: Final = ("resume", "check", "help")
 USAGE: Final = """\
 usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
@@ -39,6 +39,7 @@ Without arguments: the built-in task, a few minutes on two cores.
   --name NAME      name of the run; the time without it
   --resume         go on in that folder (without --run-dir: the newest run) from its last checkpoint
   --check          check the configuration, models and prompts, and stop
+  --gpus N         with --check: as if this machine had N GPUs of 80 GiB (8x40: of 40 GiB each)
   --help           this text
 """
 
@@ -52,6 +53,8 @@ class CommandLine:
     name: str = ""
     resume: bool = False
     check: bool = False
+    gpus: str = ""
+    """A layout to pretend, with --check; empty: this machine's."""
     help: bool = False
     overrides: tuple[tuple[Key, str], ...] = ()
     """(key, text), aliases replaced, in order."""
@@ -60,12 +63,15 @@ class CommandLine:
 def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     """Split the words; values are not looked at yet. Raises ConfigError for unknown flags and missing values."""
     own, switches, _, overrides = split_words(arguments, own=OWN_FLAGS, switches=SWITCHES)
+    if "gpus" in own and "check" not in switches:
+        raise ConfigError("--gpus: pretends GPUs, and so goes with --check only; a run uses those that are there")
     return CommandLine(
         config=Path(own["config"]) if "config" in own else None,
         run_dir=Path(own["run_dir"]) if "run_dir" in own else None,
         name=own.get("name", ""),
         resume="resume" in switches,
         check="check" in switches,
+        gpus=own.get("gpus", ""),
         help="help" in switches,
         overrides=overrides,
     )

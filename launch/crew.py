@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from launch.config import RunConfig
+from launch.placement import NOWHERE, Placement
 from launch.pools import config_of, pool_of
 from launch.processes import Processes
 from launch.roles import StartRole
@@ -37,14 +38,16 @@ class Crew:
         *,
         resume: bool,
         preload: Collection[str],
+        placement: Placement = NOWHERE,
     ) -> None:
-        """`preload`: modules that the fork server has imported."""
+        """`preload`: modules that the fork server has imported. `placement`: of embedded workers."""
         self._config = config
         self._folder = folder
         self._processes = processes
         self._servers = servers
         self._entries = entries
         self._resume = resume
+        self._placement = placement
         self._learner_preloaded = entries["learner"].partition(":")[0] in preload
         self.workers = {worker.name: worker for worker in workers}
         self.address = ""
@@ -95,6 +98,7 @@ class Crew:
             parent_pid=0,
             lifeline_fd=-1,
             server_url=self._server_url(worker),
+            device=self._placement.device(worker.role, worker.index),
         )
         self._processes.start(
             start, fork=self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"

@@ -1,50 +1,21 @@
-"""Devices without torch: which GPUs this process may use, and what `device` in the configuration means."""
+"""Devices without torch: what `device` in the configuration means, and whether what it asks for is there."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Final, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Literal, TypeVar
 
 import msgspec
 
 from launch.config import RunConfig
+from launch.machine import Machine
 from launch.pools import teacher_pools
+from launch.torch_build import TorchBuild
+from protocol.context import WorkerRole
 from teachers.config import PoolConfig
 
-NVIDIA_SMI_TIMEOUT_S: Final = 20.0
-GPU_NODES: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Where one of these is, torch may find a GPU that nvidia-smi does not list."""
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 replace = msgspec.structs.replace
-
-
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Names for CUDA_VISIBLE_DEVICES (numbers, or what that variable has) of the GPUs that a process started here sees;
-    empty without a driver. As in CUDA, the first name that is no GPU ends the list."""
-    command = shutil.which("nvidia-smi", path=environment.get("PATH"))
-    if command is None:
-        return ()
-    try:
-        told = subprocess.run(
-            [command, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True, env=environment
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    lines = [line for line in told.stdout.splitlines() if line.startswith("GPU ")]
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return tuple(str(i) for i in range(len(lines)))
-    names: list[str] = []
-    for name in (part.strip() for part in chosen.split(",")):
-        known = int(name) < len(lines) if name.isdecimal() else bool(name) and f"UUID: {name}" in told.stdout
-        if not known:
-            break
-        names.append(name)
-    return tuple(names)
 
 
 def fill_devices(config: RunConfig) -> RunConfig:
@@ -66,14 +37,30 @@ def _filled_pool(pool: PoolConfig, device: Literal["cpu", "cuda"]) -> PoolConfig
     return _filled(replace(pool, server=_filled(pool.server, device) if pool.server else None), device)
 
 
-def lacking_cuda(config: RunConfig) -> Iterator[str]:
-    """A line for each embedded engine, and for the learner, that is to run on CUDA on a machine without any GPU."""
+def on_device(config: RunConfig, role: WorkerRole, device: str) -> RunConfig:
+    """What a worker of this role reads that was given a place by the launcher. `config`: as it sees it."""
+    if role == "learner":
+        return replace(config, learner=replace(config.learner, device=device))
+    if role == "actor":
+        return replace(config, actor=replace(config.actor, torch=replace(config.actor.torch, device=device)))
+    return replace(config, teacher=replace(config.teacher, device=device))
+
+
+def lacking_cuda(config: RunConfig, machine: Machine, own: TorchBuild) -> Iterator[str]:
+    """A line for each embedded engine, and for the learner, that is to run on CUDA where there is no GPU, or that this
+    interpreter's torch (`own`) cannot use."""
     wanted = {key: device for key, device in torch_devices(config) if device.startswith("cuda")}
-    if not wanted or visible_gpus() or any(Path(node).exists() for node in GPU_NODES):
+    if machine.pretended or (machine.gpus and own.has_gpu_code):
         return
+    if machine.gpus:
+        why = f"but this torch, {own.version}, is a build without CUDA; install one with it, or use cpu"
+    elif machine.unlisted:
+        why = f"but the GPUs of this machine cannot be found: {machine.unlisted}; put nvidia-smi into PATH, or use cpu"
+    else:
+        why = "but this machine shows no GPU (nvidia-smi lists none); use auto or cpu"
     for key, device in wanted.items():
         named = "device" if config.device == "cuda" else key
-        yield f"{named}: got {device}, but this machine shows no GPU (nvidia-smi lists none); use auto or cpu"
+        yield f"{named}: got {device}, {why}"
         if named == "device":
             return
 
@@ -87,11 +74,3 @@ def torch_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
     for pool in teacher_pools(config):
         if pool.config.teacher.engine == "torch":
             yield f"{pool.key}.device", pool.config.teacher.device
-
-
-def torch_gpu(device: str, n_visible: int) -> int | None:
-    """Position of the GPU that a torch device means, None for none. `auto` means the first one where there is one."""
-    kind, _, index = device.partition(":")
-    if kind == "cpu" or n_visible == 0:
-        return None
-    return int(index) if index.isdecimal() else 0

@@ -1,4 +1,4 @@
-"""The Python that SGLang's servers run in: which one, and whether it has SGLang."""
+"""The Python that SGLang's servers run in: which one, whether it has SGLang, and which torch it has."""
 
 from __future__ import annotations
 
@@ -8,11 +8,55 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from engines.sglang_config import ServerConfig
+from launch import torch_build
+from launch.torch_build import TorchBuild
 from sglang_cpu.servers import DEFAULT_PYTHON
 
-LOOK: Final = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
 LOOK_TIMEOUT_S: Final = 30.0
+LOOKED_FOR: Final = ("sglang", "triton")
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What an interpreter has. Looked for, not imported: importing SGLang takes seconds."""
+
+    missing: tuple[str, ...] = ()
+    """Of LOOKED_FOR."""
+    torch: TorchBuild = TorchBuild()
+    unusable: str = ""
+    """Why it cannot be run at all."""
+
+
+class Interpreters:
+    """Looks at each interpreter once."""
+
+    def __init__(self) -> None:
+        self._looks: dict[Path, Look] = {}
+
+    def look(self, python: Path) -> Look:
+        """The first look takes a fraction of a second."""
+        if python not in self._looks:
+            self._looks[python] = _look(python)
+        return self._looks[python]
+
+    def own(self) -> TorchBuild:
+        """Of this process's interpreter, which runs the learner and all embedded engines."""
+        return torch_build.own_build()
+
+
+def _look(python: Path) -> Look:
+    if not python.is_file() or not os.access(python, os.X_OK):
+        return Look(unusable=f"no interpreter {python}")
+    source = Path(torch_build.__file__).read_text(encoding="utf-8")
+    try:
+        done = subprocess.run(
+            [python, "-c", source, *LOOKED_FOR], capture_output=True, text=True, timeout=LOOK_TIMEOUT_S, check=True
+        )
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Look)
+    except (OSError, subprocess.SubprocessError, IndexError, msgspec.DecodeError) as error:
+        return Look(unusable=f"{python} cannot be run: {error}")
 
 
 def choose_python(server: ServerConfig) -> Path:
@@ -28,22 +72,12 @@ def needs_shim(server: ServerConfig, python: Path) -> bool:
     return server.device == "cpu" and python == DEFAULT_PYTHON
 
 
-def lacks_sglang(key: str, server: ServerConfig, python: Path) -> str | None:
-    """What to tell the user when `python` cannot run servers, else None. Does not import SGLang: that takes seconds."""
-    on_gpu_without_shim = server.device == "cuda" and python == DEFAULT_PYTHON
+def lacks_sglang(key: str, server: ServerConfig, python: Path, look: Look) -> str | None:
+    """What to tell the user when `python` cannot run servers, else None. `server.device` is cpu or cuda."""
     make = "; `make sglang-cpu` makes one" if server.device == "cpu" else "; name one that has it"
-    if not python.is_file() or not os.access(python, os.X_OK):
-        return f"{key}.server.python: no interpreter {python}{make}"
-    try:
-        done = subprocess.run(
-            [python, "-c", LOOK, "sglang", *(["triton"] if on_gpu_without_shim else [])],
-            capture_output=True,
-            text=True,
-            timeout=LOOK_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{key}.server.python: {python} cannot be run: {error}"
-    if not (missing := " and no ".join(done.stdout.split())):
+    if look.unusable:
+        return f"{key}.server.python: {look.unusable}{make}"
+    needed = LOOKED_FOR if server.device == "cuda" and python == DEFAULT_PYTHON else LOOKED_FOR[:1]
+    if not (missing := " and no ".join(name for name in needed if name in look.missing)):
         return None
     return f"{key}.server.python: {python} has no {missing}, expected an interpreter that can run SGLang{make}"

@@ -211,7 +211,10 @@ def join(line: JoinLine, found: Found, status: JoinStatus) -> JoinSummary:
         began_s=began_s,
         preload=preload_modules(config, joining.model_types, learner=False, roles=joining.roles),
         servers=joining.servers,
+        placement=joining.placement,
     )
+    if joining.placement.text:
+        status.say(joining.placement.text)
     return joiner.run(target.name)
 
 

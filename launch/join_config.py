@@ -15,7 +15,12 @@ from launch.command_line import build_run, put_overrides
 from launch.config import RunConfig
 from launch.config_tree import Key, Plain, get, put
 from launch.consistency import check_join
+from launch.devices import lacking_cuda
+from launch.engine_choice import choose_engines
 from launch.errors import ConfigError
+from launch.interpreter import Interpreters
+from launch.machine import find_machine
+from launch.placement import Placement
 from launch.pools import teacher_pools
 from launch.preflight import find_model, model_type
 from launch.server_plan import ServedRole, ServerPlan, count
@@ -45,6 +50,8 @@ class Joining(NamedTuple):
     roles: tuple[ServedRole, ...]
     model_types: tuple[str, ...]
     servers: tuple[ServerPlan, ...]
+    placement: Placement
+    """Of embedded engines."""
 
 
 def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
@@ -53,6 +60,9 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
     roles: tuple[ServedRole, ...] = tuple(role for role in ROLES if count(config, role))
     if not roles:
         raise ConfigError("say how many join: --actors N, --teachers M or both")
+    interpreters = Interpreters()
+    machine = find_machine()
+    config, why_engines = choose_engines(config, machine, interpreters)
     mistakes: list[str] = target.check_keys(roles)
     folders: dict[ServedRole, Path] = {}
     for role in roles:
@@ -72,10 +82,15 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         )
     models = {MODELS[role]: str(folder) for role, folder in folders.items()}
     config = replace(config, models=replace(config.models, **models))
-    servers = check_servers(_of_this_machine(config, roles, elsewhere=target.elsewhere))
+    here = _of_this_machine(config, roles, elsewhere=target.elsewhere)
+    mistakes += lacking_cuda(here, machine, interpreters.own())
+    servers = check_servers(
+        here, machine, interpreters, {role: why_engines[role] for role in roles if role in why_engines}
+    )
     mistakes += servers.mistakes
     if not mistakes and "actor" in roles:
         mistakes += _one_kind(target.config, servers.config)
+        mistakes += _gpus_of_their_own(target, config, servers.placement)
     if mistakes:
         raise ConfigError(*mistakes)
     return Joining(
@@ -83,6 +98,7 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         roles=roles,
         model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
         servers=tuple(_renamed(servers.plans, prefix)),
+        placement=servers.placement,
     )
 
 
@@ -151,7 +167,30 @@ def _of_this_machine(config: RunConfig, roles: Sequence[ServedRole], *, elsewher
         config = replace(config, actor=replace(config.actor, engine="torch", torch=torch))
     if "teacher" not in roles:
         config = replace(config, teacher=replace(config.teacher, engine="torch", device="cpu"))
-    return replace(config, learner=replace(config.learner, device="cpu")) if elsewhere else config
+    publish = replace(config.learner.publish, backend="gloo")  # by what weights are sent is the run's to say
+    device = "cpu" if elsewhere else config.learner.device
+    return replace(config, learner=replace(config.learner, device=device, publish=publish))
+
+
+def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -> Iterator[str]:
+    """NCCL takes one rank per GPU; two on one would break the group of all actors, again and again."""
+    if target.config.learner.publish.backend != "nccl":
+        return
+    key = "actor.server.gpus" if asked.actor.engine == "sglang" else "actor.torch.device"
+    places = placement.places
+    gpus = [gpu for who, gpu in places.seats.items() if who.startswith("actor")]
+    gpus += [gpu for group in places.servers.get("actor", ()) for gpu in group]
+    if None in gpus or len(set(gpus)) < len(gpus):
+        yield (
+            f"{key}: the run sends weights by NCCL, which needs a GPU of its own for each actor; expected as many free "
+            "GPUs here as actors that join, or a run with --learner.publish.backend gloo"
+        )
+    named = asked.actor.server.gpus or asked.actor.torch.device.startswith("cuda:")
+    if not target.elsewhere and not named:
+        yield (
+            f"{key}: the run sends weights by NCCL, and has GPUs of this machine; expected {key} with GPUs that none "
+            "of its learner and actors has"
+        )
 
 
 def _renamed(plans: Sequence[ServerPlan], prefix: str) -> Iterator[ServerPlan]:

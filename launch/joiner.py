@@ -17,6 +17,7 @@ from typing import ClassVar, Final
 from launch.buffer_link import BufferLink
 from launch.config import RunConfig
 from launch.join_status import JoinedWorker, JoinStatus, JoinSummary, own_peers
+from launch.placement import Placement
 from launch.roles import ENTRIES
 from launch.server_plan import ServerPlan
 from launch.slots import Worker, said
@@ -45,6 +46,7 @@ class Joiner(Watch):
         began_s: float,
         preload: tuple[str, ...],
         servers: Sequence[ServerPlan],
+        placement: Placement,
     ) -> None:
         """`link`: connected; closed at the end of `run`."""
         super().__init__(
@@ -58,6 +60,7 @@ class Joiner(Watch):
             preload=preload,
             entries=ENTRIES,
             servers=servers,
+            placement=placement,
         )
         self._crew.address = address
         self._link = link

@@ -20,7 +20,11 @@ import builtin
 from launch.config import BUILTIN, RunConfig
 from launch.consistency import check_consistency
 from launch.devices import lacking_cuda
+from launch.engine_choice import choose_engines
 from launch.errors import ConfigError
+from launch.interpreter import Interpreters
+from launch.machine import NO_GPUS, Machine, find_machine
+from launch.placement import NOWHERE, Placement
 from launch.pools import teacher_pools, without_idle_routes
 from launch.server_plan import ServerPlan
 from launch.server_preflight import check_servers
@@ -46,12 +50,19 @@ class Checked(NamedTuple):
     """SGLang servers to be started with the run."""
     server_report: str = ""
     """For people: where they will run, and what running ones can do."""
+    placement: Placement = NOWHERE
+    """Of learner and embedded engines."""
+    not_here: tuple[str, ...] = ()
+    """What a pretended machine would have to have, and this one lacks."""
 
 
-def check(config: RunConfig) -> Checked:
-    """Raises ConfigError with all that is wrong."""
+def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
+    """`pretended`: instead of this machine's GPUs. Raises ConfigError with all that is wrong."""
     mistakes: list[str] = []
     config = without_idle_routes(config)
+    interpreters = Interpreters()
+    machine = pretended or (find_machine() if config.device != "cpu" else NO_GPUS)
+    config, why_engines = choose_engines(config, machine, interpreters)
     named = {"models.student": config.models.student}
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
     folders: dict[str, Path] = {}
@@ -62,7 +73,7 @@ def check(config: RunConfig) -> Checked:
             mistakes += error.mistakes
     for key, folder in folders.items():
         mistakes += check_weights(key, folder).mistakes
-    mistakes += lacking_cuda(config)
+    mistakes += lacking_cuda(config, machine, interpreters.own())
     student = folders.get("models.student")
     if student is not None:
         mistakes += check_teachers(student, {key: folder for key, folder in folders.items() if folder != student})
@@ -78,7 +89,7 @@ def check(config: RunConfig) -> Checked:
     findings = check_consistency(config, student)
     mistakes += findings.mistakes
     config = _with_folders(config, folders)
-    servers = check_servers(config)
+    servers = check_servers(config, machine, interpreters, why_engines)
     mistakes += servers.mistakes
     if mistakes:
         raise ConfigError(*mistakes)
@@ -97,6 +108,8 @@ def check(config: RunConfig) -> Checked:
         warnings=tuple(findings.warnings),
         servers=servers.plans,
         server_report=servers.report(),
+        placement=servers.placement,
+        not_here=tuple(servers.not_here),
     )
 
 

@@ -25,6 +25,7 @@ import msgspec
 
 from launch.config import RunConfig
 from launch.config_file import read_config
+from launch.devices import on_device
 from launch.lifeline import die_with_parent, watch_launcher
 from launch.pools import config_of
 from learner.checkpoint_files import CHECKPOINTS, TRAINER, latest
@@ -82,8 +83,11 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lifeline_fd: int
     server_url: str = ""
     """Of the worker's own inference server; empty for an embedded engine."""
+    device: str = ""
+    """Torch device that the launcher gave it (launch.placement); empty: as the configuration has it."""
 
     def context(self, config: RunConfig) -> RoleContext[RunConfig]:
+        own = config_of(config, self.role, self.index)
         return RoleContext(
             role=self.role,
             index=self.index,
@@ -93,7 +97,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             run_dir=Path(self.run_dir),
             buffer_address=self.buffer_address,
             resume=self.resume,
-            config=config_of(config, self.role, self.index),
+            config=on_device(own, self.role, self.device) if self.device else own,
             server_url=self.server_url,
         )
 

@@ -21,6 +21,8 @@ from launch.command_line import help_text, parse_arguments, resolve_config
 from launch.config import RunConfig
 from launch.config_file import write_config
 from launch.errors import LaunchError, interrupted, refuse
+from launch.machine import pretended_machine
+from launch.placement import NOWHERE, Placement
 from launch.pools import needs_no_teacher, teacher_pools
 from launch.recorded import check_recorded
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
@@ -52,7 +54,8 @@ def _main(arguments: Sequence[str]) -> int:
         if line.help:
             print(help_text())
             return 0
-        checked = preflight.check(resolve_config(line))
+        config = resolve_config(line)
+        checked = preflight.check(config, pretended_machine(line.gpus) if line.gpus else None)
         for warning in checked.warnings:
             print(f"stillhouse: warning: {warning}", file=sys.stderr)
         check_recorded(checked.config, resume=line.resume)
@@ -65,8 +68,11 @@ def _main(arguments: Sequence[str]) -> int:
 
             for told in describe_resumed(found) if line.resume else ():
                 print(told)
-            print(*check_run(checked.config), sep="\n")
+            print(*check_run(checked.config, devices=not line.gpus), sep="\n")
             print(checked.server_report + "\n" if checked.server_report else "", end="")
+            print(checked.placement.text)
+            for told in checked.not_here:
+                print(f"not on this machine: {told}")
             print("configuration, models and prompts are fine; nothing was started")
             return 0
         with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
@@ -78,6 +84,7 @@ def _main(arguments: Sequence[str]) -> int:
                 found=found,
                 preload=preload_modules(checked.config, checked.model_types),
                 servers=checked.servers,
+                placement=checked.placement,
             )
     except LaunchError as error:
         return refuse(error)
@@ -95,6 +102,7 @@ def run(
     preload: tuple[str, ...],
     entries: Mapping[WorkerRole, str] = ENTRIES,
     servers: Sequence[ServerPlan] = (),
+    placement: Placement = NOWHERE,
 ) -> int:
     """Run in an open folder; leaves summary.json there whatever happens. `found`: what a resumed one goes on from.
     Returns the exit code."""
@@ -108,8 +116,18 @@ def run(
     status.say(_headline(config, folder, resume=resume))
     for told in (*describe_resumed(found), *set_damaged_aside(found)) if resume else ():
         status.say(told)
+    if placement.text:
+        status.say(placement.text)
     supervisor = Supervisor(
-        config, folder, status, resume=resume, began_s=began_s, preload=preload, entries=entries, servers=servers
+        config,
+        folder,
+        status,
+        resume=resume,
+        began_s=began_s,
+        preload=preload,
+        entries=entries,
+        servers=servers,
+        placement=placement,
     )
     summary = write_summary(config, folder, supervisor.run())
     folder.finish(summary.exit_code)
@@ -145,7 +163,7 @@ def preload_modules(
     needed = [*PRELOADED]
     for role, engine in engines:
         needed += (PRELOADED_SGLANG if engine == "sglang" else PRELOADED_TORCH)[role]
-    if all(engine != "torch" for _, engine in engines):
+    if all(engine == "sglang" for _, engine in engines):
         return tuple(needed)
     transformers = importlib.util.find_spec("transformers")
     models: list[str] = []

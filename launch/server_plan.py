@@ -16,8 +16,7 @@ import psutil
 
 from engines.sglang_config import ServerConfig
 from launch.config import RunConfig
-from launch.devices import torch_gpu
-from launch.gpus import Wanted, assign_gpus
+from launch.gpus import Groups
 from launch.interpreter import choose_python, needs_shim
 from launch.pools import teacher_pools
 from sglang_cpu.servers import SERVER_ARGS
@@ -72,18 +71,11 @@ def server_config(config: RunConfig, role: ServedRole) -> ServerConfig:
     return config.actor.server if role == "actor" else config.teacher.server
 
 
-def plan_servers(config: RunConfig, visible: Sequence[str]) -> tuple[ServerPlan, ...]:
+def plan_servers(config: RunConfig, visible: Sequence[str], gpus: Mapping[str, Groups]) -> tuple[ServerPlan, ...]:
     """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda; `visible`: names
-    of the GPUs. Raises ValueError (launch.gpus) where there are too few."""
-    wanted: list[Wanted] = []
-    groups = launched_groups(config)
-    for key, role, _, own in groups:
-        server = server_config(own, role)
-        if server.device == "cuda":
-            wanted.append(Wanted(key, count(own, role), server.tp, server.gpus))
-    gpus = assign_gpus(len(visible), list(taken_gpus(config, len(visible))), wanted)
+    of the GPUs; `gpus`: of the servers of each group (launch.gpus.Places.servers), those on a CPU left out."""
     named = {key: [[visible[gpu] for gpu in group] for group in groups] for key, groups in gpus.items()}
-    return tuple(plan for group in groups for plan in _plans(group, named.get(group.key, ())))
+    return tuple(plan for group in launched_groups(config) for plan in _plans(group, named.get(group.key, ())))
 
 
 class ServerGroup(NamedTuple):
@@ -143,18 +135,6 @@ def _plans(group: ServerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[Server
 
 def count(config: RunConfig, role: ServedRole) -> int:
     return config.actors if role == "actor" else config.teachers
-
-
-def taken_gpus(config: RunConfig, n_visible: int) -> Iterator[int]:
-    """GPUs of the learner and of embedded engines."""
-    devices = [config.learner.device]
-    devices += [config.actor.torch.device] if config.actor.engine == "torch" else []
-    teachers = [pool.config.teacher for pool in teacher_pools(config)]
-    devices += [teacher.device for teacher in teachers if teacher.engine == "torch"]
-    for device in devices:
-        gpu = torch_gpu(device, n_visible)
-        if gpu is not None:
-            yield gpu
 
 
 def _arguments(server: ServerConfig, *, shim: bool) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -10,8 +10,10 @@ import msgspec
 from engines.sglang_features import Features
 from launch.attached import ask_servers
 from launch.config import RunConfig
-from launch.devices import fill_devices, visible_gpus
-from launch.interpreter import choose_python, lacks_sglang
+from launch.devices import fill_devices, torch_devices
+from launch.interpreter import Interpreters, choose_python, lacks_sglang
+from launch.machine import NO_GPUS, Machine
+from launch.placement import NOWHERE, Placement, place_run, wrong_nccl
 from launch.server_features import grouped
 from launch.server_plan import (
     ServerGroup,
@@ -31,12 +33,15 @@ class Found(NamedTuple):
     """What the launcher goes on with."""
 
     config: RunConfig
-    """Every `device` of a server is cpu or cuda."""
+    """Every `device` of a server is cpu or cuda, and `learner.publish.backend` gloo or nccl."""
+    placement: Placement
     plans: tuple[ServerPlan, ...]
     """To be started."""
     attached: list[tuple[str, Features]]
     """(worker, its running server)."""
     mistakes: list[str]
+    not_here: list[str]
+    """What a pretended machine would have to have, and this one lacks."""
 
     def report(self) -> str:
         """For `--check`; empty without servers."""
@@ -45,40 +50,83 @@ class Found(NamedTuple):
         return "\n".join(told)
 
 
-def check_servers(config: RunConfig) -> Found:
-    """`config`: models are folders. Running servers are asked, GPUs counted and interpreters looked at only where
-    servers are wanted."""
+def check_servers(
+    config: RunConfig,
+    machine: Machine = NO_GPUS,
+    interpreters: Interpreters | None = None,
+    why: Mapping[str, str] | None = None,
+) -> Found:
+    """`config`: models are folders, engines are torch or sglang. Running servers are asked, and interpreters looked at,
+    only where servers are wanted. `why`: of the engines that were chosen (launch.engine_choice)."""
+    interpreters = interpreters or Interpreters()
     config = fill_devices(config)
     attached = ask_servers(config)
     config, mistakes = attached.config, list(attached.mistakes)
-    launched = launched_groups(config)
-    gpus = visible_gpus() if any(server_config(own, role).device != "cpu" for _, role, _, own in launched) else ()
-    for key, role, _, own in launched:
+    for key, role, _, own in launched_groups(config):
         server = server_config(own, role)
         if server.device == "auto":
-            config = with_server(config, key, msgspec.structs.replace(server, device="cuda" if gpus else "cpu"))
+            config = with_server(config, key, msgspec.structs.replace(server, device="cuda" if machine.gpus else "cpu"))
+    not_here: list[str] = []
     for group in launched_groups(config):
-        mistakes += _lacking(group, gpus)
+        lacking, others = _lacking(group, machine, interpreters)
+        (not_here if machine.pretended else mistakes).extend(lacking)
+        mistakes += others
+    mistakes += _unfound_gpus(config, machine, interpreters)
     plans: tuple[ServerPlan, ...] = ()
+    placement = NOWHERE
     if not mistakes:
         try:
-            plans = plan_servers(config, gpus)
+            placement = place_run(config, machine, interpreters, why or {})
         except ValueError as error:
             mistakes.append(str(error))
-    return Found(config, plans, attached.features, mistakes)
+        else:
+            mistakes += wrong_nccl(config, placement.places, interpreters)
+            plans = plan_servers(config, machine.gpus, placement.places.servers)
+            config = _with_backend(config, placement)
+    return Found(config, placement, plans, attached.features, mistakes, not_here)
 
 
-def _lacking(group: ServerGroup, gpus: Sequence[str]) -> Iterator[str]:
+def _with_backend(config: RunConfig, placement: Placement) -> RunConfig:
+    replace = msgspec.structs.replace
+    publish = replace(config.learner.publish, backend=placement.weights.backend)
+    return replace(config, learner=replace(config.learner, publish=publish))
+
+
+def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Iterator[str]:
+    """A machine with a driver whose GPUs cannot be found would run on its CPU without anybody having said so."""
+    if not machine.unlisted:
+        return
+    servers = [server_config(own, role).device for _, role, _, own in launched_groups(config)]
+    embedded = [device for _, device in torch_devices(config)] if interpreters.own().has_gpu_code else []
+    if any(device != "cpu" for device in (*servers, *embedded)):
+        yield (
+            f"device: got {config.device}, but the GPUs of this machine cannot be found: {machine.unlisted}; expected "
+            "nvidia-smi in PATH, or device = cpu to run on the CPU"
+        )
+
+
+def _lacking(group: ServerGroup, machine: Machine, interpreters: Interpreters) -> tuple[list[str], list[str]]:
+    """(what another machine may have, what is wrong anywhere)."""
     key, role, _, config = group
     server = server_config(config, role)
-    if server.device == "cuda" and not gpus:
-        yield f"{key}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
-    if lacking := lacks_sglang(key, server, choose_python(server)):
-        yield lacking
+    lacking: list[str] = []
+    others: list[str] = []
+    if server.device == "cuda" and not machine.gpus and not machine.unlisted:
+        others.append(
+            f"{key}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
+        )
+    python = choose_python(server)
+    if told := lacks_sglang(key, server, python, interpreters.look(python)):
+        lacking.append(told)
     last = server.port + count(config, role) - 1
     if server.port and last > HIGHEST_PORT:
-        yield f"{key}.server.port: got {server.port}, and {count(config, role)} servers would need ports up to {last}"
+        others.append(
+            f"{key}.server.port: got {server.port}, and {count(config, role)} servers would need ports up to {last}"
+        )
     try:
         free_port(server.host)
     except OSError as error:
-        yield f"{key}.server.host: cannot listen on {server.host!r} ({error}); expected an address of this machine"
+        others.append(
+            f"{key}.server.host: cannot listen on {server.host!r} ({error}); expected an address of this machine"
+        )
+    return lacking, others

@@ -27,6 +27,7 @@ from launch.failures import FailureNews, failures_text
 from launch.figures import RunView
 from launch.guests import Guests
 from launch.memory import MemoryGauge
+from launch.placement import NOWHERE, Placement
 from launch.roles import ENTRIES
 from launch.runfolder import RunFolder
 from launch.server_plan import ServerPlan
@@ -70,8 +71,10 @@ class Supervisor(Watch):
         entries: Mapping[WorkerRole, str] = ENTRIES,
         restartable: Collection[WorkerRole] = RESTARTABLE,
         servers: Sequence[ServerPlan] = (),
+        placement: Placement = NOWHERE,
     ) -> None:
-        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the run."""
+        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the run.
+        `placement`: devices of embedded workers."""
         counts = (1, 1, config.teachers, config.actors)
         super().__init__(
             config,
@@ -83,6 +86,7 @@ class Supervisor(Watch):
             preload=preload,
             entries=entries,
             servers=servers,
+            placement=placement,
         )
         self._restartable = restartable
         self._guests = Guests(self._crew.workers)

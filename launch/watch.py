@@ -24,6 +24,7 @@ from launch.config import RunConfig
 from launch.crew import Crew
 from launch.figures import RunView
 from launch.lifeline import sweep
+from launch.placement import Placement
 from launch.processes import Exited, Notice, Processes, Started
 from launch.restarts import RestartBudget
 from launch.server_features import features_of_run
@@ -66,8 +67,10 @@ class Watch(ABC):
         preload: tuple[str, ...],
         entries: Mapping[WorkerRole, str],
         servers: Sequence[ServerPlan],
+        placement: Placement,
     ) -> None:
-        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the workers."""
+        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the workers.
+        `placement`: devices of embedded workers."""
         self._config = config
         self._folder = folder
         self._status = status
@@ -92,6 +95,7 @@ class Watch(ABC):
             workers,
             resume=resume,
             preload=preload,
+            placement=placement,
         )
         self._link: BufferLink | None = None
         self._signals = StopRequests()

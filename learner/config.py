@@ -130,7 +130,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     state are float32 in any case: 16 bytes per parameter, and with bfloat16 2 more for the copy that products read.
     float32 on a GPU is full float32, no TF32: several times slower, for comparisons."""
     device: str = "auto"
-    """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
+    """Torch device: auto (the first free GPU where there is one), cpu, cuda, cuda:1, ..."""
 
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights."""

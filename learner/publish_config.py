@@ -18,8 +18,8 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The collective path (all actors at once), the snapshot path (those who were not there), and who is waited for."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl when the learner trains and the actors (or their servers) run on GPUs and this torch has NCCL, else
-    gloo. Set gloo when actors share a GPU with one another or with the learner: NCCL needs one GPU per process."""
+    """auto: nccl where the learner and all actors (or their servers) have a GPU each and the same NCCL, else gloo. The
+    launcher decides before the start, and says which and why; nccl that cannot work is refused then."""
     dtype: PublishDtype = "keep"
     """Of what is sent. keep: that of the learner's own weights, which is float32. bfloat16 halves the bytes, and loses
     nothing where the actors run in it."""

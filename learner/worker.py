@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engines.models import resolve_device
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
 from learner.account import AccountFile
 from learner.checkpoint import LearnerState, load_checkpoint, save_checkpoint
@@ -88,11 +87,6 @@ class BufferSettings(Protocol):
     def max_staleness(self) -> int: ...
 
 
-class EngineSettings(Protocol):
-    @property
-    def device(self) -> str: ...
-
-
 class ServerSettings(Protocol):
     @property
     def device(self) -> str: ...
@@ -102,9 +96,7 @@ class ServerSettings(Protocol):
 
 class ActorSettings(Protocol):
     @property
-    def engine(self) -> Literal["torch", "sglang"]: ...
-    @property
-    def torch(self) -> EngineSettings: ...
+    def engine(self) -> Literal["auto", "torch", "sglang"]: ...
     @property
     def server(self) -> ServerSettings: ...
 
@@ -339,10 +331,6 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], device: torch.device, cl
 
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
-    members, members_device = members_of(config.actor, publish)
-    if publish.backend == "auto" and not members_device.startswith("cuda"):
-        # NCCL delivers to GPUs only, and the engines are not on one.
-        publish = msgspec.structs.replace(publish, backend="gloo")
     return Publisher(
         publish,
         snapshot_dir=ctx.run_dir / SNAPSHOTS,
@@ -350,7 +338,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], device: torch.device, cl
         published=published,
         expected_actors=config.actors,
         device=device,
-        members=members,
+        members=members_of(config.actor, publish),
         control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
     )
 
@@ -397,14 +385,14 @@ def _make_recorder(
     )
 
 
-def members_of(actor: ActorSettings, publish: PublishConfig) -> tuple[Members, str]:
-    """What weights are sent to, and the device it is on. That of servers has been found out by the launcher."""
-    if actor.engine == "torch":
-        return EMBEDDED, resolve_device(actor.torch.device)
+def members_of(actor: ActorSettings, publish: PublishConfig) -> Members:
+    """What weights are sent to. The device of servers has been found out by the launcher."""
+    if actor.engine != "sglang":
+        return EMBEDDED
     check_by = publish.verify
     if check_by == "auto":
         check_by = "expected" if actor.server.device == "cpu" and actor.server.tp == 1 else "reload"
-    return Members(kind="servers", ranks_each=actor.server.tp, check_by=check_by), actor.server.device
+    return Members(kind="servers", ranks_each=actor.server.tp, check_by=check_by)
 
 
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:

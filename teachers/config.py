@@ -16,8 +16,9 @@ FLUSH_TIMEOUT_S: Final = 5.0
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One teacher process: an engine that grades, and how much work it holds."""
 
-    engine: Literal["torch", "sglang"] = "torch"
-    """Scoring engine. `torch` is the embedded one; `sglang`: each teacher has an SGLang server."""
+    engine: Literal["auto", "torch", "sglang"] = "auto"
+    """Scoring engine. `torch` is the embedded one; `sglang`: each teacher has an SGLang server; `auto`: sglang where
+    there are GPUs and teacher.server.python has SGLang (or with urls), else torch."""
     sglang: SGLangConfig = msgspec.field(default_factory=SGLangConfig)
     """How a teacher talks to its SGLang server."""
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
@@ -27,7 +28,8 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pool: str = "default"
     """Name of the one pool of a run without `pools`; tasks name the pools that must grade them."""
     device: str = "auto"
-    """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
+    """Torch device of embedded teachers: auto (GPUs where there are any) or cuda: each gets one that is free, and they
+    share where there are too few; cpu; cuda:1: all of them on that one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; auto = bfloat16 on cuda, float32 elsewhere."""
     max_batch_tokens: int = 4096
@@ -65,8 +67,8 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.pool:
             raise ValueError("teacher.pool is empty; expected a name, e.g. default")
         check_urls(self.urls)
-        if self.urls and self.engine != "sglang":
-            raise ValueError(f"urls are for engine sglang, got engine {self.engine}")
+        if self.urls and self.engine == "torch":
+            raise ValueError("urls are for engine sglang, got engine torch")
 
     def rest_bits(self, vocab_tokens: int) -> int:
         """Bits for each token behind the set; 0 where they are pooled."""
@@ -90,7 +92,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Their model; empty = models.teacher."""
     count: int = 1
     """How many of them. With urls: as many as there are urls."""
-    engine: Literal["torch", "sglang"] | None = None
+    engine: Literal["auto", "torch", "sglang"] | None = None
     """As teacher.engine."""
     urls: tuple[str, ...] = ()
     """Running SGLang servers of this pool."""

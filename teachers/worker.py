@@ -390,7 +390,7 @@ def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
 
 def main(ctx: RoleContext[TeacherRunConfig]) -> int:
     """Entry of a teacher process (see launch.roles)."""
-    if ctx.config.teacher.engine == "torch":
+    if ctx.config.teacher.engine != "sglang":
         return _grade_until_told(ctx, embedded(ctx))
     from engines.sglang_http import ServerLost
 

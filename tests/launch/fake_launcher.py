@@ -49,7 +49,7 @@ def _main() -> int:
             resume=False,
             preload=tuple(sys.argv[4:]),
             entries=ENTRIES,
-            servers=plan_servers(config, ()),
+            servers=plan_servers(config, (), {}),
         )
 
 

@@ -23,8 +23,9 @@ MODELS = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DI
 
 
 def target(*, address: str = "tcp://127.0.0.1:5555", **plain: Any) -> Target:
-    """A run as its launcher wrote it down."""
-    config = build(RunConfig, {"models": MODELS} | plain)
+    """A run as its launcher wrote it down: with the engines that it chose."""
+    engines = {role: {"engine": "torch"} | plain.pop(role, {}) for role in ("actor", "teacher")}
+    config = build(RunConfig, {"models": MODELS} | engines | plain)
     settings = cast(Plain, msgspec.to_builtins(config))
     return Target(name="run", address=address, run_id="r", keys=None, settings=settings, home=Path("/nowhere"))
 
@@ -89,7 +90,7 @@ def test_from_another_machine_teachers_can_join_a_run_whose_weights_stay_on_its_
 
 def test_all_actors_of_a_run_take_weights_in_one_way(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\n")
+    python.write_text("#!/bin/sh\necho '{}'\n")
     python.chmod(0o755)
     arguments = ("--actors=1", "--actor.engine=sglang", "--actor.server.device=cpu", f"--actor.server.python={python}")
     with pytest.raises(ConfigError, match=r"actor\.engine: got sglang, expected torch"):
@@ -108,7 +109,7 @@ def test_a_model_of_another_vocabulary_is_refused_before_it_loads(tmp_path: Path
 
 def test_servers_are_called_after_those_who_join(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\n")
+    python.write_text("#!/bin/sh\necho '{}'\n")
     python.chmod(0o755)
     run = target(teacher={"engine": "sglang", "server": {"device": "cpu", "python": str(python)}})
     assert [plan.worker for plan in joining(run, "--teachers=2").servers] == ["teacher-p-0", "teacher-p-1"]

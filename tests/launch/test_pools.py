@@ -20,6 +20,9 @@ from launch.config_file import read_config, write_config
 from launch.config_tree import build
 from launch.consistency import check_consistency
 from launch.errors import ConfigError
+from launch.interpreter import Interpreters
+from launch.machine import Machine
+from launch.placement import place_run
 from launch.pools import config_of, teacher_pools
 from launch.preflight import check
 from launch.server_plan import plan_servers
@@ -98,7 +101,10 @@ def test_a_wrong_key_of_a_pool_is_told_with_the_nearest_right_one() -> None:
         ({"pools": {"a": {"count": 2}}, "teachers": 3}, "teachers is 3, expected 2, the sum of the pools (a: 2)"),
         ({"pools": {"a": {}}, "teacher": {"pool": "math"}}, "teacher.urls and teacher.pool are of a run with one pool"),
         ({"pools": {"a": {"top_mass": 2.0}}}, "pools.a: teacher.top_mass is 2.0; expected a share in (0, 1]"),
-        ({"pools": {"a": {"urls": ["http://x"]}}}, "pools.a: urls are for engine sglang, got engine torch"),
+        (
+            {"pools": {"a": {"urls": ["http://x"], "engine": "torch"}}},
+            "pools.a: urls are for engine sglang, got engine torch",
+        ),
         ({"pools": {"a": {"count": 0}}}, "pools.a: count is 0; expected at least 1 teacher"),
     ],
 )
@@ -125,9 +131,11 @@ def test_servers_are_planned_per_pool_with_its_model_gpus_and_ports() -> None:
         "models": {"teacher": "small"},
         "pools": {"first": {}, "big": big, "last": {}},
         "learner": {"device": "cpu"},
-        "actor": {"torch": {"device": "cpu"}},
+        "actor": {"engine": "torch", "torch": {"device": "cpu"}},
     }
-    plans = plan_servers(build(RunConfig, plain), [str(gpu) for gpu in range(5)])
+    config, machine = build(RunConfig, plain), Machine(tuple(str(gpu) for gpu in range(5)))
+    gpus = place_run(config, machine, Interpreters(), {}).places.servers
+    plans = plan_servers(config, machine.gpus, gpus)
     assert [(plan.worker, plan.model, plan.gpus, plan.port) for plan in plans] == [
         ("teacher-0", "small", ("0",), 7000),
         ("teacher-1", "big", ("2", "3"), 9000),

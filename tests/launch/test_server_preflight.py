@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 import builtin
+from launch import torch_build
 from launch.config import RunConfig
 from launch.config_tree import build
-from launch.devices import fill_devices, torch_gpu, visible_gpus
+from launch.devices import fill_devices
 from launch.errors import ConfigError
+from launch.machine import NO_GPUS, find_machine
 from launch.preflight import check
 from launch.processes import worker_environment
 from launch.run import preload_modules
 from launch.server_plan import interface_of, server_environment, url_of
 from launch.server_preflight import Found, check_servers
+from launch.torch_build import TorchBuild
 from sglang_cpu.servers import DEFAULT_PYTHON
 
 FAKE_SGLANG = str(Path(__file__).parent / "fake_sglang")
@@ -40,13 +43,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", FAKE_SGLANG)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch_build, "own_build", lambda: TorchBuild("2.13.0", "12.8"))
 
 
 def found(server: dict[str, Any] | None = None, **plain: Any) -> Found:
     """Both roles on servers of this interpreter."""
     role = {"engine": "sglang", "server": {"python": sys.executable, **(server or {})}}
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
-    return check_servers(build(RunConfig, {"actor": role, "teacher": role, "models": models, **plain}))
+    machine = find_machine() if plain.get("device") != "cpu" else NO_GPUS
+    return check_servers(build(RunConfig, {"actor": role, "teacher": role, "models": models, **plain}), machine)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +67,11 @@ def found(server: dict[str, Any] | None = None, **plain: Any) -> Found:
 )
 def test_visible_gpus_are_those_that_cuda_would_see(variable: str | None, names: tuple[str, ...]) -> None:
     told = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    assert visible_gpus({**os.environ, **told}) == names
+    assert find_machine({**os.environ, **told}).gpus == names
 
 
-def test_a_machine_without_a_driver_has_no_gpus() -> None:
-    assert visible_gpus({"PATH": "/nowhere"}) == ()
+def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path) -> None:
+    assert find_machine({"PATH": "/nowhere"}, proc=tmp_path / "proc", dev=tmp_path) == NO_GPUS
 
 
 def test_servers_get_gpus_after_the_learner_by_their_visible_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +98,6 @@ def test_the_device_of_the_run_fills_what_is_auto_and_nothing_else() -> None:
     assert config.actor.torch.device == config.actor.server.device == "cpu"
     assert config.teacher.device == config.teacher.server.device == "cpu"
     assert fill_devices(RunConfig()) == RunConfig()
-
-
-@pytest.mark.parametrize(("device", "gpu"), [("cpu", None), ("auto", 0), ("cuda", 0), ("cuda:2", 2)])
-def test_the_gpu_that_a_torch_device_means(device: str, gpu: int | None) -> None:
-    assert torch_gpu(device, 3) == gpu
-    assert torch_gpu(device, 0) is None
 
 
 def test_on_a_cpu_nobody_looks_for_gpus_and_the_users_arguments_come_last() -> None:

@@ -16,9 +16,9 @@ def on_servers(server: ServerConfig) -> ActorConfig:
     return ActorConfig(engine="sglang", server=server, torch=EngineConfig(device="cpu"))
 
 
-def test_embedded_engines_are_where_they_run() -> None:
-    actor = ActorConfig(torch=EngineConfig(device="cpu"), server=ServerConfig(device="cuda", tp=2))
-    assert members_of(actor, PublishConfig()) == (EMBEDDED, "cpu")
+def test_embedded_engines_have_a_rank_each() -> None:
+    actor = ActorConfig(engine="torch", server=ServerConfig(device="cuda", tp=2))
+    assert members_of(actor, PublishConfig()) == EMBEDDED
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,10 @@ def test_embedded_engines_are_where_they_run() -> None:
 )
 def test_checksums_are_foretold_only_where_they_can_be(server: ServerConfig, check_by: CheckBy) -> None:
     expected = Members(kind="servers", ranks_each=server.tp, check_by=check_by)
-    assert members_of(on_servers(server), PublishConfig()) == (expected, server.device)
+    assert members_of(on_servers(server), PublishConfig()) == expected
 
 
 @pytest.mark.parametrize("verify", ["expected", "reload", "off"])
 def test_or_as_configured(verify: CheckBy) -> None:
-    members, _ = members_of(on_servers(ServerConfig(device="cuda", tp=2)), PublishConfig(verify=verify))
+    members = members_of(on_servers(ServerConfig(device="cuda", tp=2)), PublishConfig(verify=verify))
     assert members.check_by == verify

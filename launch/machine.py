@@ -1,0 +1,131 @@
+"""The GPUs of this machine, found without torch in this process; and machines that are only pretended, for --check."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from launch.errors import ConfigError
+
+NVIDIA_SMI_TIMEOUT_S: Final = 20.0
+TORCH_TIMEOUT_S: Final = 60.0
+NVIDIA_NODE: Final = "nvidiactl"
+GPU_NODES: Final = (NVIDIA_NODE, "kfd", "dxg")
+"""Under /dev. Where one of these is, torch may find a GPU that nvidia-smi does not list (ROCm, WSL)."""
+PRETENDED_GIB: Final = 80.0
+COUNT_BY_TORCH: Final = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+
+
+class Machine(NamedTuple):
+    """What there is to place a run on."""
+
+    gpus: tuple[str, ...] = ()
+    """Names for CUDA_VISIBLE_DEVICES (numbers, or what that variable has) of the GPUs that a process started here sees.
+    A torch device cuda:2 is the third of them."""
+    gib: tuple[float, ...] = ()
+    """Memory of each; empty where it is not known."""
+    unlisted: str = ""
+    """There is a driver, but no way to count its GPUs: what was tried."""
+    pretended: bool = False
+
+
+NO_GPUS: Final = Machine()
+
+
+def pretended_machine(text: str) -> Machine:
+    """Of --gpus: `8`, or `8x40` for GPUs of 40 GiB each. Raises ConfigError."""
+    told = re.fullmatch(r"(\d+)(?:x(\d+(?:\.\d+)?))?", text)
+    n = int(told[1]) if told else 0
+    gib = float(told[2] or PRETENDED_GIB) if told else 0.0
+    if not 1 <= n <= 1024 or gib <= 0:
+        raise ConfigError(
+            f"--gpus: got {text!r}, expected a number of GPUs to pretend, e.g. 8 ({PRETENDED_GIB:g} GiB each), or with "
+            "the memory of each in GiB, e.g. 8x40"
+        )
+    return Machine(tuple(map(str, range(n))), (gib,) * n, pretended=True)
+
+
+def find_machine(
+    environment: Mapping[str, str] = os.environ,
+    *,
+    proc: Path = Path("/proc/driver/nvidia/gpus"),
+    dev: Path = Path("/dev"),
+    python: str = sys.executable,
+) -> Machine:
+    """This machine's visible GPUs, by nvidia-smi; where that is not in PATH or fails, by what the driver tells in
+    /proc; else by torch in a process of its own, where there is a device node of any GPU."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    command = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    told = _output([command, "-L"], environment) if command is not None else None
+    if told is not None:
+        uuids = re.findall(r"^GPU \d+:.*?\(UUID: ([^)]*)\)", told, re.MULTILINE)
+        return _visible(uuids, chosen, _memory(command, environment))
+    if uuids := _from_proc(proc, dev):
+        return _visible(uuids, chosen, ())
+    if (chosen is not None and not chosen.strip()) or not any((dev / node).exists() for node in GPU_NODES):
+        return Machine()
+    counted = (_output([python, "-c", COUNT_BY_TORCH], environment, TORCH_TIMEOUT_S) or "").strip()
+    if counted.isdecimal() and int(counted):  # of those that the variable allows
+        names = [name.strip() for name in chosen.split(",")] if chosen else [str(i) for i in range(int(counted))]
+        return Machine(tuple(names[: int(counted)]))
+    if not (dev / NVIDIA_NODE).exists():
+        return Machine()  # the nodes of ROCm and WSL are there without a GPU that torch could use, too
+    smi = "nvidia-smi fails" if command is not None else "nvidia-smi is not in PATH"
+    return Machine(unlisted=f"{smi}, {proc} names none, and torch of {python} finds none")
+
+
+def _visible(uuids: Sequence[str], chosen: str | None, gib: Sequence[float]) -> Machine:
+    """As in CUDA, the first name in CUDA_VISIBLE_DEVICES that is no GPU ends the list."""
+    known = dict(enumerate(gib)) if len(gib) == len(uuids) else {}
+    if chosen is None:
+        return Machine(tuple(str(i) for i in range(len(uuids))), tuple(known.values()))
+    names: list[str] = []
+    indices: list[int] = []
+    for name in (part.strip() for part in chosen.split(",")):
+        index = int(name) if name.isdecimal() else uuids.index(name) if name in uuids else len(uuids)
+        if index >= len(uuids):
+            break
+        names.append(name)
+        indices.append(index)
+    return Machine(tuple(names), tuple(known[index] for index in indices if index in known))
+
+
+def _from_proc(proc: Path, dev: Path) -> list[str]:
+    """UUIDs in the order of the PCI bus, as nvidia-smi numbers them. Only those whose device node is here: a container
+    may see the files of all and have the nodes of some."""
+    uuids: list[str] = []
+    for file in sorted(proc.glob("*/information")):
+        try:
+            told = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", file.read_text(), re.MULTILINE))
+        except OSError:
+            continue
+        minor = told.get("Device Minor", "")
+        if minor.isdecimal() and (dev / f"nvidia{minor}").exists():
+            uuids.append(told.get("GPU UUID", ""))
+    return uuids
+
+
+def _memory(command: str | None, environment: Mapping[str, str]) -> tuple[float, ...]:
+    """GiB of each GPU; empty where nvidia-smi does not say it."""
+    told = _output([str(command), "--query-gpu=memory.total", "--format=csv,noheader,nounits"], environment)
+    lines = (told or "").split("\n")
+    figures = [line.strip() for line in lines if line.strip()]
+    return tuple(float(figure) / 1024 for figure in figures) if all(map(str.isdecimal, figures)) else ()
+
+
+def _output(
+    command: Sequence[str], environment: Mapping[str, str], limit_s: float = NVIDIA_SMI_TIMEOUT_S
+) -> str | None:
+    """None: it cannot be run, or fails."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, check=True, env=environment
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
