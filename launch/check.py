@@ -156,7 +156,7 @@ def _models(config: RunConfig) -> Iterator[str]:
 def _architectures(config: RunConfig) -> Iterator[str]:
     """Those that torch shall run here. What a server can run it says itself when it starts."""
     named = {"models.student": config.models.student}
-    pools = (pool for pool in teacher_pools(config) if pool.config.teacher.engine == "torch")
+    pools = (pool for pool in teacher_pools(config) if pool.config.teacher.engine != "sglang")
     named |= {pool.model_key: pool.config.models.teacher for pool in pools}
     for key, name in named.items():
         try:

@@ -169,7 +169,7 @@ def _vocabulary_size(folder: Path | None) -> int | None:
 
 def _writing_window(config: RunConfig, student: Path | None) -> int | None:
     """Longest sequence that an actor writes; None where it is not known."""
-    if config.actor.engine == "torch":
+    if config.actor.engine != "sglang":
         return config.actor.torch.max_context
     return context_window(student) if student is not None else None
 
@@ -223,7 +223,7 @@ def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str
             f"{pool.model_key}: got {named!r} with learner.ema.decay = {ema.decay}, expected the student's, "
             f"{student or config.models.student}: the teacher begins as the student, and becomes its average"
         )
-    if engine != "torch":
+    if engine == "sglang":
         yield (
             f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected 'torch': only embedded "
             "teachers read snapshots of the average"
@@ -253,7 +253,7 @@ def _uneven_groups(config: RunConfig) -> Iterator[str]:
 def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
     """A server takes its window from the model."""
     wanted, window = config.actor.torch.max_context, context_window(student)
-    if config.actor.engine == "torch" and window is not None and wanted > window:
+    if config.actor.engine != "sglang" and window is not None and wanted > window:
         yield (
             f"actor.torch.max_context: got {wanted}, expected at most {window}, the max_position_embeddings of "
             f"{student / 'config.json'}"
@@ -283,7 +283,7 @@ def _teachers_window(config: RunConfig) -> Iterator[str]:
     """A teacher that cannot take a rollout fails it, and it is masked: then long answers are never trained."""
     tasks = config.learner.tasks
     longest = tasks.max_prompt_tokens + tasks.max_new_tokens
-    if config.actor.engine == "torch":
+    if config.actor.engine != "sglang":
         longest = min(longest, config.actor.torch.max_context)
     for pool in teacher_pools(config):
         window = teacher_window(pool)

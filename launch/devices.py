@@ -69,8 +69,8 @@ def torch_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, device) of the learner and of all embedded engines."""
     config = fill_devices(config)
     yield "learner.device", config.learner.device
-    if config.actor.engine == "torch":
+    if config.actor.engine != "sglang":
         yield "actor.torch.device", config.actor.torch.device
     for pool in teacher_pools(config):
-        if pool.config.teacher.engine == "torch":
+        if pool.config.teacher.engine != "sglang":
             yield f"{pool.key}.device", pool.config.teacher.device

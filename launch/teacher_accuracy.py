@@ -44,13 +44,13 @@ class MeasuredTeacher(msgspec.Struct, frozen=True, kw_only=True):
 def measurable_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
     """Pools whose model can write here as the student does."""
     learner = config.learner
-    if not learner.eval_every or not learner.tasks.eval_sampled or learner.frozen or config.actor.engine != "torch":
+    if not learner.eval_every or not learner.tasks.eval_sampled or learner.frozen or config.actor.engine == "sglang":
         return ()
     average = learner.ema.pool if learner.ema.decay else None
     return tuple(
         pool
         for pool in teacher_pools(config)
-        if pool.config.teacher.engine == "torch" and pool.config.teachers and pool.name != average
+        if pool.config.teacher.engine != "sglang" and pool.config.teachers and pool.name != average
     )
 
 

@@ -47,14 +47,17 @@ def choose_weight_backend(wanted: Literal["auto", "gloo", "nccl"], learner: Memb
 
 
 def _impossible(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
+    def named(member: Member) -> str:
+        return "the learner" if member is learner else member.who
+
     holders: dict[int, str] = {}
     for member in (learner, *actors):
         if member.gpus == ():
-            yield f"{member.who} is on the CPU"
+            yield f"{named(member)} is on the CPU"
         for gpu in member.gpus or ():
             if gpu in holders:
-                yield f"{holders[gpu]} and {member.who} share GPU {gpu}, and NCCL takes one rank per GPU"
-            holders[gpu] = member.who
+                yield f"{holders[gpu]} and {named(member)} share GPU {gpu}, and NCCL takes one rank per GPU"
+            holders[gpu] = named(member)
     for actor in actors:
         if actor.nccl and learner.nccl and actor.nccl != learner.nccl:
             yield (

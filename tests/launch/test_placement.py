@@ -224,7 +224,7 @@ def test_the_command_of_the_readme_does_not_fit_on_eight_gpus_as_servers_and_doe
             2,
             "learner.publish.backend: got nccl, but actor-0 and actor-1 share GPU 1",
         ),
-        (EMBEDDED | {"learner": {"publish": {"backend": "nccl"}}}, 0, "got nccl, but learner is on the CPU"),
+        (EMBEDDED | {"learner": {"publish": {"backend": "nccl"}}}, 0, "got nccl, but the learner is on the CPU"),
     ],
 )
 def test_what_is_impossible_is_refused_by_key(plain: dict[str, Any], gpus: int, message: str) -> None:
@@ -265,7 +265,7 @@ LEARNER = Member("learner", (0,), "2.27.5", "/a")
     [
         ([Member("actor-0", (1,), "2.27.5", "/b")], "nccl", "a GPU each, NCCL 2.27.5"),
         ([Member("actor-0", (1, 2), "2.27.5", "/b"), Member("actor-1", (2, 3), "2.27.5", "/b")], "gloo", "share GPU 2"),
-        ([Member("actor-0", (0,), "2.27.5", "/b")], "gloo", "learner and actor-0 share GPU 0"),
+        ([Member("actor-0", (0,), "2.27.5", "/b")], "gloo", "the learner and actor-0 share GPU 0"),
         ([Member("actor-0", (), None, "")], "gloo", "actor-0 is on the CPU"),
         ([Member("actor-0", None, None, "http://x")], "gloo", "started by others"),
         ([Member("actor-0", (1,), None, "/b")], "gloo", "no installed wheel says which NCCL /b has"),
