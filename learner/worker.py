@@ -207,7 +207,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         seed=config.seed,
         checkpoint=checkpoint,
     )
-    if members_of(config.actor, learner.publish)[0].kind == "servers":
+    if members_of(config.actor, learner.publish).kind == "servers":
         check_names(trainer.model, trainer.weights())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:
