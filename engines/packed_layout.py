@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from engines.transfer import upload
+
 _BUCKET_SLACK = 0.8
 """A bucket takes sequences down to this share of its longest one: at most a fifth of its rows is padding."""
 _BUCKET_SLACK_TOKENS = 8
@@ -58,7 +60,7 @@ def make_layout(lengths: Sequence[int], device: torch.device) -> Layout:
         buckets.append(_bucket(start, lengths[first:last], device))
         first, start = last, buckets[-1].end
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return Layout(tuple(lengths), tuple(buckets), positions.to(device))
+    return Layout(tuple(lengths), tuple(buckets), upload(positions, device))
 
 
 def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -69,7 +71,7 @@ def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device
     to_sorted_T = torch.cat([torch.arange(firsts[i], firsts[i] + sizes[i]) for i in order])
     to_given_T = torch.empty_like(to_sorted_T)
     to_given_T[to_sorted_T] = torch.arange(to_sorted_T.shape[0])
-    return to_sorted_T.to(device), to_given_T.to(device)
+    return upload(to_sorted_T, device), upload(to_given_T, device)
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
@@ -125,5 +127,5 @@ def _bucket(start: int, lengths: Sequence[int], device: torch.device) -> Bucket:
     column_L = torch.arange(longest)
     source_BL = first_B[:, None] + torch.minimum(column_L[None, :], lengths_B[:, None] - 1)
     real_BL = column_L[None, :] < lengths_B[:, None]
-    real_S = real_BL.reshape(-1).nonzero().squeeze(1)
-    return Bucket(start, start + total, n_sequences, longest, real_S.to(device), source_BL.reshape(-1).to(device))
+    real_S, source_BL = real_BL.reshape(-1).nonzero().squeeze(1), source_BL.reshape(-1)
+    return Bucket(start, start + total, n_sequences, longest, upload(real_S, device), upload(source_BL, device))

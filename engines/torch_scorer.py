@@ -23,6 +23,7 @@ from engines.packed import context_window, packed_hidden
 from engines.packed_layout import first_fit_decreasing
 from engines.scorer_config import ScorerSettings
 from engines.snapshot import read_snapshot
+from engines.transfer import upload
 from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef
 
@@ -115,11 +116,11 @@ class TorchScorer:
         targets_A = np.concatenate([request.token_ids[request.start :] for request in requests])
         ids_T = np.concatenate([request.token_ids[:-1] for request in requests])
         device = self._head.weight_VH.device
-        hidden_TH = packed_hidden(model, torch.from_numpy(ids_T.astype(np.int64)).to(device), lengths)
+        hidden_TH = packed_hidden(model, upload(ids_T.astype(np.int64), device), lengths)
         scores = token_scores(
             self._head,
-            hidden_TH.index_select(0, torch.from_numpy(rows_A).to(device)),
-            torch.from_numpy(targets_A.astype(np.int64)).to(device),
+            hidden_TH.index_select(0, upload(rows_A, device)),
+            upload(targets_A.astype(np.int64), device),
             chunk_tokens=self._chunk_tokens,
             top_k=top_k,
         )

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.transfer import upload
 from learner.losses import TokenInputs
 from learner.objectives.batch_terms import BatchTerms, coefficients
 from learner.objectives.reward_signal import ValueTargets
 from learner.packing import Microbatch, PackedBatch, TrainItem, pack
 from learner.step_loss import StepLoss
-from learner.tensors import to_device
 
 
 @dataclass
@@ -32,19 +32,19 @@ class BatchPart:
     """The student's log-probs at the first update; None until it is made, and where there is only one."""
 
     def inputs(self, microbatch: Microbatch, device: torch.device) -> TokenInputs:
-        whole, item_N = self.whole, to_device(microbatch.item_N, device)
+        whole, item_N = self.whole, upload(microbatch.item_N, device)
         token_N = torch.from_numpy(microbatch.token_N)
         return TokenInputs(
-            behaviour_N=to_device(microbatch.behaviour_N, device),
-            teacher_MN=to_device(microbatch.teacher_MN, device),
-            routed_MN=to_device(microbatch.routed_MN, device),
-            coef_M=coefficients(self.batch.teachers, self.loss.objective).to(device),
-            reward_advantage_N=whole.reward_advantage_N[token_N].to(device),
-            share_N=whole.share_R.to(device)[item_N],
+            behaviour_N=upload(microbatch.behaviour_N, device),
+            teacher_MN=upload(microbatch.teacher_MN, device),
+            routed_MN=upload(microbatch.routed_MN, device),
+            coef_M=upload(coefficients(self.batch.teachers, self.loss.objective), device),
+            reward_advantage_N=upload(whole.reward_advantage_N[token_N], device),
+            share_N=upload(whole.share_R, device)[item_N],
             sequence_N=item_N,
             n_sequences=len(whole.share_R),
-            cost_scale_N=whole.cost_scale_R.to(device)[item_N],
-            proximal_N=None if self.proximal_N is None else self.proximal_N[token_N.to(device)],
+            cost_scale_N=upload(whole.cost_scale_R, device)[item_N],
+            proximal_N=None if self.proximal_N is None else self.proximal_N[upload(token_N, device)],
         )
 
     def values(self, microbatch: Microbatch) -> ValueTargets | None:
@@ -56,7 +56,7 @@ class BatchPart:
         token_N = torch.cat([torch.from_numpy(microbatch.token_N) for microbatch in self.batch.microbatches])
         joined_N = torch.cat(list(student_N))
         self.proximal_N = torch.empty_like(joined_N)
-        self.proximal_N[token_N.to(joined_N.device)] = joined_N
+        self.proximal_N[upload(token_N, joined_N.device)] = joined_N
 
     def alone(self, index: int, pack_tokens: int) -> BatchPart:
         """Item `index` by itself, with its share of the batch."""

@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engines.transfer import read, upload
 from learner.config import LearnerConfig
 from learner.nonfinite import refuse_nonfinite
 from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
@@ -123,9 +124,9 @@ class ValueCritic:
         if targets is None or not bool(targets.judged_N.any()):
             return ValueTerms.nothing(states_NH)
         value_N: Tensor = self.head(states_NH)
-        old_N, return_N = (x.to(value_N) for x in (targets.old_N, targets.return_N))
+        old_N, return_N = (upload(x, value_N.device).to(value_N.dtype) for x in (targets.old_N, targets.return_N))
         error_N = value_loss(value_N, old_N, return_N, clip=self._config.value.clip)
-        error_N = torch.where(targets.judged_N.to(value_N.device), error_N, 0.0)
+        error_N = torch.where(upload(targets.judged_N, value_N.device), error_N, 0.0)
         loss = self._config.value.coef * (share_N.to(value_N) * error_N).sum() / divisor
         return ValueTerms(loss, error_N.detach())
 
@@ -203,8 +204,8 @@ def batch_values(
     NonFiniteError: one value that is no number would be in the advantage of every token."""
     value_N = torch.empty(batch.n_trained, dtype=torch.float64)
     with torch.no_grad():
-        for microbatch in batch.microbatches:
-            own_N = critic.values(states_of(microbatch))
-            refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
-            value_N[torch.from_numpy(microbatch.token_N)] = own_N.double().cpu()
+        made = [critic.values(states_of(microbatch)) for microbatch in batch.microbatches]
+    for microbatch, own_N in zip(batch.microbatches, read(torch.cat(made)).split(list(map(len, made))), strict=True):
+        refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
+        value_N[torch.from_numpy(microbatch.token_N)] = own_N.double()
     return value_N

@@ -59,7 +59,8 @@ class TokenRatios:
         log_ratio_N = (self.student_N - self.behaviour_N).double()
         total_R = log_ratio_N.new_zeros(self.n_sequences).index_add_(0, self.sequence_N, log_ratio_N)
         if mean:
-            tokens_R = torch.bincount(self.sequence_N, minlength=self.n_sequences)
+            # Not bincount, which looks at the largest index: on a GPU the host would wait for it.
+            tokens_R = torch.zeros_like(total_R).index_add_(0, self.sequence_N, torch.ones_like(log_ratio_N))
             total_R = total_R / tokens_R.clamp(min=1)
         return total_R[self.sequence_N].to(self.student_N.dtype)
 

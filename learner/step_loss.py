@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engines.logprobs import LmHead, token_scores
 from engines.one_pass import one_pass_loss
+from engines.transfer import upload
 from learner.config import LearnerConfig
 from learner.draws import uniforms
 from learner.importance import TOKEN_LOCAL, context_weights
@@ -33,7 +34,7 @@ from learner.losses import LossTerms, Objective, TokenInputs, make_objective, to
 from learner.objectives.distributions import DistributionFn, DistributionOptions
 from learner.objectives.head_divergence import TopKTeacher
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, divergence_group, find_member
-from learner.packing import TrainItem, UnreadableScores
+from learner.packing import Microbatch, TrainItem, UnreadableScores
 from learner.top_k import TopKError, TopRows, read_payloads
 
 
@@ -64,7 +65,7 @@ class Between(Protocol):
         ...
 
     def prepare(
-        self, inputs: TokenInputs, top: Sequence[TopRows], student_N: Tensor | None, divisor: int
+        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
     ) -> ChunkParts:
         """For one microbatch. `student_N`: s where `needs_logprobs`."""
         ...
@@ -79,7 +80,7 @@ class SampledOnly:
         return items
 
     def prepare(
-        self, inputs: TokenInputs, top: Sequence[TopRows], student_N: Tensor | None, divisor: int
+        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
     ) -> ChunkParts:
         return lambda z_CV, place: []
 
@@ -127,23 +128,23 @@ class BetweenDistributions:
         return replace(rows, uniform_RS=uniforms(self.seed, step, rollout_id, teacher, trained, self.samples))
 
     def prepare(
-        self, inputs: TokenInputs, top: Sequence[TopRows], student_N: Tensor | None, divisor: int
+        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
     ) -> ChunkParts:
         device = inputs.behaviour_N.device
         weight_N = inputs.share_N.double() / divisor
         if self.context_cap is not None and student_N is not None:
             weight_N = weight_N * context_weights(inputs.ratios(student_N), self.context_cap).double()
-        teachers = [_teacher(rows, device) for rows in top]
-        uniforms_M = [torch.from_numpy(rows.uniform_RS).to(device) for rows in top]
-        for teacher in teachers:
-            teacher.check(len(teacher.counts_T), self.vocab_tokens)
-        rows_M = [routed_N.nonzero().squeeze(1) for routed_N in inputs.routed_MN]
+        teachers = [_teacher(rows, self.vocab_tokens, device) for rows in microbatch.top]
+        uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
+        # Where rows begin and end is worked out on the host: asking a GPU would make it wait, chunk by chunk.
+        places_M = [np.flatnonzero(routed_N) for routed_N in microbatch.routed_MN]
+        rows_M = [upload(places_R, device) for places_R in places_M]
 
         def parts(z_CV: Tensor, place: slice) -> list[ChunkPart]:
             found: list[ChunkPart] = []
-            coefs = inputs.coef_M.tolist()
-            for teacher, uniform_RS, rows_R, coef in zip(teachers, uniforms_M, rows_M, coefs, strict=True):
-                first, last = (int((rows_R < end).sum()) for end in (place.start, place.stop))
+            each = zip(teachers, uniforms_M, places_M, rows_M, inputs.coef_M, strict=True)
+            for teacher, uniform_RS, places_R, rows_R, coef in each:
+                first, last = (int(np.searchsorted(places_R, end)) for end in (place.start, place.stop))
                 if first == last:
                     continue
                 own_R = rows_R[first:last]
@@ -184,12 +185,12 @@ class StepLoss:
         hidden_NH: Tensor,
         targets_N: Tensor,
         inputs: TokenInputs,
-        top: Sequence[TopRows],
+        microbatch: Microbatch,
         divisor: int,
     ) -> MicrobatchTerms:
         """`divisor` is of the whole batch."""
         student_N = self._logprobs(head, hidden_NH, targets_N)
-        parts = self._between.prepare(inputs, top, student_N, divisor)
+        parts = self._between.prepare(inputs, microbatch, student_N, divisor)
         chunks = _Chunks(targets_N, _terms_of(student_N, inputs, self.objective, divisor), parts)
         loss = one_pass_loss(head, hidden_NH, chunks, chunk_tokens=self._chunk_tokens)
         return MicrobatchTerms(loss, LossTerms.joined(chunks.terms), torch.cat(chunks.entropies))
@@ -267,6 +268,9 @@ class _Chunks:
         return loss_C, grad_CV
 
 
-def _teacher(rows: TopRows, device: torch.device) -> TopKTeacher:
+def _teacher(rows: TopRows, vocab_tokens: int, device: torch.device) -> TopKTeacher:
+    """Checked before it goes to the device. Raises ValueError."""
     arrays = (rows.ids_RK, rows.logprobs_RK, rows.tail_R, rows.counts_R)
-    return TopKTeacher(*(torch.from_numpy(np.require(array, requirements="W")).to(device) for array in arrays))
+    teacher = TopKTeacher(*(torch.from_numpy(np.require(array, requirements="W")) for array in arrays))
+    teacher.check(len(rows.counts_R), vocab_tokens)
+    return teacher.to(device)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from engines.logprobs import LmHead, lm_head
 from engines.packed import packed_hidden
+from engines.transfer import upload
 from learner.packing import Microbatch
-from learner.tensors import to_device
 
 
 class States(NamedTuple):
@@ -34,8 +34,8 @@ def predictor_states(model: PreTrainedModel, microbatch: Microbatch, *, bfloat16
     device = head.weight_VH.device
     autocast = torch.autocast(device.type, torch.bfloat16) if bfloat16 else contextlib.nullcontext()
     with autocast:
-        hidden_TH = packed_hidden(model, to_device(microbatch.ids_T, device), microbatch.lengths)
-    exact_NH = hidden_TH.index_select(0, to_device(microbatch.predictor_N, device))
+        hidden_TH = packed_hidden(model, upload(microbatch.ids_T, device), microbatch.lengths)
+    exact_NH = hidden_TH.index_select(0, upload(microbatch.predictor_N, device))
     if not bfloat16:
         return States(head, exact_NH, exact_NH)
     bias_V = None if head.bias_V is None else head.bias_V.bfloat16()

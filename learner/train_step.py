@@ -17,6 +17,7 @@ Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from engines.logprobs import lm_head
 from engines.models import resolve_dtype
+from engines.transfer import read, upload
 from learner.batch_part import BatchPart
 from learner.config import LearnerConfig
 from learner.critic import batch_values, make_critic, value_metrics
@@ -38,9 +40,8 @@ from learner.packing import BatchError, EmptyBatchError, Microbatch, TrainItem, 
 from learner.staged_weights import Weight
 from learner.step_loss import make_step_loss
 from learner.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
-from learner.step_pass import StepPass
+from learner.step_pass import N_FIGURES, PassLeft, StepPass
 from learner.student_pass import predictor_states
-from learner.tensors import to_device
 
 if TYPE_CHECKING:
     from learner.lora import Adapters  # loads peft
@@ -148,7 +149,8 @@ class Trainer:
     def gradient(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> list[Tensor]:
         """The gradient of the same step, before clipping, by parameter; no step is made."""
         try:
-            self._accumulate(self._parts(items, offline), self._update_name(1))
+            parts, update = self._parts(items, offline), self._update_name(1)
+            self._sums(parts, self._accumulate(parts), (), update)
             return [p.grad.detach().clone() for p in self.model.parameters() if p.grad is not None]
         finally:
             self._zero_grad()
@@ -197,53 +199,67 @@ class Trainer:
         return made
 
     def _update(self, parts: Sequence[BatchPart], name: str) -> _Update:
-        sums = self._accumulate(parts, name)
-        norm, value_norm = self._clipped_norms(parts, name)
+        left = self._accumulate(parts)
+        norm, value_norm = self._norms()
+        sums, (norm_read, value_norm_read) = self._sums(parts, left, (norm, value_norm), name)
+        if not (math.isfinite(norm_read) and math.isfinite(value_norm_read)):
+            raise self._nonfinite_gradient(parts, name)
+        if self.config.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = self.next_lr
         self._optimizer.step()
         self.critic.update(self.steps_done)
         self._zero_grad()
-        return _Update(sums, norm, value_norm)
+        return _Update(sums, norm_read, value_norm_read)
 
     def _update_name(self, number: int) -> str:
         """For messages."""
         return f"step {self.steps_done + 1}" if number == 1 else f"step {self.steps_done + 1}, update {number}"
 
-    def _accumulate(self, parts: Sequence[BatchPart], update: str) -> list[StepSums]:
-        """Add the gradients of all microbatches up; the sums of each part."""
-        return [self._accumulate_part(part, update) for part in parts]
+    def _accumulate(self, parts: Sequence[BatchPart]) -> list[list[PassLeft]]:
+        """Add the gradients of all microbatches up, finite or not; what each part's passes left. The host only queues
+        work here: on a GPU it would wait for each microbatch if it looked at one."""
+        return [self._accumulate_part(part) for part in parts]
 
-    def _accumulate_part(self, part: BatchPart, update: str) -> StepSums:
-        sums, student_N = StepSums.zero(), list[Tensor]()
+    def _accumulate_part(self, part: BatchPart) -> list[PassLeft]:
+        left: list[PassLeft] = []
         for microbatch in part.batch.microbatches:
             forward = self._forward(microbatch, part)
-            forward.refuse_nonfinite(microbatch, part.items, update=update)
             forward.loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            sums = sums.plus(forward.measure())
-            student_N.append(forward.student.terms.student_N)
-        if self.config.updates_per_batch > 1 and part.proximal_N is None:
-            part.keep_proximal(student_N)
-        return sums
+            left.append(forward.left(microbatch))
+        return left
+
+    def _sums(
+        self, parts: Sequence[BatchPart], left: list[list[PassLeft]], further: Sequence[Tensor], update: str
+    ) -> tuple[list[StepSums], list[float]]:
+        """The sums of each part and the `further` scalars, in one transfer from the device. Raises NonFiniteError."""
+        passes = [made.figures for of_part in left for made in of_part]
+        device = passes[0].device
+        numbers = read(torch.cat([*passes, *(upload(scalar.double()[None], device) for scalar in further)])).tolist()
+        of_pass = iter(numbers[i : i + N_FIGURES] for i in range(0, len(passes) * N_FIGURES, N_FIGURES))
+        sums: list[StepSums] = []
+        for part, of_part in zip(parts, left, strict=True):
+            total = StepSums.zero()
+            for made in of_part:
+                total = total.plus(made.sums(next(of_pass), part.items, update=update))
+            sums.append(total)
+            if self.config.updates_per_batch > 1 and part.proximal_N is None:
+                part.keep_proximal([made.student_N for made in of_part])
+        return sums, numbers[len(passes) * N_FIGURES :]
 
     def _forward(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
         """The loss of the N trained tokens, from the student's distributions at temperature 1, and of their values."""
         head, hidden_NH, exact_NH = predictor_states(self.model, microbatch, bfloat16=self._half)
         inputs, divisor = part.inputs(microbatch, exact_NH.device), part.whole.divisor
-        targets_N = to_device(microbatch.target_N, exact_NH.device)
-        student = part.loss(head, hidden_NH, targets_N, inputs, microbatch.top, divisor)
+        targets_N = upload(microbatch.target_N, exact_NH.device)
+        student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor)
         return StepPass(inputs, student, self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor))
 
-    def _clipped_norms(self, parts: Sequence[BatchPart], update: str) -> tuple[float, float]:
-        """Global norms of the student's gradient, which is clipped, and of the critic's. Raises NonFiniteError."""
+    def _norms(self) -> tuple[Tensor, Tensor]:
+        """Of the student's gradient, which is clipped by it, and of the critic's. Scalars, not read."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        value_norm = torch.nn.utils.get_total_norm(self.critic.gradients())
-        if not bool(torch.isfinite(norm) & torch.isfinite(value_norm)):
-            raise self._nonfinite_gradient(parts, update)
-        if self.config.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm)
-        return float(norm), float(value_norm)
+        return torch.nn.utils.get_total_norm(gradients), torch.nn.utils.get_total_norm(self.critic.gradients())
 
     def _nonfinite_gradient(self, parts: Sequence[BatchPart], update: str) -> NonFiniteError:
         """Find the culprits: the backward pass once more, one item at a time. Slow, and only on the way out."""

@@ -11,6 +11,7 @@ Legend: T positions, H hidden size, V tokens of the vocabulary, K tokens of a to
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from engines.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
 from engines.one_pass import one_pass_loss
+from engines.transfer import upload
 from learner.objectives.distributions import PADDING, DistributionFn, DistributionOptions
 from protocol.topk_codec import LOG_TAIL_FLOOR, TopK
 
@@ -106,6 +108,13 @@ class TopKTeacher:
         ids_TK, logprobs_TK = top.padded()
         arrays = (ids_TK, logprobs_TK, top.tail_T, top.counts_T)
         return cls(*(torch.from_numpy(np.require(array, requirements="W")).to(device) for array in arrays))
+
+    def to(self, device: torch.device) -> TopKTeacher:
+        """The same on `device`, not looked at again: on a GPU each look would make the host wait."""
+        moved = copy.copy(self)  # without __post_init__
+        for name in ("ids_TK", "logprobs_TK", "tail_T", "counts_T"):
+            object.__setattr__(moved, name, upload(getattr(self, name), device))
+        return moved
 
     def check(self, n_tokens: int, vocab_tokens: int) -> None:
         if self.ids_TK.shape[0] != n_tokens:

@@ -424,7 +424,7 @@ class PlainAdamW:
 def unclipped_gradients(trainer: Trainer, items: Sequence[TrainItem], patch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """Of student and head in one step, which is made."""
     seen: dict[str, Tensor] = {}
-    clip = Trainer._clipped_norms  # pyright: ignore[reportPrivateUsage]
+    clip = Trainer._norms  # pyright: ignore[reportPrivateUsage]
 
     def look(self: Trainer, *args: Any) -> Any:
         named = [*self.model.named_parameters()]
@@ -433,7 +433,7 @@ def unclipped_gradients(trainer: Trainer, items: Sequence[TrainItem], patch: pyt
         return clip(self, *args)
 
     with patch.context() as patched:
-        patched.setattr(Trainer, "_clipped_norms", look)
+        patched.setattr(Trainer, "_norms", look)
         trainer.step(items)
     return seen
 
