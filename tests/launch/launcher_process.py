@@ -33,7 +33,7 @@ class Launcher:
         self.run_dir = run_dir
         launch = {
             "start_method": "auto",
-            "shutdown_grace_s": 10.0 * SLOWNESS,
+            "shutdown_grace_s": 30.0 * SLOWNESS,
             "restart_backoff_s": 0.05,
             "status": "off",
         } | dict(settings.get("launch", {}))
