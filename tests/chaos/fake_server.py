@@ -13,26 +13,32 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-import engines.group_operations
-from engines.group_operations import connect_store, prefixed
+from engines.group_operations import AnyStore, connect_store, prefixed
 from engines.sglang_config import SGLangConfig
 from engines.sglang_http import ServerLink
 from engines.sglang_labels import Labels
 from protocol.messages import WeightVersion
 
 Body = dict[str, Any]
-GROUP_TIMEOUT_S = 600.0
-"""torch's default, which nobody can set at a server."""
+
+
+def new_group(store: AnyStore, rank: int, world_size: int) -> Any:
+    """With torch's default timeout, which nobody can set at a server, and with the watchdog that the launcher asks of a
+    server by TORCH_NCCL_ASYNC_ERROR_HANDLING=2."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.handling = 2
+    return nccl(store, rank, world_size, options)
 
 
 class Refused(Exception):
@@ -52,7 +58,7 @@ class FakeServer:
         self._store_timeout_s = store_timeout_s
         self._groups: dict[str, Any] = {}
         self._queued: list[tuple[Any, Tensor, Body]] = []
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._scheduler = ThreadPoolExecutor(1, thread_name_prefix="fake-scheduler")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fake-server", daemon=True)
@@ -61,8 +67,8 @@ class FakeServer:
 
     def close(self) -> None:
         """As if killed: whoever still waits is left alone."""
-        self._closing.set()
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        self.closing.set()
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -80,6 +86,13 @@ class FakeServer:
         await site.start()
         port = self._runner.addresses[0][1]
         return f"http://127.0.0.1:{port}"
+
+    async def _shut(self) -> None:
+        await self._runner.cleanup()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label, "model_path": ""})
@@ -109,9 +122,7 @@ class FakeServer:
         try:
             store = connect_store(body["master_address"], body["master_port"], self._store_timeout_s)
             store = prefixed(store, name, f"{name}/", "cuda/")
-            timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-            make = engines.group_operations.new_nccl_group
-            self._groups[name] = make(store, body["rank_offset"], body["world_size"], timeout)
+            self._groups[name] = new_group(store, body["rank_offset"], body["world_size"])
         except Exception as error:
             raise Refused(f"Failed to initialize custom process group: {error}.") from error
 
@@ -153,7 +164,7 @@ class FakeServer:
     def _synchronise(self) -> None:
         """Execute what is queued; blocks for as long as a broadcast does."""
         for work, flat, body in self._queued:
-            while not work.is_completed() and not self._closing.is_set():
+            while not work.is_completed() and not self.closing.is_set():
                 time.sleep(0.001)
             at = 0
             for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):

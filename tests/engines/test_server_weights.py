@@ -83,7 +83,7 @@ class Rig:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     group = Group()
-    monkeypatch.setattr("engines.group_operations.new_nccl_group", lambda *_: group)  # pyright: ignore
+    monkeypatch.setattr("tests.chaos.fake_server.new_group", lambda *_: group)  # pyright: ignore
     monkeypatch.setattr("tests.chaos.fake_server.connect_store", lambda *_: None)  # pyright: ignore
     monkeypatch.setattr("tests.chaos.fake_server.prefixed", lambda *_: None)  # pyright: ignore
     return group
