@@ -92,10 +92,11 @@ def embedded(ctx: RoleContext[ActorRunConfig]) -> StudentSource:
 
 
 def on_server(ctx: RoleContext[ActorRunConfig]) -> StudentSource:
-    """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there."""
+    """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
+    ServerMismatch when it is not as configured."""
     from engines.sglang_config import vocabulary_size
     from engines.sglang_engine import SGLangEngine
-    from engines.sglang_features import write_features
+    from engines.sglang_features import ServerMismatch, check_layout, write_features
     from engines.sglang_http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
     from engines.sglang_weights import ServerWeights
     from engines.tokenizer_file import FileTokenizer
@@ -118,6 +119,11 @@ def on_server(ctx: RoleContext[ActorRunConfig]) -> StudentSource:
                 engine.abort_leftovers(config.sglang.control_timeout_s)
         except ServerUnavailable as error:
             raise ServerLost(str(error)) from error
+        try:
+            check_layout(engine.features, config.server)
+        except ServerMismatch:
+            engine.close()
+            raise
         write_features(Path(ctx.run_dir), ctx.name, ctx.server_url, engine.features)
         return Student(engine, ServerWeights(engine, student=path), engine.max_context)
 

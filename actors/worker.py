@@ -174,10 +174,14 @@ def main(ctx: RoleContext[ActorRunConfig]) -> int:
     """Entry of an actor process (see launch.roles)."""
     if ctx.config.actor.engine != "sglang":
         return _write(ctx, embedded(ctx))
+    from engines.sglang_features import ServerMismatch
     from engines.sglang_http import ServerLost
 
     try:
         return _write(ctx, on_server(ctx))
+    except ServerMismatch as error:
+        log.error("%s", error)
+        return ExitCode.USELESS
     except ServerLost as error:
         log.error("server lost: %s", error)
     except WeightReceiverFailed as error:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from engines.sglang_config import SGLangConfig
+from engines.sglang_config import ServerConfig, SGLangConfig
 from engines.sglang_http import RequestRefused, ServerLink
 from engines.sglang_stream import Chunk, StreamError, decode_chunk
 
@@ -106,6 +106,25 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
         }
         width = max(map(len, rows))
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+class ServerMismatch(ValueError):
+    """The server is not as it was configured; starting it or its worker again would not help."""
+
+
+def check_layout(features: Features, server: ServerConfig) -> None:
+    """Compare what the server says of itself with what GPUs were handed out and ranks counted by. Raises
+    ServerMismatch."""
+    if features.tp_size != server.tp:
+        raise ServerMismatch(
+            f"the server says tp_size = {features.tp_size}, but server.tp is {server.tp}: ranks of the weight group "
+            f"would overlap, or be missing; expected server.tp = {features.tp_size}, or a server with {server.tp}"
+        )
+    if server.device != "auto" and features.device != server.device:
+        raise ServerMismatch(
+            f"the server's model is on {features.device}, but server.device is {server.device}; look into its log for "
+            "why, or set server.device"
+        )
 
 
 def probe_server(url: str, config: SGLangConfig, *, api_key: str = "") -> Features:

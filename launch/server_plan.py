@@ -19,6 +19,8 @@ from launch.config import RunConfig
 from launch.gpus import Groups
 from launch.interpreter import choose_python, needs_shim
 from launch.pools import teacher_pools
+from launch.server_options import NVLS, SYMMETRIC, has
+from protocol.addresses import is_local
 from sglang_cpu.servers import SERVER_ARGS
 
 ServedRole = Literal["actor", "teacher"]
@@ -28,6 +30,12 @@ OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
 """Of every server whose version has them."""
 ROLE_ARGS: Final[Mapping[ServedRole, tuple[str, ...]]] = {"actor": (), "teacher": ()}
 """Recommended for what the role does with it."""
+
+
+FAILED_GROUPS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""In servers: a weight group that fails is aborted, and the server lives. By torch's default (3) its watchdog would end
+the process, after waiting for a dump four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, a minute (ProcessGroupNCCL.hpp and
+`Watchdog::runLoop` in ProcessGroupNCCL.cpp)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +157,24 @@ def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, st
     told = {"TMPDIR": str(temporary)}
     if "GLOO_SOCKET_IFNAME" not in base and (interface := _interface_for(config.learner.publish.host)):
         told["GLOO_SOCKET_IFNAME"] = interface
-    return told
+    told |= {name: value for name, value in FAILED_GROUPS.items() if name not in base}
+    return told | nccl_environment(config, base)
+
+
+def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What NCCL must find alike on all sides of the weight group: in the learner, in embedded actors and in servers.
+
+    NCCL_SOCKET_IFNAME: on one machine the loopback, which NCCL passes over by itself where there is another interface.
+    NCCL_CUMEM_ENABLE, NCCL_NVLS_ENABLE: the way memory is shared. SGLang sets both to 0 where they are not set, and
+    to 1 by --enable-symm-mem and --enable-nccl-nvls (0.5.23, `_set_envs_and_config` of srt/entrypoints/engine.py); the
+    learner would take NCCL's own defaults. What the user has set is left alone: all sides inherit it."""
+    told: dict[str, str] = {}
+    if is_local(config.learner.publish.host) and (interface := interface_of(config.learner.publish.host)):
+        told["NCCL_SOCKET_IFNAME"] = interface
+    if config.actor.engine == "sglang":
+        symmetric, nvls = has(config.actor.server.args, SYMMETRIC), has(config.actor.server.args, NVLS)
+        told |= {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(symmetric or nvls))}
+    return {name: value for name, value in told.items() if name not in base}
 
 
 def _interface_for(learner_host: str) -> str | None:

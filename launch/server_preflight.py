@@ -14,6 +14,7 @@ from launch.devices import fill_devices, torch_devices
 from launch.interpreter import Interpreters, choose_python, lacks_sglang
 from launch.machine import NO_GPUS, Machine
 from launch.placement import NOWHERE, Placement, place_run, wrong_nccl
+from launch.server_arguments import contradictions, overfull_gpus
 from launch.server_features import grouped
 from launch.server_plan import (
     ServerGroup,
@@ -72,6 +73,7 @@ def check_servers(
         (not_here if machine.pretended else mistakes).extend(lacking)
         mistakes += others
     mistakes += _unfound_gpus(config, machine, interpreters)
+    mistakes += contradictions(config)
     plans: tuple[ServerPlan, ...] = ()
     placement = NOWHERE
     if not mistakes:
@@ -81,6 +83,7 @@ def check_servers(
             mistakes.append(str(error))
         else:
             mistakes += wrong_nccl(config, placement.places, interpreters)
+            mistakes += overfull_gpus(config, placement.places)
             plans = plan_servers(config, machine.gpus, placement.places.servers)
             config = _with_backend(config, placement)
     return Found(config, placement, plans, attached.features, mistakes, not_here)

@@ -28,7 +28,7 @@ from launch.placement import Placement
 from launch.processes import Exited, Notice, Processes, Started
 from launch.restarts import RestartBudget
 from launch.server_features import features_of_run
-from launch.server_plan import ServerPlan
+from launch.server_plan import ServerPlan, nccl_environment
 from launch.server_watch import ServerNews, ServerWatch
 from launch.signals import StopRequests, said_of
 from launch.slots import Ending, ServerEnd, Worker, said
@@ -83,7 +83,7 @@ class Watch(ABC):
             config_path=folder.config_path,
             preload=preload,
             threads=config.launch.threads_per_worker,
-            environment={API_KEY_VARIABLE: api_key} if servers else None,
+            environment=nccl_environment(config) | ({API_KEY_VARIABLE: api_key} if servers else {}),
         )
         self._servers = ServerWatch(servers, config, folder.logs, self._budget, api_key)
         self._crew = Crew(

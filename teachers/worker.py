@@ -366,9 +366,9 @@ def embedded(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
 
 def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
     """The model on the SGLang server at `ctx.server_url`, without torch. `start` raises ServerLost when it is not
-    there."""
+    there, and ServerMismatch when one that the launcher started is not as configured."""
     from engines.sglang_config import vocabulary_size
-    from engines.sglang_features import write_features
+    from engines.sglang_features import ServerMismatch, check_layout, write_features
     from engines.sglang_http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
     from engines.sglang_scorer import SGLangScorer
     from engines.tokenizer_file import FileTokenizer
@@ -381,6 +381,12 @@ def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
             scorer = SGLangScorer(ctx.server_url, config.sglang, vocab_size=vocabulary_size(path), api_key=key)
         except ServerUnavailable as error:
             raise ServerLost(str(error)) from error
+        if not config.urls:  # running ones need not be alike
+            try:
+                check_layout(scorer.features, config.server)
+            except ServerMismatch:
+                scorer.close()
+                raise
         write_features(ctx.run_dir, ctx.name, ctx.server_url, scorer.features)
         return scorer
 
@@ -392,10 +398,14 @@ def main(ctx: RoleContext[TeacherRunConfig]) -> int:
     """Entry of a teacher process (see launch.roles)."""
     if ctx.config.teacher.engine != "sglang":
         return _grade_until_told(ctx, embedded(ctx))
+    from engines.sglang_features import ServerMismatch
     from engines.sglang_http import ServerLost
 
     try:
         return _grade_until_told(ctx, on_server(ctx))
+    except ServerMismatch as error:
+        log.error("%s", error)
+        return ExitCode.USELESS
     except ServerLost as error:
         log.error("server lost: %s", error)
         return ExitCode.SERVER_LOST
