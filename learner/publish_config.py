@@ -9,7 +9,8 @@ import msgspec
 
 from protocol.addresses import is_local
 
-PublishDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
+PublishDtype: TypeAlias = Literal["auto", "keep", "float32", "bfloat16", "float16"]
+Staging: TypeAlias = Literal["auto", "device", "host"]
 
 _BUCKET_UNIT_BYTES = 64
 
@@ -20,9 +21,14 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl where the learner and all actors (or their servers) have a GPU each and the same NCCL, else gloo. The
     launcher decides before the start, and says which and why; nccl that cannot work is refused then."""
-    dtype: PublishDtype = "keep"
-    """Of what is sent. keep: that of the learner's own weights, which is float32. bfloat16 halves the bytes, and loses
-    nothing where the actors run in it."""
+    dtype: PublishDtype = "auto"
+    """Of what is sent and staged. auto: that of the actors' weights (actor.torch.dtype; of servers that the launcher
+    starts on GPUs, --dtype or the student's config.json), in which nothing is lost, else keep: that of the learner's
+    own weights, which is float32."""
+    staging: Staging = "auto"
+    """Where two copies of all weights lie while they are sent: 2 x 4 bytes per parameter in float32, 2 x 2 in bfloat16
+    (8 billion: 64 or 32 GB). device: beside the learner's own, 16 bytes per parameter; host: in pinned memory of this
+    machine, which training waits for at about 25 GB/s. auto: host with gloo, which sends from there, else device."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner; the store, the control channel and gloo listen on
     it and on nothing else."""
@@ -34,9 +40,10 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a store of its own, one after the other on this port."""
     control_port: int = 0
     """TCP port of the control channel. 0: the system chooses."""
-    bucket_bytes: int = 64 << 20
-    """A broadcast moves the weights in pieces of this size, a multiple of 64; the learner holds two of them. For SGLang
-    servers a piece is whole tensors, and one tensor may be larger."""
+    bucket_bytes: int = 0
+    """A broadcast moves the weights in pieces of this size, a multiple of 64; the learner holds up to two more of them.
+    For SGLang servers a piece is whole tensors, one tensor may be larger, and each piece costs an HTTP request. 0: 512
+    MiB when the learner is on a GPU, else 64 MiB; never more than all weights."""
     join_timeout_s: float = 30.0
     """An actor that has not taken up a plan (loading the snapshot included) by then is left out. For large models more
     is given: see slowest_bytes_per_s."""
@@ -84,8 +91,8 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             port: int = getattr(self, name)
             if not 0 <= port <= 65535:
                 raise ValueError(f"{name} = {port}; expected 0 to 65535 (0: the system chooses)")
-        if self.bucket_bytes < _BUCKET_UNIT_BYTES or self.bucket_bytes % _BUCKET_UNIT_BYTES:
-            raise ValueError(f"bucket_bytes = {self.bucket_bytes}; expected a positive multiple of 64")
+        if self.bucket_bytes < 0 or self.bucket_bytes % _BUCKET_UNIT_BYTES:
+            raise ValueError(f"bucket_bytes = {self.bucket_bytes}; expected a multiple of 64, or 0 (by the device)")
         for name in (
             "join_timeout_s",
             "broadcast_timeout_s",

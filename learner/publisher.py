@@ -27,17 +27,20 @@ from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 import torch
+from msgspec.structs import replace
 
 from engines.group_operations import choose_backend
 from engines.snapshot import write_snapshot
 from engines.weight_control import Check
 from learner.group_host import DropReason, GroupHost, Result
 from learner.members import EMBEDDED, Members
+from learner.publish_choices import bucket_size, sent_dtype, staged_in
 from learner.publish_config import PublishConfig
 from learner.publish_stats import PublisherStats, PublishFigures
 from learner.roster import Roster, Seat
 from learner.staged_weights import StagedWeights, Weight
 from learner.weight_checks import CheckSchedule, expected_checksums
+from learner.weight_streams import WeightStreams, streams_of
 from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 
@@ -71,17 +74,23 @@ class Publisher:
         device: torch.device | str = "cpu",
         members: Members = EMBEDDED,
         control_keys: ServerKeys | None = None,
+        streams: WeightStreams | None = None,
     ) -> None:
         """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
         the publisher's thread. `expected_actors`: the group is made without delay once so many are connected (0 =
         unknown). `device`: where the weights are. `members`: what the actors' engines are. `control_keys`:
-        encrypt the control channel. Raises ValueError for a backend that this machine has not."""
+        encrypt the control channel. `streams`: None = those of
+        `device`. Raises ValueError for a backend that this machine has not."""
+        device = torch.device(device)
+        backend = choose_backend(config.backend, device)
+        config = replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config = config
         self._members = members
+        self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
+        self._streams = streams_of(device) if streams is None else streams
         self._snapshot_dir = snapshot_dir
         self._post_plan = post_plan
         self._published = published
-        backend = choose_backend(config.backend, torch.device(device))
         self._host = GroupHost(
             config,
             backend=backend,
@@ -150,7 +159,13 @@ class Publisher:
             elif self._spare:
                 staged = self._spare.pop()
             else:
-                staged = StagedWeights(self._members, dtype=self._config.dtype, bucket_bytes=self._config.bucket_bytes)
+                staged = StagedWeights(
+                    self._members,
+                    dtype=sent_dtype(self._config.dtype, self._members.dtype),
+                    bucket_bytes=self._config.bucket_bytes,
+                    place=self._place,
+                    streams=self._streams,
+                )
         began_s = time.monotonic()
         staged.fill(version, named)
         with self._changed:
@@ -228,13 +243,8 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            job = self._next_job()
-            while job != "stop":
-                if job == "rebuild":
-                    self._rebuild()
-                else:
-                    self._deliver()
-                job = self._next_job()
+            with self._streams.own():
+                self._work()
         except BaseException as error:
             log.exception("the publisher failed")
             with self._changed:
@@ -244,6 +254,15 @@ class Publisher:
             with self._changed:
                 self._working = False
                 self._changed.notify_all()
+
+    def _work(self) -> None:
+        job = self._next_job()
+        while job != "stop":
+            if job == "rebuild":
+                self._rebuild()
+            else:
+                self._deliver()
+            job = self._next_job()
 
     def _next_job(self) -> Job:
         """Wait until something is due."""

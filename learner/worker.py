@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import msgspec
 import torch
@@ -26,10 +26,9 @@ from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
 from learner.make_trainer import make_trainer
-from learner.members import EMBEDDED, Members
+from learner.members import ActorSettings, members_of
 from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.offline import OfflineMixer, open_mixer
-from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
 from learner.record_format import FORMAT, RecordError, RecordHeader, config_digest
 from learner.record_writer import BatchRecorder
@@ -85,20 +84,6 @@ class Models(Protocol):
 class BufferSettings(Protocol):
     @property
     def max_staleness(self) -> int: ...
-
-
-class ServerSettings(Protocol):
-    @property
-    def device(self) -> str: ...
-    @property
-    def tp(self) -> int: ...
-
-
-class ActorSettings(Protocol):
-    @property
-    def engine(self) -> Literal["auto", "torch", "sglang"]: ...
-    @property
-    def server(self) -> ServerSettings: ...
 
 
 class LearnerRunConfig(Protocol):
@@ -207,7 +192,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         seed=config.seed,
         checkpoint=checkpoint,
     )
-    if members_of(config.actor, learner.publish).kind == "servers":
+    if members_of(config.actor, learner.publish, config.models.student).kind == "servers":
         check_names(trainer.model, trainer.weights())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:
@@ -338,7 +323,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], device: torch.device, cl
         published=published,
         expected_actors=config.actors,
         device=device,
-        members=members_of(config.actor, publish),
+        members=members_of(config.actor, publish, config.models.student),
         control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
     )
 
@@ -383,16 +368,6 @@ def _make_recorder(
     return BatchRecorder(
         path, header, metrics.unwritten, resume=resume, parent=parent, max_bytes=learner.record_max_bytes
     )
-
-
-def members_of(actor: ActorSettings, publish: PublishConfig) -> Members:
-    """What weights are sent to. The device of servers has been found out by the launcher."""
-    if actor.engine != "sglang":
-        return EMBEDDED
-    check_by = publish.verify
-    if check_by == "auto":
-        check_by = "expected" if actor.server.device == "cpu" and actor.server.tp == 1 else "reload"
-    return Members(kind="servers", ranks_each=actor.server.tp, check_by=check_by)
 
 
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from tests.patience import PATIENCE_S
     [
         ("host", "", "host is empty"),
         ("store_port", 70_000, "store_port = 70000"),
-        ("bucket_bytes", 1_000, "bucket_bytes = 1000; expected a positive multiple of 64"),
-        ("bucket_bytes", 0, "bucket_bytes = 0"),
+        ("bucket_bytes", 1_000, "bucket_bytes = 1000; expected a multiple of 64, or 0"),
+        ("bucket_bytes", -64, "bucket_bytes = -64"),
         ("join_timeout_s", 0.0, "join_timeout_s = 0.0"),
         ("broadcast_timeout_s", float("inf"), "broadcast_timeout_s = inf"),
         ("join_window_s", -1.0, "join_window_s = -1.0"),
