@@ -52,6 +52,8 @@ class Checked(NamedTuple):
     """For people: where they will run, and what running ones can do."""
     placement: Placement = NOWHERE
     """Of learner and embedded engines."""
+    memory: tuple[str, ...] = ()
+    """Lines for people: how much each GPU that is used has to hold, by an estimate."""
     not_here: tuple[str, ...] = ()
     """What a pretended machine would have to have, and this one lacks."""
 
@@ -109,6 +111,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
         servers=servers.plans,
         server_report=servers.report(),
         placement=servers.placement,
+        memory=tuple(servers.memory),
         not_here=tuple(servers.not_here),
     )
 

@@ -71,6 +71,7 @@ def _main(arguments: Sequence[str]) -> int:
             print(*check_run(checked.config, devices=not line.gpus), sep="\n")
             print(checked.server_report + "\n" if checked.server_report else "", end="")
             print(checked.placement.text)
+            print(*checked.memory, sep="\n", end="\n" if checked.memory else "")
             for told in checked.not_here:
                 print(f"not on this machine: {told}")
             print("configuration, models and prompts are fine; nothing was started")

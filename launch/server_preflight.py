@@ -11,6 +11,7 @@ from engines.sglang_features import Features
 from launch.attached import ask_servers
 from launch.config import RunConfig
 from launch.devices import fill_devices, torch_devices
+from launch.gpu_memory import estimate
 from launch.interpreter import Interpreters, choose_python, lacks_sglang
 from launch.machine import NO_GPUS, Machine
 from launch.placement import NOWHERE, Placement, place_run, wrong_nccl
@@ -43,6 +44,8 @@ class Found(NamedTuple):
     mistakes: list[str]
     not_here: list[str]
     """What a pretended machine would have to have, and this one lacks."""
+    memory: list[str]
+    """A line per GPU that is used; empty where that is not known."""
 
     def report(self) -> str:
         """For `--check`; empty without servers."""
@@ -76,6 +79,7 @@ def check_servers(
     mistakes += contradictions(config)
     plans: tuple[ServerPlan, ...] = ()
     placement = NOWHERE
+    memory: list[str] = []
     if not mistakes:
         try:
             placement = place_run(config, machine, interpreters, why or {})
@@ -84,9 +88,11 @@ def check_servers(
         else:
             mistakes += wrong_nccl(config, placement.places, interpreters)
             mistakes += overfull_gpus(config, placement.places)
+            memory, too_large = estimate(config, machine, placement)
+            mistakes += too_large
             plans = plan_servers(config, machine.gpus, placement.places.servers)
             config = _with_backend(config, placement)
-    return Found(config, placement, plans, attached.features, mistakes, not_here)
+    return Found(config, placement, plans, attached.features, mistakes, not_here, memory)
 
 
 def _with_backend(config: RunConfig, placement: Placement) -> RunConfig:

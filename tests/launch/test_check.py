@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,46 @@ def test_a_teacher_without_room_behind_what_it_shall_read_is_refused(said: Said,
         *("--learner.tasks.max_prompt_tokens=40", "--learner.tasks.max_new_tokens=60"),
     )
     assert code == 2 and "has no room for an answer behind 1 of 2 prompts of learner.tasks.prompts" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("--actors=6", "--actor.engine=torch", "--teacher.engine=torch"),
+            ("learner on GPU 0; actors: embedded on GPU 2, 3, 4, 5, 6, 7; teachers: embedded on GPU 1; weights by n",),
+        ),
+        (
+            ("--actors=2", "--actor.engine=sglang", "--teacher.engine=sglang", "--actor.server.tp=2"),
+            (
+                "actors: SGLang servers on GPU 1+2, 3+4; teachers: SGLang servers on GPU 5",
+                "not on this machine: actor.s",
+            ),
+        ),
+    ],
+)
+def test_a_layout_that_is_pretended_is_told_without_a_gpu(
+    said: Said, tmp_path: Path, arguments: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    """The servers' interpreter is one without SGLang: it need not be on the machine that pretends."""
+    file = write(tmp_path / "prompts.jsonl", ROWS[1:])
+    python = tuple(f"--{role}.server.python={sys.executable}" for role in ("actor", "teacher"))
+    code, out, err = said(
+        "--device=cuda", "--gpus=8", f"--prompts={file}", "--learner.eval_every=0", *python, *arguments
+    )
+    assert (code, err) == (0, "")
+    assert all(line in out for line in told)
+    assert "GPU 0: about 1." in out and "of 80 GiB: learner" in out
+
+
+def test_a_layout_that_cannot_be_is_refused_and_pretending_is_for_check_only(said: Said) -> None:
+    served = ("--actor.engine=sglang", f"--actor.server.python={sys.executable}", "--teacher.engine=torch")
+    code, out, err = said("--gpus=8", "--actors=8", *served)
+    assert (code, out) == (
+        2,
+        "",
+    ) and "SGLang servers that fit there, actors' and teachers' together: 7 with tp 1" in err
+    assert main(["--gpus=8"]) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
