@@ -166,8 +166,8 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
         if sure > gib:
             mistakes.append(
                 f"GPU {machine.gpus[gpu]}: got {', '.join(need.who for need in here)} with at least {sure:.1f} GiB, "
-                f"expected at most its {gib:g} GiB, in GiB: {'; '.join(map(str, here))}. Use fewer roles per GPU, a larger tp, "
-                "learner.lora.rank, or a smaller model"
+                f"expected at most its {gib:g} GiB, in GiB: {'; '.join(map(str, here))}. Use fewer roles per GPU, "
+                "a larger tp, learner.lora.rank, or a smaller model"
             )
     return Memory(lines, mistakes)
 
