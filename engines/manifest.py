@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,3 +83,15 @@ def whole_tensor_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket,
     if held:
         buckets.append(Bucket(start, end, tuple(held)))
     return tuple(buckets)
+
+
+def smallest_tensor_bucket(buckets: Sequence[Bucket]) -> Bucket:
+    """The smallest of their tensors, to be sent by itself."""
+    smallest = Bucket(0, 0, ())
+    for bucket in buckets:
+        at = bucket.start
+        for spec in bucket.tensors:
+            if not smallest.tensors or spec.n_bytes < smallest.end - smallest.start:
+                smallest = Bucket(at, at + spec.n_bytes, (spec,))
+            at += spec.n_bytes
+    return smallest

@@ -3,7 +3,8 @@
     rendezvous   TCPStore at the plan's host:port, keys under GROUP, then GROUP/, then cpu/ (gloo) or cuda/ (nccl), as
                  torch's _new_process_group_helper nests them; gloo connects all with all at once, NCCL in its first
                  operation
-    round        one broadcast per bucket of whole tensors (engines.manifest), and nothing else: no greeting, no sums
+    round        one broadcast per bucket of whole tensors (engines.manifest), and nothing else: no greeting, no sums;
+                 with NCCL the smallest tensor once more, which a server whose part was aborted refuses
 
 A server that waits for the rendezvous or in a broadcast does so with a timeout of its own, of up to half an hour, which
 nobody can set. It comes free when what it waits for breaks: so each group has a TCP store of its own, which ends with
@@ -29,6 +30,7 @@ from engines.group_operations import (
     connect_store,
     prefixed,
 )
+from engines.manifest import smallest_tensor_bucket
 from engines.weight_sink import GroupBroken, Interrupted
 
 LATE_S: Final = 1.5
@@ -82,12 +84,15 @@ class ServerGroup(GroupOperations):
         run_B = layout.run_of(named)
         if run_B is None:
             raise ValueError(f"round {round_number}: the tensors do not lie as the layout says")
-        for index, bucket in enumerate(layout.buckets):
+        buckets = layout.buckets
+        if self._backend == "nccl":
+            buckets = (*buckets, smallest_tensor_bucket(buckets))
+        for index, bucket in enumerate(buckets):
             if len(self._under_way) == BUFFERS:
                 self._finish_oldest(deadline_s)  # the buffer of bucket index - 2 is free again
             bucket_b = run_B[bucket.start : bucket.end]
             if bucket_b.device != self._device:
-                buffer_b = self._buffer(index, max(bucket.end - bucket.start for bucket in layout.buckets))
+                buffer_b = self._buffer(index, max(bucket.end - bucket.start for bucket in buckets))
                 bucket_b = buffer_b[: bucket.end - bucket.start].copy_(bucket_b)
             self._start(bucket_b, deadline_s)
             self._meeting = False

@@ -1,8 +1,8 @@
 """Weights for an SGLang server: the server is the member of the learner's group, and this tells it so over HTTP.
 
     join     POST /init_weights_update_group
-    take     pause, begin, a POST per bucket (the server receives one broadcast in each), end, synchronise (over NCCL),
-             check, resume
+    take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
+             tensor again, synchronise; end, check, resume
     load     pause, POST /update_weights_from_disk, resume
     leave    POST /destroy_weights_update_group
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 
-from engines.manifest import Bucket, whole_tensor_buckets
+from engines.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
 from engines.sglang_checks import Checksums, compare, differences, parse_checksums
 from engines.sglang_engine import SGLangEngine
 from engines.sglang_http import RequestRefused, ServerLost, ServerUnavailable
@@ -144,6 +144,8 @@ class ServerWeights:
             for index, bucket in enumerate(buckets):
                 body = self._update(bucket, header.version, last=index == len(buckets) - 1)
                 self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
+            if self._answers_when_queued:
+                self._confirm(buckets, header.version, deadline_s, interrupted)
             self._close_session()
             if self._answers_when_queued:
                 self._synchronise(deadline_s, interrupted)
@@ -241,6 +243,15 @@ class ServerWeights:
             self._ask(_CHECKER, {"action": "checksum", "skip_tensor_list": [""]}, deadline_s, interrupted)
         except RequestRefused as error:
             self._skip_check(str(error))
+
+    def _confirm(
+        self, buckets: Sequence[Bucket], version: WeightVersion, deadline_s: float, interrupted: Interrupted
+    ) -> None:
+        """An operation that the server's watchdog has aborted looks done, to the server too. So when all are done it is
+        sent one more, the smallest tensor again, which it refuses on an aborted communicator."""
+        self._synchronise(deadline_s, interrupted)
+        body = self._update(smallest_tensor_bucket(buckets), version, last=False)
+        self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
 
     def _check(self, check: Check, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
         """Raises WeightsRefused, naming the tensors that are not what was sent."""

@@ -89,9 +89,6 @@ class GroupHost:
         self._group: WeightGroup | ServerGroup | None = None
         self._seats: tuple[Seat, ...] = ()
         self._layout: AnyLayout | None = None
-        self._doubtful: WeightVersion | None = None
-        """Its broadcast failed. A server whose part was aborted does not notice (docs/decisions/nccl.md): what it says
-        to have of this version is not believed."""
 
     def __repr__(self) -> str:
         return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
@@ -133,8 +130,7 @@ class GroupHost:
         self._seats = seats
         self._layout = None
         self._round = 0
-        lacks = any(newest is not None and _lacks(message, newest) for message in joined.values())
-        return Result(behind=lacks or (newest is not None and newest == self._doubtful))
+        return Result(behind=newest is not None and any(_lacks(message, newest) for message in joined.values()))
 
     def send(self, weights: StagedWeights, check: Check | None = None) -> Result:
         """Broadcast a version to the group and wait until every member has staged it: at most its limit and a grace.
@@ -154,10 +150,7 @@ class GroupHost:
             error = str(broken)
         answers = self._collect(self._seats, Answer, began_s + timeout_s, error=error)
         self.limits.took(kind, timeout_s, time.monotonic() - began_s)
-        result = self._conclude(answers, error)
-        unnoticed = result.error is not None and self._members.kind == "servers" and self._backend == "nccl"
-        self._doubtful = weights.version if unnoticed else None
-        return result
+        return self._conclude(answers, error)
 
     def disband(self, reason: str) -> None:
         """End the group; its members wait for the next plan."""

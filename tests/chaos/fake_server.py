@@ -164,7 +164,7 @@ class FakeServer:
     def _synchronise(self) -> None:
         """Execute what is queued; blocks for as long as a broadcast does."""
         for work, flat, body in self._queued:
-            while not work.is_completed() and not self.closing.is_set():
+            while not work.kernel_has_ended() and not self.closing.is_set():
                 time.sleep(0.001)
             at = 0
             for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):

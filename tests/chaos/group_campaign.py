@@ -247,8 +247,6 @@ class Campaign:
         rank = self._random.randrange(1 + N_MEMBERS)
         if kind == "death":
             rank = max(rank, 1)
-        if self._kind == "servers" and kind == "silent":
-            rank = 0  # at a server alone nobody could find it out (docs/decisions/nccl.md)
         if self._kind == "servers" and rank > 0 and self._random.random() < 0.1:
             self._hold_when_leaving(f"actor-{rank - 1}")
         fault = Fault(

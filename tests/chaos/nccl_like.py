@@ -47,6 +47,7 @@ class Fault:
     """Strikes once, at a rank, in the so-many-th operation that it starts from now on."""
 
     kind: FaultKind
+    """silent: this rank's part is aborted by its watchdog; all others may be done."""
     rank: int
     after: int = 0
     noticed: bool = True
@@ -225,6 +226,12 @@ class _Work:
             if not aborted and self._error is None:
                 self._error = self._communicator.error_of(self._rank)
             return self._error is not None or self._operation.done or aborted
+
+    def kernel_has_ended(self) -> bool:
+        """What a synchronisation of the device waits for: an error alone does not end it."""
+        with self._fabric.changed:
+            self._communicator.progress()
+            return self._operation.done or self._rank in self._communicator.aborted
 
     def wait(self) -> bool:
         if self._error is not None:

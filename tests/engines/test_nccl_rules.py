@@ -59,6 +59,7 @@ class FakeGroup:
         self.timeouts_s: list[float] = []
         """The group's, when each operation was started."""
         self.asked_s: list[float] = []
+        self.sent: list[Tensor] = []
         self.connecting = threading.Event()
         self.connected = threading.Event()
         self.connected.set()
@@ -73,6 +74,7 @@ class FakeGroup:
         self.connecting.set()
         self.connected.wait()
         self.timeouts_s.append(self.timeout_s)
+        self.sent.append(tensors[0])
         self.asked_s.append(options.timeout.total_seconds())
         if tensors[0].dtype == torch.int64 and tensors[0].numel() == 1:
             tensors[0].fill_(1)
@@ -169,6 +171,20 @@ def test_a_group_that_cannot_be_aborted_is_kept_for_a_kernel_may_still_write_int
     eventually(lambda: bool(kept), "a group that is kept")
     assert kept[0][1] is fake
     assert "abort timed out" in caplog.text
+
+
+def test_servers_are_sent_the_smallest_tensor_once_more(fake: FakeGroup) -> None:
+    named = [("large", torch.arange(900.0)), ("small", torch.arange(4.0)), ("other", torch.arange(900.0))]
+    layout = PackedLayout(manifest_of(named), 4_096)
+    views = layout.views(torch.zeros(layout.total_bytes, dtype=torch.uint8))
+    for (_, view), (_, tensor) in zip(views, named, strict=True):
+        view.copy_(tensor)
+    group = servers()
+    group.join(PATIENCE_S)
+    group.send(1, layout, views, PATIENCE_S)
+    assert [tensor.numel() for tensor in fake.sent] == [3_616, 3_600, 16]
+    assert torch.equal(fake.sent[-1].view(torch.float32), torch.arange(4.0))
+    group.close()
 
 
 # ---------------------------------------------------------------------- whose deadline comes first

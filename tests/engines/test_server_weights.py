@@ -30,7 +30,7 @@ CHECKER, DISK = "/weights_checker", "/update_weights_from_disk"
 class Work:
     done = True
 
-    def is_completed(self) -> bool:
+    def kernel_has_ended(self) -> bool:
         return self.done
 
 
@@ -110,6 +110,25 @@ def test_over_nccl_a_version_is_taken_when_the_server_has_synchronised_its_devic
     assert rig.sink.version == V1
 
 
+def test_over_nccl_a_server_whose_part_was_aborted_has_no_version_although_all_looked_done(
+    rig: Rig, group: Group
+) -> None:
+    """The next operation says it: the smallest tensor, again, when the server has synchronised."""
+    honest = group.broadcast
+
+    def broadcast(tensors: list[torch.Tensor], options: object) -> Work:
+        if CHECKER in rig.paths():
+            raise RuntimeError("NCCL communicator was aborted on rank 1.")
+        return honest(tensors, options)
+
+    group.broadcast = broadcast  # type: ignore[method-assign]
+    with pytest.raises(GroupBroken, match="was aborted"):
+        rig.take()
+    assert rig.sink.version is None
+    bodies = [body for path, body in rig.server.calls if path == "/update_weights_from_distributed"]
+    assert [body["names"] for body in bodies] == [["norm"], ["large"], ["norm"]]
+
+
 def test_over_nccl_a_broadcast_that_never_ends_is_no_version_although_every_bucket_was_answered(
     rig: Rig, group: Group
 ) -> None:
@@ -135,7 +154,7 @@ def test_a_server_without_checksums_is_said_not_to_be_verified(rig: Rig) -> None
 
     rig.server.before[CHECKER] = refuse
     assert rig.take().n_bytes == 4_032
-    assert rig.sink.stats["weight_checks_skipped_total"] == 1
+    assert rig.sink.stats["weight_checks_skipped_total"] == 2  # each time that it was to synchronise
 
 
 # ---------------------------------------------------------------------- long checks have a deadline and can be left
