@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from engines.fused_decoder import FusedDecoder, can_fuse
 from engines.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from engines.packed import refuse_unpackable
+from engines.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 from engines.step import Prefill, Step, plan_step
 
 
@@ -64,11 +65,11 @@ def build_decoder(model: PreTrainedModel, max_context: int, *, fused: bool) -> D
     refuse_unpackable(model.config)
     probe_ids = _probe_sequences(model, max_context)
     model.set_attn_implementation("eager")
-    with torch.inference_mode():
+    with torch.inference_mode(), full_float32():
         expected = [model(input_ids=ids_T[None], use_cache=False).logits[0, -2:].float() for ids_T in probe_ids]
     model.set_attn_implementation(IMPLEMENTATION)
     decoder: Decoder = FusedDecoder(model, max_context) if fused and can_fuse(model) else ModuleDecoder(model)
-    with torch.inference_mode():
+    with torch.inference_mode(), full_float32():
         _compare(model, _decode_last_two(decoder, probe_ids, max_context), expected)
     return decoder
 
@@ -105,13 +106,14 @@ def _decode_last_two(decoder: Decoder, sequences: Sequence[Tensor], max_context:
 
 def _compare(model: PreTrainedModel, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    relative = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
+    tf32 = tf32_forced(model.device.type)
+    relative = max(1e-4, relative_tolerance(model.dtype, tf32=tf32))  # its softmax is float32 in any case
     allowed = relative * max(1.0, max(float(b.abs().max()) for b in expected))
     if not difference <= allowed:
         raise UnsupportedModelError(
             f"{type(model).__name__}: decoding over the slot cache gives logits that differ from the plain forward by "
-            f"{difference:.3g} (allowed {allowed:.3g} in {model.dtype}); this architecture mixes tokens outside of the "
-            "attention interface, and cannot be generated with here"
+            f"{difference:.3g} (allowed {allowed:.3g} in {tolerance_name(model.dtype, tf32=tf32)}); this architecture "
+            "mixes tokens outside of the attention interface, and cannot be generated with here"
         )
 
 

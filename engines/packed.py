@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engines.attention import attend
 from engines.logprobs import lm_head
 from engines.packed_layout import Bucket, Gather, Layout, make_layout, permutation
+from engines.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 
 IMPLEMENTATION = "stillhouse_packed"
 
@@ -92,21 +93,22 @@ def probe(model: PreTrainedModel) -> None:
     lengths = (5, 2, 7)
     vocab_rows = lm_head(model).weight_VH.shape[0]
     ids_T = ((torch.arange(sum(lengths)) * 37 + 11) % vocab_rows).to(model.device)
-    packed_TV = lm_head(model).logits(packed_hidden(model, ids_T, lengths))
-    model.set_attn_implementation("eager")
-    try:
-        alone = [model(input_ids=ids_L[None], use_cache=False).logits[0] for ids_L in ids_T.split(list(lengths))]
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)
+    with full_float32():
+        packed_TV = lm_head(model).logits(packed_hidden(model, ids_T, lengths))
+        model.set_attn_implementation("eager")
+        try:
+            alone = [model(input_ids=ids_L[None], use_cache=False).logits[0] for ids_L in ids_T.split(list(lengths))]
+        finally:
+            model.set_attn_implementation(IMPLEMENTATION)
     plain_TV = torch.cat(alone).to(packed_TV.dtype)
     difference = float((packed_TV - plain_TV).abs().max())
-    relative = {torch.float64: 1e-8, torch.float32: 1e-4}.get(model.dtype, 0.05)
-    allowed = relative * max(1.0, float(plain_TV.abs().max()))
+    tf32 = tf32_forced(model.device.type)
+    allowed = relative_tolerance(model.dtype, tf32=tf32) * max(1.0, float(plain_TV.abs().max()))
     if not difference <= allowed:
         raise PackingError(
             f"{type(model).__name__}: packed logits differ from the plain forward by {difference:.3g} (allowed "
-            f"{allowed:.3g} in {model.dtype}); this architecture mixes tokens outside of the attention interface or "
-            "changes its logits after the head, and cannot be scored or trained packed"
+            f"{allowed:.3g} in {tolerance_name(model.dtype, tf32=tf32)}); this architecture mixes tokens outside of "
+            "the attention interface or changes its logits after the head, and cannot be scored or trained packed"
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from engines.models import load_causal_lm, resolve_device
+from engines.models import load_causal_lm, resolve_device, resolve_dtype
+from engines.precision import turn_tf32_off
 from learner.checkpoint_files import ADAPTER_CONFIG, CheckpointError
 from learner.config import LearnerConfig
 from learner.frozen import FrozenTrainer
@@ -33,9 +34,10 @@ def make_trainer(
             "that it was started with"
         )
     source = str(checkpoint) if checkpoint is not None and not lora.rank else student
-    model = load_causal_lm(
-        source, device=resolve_device(learner.device), dtype="float32", attention="packed", train=True
-    )
+    device = resolve_device(learner.device)
+    turn_tf32_off(device)
+    log.info("the student is on %s, its products in %s", device, resolve_dtype(learner.dtype, device))
+    model = load_causal_lm(source, device=device, dtype="float32", attention="packed", train=True)
     kind = FrozenTrainer if learner.frozen else Trainer
     if not lora.rank:
         return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed)
