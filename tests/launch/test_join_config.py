@@ -11,12 +11,15 @@ import msgspec
 import pytest
 
 import builtin
+from launch import join_config, torch_build
 from launch.config import ALIASES, RunConfig
 from launch.config_tree import Plain, build
 from launch.errors import ConfigError
 from launch.join import parse_join
 from launch.join_config import Joining, check_joining
+from launch.machine import Machine
 from launch.target import Target
+from launch.torch_build import TorchBuild
 from launch.words import split_words
 
 MODELS = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
@@ -95,6 +98,30 @@ def test_all_actors_of_a_run_take_weights_in_one_way(tmp_path: Path) -> None:
     arguments = ("--actors=1", "--actor.engine=sglang", "--actor.server.device=cpu", f"--actor.server.python={python}")
     with pytest.raises(ConfigError, match=r"actor\.engine: got sglang, expected torch"):
         joining(target(), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--actors=1",), "actor.torch.device: the run sends weights by NCCL, and has GPUs of this machine"),
+        (("--actors=1", "--actor.torch.device=cpu"), "which needs a GPU of its own for each actor"),
+        (("--actors=2", "--actor.torch.device=cuda:3"), "which needs a GPU of its own for each actor"),
+        (("--actors=1", "--actor.torch.device=cuda:3"), ""),
+        (("--teachers=2",), ""),
+    ],
+)
+def test_an_actor_joins_a_run_on_nccl_with_a_gpu_that_nobody_else_has(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_config, "find_machine", lambda: Machine(("0", "1", "2", "3")))
+    monkeypatch.setattr(torch_build, "own_build", lambda: TorchBuild("2.13.0", "12.8"))
+    run = target(learner={"publish": {"backend": "nccl"}})
+    if not message:
+        assert joining(run, *arguments).config.actors == int("--actors=1" in arguments)
+        return
+    with pytest.raises(ConfigError) as refused:
+        joining(run, *arguments)
+    assert message in str(refused.value)
 
 
 def test_a_model_of_another_vocabulary_is_refused_before_it_loads(tmp_path: Path) -> None:

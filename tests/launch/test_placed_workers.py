@@ -32,10 +32,12 @@ PLACED = Placement(Places({"learner": 0, "teacher-0": 1, "actor-0": 2, "actor-1"
 
 def test_a_worker_is_started_with_the_device_that_it_was_given() -> None:
     started: list[StartRole] = []
-    folder = SimpleNamespace(
-        run_id="r", path=Path("/r"), config_path=Path("/c"), log_path=lambda name: Path("/l") / name
-    )
-    processes = SimpleNamespace(start=lambda start, fork: started.append(start))
+
+    def begin(start: StartRole, *, fork: bool) -> None:
+        started.append(start)
+
+    folder = SimpleNamespace(run_id="r", path=Path("/r"), config_path=Path("/c"), log_path=Path("/l").joinpath)
+    processes = SimpleNamespace(start=begin)
     workers = [Worker("learner", 0), Worker("teacher", 0), Worker("actor", 1), Worker("buffer", 0)]
     crew = Crew(
         build(RunConfig, {"actor": {"engine": "torch"}, "teacher": {"engine": "torch"}}),
@@ -64,12 +66,15 @@ def test_placement_and_the_environment_of_nccl_go_on_from_the_launcher(monkeypat
         seen.update(told)
         return SimpleNamespace()
 
+    def servers(*_: Any) -> Any:
+        return SimpleNamespace()
+
     def crew(*_: Any, **told: Any) -> Any:
         seen.update(told)
         raise Stop
 
     monkeypatch.setattr(watch, "Processes", processes)
-    monkeypatch.setattr(watch, "ServerWatch", lambda *_: None)
+    monkeypatch.setattr(watch, "ServerWatch", servers)
     monkeypatch.setattr(watch, "Crew", crew)
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
