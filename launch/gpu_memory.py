@@ -3,12 +3,13 @@
 With P parameters, L layers, hidden size H, MLP size F, V rows of the vocabulary, in bytes:
 
 learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen, or with adapters, whose are small);
-                staging 2 copies of P in learner.publish.dtype; activations pack_tokens * L * (10 H + 4 F) * a with
-                a = 2 (bfloat16) or 4, for nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4
+                with bfloat16 products 2 P for what they read; staging 2 copies of P in the actors' dtype, unless they
+                are in host memory (learner.publish.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
+                (bfloat16) or 4, for nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * KV heads * head size * b
 embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits as they come in
-teacher         chunks: 0.2 GiB
+teacher         chunks of 512 MiB in float32: 1.3 GiB with what is made of them
 server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
                 where it is not given (SGLang chooses by the GPU: about that)
 each process    1 GiB: the CUDA context, libraries and fragments
@@ -26,7 +27,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from launch.config import RunConfig
 from launch.gpus import LEARNER
@@ -36,6 +37,7 @@ from launch.pools import teacher_pools
 from launch.server_options import FRACTION, value_of
 from launch.server_plan import launched_groups, server_config
 from launch.weight_files import check_weights
+from learner.publish_choices import held_dtype, sent_dtype, staged_in
 
 GIB: Final = 2**30
 PROCESS_GIB: Final = 1.0
@@ -106,16 +108,19 @@ def read_shape(folder: Path) -> Shape | None:
         return None
 
 
-def learner_need(config: RunConfig, shape: Shape) -> Need:
+def learner_need(config: RunConfig, shape: Shape, backend: Literal["gloo", "nccl"]) -> Need:
     learner = config.learner
     p = shape.parameters
     trained = 0 if learner.frozen or learner.lora.rank else p
-    sent = BYTES.get(learner.publish.dtype, 4)
+    publish = learner.publish
+    sent = BYTES.get(sent_dtype(publish.dtype, held_dtype(config.actor, config.models.student)), 4)
+    on_gpu = staged_in(publish.staging, "cuda", backend) == "device"
     width = 4 if learner.dtype == "float32" else 2
     kept = learner.pack_tokens * shape.layers * (10 * shape.hidden + 4 * shape.mlp) * width
     sure = {"weights": 4 * p, "gradient and AdamW": 12 * trained}
     likely = {
-        "staging": 2 * sent * p,
+        "weights in bfloat16": 2 * p if width == 2 else 0,
+        "staging": 2 * sent * p if on_gpu else 0,
         "activations": kept,
         "logits": 3 * 4 * learner.logprob_chunk_tokens * shape.vocabulary,
     }
@@ -134,7 +139,7 @@ def teacher_need(config: RunConfig, shape: Shape, who: str) -> Need:
     """`config`: as its pool has it."""
     width = BYTES.get(config.teacher.dtype, 2)
     block = config.teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
-    return _need(who, {"weights": width * shape.parameters}, {"activations": block, "logits": 0.2 * GIB})
+    return _need(who, {"weights": width * shape.parameters}, {"activations": block, "logits": 1.3 * GIB})
 
 
 def server_need(args: tuple[str, ...], tp: int, shape: Shape, who: str, gib: float) -> Need:
@@ -178,7 +183,7 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
     student = read_shape(Path(config.models.student))
     if student is not None:
         if LEARNER in seats:
-            yield seats[LEARNER], learner_need(config, student)
+            yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
         yield from ((gpu, actor_need(config, student, who)) for who, gpu in seats.items() if who.startswith("actor"))
     for pool in teacher_pools(config):
         numbers = range(pool.first, pool.first + pool.config.teachers)

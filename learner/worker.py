@@ -26,9 +26,10 @@ from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
 from learner.make_trainer import make_trainer
-from learner.members import ActorSettings, members_of
+from learner.members import members_of
 from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.offline import OfflineMixer, open_mixer
+from learner.publish_choices import ActorSettings
 from learner.publisher import Publisher
 from learner.record_format import FORMAT, RecordError, RecordHeader, config_digest
 from learner.record_writer import BatchRecorder

@@ -33,17 +33,26 @@ def rounded(parts: Any) -> dict[str, float]:
 
 
 def test_the_learner_holds_masters_moments_copies_and_what_the_backward_pass_needs() -> None:
-    need = learner_need(config(), QWEN3_8B)
+    need = learner_need(config(), QWEN3_8B, "nccl")
     assert rounded(need.sure) == {"weights": 30.5, "gradient and AdamW": 91.5}
     # 4,096 tokens * 36 layers * (10 * 4,096 + 4 * 12,288) * 2 bytes; 3 * 1,024 rows * 151,936 * 4 bytes
-    assert rounded(need.likely) == {"staging": 61.0, "activations": 24.8, "logits": 1.7, "process": 1.0}
-    other = learner_need(config(learner={"dtype": "float32", "publish": {"dtype": "bfloat16"}}), QWEN3_8B)
-    assert rounded(other.likely)["activations"] == 49.5 and rounded(other.likely)["staging"] == 30.5
+    likely = {"weights in bfloat16": 15.3, "staging": 61.0, "activations": 24.8, "logits": 1.7, "process": 1.0}
+    assert rounded(need.likely) == likely
+    other = learner_need(config(learner={"dtype": "float32", "publish": {"dtype": "bfloat16"}}), QWEN3_8B, "nccl")
+    assert rounded(other.likely) == likely | {"weights in bfloat16": 0.0, "staging": 30.5, "activations": 49.5}
+
+
+def test_copies_are_as_wide_as_the_actors_weights_and_under_gloo_in_host_memory() -> None:
+    half = config(actor={"torch": {"dtype": "bfloat16"}})
+    assert rounded(learner_need(half, QWEN3_8B, "nccl").likely)["staging"] == 30.5
+    assert rounded(learner_need(half, QWEN3_8B, "gloo").likely)["staging"] == 0.0
+    asked = config(learner={"publish": {"staging": "device"}})
+    assert rounded(learner_need(asked, QWEN3_8B, "gloo").likely)["staging"] == 61.0
 
 
 @pytest.mark.parametrize("learner", [{"frozen": True}, {"lora": {"rank": 8}}])
 def test_what_is_not_trained_has_no_moments(learner: dict[str, Any]) -> None:
-    assert rounded(learner_need(config(learner=learner), QWEN3_8B).sure)["gradient and AdamW"] == 0.0
+    assert rounded(learner_need(config(learner=learner), QWEN3_8B, "nccl").sure)["gradient and AdamW"] == 0.0
 
 
 def test_an_embedded_actor_holds_its_cache_and_the_next_weights() -> None:
@@ -83,7 +92,7 @@ def large_folder(path: Path, parameters: int) -> str:
 
 def test_a_gpu_that_cannot_hold_what_is_certain_is_refused_and_a_tight_one_is_told(tmp_path: Path) -> None:
     """6e9 parameters: 16 bytes of each are 89.4 GiB, more than 80; 5e9: 74.5 GiB, and staging goes beyond 80."""
-    places = Placement(Places({"learner": 0, "actor-0": 1}, {}), Choice("gloo", ""), "")
+    places = Placement(Places({"learner": 0, "actor-0": 1}, {}), Choice("nccl", ""), "")
     machine = Machine(("4", "6"), (80.0, 80.0))
     models = {"student": large_folder(tmp_path / "six", 6_000_000_000), "teacher": str(builtin.TEACHER_DIR)}
     found = estimate(config(models=models, actors=1, teachers=0), machine, places)
