@@ -21,8 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -36,6 +34,7 @@ from torch.distributed import PrefixStore as _PrefixStore  # pyright: ignore[rep
 from torch.distributed import Store as _AnyStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from engines.patience import in_thread, wait_patiently
 from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted
 
 log = logging.getLogger(__name__)
@@ -191,27 +190,18 @@ class GroupOperations:
     def _patiently(self, act: Callable[[], T], deadline_s: float) -> T:
         """Something of torch's that cannot be interrupted, in a thread: when nobody waits any more that is left to end
         at its own timeout, or when the store or the group ends. Raises GroupBroken or GroupInterrupted."""
-        done: Future[T] = Future()
         stream = _present_stream(self._device)
 
-        def run() -> None:
+        def run() -> T:
             try:
                 with stream:
-                    done.set_result(act())
+                    return act()
             except RuntimeError as error:
-                done.set_exception(GroupBroken(f"{self!r}: {first_line(error)}"))
-            except BaseException as error:
-                done.set_exception(error)
+                raise GroupBroken(f"{self!r}: {first_line(error)}") from None
 
         # NCCL never gives up on a rank that does not come, and a process must be able to end all the same.
-        threading.Thread(target=run, name="weight-group-connect", daemon=self._backend == "nccl").start()
-        while not wait_for([done], WAIT_SLICE_S).done:
-            reason = self._interrupted()
-            if reason is not None:
-                raise GroupInterrupted(reason)
-            if time.monotonic() > deadline_s:
-                raise GroupBroken(f"{self!r}: not every rank came in time")
-        return done.result()
+        started = in_thread(run, name="weight-group-connect", daemon=self._backend == "nccl")
+        return wait_patiently(started, deadline_s, self._interrupted, f"{self!r}: not every rank came in time")
 
     def _finish_all(self, deadline_s: float) -> None:
         while self._under_way:

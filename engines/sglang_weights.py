@@ -20,31 +20,28 @@ never aborted from here. No torch.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from engines.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
+from engines.patience import in_thread, wait_patiently
 from engines.sglang_checks import Checksums, compare, differences, parse_checksums
 from engines.sglang_engine import SGLangEngine
 from engines.sglang_http import RequestRefused, ServerLost, ServerUnavailable
 from engines.snapshot_check import check_snapshot
 from engines.weight_control import Agreed, Check, Round
-from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
+from engines.weight_sink import GroupBroken, Interrupted, SnapshotRefused, Taken, WeightsRefused
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_WAIT_SLICE_S: Final = 0.05
 _JOIN_SLACK_S: Final = 1.0
 """Rank 0's own deadline ends a rendezvous first."""
 _MORE_PATIENCE: Final = 3
@@ -279,7 +276,8 @@ class ServerWeights:
     def _reload(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> bool:
         """False where the file cannot be read."""
         try:
-            path = self._patiently(_in_thread(lambda: check_snapshot(ref)), ref.path, deadline_s, interrupted)
+            checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
+            path = wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
             self._ask(_FROM_DISK, self._from_disk(str(path.parent), ref.version), deadline_s, interrupted)
         except (SnapshotRefused, RequestRefused) as error:
             self._skip_check(str(error))
@@ -370,20 +368,11 @@ class ServerWeights:
         left_s = max(deadline_s - time.monotonic(), 0.1)
         self._pending_ends_in_s = left_s if ends_in_s is None else ends_in_s
         patience_s = left_s + self._pending_ends_in_s + (2 + _MORE_PATIENCE) * self._server.config.control_timeout_s
-        request = self._start(self._server.post(path, body, timeout_s=patience_s))
-        return self._patiently(request, f"{self._server.url}{path}", deadline_s, interrupted)
-
-    def _patiently(self, future: Future[T], what: str, deadline_s: float, interrupted: Interrupted) -> T:
-        """What was started is not cancelled, which would change nothing at the server, but left to `settle`."""
-        self._pending = future
-        while not wait_for([future], _WAIT_SLICE_S).done:
-            reason = interrupted()
-            if reason is not None:
-                raise GroupInterrupted(reason)
-            if time.monotonic() > deadline_s:
-                raise GroupBroken(f"{what}: not done at the deadline")
+        self._pending = request = self._start(self._server.post(path, body, timeout_s=patience_s))
+        missed = f"{self._server.url}{path}: not done at the deadline"
+        reply = wait_patiently(request, deadline_s, interrupted, missed)  # else `settle` waits for it
         self._pending = None
-        return future.result()
+        return reply
 
     def _start(self, coroutine: Coroutine[Any, Any, bytes]) -> Future[bytes]:
         future: Future[bytes] = Future()
@@ -415,20 +404,6 @@ class ServerWeights:
         except (ServerUnavailable, RequestRefused, ValueError):
             return False
         return True
-
-
-def _in_thread(act: Callable[[], T]) -> Future[T]:
-    """For what takes long and cannot be interrupted: a thread that is left behind when nobody waits any more."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(act())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="weight-file", daemon=True).start()
-    return done
 
 
 def _bytes_in(folder: Path) -> int:

@@ -132,7 +132,7 @@ class Member:
         return False
 
     def close(self) -> None:
-        self.receiver.close(0.5)
+        self.receiver.close(TURN_S)
         if self.server is not None:
             self._server_engine.close()
             self.server.close()
@@ -203,8 +203,6 @@ class Campaign:
         """Until so many have struck, or something is found that cannot be gone on from."""
         self._tell_membership()
         self._turn([])
-        if self._publisher.stats.dropped_total and not self.verdict.findings:
-            self.verdict.findings.append(f"without a fault: dropped {self._publisher.stats.dropped_total}")
         while self._fabric.struck.total() < faults and not self.verdict.findings:
             self._turn(self._draw())
         self._turn([])
@@ -220,6 +218,7 @@ class Campaign:
 
     def close(self) -> None:
         self._publisher.close()
+        self._fabric.end()
         for member in self._members.values():
             member.close()
 
@@ -321,7 +320,6 @@ def run_campaign(kind: Kind, faults: int, seed: int) -> Verdict:
             verdict = campaign.run(faults)
         finally:
             campaign.close()
-            fabric.end()
         told = Counter(verdict.dropped)
         told.pop("disconnected", None)
         if told != counts.left_out:
