@@ -18,7 +18,12 @@ from learner.staged_weights import StagedWeights
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 CONFIG = PublishConfig(
-    join_timeout_s=30.0, broadcast_timeout_s=30.0, publish_wait_s=120.0, slowest_bytes_per_s=1e9, answer_grace_s=0.1
+    bucket_bytes=1 << 16,
+    join_timeout_s=30.0,
+    broadcast_timeout_s=30.0,
+    publish_wait_s=120.0,
+    slowest_bytes_per_s=1e9,
+    answer_grace_s=0.1,
 )
 V1 = WeightVersion(0, 1)
 REF = WeightsRef(V1, "/nowhere", "00")
