@@ -142,11 +142,10 @@ def _too_few(n_visible: int, taken: list[int], used: list[int], open_: Sequence[
     spoken_for += [f"{len(used)} are named by server.gpus" for _ in used[:1]]
     why = f" ({', '.join(spoken_for)})" if spoken_for else ""
     fit = " or ".join(f"{n_free // tp} with tp {tp}" for tp in sorted({item.tp for item in open_}))
-    gpus = ",".join(["0"] * (open_[0].n * open_[0].tp))
     return (
         f"server.gpus: got {n_visible} visible GPUs, {n_free} of them free{why}, expected {asked}; SGLang servers that "
         f"fit there, actors' and teachers' together: {fit}. Start fewer (--actors, --teachers), or use the embedded "
-        "engine, which shares GPUs (--actor.engine torch, --teacher.engine torch), or --device cpu, or share: "
-        f"--{open_[0].role}.server.gpus {gpus} puts them on GPU 0, and "
+        "engine, which shares GPUs (--actor.engine torch, --teacher.engine torch), or --device cpu, or let servers share: "
+        f"--{open_[0].role}.server.gpus names one GPU several times, and "
         f"--{open_[0].role}.server.args=--mem-fraction-static,0.3 leaves room there for the others"
     )
