@@ -34,7 +34,15 @@ from engines.weight_control import (
     Waker,
     member_keys,
 )
-from engines.weight_sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightSink, WeightsRefused
+from engines.weight_sink import (
+    GroupBroken,
+    GroupInterrupted,
+    Interrupted,
+    SnapshotRefused,
+    WeightsDiffer,
+    WeightSink,
+    WeightsRefused,
+)
 from protocol.keys import ClientKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
@@ -259,6 +267,9 @@ class WeightReceiver:
         except (GroupBroken, GroupInterrupted) as error:
             free = self._sink.settle(header.grace_s / 2)
             answer("broken" if free else "stuck", str(error))
+            raise
+        except WeightsDiffer as error:
+            answer("wrong_weights", str(error))
             raise
         except Exception as error:
             answer("refused", f"{type(error).__name__}: {error}")

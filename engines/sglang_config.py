@@ -26,7 +26,9 @@ class SGLangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Running requests at a weight swap. `abort`: they are ended, and go on as new ones that recompute their KV cache;
     `in_place`: the same, but they find their old KV cache again; `retract`: the server itself recomputes it, and what
     it samples behind the swap is held back until the request ends, for only then does it say which weights sampled
-    which token. All are exact."""
+    which token (SGLang 0.5.21 and later). Log-probs are those that tokens were sampled with in any mode. `abort` costs
+    the prefill of all running requests per version; `in_place` saves it where the objective weighs by importance
+    ratios: behind a swap its tokens come from no single version. Not for max_staleness = 0."""
     connect_timeout_s: float = 60.0
     """Until the server answers and its features are known."""
     control_timeout_s: float = 10.0

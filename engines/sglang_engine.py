@@ -28,7 +28,7 @@ from typing import Final
 from engines.base import EngineStats, GenerationDelta, GenerationRequest
 from engines.sglang_config import SGLangConfig
 from engines.sglang_deltas import DeltaBox
-from engines.sglang_features import Features, detect_features
+from engines.sglang_features import Features, ServerMismatch, detect_features, why_unfit
 from engines.sglang_http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
 from engines.sglang_labels import START_LABEL, Labels
 from engines.sglang_requests import EngineTotals, check_request, generate_body, tokens_left
@@ -86,9 +86,10 @@ class SGLangEngine:
     ) -> None:
         """Connects. `run_id` is in the names of weights on the server (`labels`). `on_output` is called from another
         thread when there is something to poll, at most every hundredth of a second. Raises ServerUnavailable when the
-        server does not answer within connect_timeout_s, StreamError for answers without sense."""
+        server does not answer within connect_timeout_s, ServerMismatch when it cannot do what `config` asks,
+        StreamError for answers without sense."""
         self._config = config
-        self._vocab_size = vocab_size
+        self.vocab_size: Final = vocab_size
         self.labels: Final = Labels(run_id)
         self._deltas = DeltaBox(on_output)
         self._totals = EngineTotals()
@@ -96,6 +97,8 @@ class SGLangEngine:
         self._session_id = secrets.token_hex(4)
         self._n_sent = 0
         self._closed = False
+        self._server_paused = False
+        """By us, in mode `retract`: its requests wait there."""
         self.server: Final = ServerLink(url, config, api_key=api_key)
         try:
             self.features: Final[Features] = self.server.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
@@ -153,7 +156,7 @@ class SGLangEngine:
         """See the interface. Also raises ValueError for sampling whose log-probs the server cannot give (top-p, top-k),
         RuntimeError after close(). The seed is not used: a server's random stream is its own."""
         self._refuse_closed()
-        check_request(request, self.features, self._vocab_size)
+        check_request(request, self.features, self.vocab_size)
         self._deltas.open(request.request_id)
         self.server.call_soon(self._begin, _Live(request))
 
@@ -168,15 +171,17 @@ class SGLangEngine:
         self.server.raise_if_lost()
         return self._deltas.take(timeout_s)
 
-    def pause(self, timeout_s: float) -> None:
-        """Before new weights: send nothing more, and bring running requests to where the server can take them. Call it
-        before the update is posted. Raises ServerUnavailable; the gate stays closed then."""
-        self.server.run(self._pause(), timeout_s=timeout_s)
+    def pause(self, timeout_s: float, *, cut: bool = False) -> None:
+        """Before new weights: send nothing more, and bring running requests to where the server can take them. `cut`:
+        by ending them in any mode, so that the server may be asked before they go on. Call it before the update is
+        posted. Raises ServerUnavailable; the gate stays closed then."""
+        self.server.run(self._pause(cut=cut), timeout_s=timeout_s)
 
-    def resume(self, version: WeightVersion, timeout_s: float) -> None:
-        """After the update was acknowledged: go on, under `version`. Raises StreamError when the server does not say
-        that it has these weights, ServerUnavailable; the gate stays closed then."""
-        self.server.run(self._resume(version), timeout_s=timeout_s)
+    def resume(self, version: WeightVersion, timeout_s: float, *, name: bool = False) -> None:
+        """After the update was acknowledged: go on, under `version`. `name`: the server was not told yet what its new
+        weights are called. Raises StreamError when the server does not say that it has these weights,
+        ServerUnavailable; the gate stays closed then."""
+        self.server.run(self._resume(version, name=name), timeout_s=timeout_s)
 
     def abort_leftovers(self, timeout_s: float) -> None:
         """End whatever the server still works at, for somebody who is not there any more. Only for a server that nobody
@@ -193,6 +198,8 @@ class SGLangEngine:
     async def _connect(self) -> Features:
         await self._unpause()
         features = await detect_features(self.server)
+        if unfit := why_unfit(features, self._config):
+            raise ServerMismatch(f"{self.server.url}: {unfit}")
         self._gate = asyncio.Event()
         self._paused_s = self._version_set_s = time.monotonic()
         self._silent_since_s = 0.0
@@ -397,25 +404,32 @@ class SGLangEngine:
             return f"paused for new weights for more than {limits.pause_timeout_s:g} s (pause_timeout_s)"
         return ""
 
-    async def _pause(self) -> None:
+    async def _pause(self, *, cut: bool) -> None:
         if self._gate.is_set():
             self._paused_s = time.monotonic()
         self._gate.clear()
-        if self._cuts:
-            cut = [live for live in self._live.values() if live.rid]
-            for live in cut:
+        if cut or self._config.update_mode != "retract":
+            running = [live for live in self._live.values() if live.rid]
+            for live in running:
                 live.restarting = live.aborting_since_s is None
             told_s = -math.inf
-            while rids := [live.rid for live in cut if live.rid]:
+            while rids := [live.rid for live in running if live.rid]:
                 if time.monotonic() - told_s > _ABORT_REPEAT_S:
                     await asyncio.gather(*(self._tell_abort(rid) for rid in rids))
                     told_s = time.monotonic()
                 await asyncio.sleep(_CUT_POLL_S)
+            await self._continue()
             if self._config.update_mode != "in_place":
                 await self._flush()
         else:
-            await self.server.post("/pause_generation", {"mode": self._config.update_mode})
+            self._server_paused = True
+            await self.server.post("/pause_generation", {"mode": "retract"})
         await self._set_label(self.labels.updating(self._version))
+
+    async def _continue(self) -> None:
+        if self._server_paused:
+            await self.server.post("/continue_generation", {})
+            self._server_paused = False
 
     async def _set_label(self, label: str) -> None:
         """Older servers cannot be told."""
@@ -431,7 +445,9 @@ class SGLangEngine:
             except RequestRefused:
                 await asyncio.sleep(_CUT_POLL_S)
 
-    async def _resume(self, version: WeightVersion) -> None:
+    async def _resume(self, version: WeightVersion, *, name: bool) -> None:
+        if name:
+            await self._set_label(self.labels.of(version))
         label = (await self.server.model_info()).weight_version
         if label == self.labels.updating(version) and version == self._version and self._label is not None:
             label = self._label  # paused for nothing: the caller vouches for the old weights
@@ -440,18 +456,12 @@ class SGLangEngine:
             raise StreamError(
                 f"the server has weights {label!r}; expected {self.labels.of(version)!r} after the update"
             )
-        if not self._cuts:
-            await self.server.post("/continue_generation", {})
+        await self._continue()
         self._set_version(version, label)
         self._silent_since_s = 0.0
         for live in self._live.values():
             live.heard_s = time.monotonic()
         self._gate.set()
-
-    @property
-    def _cuts(self) -> bool:
-        """Whether requests are cut at a swap, and go on as new ones. In place their past stays in the prefix cache."""
-        return self._config.update_mode != "retract" or not (self.features.version_spans and self.features.pausing)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from engines.sglang_checks import Precision
 from engines.sglang_config import ServerConfig, SGLangConfig
 from engines.sglang_http import RequestRefused, ServerLink
 from engines.sglang_stream import Chunk, StreamError, decode_chunk
@@ -21,6 +23,9 @@ _PROMPT: Final = [1, 2, 3]
 _STREAM_TOKENS: Final = 16
 _PROBE_TEMPERATURE: Final = 2.0
 _SAME_NATS: Final = 1e-2
+_FLUSH_TOKENS: Final = 512
+"""Of the request that is at work while the cache is flushed; it is ended right after."""
+_FLUSH_TRIES: Final = 3
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -33,6 +38,15 @@ class ServerInfo(msgspec.Struct, frozen=True):
     incremental_streaming_output: bool | None = None
     tp_size: int = 1
     device: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        if self.quantization or (self.kv_cache_dtype or "").startswith("fp8"):
+            return "quantized"
+        return "float32" if self.dtype == "float32" and not (self.device or "cuda").startswith("cuda") else "half"
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -86,17 +100,24 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probs of sampled tokens are of softmax(logits / temperature) (`as_sampled`), or at temperature 1 (`one`)."""
     greedy_logprobs_at_one: bool
     """At temperature 0 log-probs are those of temperature 1."""
+    precision: Precision = "half"
+    """Of what it computes with."""
+    flushes_while_paused: bool | None = None
+    """Forgets cached prefixes though requests wait for the end of a pause. One that cannot ends itself when new weights
+    come in mode `retract`. None: not asked, as another mode is configured."""
 
     def table(self) -> str:
         """For the log and for people: a line per feature."""
+        flushes = self.flushes_while_paused
         rows = {
             "SGLang": self.version,
             "weights": self.weights_label,
             "context": f"{self.max_context} tokens, prompts up to {self.max_prompt}",
             "running requests": "not said" if self.max_running is None else f"up to {self.max_running}",
-            "device": f"{self.device}, {self.tp_size} process{'' if self.tp_size == 1 else 'es'}",
+            "device": f"{self.device}, {self.tp_size} process{'' if self.tp_size == 1 else 'es'}, {self.precision}",
             "weight updates": "in sessions" if self.update_sessions else "without sessions",
             "pause and continue": "yes" if self.pausing else "no",
+            **({} if flushes is None else {"new weights in a pause": "yes" if flushes else "no: it would end itself"}),
             "checksums": "yes" if self.checksums else "no",
             "versions of tokens": "spans" if self.version_spans else "no spans: requests are cut at every swap",
             "stream": ("incremental" if self.incremental_stream else "cumulative")
@@ -145,6 +166,24 @@ def write_features(run_dir: Path, worker: str, url: str, features: Features) -> 
     temporary.replace(path)
 
 
+def why_unfit(features: Features, config: SGLangConfig) -> str | None:
+    """Why the server cannot write under this configuration, with what to do; None: it can."""
+    if config.update_mode != "retract":
+        return None
+    if not features.pausing:
+        lacks = "cannot be paused"
+    elif not features.version_spans:
+        lacks = "does not say which weights sampled which token of a request that went on under new ones"
+    elif not features.flushes_while_paused:
+        lacks = "ends itself when new weights come while requests wait"
+    else:
+        return None
+    return (
+        f"SGLang {features.version} {lacks}, and update_mode is retract; use abort, which recomputes the KV cache as "
+        "well, or an SGLang that can (0.5.21 and later could when they were tried)"
+    )
+
+
 async def detect_features(link: ServerLink) -> Features:
     """Wait until the server answers, then ask. Raises ServerUnavailable past connect_timeout_s, StreamError for answers
     that make no sense."""
@@ -155,6 +194,10 @@ async def detect_features(link: ServerLink) -> Features:
     at_one, spans = await _top_two(link, 1.0)
     at_probe, _ = await _top_two(link, _PROBE_TEMPERATURE)
     incremental, interval, greedy = await _probe_stream(link, info)
+    pausing = await link.has_endpoint("/pause_generation")
+    flushes = None
+    if link.config.update_mode == "retract" and pausing:
+        flushes = await _flushes_while_paused(link, min(_FLUSH_TOKENS, max_context - 2 * len(_PROMPT)))
     return Features(
         version=info.version,
         weights_label=model.weight_version,
@@ -165,7 +208,7 @@ async def detect_features(link: ServerLink) -> Features:
         device="cuda" if (info.device or "").startswith("cuda") else "cpu",
         tp_size=info.tp_size,
         update_sessions=await link.has_endpoint("/begin_weight_update"),
-        pausing=await link.has_endpoint("/pause_generation"),
+        pausing=pausing,
         labels_settable=await link.has_endpoint("/update_weight_version"),
         checksums=await link.has_endpoint("/weights_checker"),
         version_spans=spans,
@@ -173,6 +216,8 @@ async def detect_features(link: ServerLink) -> Features:
         stream_interval=interval,
         logprob_temperature=_logprob_temperature(at_one, at_probe),
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
+        precision=info.precision,
+        flushes_while_paused=flushes,
     )
 
 
@@ -227,6 +272,37 @@ async def _greedy_stream(link: ServerLink, interval: int) -> list[Chunk]:
     body = _body(0.0, _STREAM_TOKENS, interval, stream=True)
     async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
         return [decode_chunk(text) async for text in texts]
+
+
+async def _flushes_while_paused(link: ServerLink, n_tokens: int) -> bool:
+    """Tried with a request that is at work: the pause puts it back among those that wait. That it still had to be
+    aborted afterwards shows that it was there when the flush came."""
+    for _ in range(_FLUSH_TRIES):
+        rid = f"probe-{secrets.token_hex(4)}"
+        flushed: bool | None = None
+        finish = ""
+        body = _body(1.0, n_tokens, stream=True, rid=rid)
+        async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
+            async for text in texts:
+                said = decode_chunk(text).meta_info.finish_reason
+                finish = "" if said is None else said.type
+                if flushed is None and not finish:
+                    flushed = await _flush_in_a_pause(link)
+                    await link.post("/abort_request", {"rid": rid})
+        if flushed is False or (flushed and finish == "abort"):
+            return flushed
+    raise StreamError(f"the server ended a request of {n_tokens} tokens before it could be paused")
+
+
+async def _flush_in_a_pause(link: ServerLink) -> bool:
+    await link.post("/pause_generation", {"mode": "retract"})
+    try:
+        await link.post("/flush_cache", {})
+    except RequestRefused:
+        return False
+    finally:
+        await link.post("/continue_generation", {})
+    return True
 
 
 def chunks_are_increments(chunks: Sequence[Chunk]) -> bool | None:

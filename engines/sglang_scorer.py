@@ -164,6 +164,11 @@ class SGLangScorer:
         check_ids(f"request {index}", ids, self._vocab_size)
 
 
+def decode_scores(reply: bytes, request: ScoreRequest, *, vocab_size: int) -> ScoreResult:
+    """Of a reply of /generate to `request`. Raises StreamError, and msgspec.DecodeError for what is no reply."""
+    return read_scores(request, _DECODER.decode(reply).meta_info.input_token_logprobs, None, 0, vocab_size)
+
+
 def read_scores(
     request: ScoreRequest,
     entries: Sequence[_Entry],

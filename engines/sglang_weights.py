@@ -8,6 +8,7 @@
 
 Buckets that have arrived are in the model. So between the first of them and the end of a version nobody knows what the
 weights are (`version` is None), and the engine stays paused until a whole version has come, by broadcast or from disk.
+With a check the server is not told the version's name before it has passed; one that does not pass is lost.
 
 A server that is stuck in a collective answers none of this and cannot be freed over HTTP, but comes free by itself when
 the one it waits for leaves or dies. It gets `control_timeout_s` for that, and three times more if it still answers
@@ -32,12 +33,13 @@ import msgspec
 
 from engines.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
 from engines.patience import in_thread, wait_patiently
-from engines.sglang_checks import Checksums, compare, differences, parse_checksums
+from engines.sglang_checks import Canary
 from engines.sglang_engine import SGLangEngine
 from engines.sglang_http import RequestRefused, ServerLost, ServerUnavailable
-from engines.snapshot_check import check_snapshot
+from engines.sglang_verify import ServerVerifier
+from engines.snapshot_check import check_snapshot, read_header
 from engines.weight_control import Agreed, Check, Round
-from engines.weight_sink import GroupBroken, Interrupted, SnapshotRefused, Taken, WeightsRefused
+from engines.weight_sink import GroupBroken, Interrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -76,11 +78,9 @@ class ServerWeights:
         self._answers_when_queued = False
         self._pending: Future[Any] | None = None
         self._pending_ends_in_s = 0.0
-        self._stats = {
-            "weight_checks_total": 0.0,
-            "weight_checks_skipped_total": 0.0,
-            "weight_tensors_unchecked": 0.0,
-        }
+        self._verify = ServerVerifier(engine)
+        self._wrong = ""
+        """Why its weights are not those that were sent."""
 
     @property
     def version(self) -> WeightVersion | None:
@@ -88,7 +88,7 @@ class ServerWeights:
 
     @property
     def stats(self) -> dict[str, float]:
-        return {**self._stats, "weights_unknown": float(not self._known)}
+        return {**self._verify.stats, "weights_unknown": float(not self._known)}
 
     def prepare(self) -> None:
         """A server with weights of another run, or of an unfinished update, is set back to the student. Raises
@@ -102,8 +102,8 @@ class ServerWeights:
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is a server")
 
     def load(self, ref: WeightsRef) -> None:
-        path = check_snapshot(ref)
-        self._load_from(str(path.parent), ref.version, path.stat().st_size)
+        path, canary = read_header(ref)
+        self._load_from(str(path.parent), ref.version, path.stat().st_size, canary)
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
         if not self._joined_before:
@@ -132,24 +132,27 @@ class ServerWeights:
             raise GroupBroken("no group was joined")
         deadline_s = time.monotonic() + header.timeout_s
         buckets = whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes)
+        check = header.check
+        named_by_update = check is None or not self._engine.features.labels_settable
         began_s = time.monotonic()
         with self._faults():
-            self._pause(deadline_s)
+            self._pause(deadline_s, cut=check is not None and check.canary is not None)
             paused_s = time.monotonic()
             self._open_session()
             self._known = False
             for index, bucket in enumerate(buckets):
-                body = self._update(bucket, header.version, last=index == len(buckets) - 1)
+                last = index == len(buckets) - 1
+                body = self._update(bucket, header.version if last and named_by_update else None, last=last)
                 self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
             if self._answers_when_queued:
-                self._confirm(buckets, header.version, deadline_s, interrupted)
+                self._confirm(buckets, deadline_s, interrupted)
             self._close_session()
             if self._answers_when_queued:
                 self._synchronise(deadline_s, interrupted)
             received_s = time.monotonic()
-            if header.check is not None:
-                self._check(header.check, header.version, deadline_s, interrupted)
-            self._resume(header.version)
+            if check is not None:
+                self._check(check, header.version, deadline_s, interrupted)
+            self._resume(header.version, name=not named_by_update)
         whole_s, receive_s = time.monotonic() - began_s, received_s - paused_s
         return Taken(n_bytes=buckets[-1].end if buckets else 0, receive_s=receive_s, stage_s=whole_s - receive_s)
 
@@ -163,8 +166,12 @@ class ServerWeights:
         return True
 
     def leave(self) -> None:
-        """Raises ServerLost when the server does not come out of what it is stuck in, or of the group."""
+        """Raises ServerLost when the server does not come out of what it is stuck in, or of the group, or has wrong
+        weights."""
         self._await_free()
+        if self._wrong:
+            self._server.declare_lost(self._wrong)
+            raise ServerLost(f"{self._server.url}: {self._wrong}")
         try:
             self._close_session()
             if self._group_name is not None:
@@ -202,7 +209,8 @@ class ServerWeights:
 
     # --------------------------------------------------------------------------------------- parts of a round
 
-    def _update(self, bucket: Bucket, version: WeightVersion, *, last: bool) -> dict[str, Any]:
+    def _update(self, bucket: Bucket, version: WeightVersion | None, *, last: bool) -> dict[str, Any]:
+        """`version`: the server is to call its weights so from then on; None: it goes on to say that they change."""
         body: dict[str, Any] = {
             "names": [spec.name for spec in bucket.tensors],
             "dtypes": [spec.dtype for spec in bucket.tensors],
@@ -212,26 +220,31 @@ class ServerWeights:
             "abort_all_requests": False,
             "flush_cache": last and self._flushes,
         }
-        return {**body, "weight_version": self._engine.labels.of(version)} if last else body
+        return {**body, "weight_version": self._engine.labels.of(version)} if version is not None else body
 
-    def _load_from(self, folder: str, version: WeightVersion, n_bytes: int) -> None:
+    def _load_from(self, folder: str, version: WeightVersion, n_bytes: int, canary: Canary | None = None) -> None:
         limit_s = self._server.config.pause_timeout_s
+        named_by_update = canary is None or not self._engine.features.labels_settable
         try:
-            self._pause(time.monotonic() + limit_s)
+            self._pause(time.monotonic() + limit_s, cut=canary is not None)
             self._known = False
-            self._post(_FROM_DISK, self._from_disk(folder, version), limit_s + n_bytes / _SLOWEST_DISK_BYTES_S)
-            self._resume(version)
-        except (RequestRefused, ServerUnavailable, ValueError) as error:
+            body = self._from_disk(folder, version if named_by_update else None)
+            self._post(_FROM_DISK, body, limit_s + n_bytes / _SLOWEST_DISK_BYTES_S)
+            if canary is not None:
+                self._verify.check_canary(canary, version, lambda path, body: self._post(path, body, limit_s))
+            self._resume(version, name=not named_by_update)
+        except (RequestRefused, ServerUnavailable, ValueError, WeightsDiffer) as error:
             raise SnapshotRefused(f"{folder}: {error}") from error
 
-    def _from_disk(self, folder: str, version: WeightVersion) -> dict[str, Any]:
-        return {
+    def _from_disk(self, folder: str, version: WeightVersion | None) -> dict[str, Any]:
+        """`version`: as in `_update`."""
+        body = {
             "model_path": folder,
             "load_format": "auto",
-            "weight_version": self._engine.labels.of(version),
             "flush_cache": self._flushes,
             "abort_all_requests": False,
         }
+        return body if version is None else {**body, "weight_version": self._engine.labels.of(version)}
 
     def _synchronise(self, deadline_s: float, interrupted: Interrupted) -> None:
         """Over NCCL a server answers when a bucket is queued. It begins checksums, of whichever tensors, with a
@@ -239,67 +252,27 @@ class ServerWeights:
         try:
             self._ask(_CHECKER, {"action": "checksum", "skip_tensor_list": [""]}, deadline_s, interrupted)
         except RequestRefused as error:
-            self._skip_check(str(error))
+            self._verify.skip(str(error))
 
-    def _confirm(
-        self, buckets: Sequence[Bucket], version: WeightVersion, deadline_s: float, interrupted: Interrupted
-    ) -> None:
+    def _confirm(self, buckets: Sequence[Bucket], deadline_s: float, interrupted: Interrupted) -> None:
         """An operation that the server's watchdog has aborted looks done, to the server too. So when all are done it is
         sent one more, the smallest tensor again, which it refuses on an aborted communicator."""
         self._synchronise(deadline_s, interrupted)
-        body = self._update(smallest_tensor_bucket(buckets), version, last=False)
+        body = self._update(smallest_tensor_bucket(buckets), None, last=False)
         self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
 
     def _check(self, check: Check, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
-        """Raises WeightsRefused, naming the tensors that are not what was sent."""
-        said = self._checksums(deadline_s, interrupted)
-        if said is None:
-            return
-        skipped = False
-        if check.checksums is not None:
-            found = compare(said, check.checksums)
-            self._stats["weight_tensors_unchecked"] = float(len(found.unchecked))
-            wrong = found.wrong
-            if found.unchecked:
-                log.info("version %s: not checked: %s", version, ", ".join(found.unchecked[:8]))
-        elif check.weights is not None:
-            skipped = not self._reload(check.weights, deadline_s, interrupted)
-            wrong = differences(said, self._checksums(deadline_s, interrupted) or [])
-        else:
-            return
-        if wrong:
-            raise WeightsRefused(f"version {version}: {len(wrong)} tensors differ from the learner's: {wrong[:8]}")
-        if not skipped:
-            self._stats["weight_checks_total"] += 1
-            log.info("version %s: checksums are the learner's", version)
+        """Raises WeightsDiffer and WeightsRefused."""
 
-    def _reload(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> bool:
-        """False where the file cannot be read."""
-        try:
+        def ask(path: str, body: dict[str, Any]) -> bytes:
+            return self._ask(path, body, deadline_s, interrupted)
+
+        def reload(ref: WeightsRef) -> None:
             checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
             path = wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
-            self._ask(_FROM_DISK, self._from_disk(str(path.parent), ref.version), deadline_s, interrupted)
-        except (SnapshotRefused, RequestRefused) as error:
-            self._skip_check(str(error))
-            return False
-        return True
+            ask(_FROM_DISK, self._from_disk(str(path.parent), None))
 
-    def _skip_check(self, why: str) -> None:
-        """Said once, counted always."""
-        if not self._stats["weight_checks_skipped_total"]:
-            log.warning("%s: weights are not verified: %s", self._server.url, why)
-        self._stats["weight_checks_skipped_total"] += 1
-
-    def _checksums(self, deadline_s: float, interrupted: Interrupted) -> Checksums | None:
-        """None where the server has none."""
-        try:
-            said = parse_checksums(self._ask(_CHECKER, {"action": "checksum"}, deadline_s, interrupted))
-        except RequestRefused as error:
-            self._skip_check(str(error))
-            return None
-        if said is None:
-            self._skip_check("/weights_checker says nothing that is understood here")
-        return said
+        self._verify.check(check, version, ask, reload)
 
     @property
     def _flushes(self) -> bool:
@@ -310,6 +283,9 @@ class ServerWeights:
         """Whose fault a failure of the server is."""
         try:
             yield
+        except WeightsDiffer as error:
+            self._wrong = str(error)
+            raise
         except RequestRefused as error:
             if any(word in str(error).lower() for word in _BROKEN_WORDS):
                 raise GroupBroken(str(error)) from error
@@ -319,13 +295,13 @@ class ServerWeights:
 
     # ------------------------------------------------------------------------------------------------- calls
 
-    def _pause(self, deadline_s: float) -> None:
+    def _pause(self, deadline_s: float, *, cut: bool) -> None:
         self._paused = True
         limit_s = min(self._server.config.control_timeout_s, max(deadline_s - time.monotonic(), 0.1))
-        self._engine.pause(limit_s)
+        self._engine.pause(limit_s, cut=cut)
 
-    def _resume(self, version: WeightVersion) -> None:
-        self._engine.resume(version, self._server.config.control_timeout_s)
+    def _resume(self, version: WeightVersion, *, name: bool = False) -> None:
+        self._engine.resume(version, self._server.config.control_timeout_s, name=name)
         self._paused, self._known = False, True
 
     def _open_session(self) -> None:

@@ -19,11 +19,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines.sglang_checks import Canary
 from engines.snapshot_check import check_snapshot
 from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef, WeightVersion
@@ -34,15 +36,24 @@ _PARTIAL_PREFIX: Final = ".partial-"
 
 
 def write_snapshot(
-    folder: Path, version: WeightVersion, named: Iterable[tuple[str, Tensor]], *, keep: int
+    folder: Path,
+    version: WeightVersion,
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    keep: int,
+    canary: Canary | None = None,
 ) -> WeightsRef:
-    """Write the tensors and delete all but the newest `keep` snapshots. Raises OSError (disk full, no permission)."""
+    """Write the tensors and delete all but the newest `keep` snapshots. `canary`: goes into the file, for servers that
+    load it. Raises OSError (disk full, no permission)."""
     target = folder.resolve() / str(version) / FILE_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{_PARTIAL_PREFIX}{uuid.uuid4().hex}")
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named}
     try:
-        save_file(tensors, partial, metadata={"version": str(version), "format": "pt"})
+        metadata = {"version": str(version), "format": "pt"}
+        if canary is not None:
+            metadata["canary"] = msgspec.json.encode(canary).decode()
+        save_file(tensors, partial, metadata=metadata)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,8 +6,11 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
+
+from engines.sglang_checks import Canary
 from engines.weight_sink import SnapshotRefused
 from protocol.messages import WeightsRef
 
@@ -15,8 +18,18 @@ _HEADER_MAX_BYTES: Final = 100_000_000
 """The format's own limit."""
 
 
+class Checked(NamedTuple):
+    path: Path
+    canary: Canary | None
+
+
 def check_snapshot(ref: WeightsRef) -> Path:
     """The file, if it has the bytes that the learner wrote and names the version. Raises SnapshotRefused."""
+    return read_header(ref).path
+
+
+def read_header(ref: WeightsRef) -> Checked:
+    """The same, with the canary that the learner put into the file, if it did."""
     path = Path(ref.path)
     try:
         with path.open("rb") as file:
@@ -32,7 +45,12 @@ def check_snapshot(ref: WeightsRef) -> Path:
         raise SnapshotRefused(f"{path}: {error}") from error
     except (ValueError, struct.error) as error:
         raise SnapshotRefused(f"{path}: no safetensors header: {error}") from error
-    found = header.get("__metadata__", {}).get("version")
+    metadata = header.get("__metadata__", {})
+    found = metadata.get("version")
     if found != str(ref.version):
         raise SnapshotRefused(f"{path}: holds version {found}, expected {ref.version}")
-    return path
+    try:
+        canary = msgspec.json.decode(metadata["canary"], type=Canary) if "canary" in metadata else None
+    except msgspec.DecodeError as error:
+        raise SnapshotRefused(f"{path}: its canary cannot be read: {error}") from error
+    return Checked(path, canary)

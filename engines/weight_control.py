@@ -34,6 +34,7 @@ import msgspec
 import zmq
 
 from engines.manifest import Manifest
+from engines.sglang_checks import Canary
 from protocol.connections import ConnectionFault
 from protocol.encryption import encrypt_client
 from protocol.errors import DamagedMessage
@@ -46,7 +47,7 @@ from protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
 
 log = logging.getLogger(__name__)
 
-AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused"]
+AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights"]
 
 MAX_CONTROL_BYTES: Final = 64 << 10
 """The largest frame of a member: a few numbers, and LONGEST_WORDS."""
@@ -98,12 +99,19 @@ class Agreed(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """How a server proves that it has what was sent; exactly one of the two is there."""
+    """How a server proves that it has what was sent, before a token is sampled with it."""
 
     checksums: dict[str, tuple[str, ...]] | None = None
     """What it may say, by the server's own names of its tensors: one for each dtype that it may hold them in."""
     weights: WeightsRef | None = None
-    """The same version as a file: taken from there it must say the same as after the broadcast."""
+    """The same version as a file: taken from there it must say the same checksums as after the broadcast."""
+    required: bool = False
+    """A server that has no checksums, or cannot read the file, is an error; else the canary is enough."""
+    canary: Canary | None = None
+
+    def is_whole(self, checksums: bool) -> bool:
+        """Whether it has what was due: perhaps `checksums`, one way or the other."""
+        return not checksums or self.checksums is not None or self.weights is not None
 
 
 class Round(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +132,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     """member -> rank 0. `staged`: the engine has it. `broken`: the collective failed, perhaps through another's fault.
     `stuck`: it failed, and the server has not come out of it, which looks the same for the one that hangs and for one
     that waits for it. `refused`: this member's own fault (checksum, the engine does not take these tensors, the server
-    is away)."""
+    is away). `wrong_weights`: the server took them all, and does not have them."""
 
     group_epoch: int
     rank: int

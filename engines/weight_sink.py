@@ -33,6 +33,10 @@ class WeightsRefused(Exception):
     """What arrived is not what was announced, or cannot be used here."""
 
 
+class WeightsDiffer(WeightsRefused):
+    """The server took all that was sent, and computes with something else."""
+
+
 class SnapshotRefused(Exception):
     """The snapshot is missing, is not what its reference says, or cannot be used."""
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from engines.sglang_config import ServerConfig, SGLangConfig
-from engines.sglang_features import Features, probe_server
+from engines.sglang_features import Features, probe_server, why_unfit
 from engines.sglang_http import RequestRefused, ServerUnavailable
 from engines.sglang_stream import StreamError
 from engines.sglang_tokenizer import compare_tokenizers
@@ -69,7 +69,11 @@ def _ask(config: RunConfig, key: str, role: ServedRole) -> tuple[list[Features],
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(_ask_one, urls_of(config, role), repeat(settings), repeat(secret)))
     wrong = [f"{key}.urls: {answer}" for answer in answers if isinstance(answer, str)]
-    return ([] if wrong else [answer for answer in answers if isinstance(answer, Features)]), wrong
+    features = [answer for answer in answers if isinstance(answer, Features)]
+    if role == "actor" and not wrong:
+        unfit = [(url, why_unfit(one, settings)) for url, one in zip(urls_of(config, role), features, strict=True)]
+        wrong = [f"{key}.urls: {url}: {why}" for url, why in unfit if why]
+    return ([] if wrong else features), wrong
 
 
 def _ask_one(url: str, settings: SGLangConfig, key: str) -> Features | str:

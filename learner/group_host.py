@@ -38,10 +38,10 @@ from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 
 log = logging.getLogger(__name__)
 
-DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "disconnected"]
+DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
 """Why a member is left out: it did not take up the plan in time; joined but hung, or failed by its own fault, while the
 group was made; did not confirm a version in time; its server did not come out of a failed broadcast; it got a version
-that it could not use; the buffer lost it (or it restarted)."""
+that it could not use; its server took all of a version and does not have it; the buffer lost it (or it restarted)."""
 
 WAIT_SLICE_S: Final = 0.05
 _Message = TypeVar("_Message", Joined, Ready, Answer)
@@ -291,7 +291,7 @@ class GroupHost:
             if rank not in answers
         }
         for rank, answer in answers.items():
-            if answer.status in ("refused", "stuck"):
+            if answer.status in ("refused", "stuck", "wrong_weights"):
                 lost[seats[rank - 1]] = answer.status
             if answer.status != "staged":
                 error = error or f"{seats[rank - 1].name}: {answer.reason}"

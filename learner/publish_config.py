@@ -73,11 +73,13 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_snapshots: int = 2
     """The newest so many stay in the run folder."""
     verify: Literal["auto", "expected", "reload", "off"] = "auto"
-    """How an SGLang server proves that it has the weights that were sent. expected: the learner says what the server's
-    checksums must be (servers on a CPU, tp = 1); reload: taken once more, from the snapshot file, the same version must
-    have the same checksums; auto: expected where it can be, else reload."""
-    verify_every: int = 0
-    """When: with the first version that each server gets, and then with every so many versions. 0: only the first."""
+    """How an SGLang server proves, before it samples anything, that it has the weights that were sent: by checksums,
+    and by what it makes of a short prompt that the learner scores, too. expected: the learner says what the checksums
+    must be (servers on a CPU, tp = 1); reload: taken once more, from the snapshot file, the same version must have the
+    same ones; auto: expected where it can be, else reload, and where neither can, the prompt alone. off: no proof."""
+    verify_every: int = 10
+    """When: both with the first version after each change of the group, and then the prompt with every so many
+    versions. 0: only the first."""
 
     def __post_init__(self) -> None:
         if not self.host:

@@ -30,8 +30,10 @@ import torch
 from msgspec.structs import replace
 
 from engines.group_operations import choose_backend
+from engines.sglang_checks import Canary
 from engines.snapshot import write_snapshot
 from engines.weight_control import Check
+from learner.canary import LearnerCanary
 from learner.group_host import DropReason, GroupHost, Result
 from learner.members import EMBEDDED, Members
 from learner.publish_choices import bucket_size, sent_dtype, staged_in
@@ -39,7 +41,7 @@ from learner.publish_config import PublishConfig
 from learner.publish_stats import PublisherStats, PublishFigures
 from learner.roster import Roster, Seat
 from learner.staged_weights import StagedWeights, Weight
-from learner.weight_checks import CheckSchedule, expected_checksums
+from learner.weight_checks import CheckSchedule, Due, expected_checksums
 from learner.weight_streams import WeightStreams, streams_of
 from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
@@ -73,19 +75,21 @@ class Publisher:
         expected_actors: int = 0,
         device: torch.device | str = "cpu",
         members: Members = EMBEDDED,
+        canary: LearnerCanary | None = None,
         control_keys: ServerKeys | None = None,
         streams: WeightStreams | None = None,
     ) -> None:
         """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
         the publisher's thread. `expected_actors`: the group is made without delay once so many are connected (0 =
-        unknown). `device`: where the weights are. `members`: what the actors' engines are. `control_keys`:
-        encrypt the control channel. `streams`: None = those of
+        unknown). `device`: where the weights are. `members`: what the actors' engines are. `canary`: what servers are
+        checked with, beside their checksums. `control_keys`: encrypt the control channel. `streams`: None = those of
         `device`. Raises ValueError for a backend that this machine has not."""
         device = torch.device(device)
         backend = choose_backend(config.backend, device)
         config = replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config = config
         self._members = members
+        self._canary = canary
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
         self._snapshot_dir = snapshot_dir
@@ -167,7 +171,8 @@ class Publisher:
                     streams=self._streams,
                 )
         began_s = time.monotonic()
-        staged.fill(version, named)
+        staged.canary = self._canary.score() if self._canary is not None else None
+        staged.fill(version, named)  # after it, what `wait` waits for
         with self._changed:
             self._copy_s = time.monotonic() - began_s
             self._pending = staged
@@ -338,14 +343,15 @@ class Publisher:
             self._out(newest.version, 0.0)
             return
         newest.wait()
-        seats = self._host.seats
-        check = self._check_of(newest)
+        plan = self._host.group_epoch
+        due = self._checks.due(plan)
+        check = self._check_of(newest, due)
         began_s = time.monotonic()
         result = self._host.send(newest, check)
         self._learn_from(result)
         if result.error is None:
             broadcast_s = time.monotonic() - began_s
-            self._checks.sent(seats, checked=check is not None)
+            self._checks.sent(plan, checked=check is not None and check.is_whole(due.checksums != "off"))
             self._figures.check_requests += check is not None
             self._roster.confirm(self._host.seats)
             self._figures.broadcasts += 1
@@ -354,15 +360,18 @@ class Publisher:
             self._figures.broadcast_bytes = newest.n_bytes
             self._out(newest.version, broadcast_s)
 
-    def _check_of(self, newest: StagedWeights) -> Check | None:
-        """What the members shall prove this time."""
-        by = self._checks.due(self._host.seats)
-        if by == "expected":
-            return Check(checksums=expected_checksums(newest.named))
-        if by == "reload":
-            ref = self._snapshot()
-            return Check(weights=ref) if ref is not None and ref.version == newest.version else None
-        return None
+    def _check_of(self, newest: StagedWeights, due: Due) -> Check | None:
+        """What the members shall prove this time. A snapshot that cannot be written is owed with the next version."""
+        canary = self._canary_of(newest) if due.canary else None
+        checksums = expected_checksums(newest.named) if due.checksums == "expected" else None
+        ref = self._snapshot() if due.checksums == "reload" else None
+        weights = ref if ref is not None and ref.version == newest.version else None
+        if checksums is None and weights is None and canary is None:
+            return None
+        return Check(checksums, weights, required=self._config.verify != "auto", canary=canary)
+
+    def _canary_of(self, newest: StagedWeights) -> Canary | None:
+        return self._canary.told(newest.canary) if self._canary is not None and newest.canary is not None else None
 
     def _learn_from(self, result: Result) -> None:
         """A broken group: leave out who broke it; when that cannot be told, wait a little longer each time."""
@@ -402,7 +411,11 @@ class Publisher:
         began_s = time.monotonic()
         try:
             self._ref = write_snapshot(
-                self._snapshot_dir, newest.version, newest.named, keep=self._config.keep_snapshots
+                self._snapshot_dir,
+                newest.version,
+                newest.named,
+                keep=self._config.keep_snapshots,
+                canary=self._canary_of(newest),
             )
         except OSError as error:
             self._figures.snapshot_failures += 1

@@ -57,6 +57,8 @@ class StagedWeights:
         the originals, or in pinned memory of the host. `streams`: of the originals' device; None: a CPU."""
         self.version = WeightVersion(0, 0)
         self.named: list[tuple[str, Tensor]] = []
+        self.canary: Tensor | None = None
+        """What the student thought of a canary prompt under these weights (learner.canary)."""
         self._members = members
         self._dtype: SentDtype = dtype
         self._place = place

@@ -1,4 +1,4 @@
-"""When SGLang servers prove that they have the weights that were sent, and what their checksums must be.
+"""Which students SGLang servers can be sent, when they prove that they have them, and what their checksums must be.
 
 SGLang hashes the tensors that it computes with. On a CPU that is the first 8 bytes of sha256 over a tensor's bytes, in
 hexadecimal, and with tp = 1 its tensors are those that were sent, but for two fusions: qkv_proj has the rows of q_proj,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from learner.members import CheckBy, Members
-from learner.roster import Seat
 from learner.staged_weights import Merged, Weight
 
 _FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -59,27 +58,37 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
+class Due(NamedTuple):
+    """What members have to prove with the next version."""
+
+    checksums: CheckBy
+    canary: bool
+
+
 class CheckSchedule:
-    """With the first version of each seat, and with every so many versions."""
+    """With the first version of each plan: checksums, which go over all weights, and a canary. Then the canary with
+    every so many versions."""
 
     def __init__(self, members: Members, every: int) -> None:
-        """`every`: 0 = only the first of each."""
+        """`every`: 0 = only the first of each plan."""
         self._by: CheckBy = members.check_by
         self._every = every
-        self._n_sent = 0
-        self._checked: frozenset[Seat] = frozenset()
+        self._n_since = 0
+        self._checked_plan: int | None = None
 
-    def due(self, seats: Iterable[Seat]) -> CheckBy:
-        """How the next version is checked; "off": not at all."""
-        first = not self._checked.issuperset(seats)
-        repeated = self._every > 0 and (self._n_sent + 1) % self._every == 0
-        return self._by if first or repeated else "off"
+    def due(self, plan: int) -> Due:
+        """`plan`: the group's epoch."""
+        if self._by == "off":
+            return Due("off", canary=False)
+        if plan != self._checked_plan:
+            return Due(self._by, canary=True)
+        return Due("off", canary=self._every > 0 and self._n_since + 1 >= self._every)
 
-    def sent(self, seats: Iterable[Seat], *, checked: bool) -> None:
-        """A version is with all of them."""
-        self._n_sent += 1
+    def sent(self, plan: int, *, checked: bool) -> None:
+        """A version is with all of them, and they proved what was due (`checked`)."""
+        self._n_since = 0 if checked else self._n_since + 1
         if checked:
-            self._checked = frozenset(seats)
+            self._checked_plan = plan
 
 
 def expected_checksums(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[str, ...]]:

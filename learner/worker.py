@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from engines.models import resolve_dtype
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
 from learner.account import AccountFile
+from learner.canary import LearnerCanary
 from learner.checkpoint import LearnerState, load_checkpoint, save_checkpoint
 from learner.checkpoint_files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.config import LearnerConfig
@@ -29,7 +31,7 @@ from learner.make_trainer import make_trainer
 from learner.members import members_of
 from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.offline import OfflineMixer, open_mixer
-from learner.publish_choices import ActorSettings
+from learner.publish_choices import ActorSettings, sent_dtype
 from learner.publisher import Publisher
 from learner.record_format import FORMAT, RecordError, RecordHeader, config_digest
 from learner.record_writer import BatchRecorder
@@ -283,7 +285,7 @@ def _make_loop(
     recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
-    publisher = stack.enter_context(_make_publisher(ctx, start.trainer.model.device, client))
+    publisher = stack.enter_context(_make_publisher(ctx, start, client))
     ema = _student_ema(ctx, start, client)
     loop = LearnerLoop(
         client=client,
@@ -305,8 +307,7 @@ def _make_loop(
     return loop, write_account
 
 
-def _make_publisher(ctx: RoleContext[LearnerRunConfig], device: torch.device, client: Client) -> Publisher:
-    """`device`: of the student."""
+def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> Publisher:
     config, publish = ctx.config, ctx.config.learner.publish
 
     def post_plan(plan: WeightPlan) -> None:
@@ -317,14 +318,23 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], device: torch.device, cl
 
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
+    members = members_of(config.actor, publish, config.models.student)
+    model, canary = start.trainer.model, None
+    if members.kind == "servers" and members.check_by != "off":
+        half = resolve_dtype(config.learner.dtype, model.device.type) == "bfloat16"
+        n_vocab = vocab_tokens(start.tokenizer.get_vocab())
+        canary = LearnerCanary(
+            model, vocab_tokens=n_vocab, bfloat16=half, sent=sent_dtype(publish.dtype, members.dtype)
+        )
     return Publisher(
         publish,
         snapshot_dir=ctx.run_dir / SNAPSHOTS,
         post_plan=post_plan,
         published=published,
         expected_actors=config.actors,
-        device=device,
-        members=members_of(config.actor, publish, config.models.student),
+        device=model.device,
+        members=members,
+        canary=canary,
         control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
     )
 

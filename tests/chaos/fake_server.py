@@ -152,7 +152,7 @@ class FakeServer:
         self._synchronise()
         (file,) = Path(body["model_path"]).glob("*.safetensors")
         self.weights = load_file(file)
-        self.label = body["weight_version"]
+        self.label = body.get("weight_version", self.label)
 
     def _destroy_weights_update_group(self, body: Body) -> None:
         group = self._groups.pop(body["group_name"], None)
@@ -188,10 +188,11 @@ class FakeServerEngine:
         self.weights_known = True
         self.features = self
         self.update_sessions = True
+        self.labels_settable = True
 
-    def pause(self, timeout_s: float) -> None: ...
+    def pause(self, timeout_s: float, *, cut: bool = False) -> None: ...
 
-    def resume(self, version: WeightVersion, timeout_s: float) -> None:
+    def resume(self, version: WeightVersion, timeout_s: float, *, name: bool = False) -> None:
         self.version = version
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ A = msgspec.convert(
 replace = msgspec.structs.replace
 
 
-def run_on(monkeypatch: pytest.MonkeyPatch, *servers: Features) -> attached.Attached:
+def run_on(monkeypatch: pytest.MonkeyPatch, *servers: Features, update_mode: str = "abort") -> attached.Attached:
     """Actors on servers that answer so."""
     urls = [f"http://127.0.0.1:{port}" for port in range(1, 1 + len(servers))]
     told = dict(zip(urls, servers, strict=True))
@@ -48,7 +48,7 @@ def run_on(monkeypatch: pytest.MonkeyPatch, *servers: Features) -> attached.Atta
         return told[url]
 
     monkeypatch.setattr(attached, "probe_server", probe)
-    actor = {"engine": "sglang", "urls": urls}
+    actor = {"engine": "sglang", "urls": urls, "sglang": {"update_mode": update_mode}}
     return ask_servers(build(RunConfig, {"actor": actor, "actors": len(urls)}))
 
 
@@ -57,6 +57,15 @@ def test_device_and_tp_are_what_the_servers_say(monkeypatch: pytest.MonkeyPatch)
     assert found.mistakes == []
     assert (found.config.actor.server.device, found.config.actor.server.tp) == ("cuda", 2)
     assert found.features == [("actor-0", A), ("actor-1", A)]
+
+
+def test_actors_servers_that_cannot_do_what_is_configured_are_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = replace(A, version="0.5.20", flushes_while_paused=False)
+    assert run_on(monkeypatch, A, old).mistakes == []
+    (mistake,) = run_on(monkeypatch, replace(A, flushes_while_paused=True), old, update_mode="retract").mistakes
+    assert mistake.startswith("actor.urls: http://127.0.0.1:2: SGLang 0.5.20 ") and "use abort" in mistake
 
 
 @pytest.mark.parametrize("other", [replace(A, tp_size=1), replace(A, device="cpu")])

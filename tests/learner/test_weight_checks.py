@@ -20,13 +20,11 @@ from learner.config import LearnerConfig
 from learner.lora import Adapters
 from learner.lora_config import LoraConfig
 from learner.members import Members
-from learner.roster import Seat
 from learner.task_config import TaskConfig
-from learner.weight_checks import CheckSchedule, NamesError, check_names, expected_checksums
+from learner.weight_checks import CheckSchedule, Due, NamesError, check_names, expected_checksums
 from learner.worker import main
 from protocol.context import ExitCode, RoleContext
 
-A, B = Seat("actor-0", "1"), Seat("actor-1", "1")
 SERVERS = Members(kind="servers", check_by="expected")
 
 
@@ -117,29 +115,35 @@ def sha(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())).digest()[:8].hex()
 
 
-def test_the_first_version_of_each_seat_is_checked() -> None:
+NOTHING = Due("off", canary=False)
+SONG = Due("off", canary=True)
+WHOLE = Due("expected", canary=True)
+
+
+def test_the_first_version_of_each_plan_is_checked_whole_until_it_was() -> None:
     schedule = CheckSchedule(SERVERS, 0)
-    assert schedule.due([A]) == "expected"
-    schedule.sent([A], checked=True)
-    assert schedule.due([A]) == "off"
-    assert schedule.due([A, B]) == "expected"
-    schedule.sent([A, B], checked=True)
-    assert schedule.due([A, B]) == schedule.due([B]) == "off"
-    assert schedule.due([Seat("actor-0", "2"), B]) == "expected"
+    assert schedule.due(1) == WHOLE
+    schedule.sent(1, checked=False)
+    assert schedule.due(1) == WHOLE
+    schedule.sent(1, checked=True)
+    assert schedule.due(1) == NOTHING
+    assert schedule.due(2) == WHOLE
+    schedule.sent(2, checked=True)
+    assert schedule.due(2) == NOTHING
 
 
-def test_and_then_every_so_many() -> None:
+def test_and_then_the_canary_sings_with_every_so_many() -> None:
     schedule = CheckSchedule(SERVERS, 3)
-    due: list[str] = []
-    for _ in range(7):
-        by = schedule.due([A])
-        due.append(by)
-        schedule.sent([A], checked=by != "off")
-    assert due == ["expected", "off", "expected", "off", "off", "expected", "off"]
+    told: list[Due] = []
+    for plan in (1, 1, 1, 1, 1, 1, 1, 2, 2):
+        told.append(schedule.due(plan))
+        schedule.sent(plan, checked=told[-1] != NOTHING)
+    assert told == [WHOLE, NOTHING, NOTHING, SONG, NOTHING, NOTHING, SONG, WHOLE, NOTHING]
 
 
-def test_engines_are_never_asked() -> None:
-    assert CheckSchedule(Members(), 1).due([A]) == "off"
+def test_engines_are_never_asked_and_servers_not_when_it_is_off() -> None:
+    assert CheckSchedule(Members(), 1).due(1) == NOTHING
+    assert CheckSchedule(Members(kind="servers"), 1).due(1) == NOTHING
 
 
 def test_fused_tensors_have_the_rows_of_their_parts() -> None:

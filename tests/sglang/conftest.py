@@ -13,8 +13,9 @@ import torch
 
 from engines.base import GenerationRequest
 from engines.models import load_causal_lm
-from engines.sglang_config import SGLangConfig, vocabulary_size
+from engines.sglang_config import SGLangConfig, SwapMode, vocabulary_size
 from engines.sglang_engine import SGLangEngine
+from engines.sglang_features import ServerMismatch
 from protocol.messages import Sampling, VersionSpan
 from sglang_cpu.servers import DEFAULT_PYTHON, Server, Servers
 from tests.patience import PATIENCE_S, Limit
@@ -47,6 +48,23 @@ def teacher(servers: Servers) -> Server:
     server = servers.start("teacher", TEACHER)
     servers.wait_ready([server], READY_S)
     return server
+
+
+@pytest.fixture(scope="session")
+def retracts(student: Server) -> None:
+    """Skips where requests cannot stay at a server while its weights change."""
+    try:
+        SGLangEngine(student.url, SGLangConfig(update_mode="retract"), vocab_size=VOCAB).close()
+    except ServerMismatch as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def mode(request: pytest.FixtureRequest) -> SwapMode:
+    """For parametrize with indirect=True."""
+    if request.param == "retract":
+        request.getfixturevalue("retracts")
+    return request.param
 
 
 @pytest.fixture

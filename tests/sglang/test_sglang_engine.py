@@ -16,9 +16,11 @@ import pytest
 
 from engines.sglang_config import SGLangConfig
 from engines.sglang_engine import SGLangEngine
+from engines.sglang_features import ServerMismatch
 from engines.sglang_http import ServerLost, ServerUnavailable
 from protocol.messages import Sampling, VersionSpan, WeightVersion
 from sglang_cpu.servers import SERVER_ARGS, Server, Servers
+from tests.engines.test_sglang_features import TRIED
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     READY_S,
@@ -268,6 +270,25 @@ def test_nothing_of_it_imports_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
+def test_a_server_that_would_end_itself_when_weights_come_in_a_pause_is_refused_and_lives(
+    student: Server, engine: SGLangEngine
+) -> None:
+    retract = SGLangConfig(update_mode="retract")
+    version = engine.features.version
+    assert version in TRIED, "a version that nobody tried: add what it can do"
+    spans, flushes = TRIED[version]
+    assert engine.features.version_spans is spans
+    if spans and flushes:
+        patient = SGLangEngine(student.url, retract, vocab_size=VOCAB)
+        assert patient.features.flushes_while_paused is True
+        patient.close()
+    else:
+        with pytest.raises(ServerMismatch, match=rf"SGLang {version} .*use abort"):
+            SGLangEngine(student.url, retract, vocab_size=VOCAB)
+    assert generate(engine, [request("a", PROMPT, 8)])["a"].error is None
+
+
+@pytest.mark.usefixtures("retracts")
 def test_the_health_check_does_not_lie_while_generation_is_paused(servers: Servers) -> None:
     server = servers.start("paused", STUDENT)
     servers.wait_ready([server], READY_S)

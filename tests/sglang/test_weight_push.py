@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
+import re
 import signal
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from torch import Tensor
 
 import learner.publisher
 from actors.weight_receiver import WeightReceiver, WeightReceiverFailed
+from engines.manifest import Bucket
 from engines.models import load_causal_lm
 from engines.sglang_config import SGLangConfig, SwapMode
 from engines.sglang_engine import SGLangEngine
@@ -25,6 +30,7 @@ from engines.sglang_http import ServerLost
 from engines.sglang_weights import ServerWeights
 from engines.snapshot import write_snapshot
 from engines.weight_sink import GroupBroken, Interrupted
+from learner.canary import LearnerCanary
 from learner.members import CheckBy, Members
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
@@ -112,15 +118,34 @@ class SaboteurWeights(ServerWeights):
         super()._call(path, body, deadline_s, interrupted)
 
 
+class ForgetfulWeights(SaboteurWeights):
+    """The server is sent some tensors under names that it passes over in silence. It keeps the old ones."""
+
+    forgets: str | None = None
+    """Which, as a regular expression."""
+    loads_from: str | None = None
+    """It is told to load this folder, whatever it should load."""
+
+    def _update(self, bucket: Bucket, version: WeightVersion | None, *, last: bool) -> dict[str, Any]:
+        body = super()._update(bucket, version, last=last)
+        if self.forgets is None:
+            return body
+        names = [f"{name}.rotary_emb.inv_freq" if re.search(self.forgets, name) else name for name in body["names"]]
+        return body | {"names": names}
+
+    def _from_disk(self, folder: str, version: WeightVersion | None) -> dict[str, Any]:
+        return super()._from_disk(self.loads_from or folder, version)
+
+
 class Actor:
     """What an actor has of the weight path: an engine, and a receiver beside it."""
 
-    def __init__(self, name: str, server: Server, run_id: str, mode: SwapMode = "retract") -> None:
+    def __init__(self, name: str, server: Server, run_id: str, mode: SwapMode = "abort") -> None:
         config = msgspec.structs.replace(SGLANG, update_mode=mode)
         self.name = name
         self.incarnation = f"incarnation-{next(_run_numbers)}"
         self.engine = SGLangEngine(server.url, config, vocab_size=VOCAB, run_id=run_id)
-        self.weights = SaboteurWeights(self.engine, student=str(STUDENT))
+        self.weights = ForgetfulWeights(self.engine, student=str(STUDENT))
         self.receiver = WeightReceiver(self.weights, name=name)
         self.receiver.start()
 
@@ -140,6 +165,7 @@ class Run:
         self.id = f"run-{next(_run_numbers)}"
         self.folder = folder / "weights"
         self.student = student
+        self.model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="packed")
         self.actors: dict[str, Actor] = {}
         self.plans: list[WeightPlan] = []
         self.published: list[WeightVersion] = []
@@ -147,18 +173,20 @@ class Run:
 
     def start(self, servers: Sequence[Server], *, check_by: CheckBy = "expected", **changes: Any) -> Publisher:
         """A publisher, and an actor for each server."""
+        sent = changes.get("dtype", CONFIG.dtype)
         self.publisher = Publisher(
             msgspec.structs.replace(CONFIG, **changes),
             snapshot_dir=self.folder,
             post_plan=self.post_plan,
             published=lambda version, ref, _: self.published.append(version),
             members=Members(kind="servers", check_by=check_by),
+            canary=LearnerCanary(self.model, vocab_tokens=VOCAB, bfloat16=False, sent=sent),
         )
         if servers:
             self.join(servers)
         return self.publisher
 
-    def join(self, servers: Sequence[Server], mode: SwapMode = "retract") -> None:
+    def join(self, servers: Sequence[Server], mode: SwapMode = "abort") -> None:
         """Returns when they are in the group."""
         for server in servers:
             name = f"actor-{len(self.actors)}"
@@ -179,7 +207,12 @@ class Run:
         return changed(self.student, version.step) if version.step else self.student
 
     def publish(self, version: WeightVersion) -> None:
-        self.publisher.publish(version, self.weights(version))
+        named = self.weights(version)
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named:
+                parameters[name].copy_(tensor)
+        self.publisher.publish(version, named)
 
     def delivered(self, version: WeightVersion, *names: str) -> None:
         """These actors (default: all) answer under this version, as transformers does."""
@@ -222,7 +255,7 @@ def worst_difference(engine: SGLangEngine, version: WeightVersion, reference: Re
 
 @pytest.fixture
 def can_check(three: list[Server]) -> bool:
-    """Whether the servers' checksums can be had: 0.5.17 has the endpoint, which needs CUDA there."""
+    """Whether the servers' checksums can be had: up to 0.5.22 the endpoint needs CUDA."""
     try:
         post(three[0], "/weights_checker", {"action": "checksum"})
     except urllib.error.HTTPError as error:
@@ -252,13 +285,13 @@ def test_each_server_answers_under_the_version_that_was_published(
     for actor in run.actors.values():
         made, skipped = actor.stats["weight_checks_total"], actor.stats["weight_checks_skipped_total"]
         assert (made, skipped) == ((1, 0) if can_check else (0, 1))
-        assert actor.stats["weight_tensors_unchecked"] == 0
-    assert ("weights are not verified" in caplog.text) is not can_check
+        assert actor.stats["weight_canaries_total"] == 1
+    assert ("only a canary prompt tells" in caplog.text) is not can_check
 
 
-@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"], indirect=True)
 def test_a_push_in_the_middle_of_requests_and_every_token_has_the_version_that_sampled_it(
-    run: Run, three: list[Server], mode: SwapMode
+    mode: SwapMode, run: Run, three: list[Server]
 ) -> None:
     run.start([])
     run.join(three[:1], mode)
@@ -403,6 +436,65 @@ def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: li
     assert actor.stats["snapshots_loaded_total"] == (1 if way == "disk" else 0)
 
 
+@pytest.mark.parametrize(
+    ("mode", "forgets"),
+    [
+        ("abort", r"layers\.1\.mlp\.down_proj"),
+        ("in_place", r"^model\.norm"),
+        ("retract", r"_proj\."),  # as if an adapter's changes never arrived
+    ],
+    indirect=["mode"],
+)
+def test_a_server_that_keeps_old_weights_is_found_within_verify_every_versions(
+    mode: SwapMode,
+    run: Run,
+    three: list[Server],
+    forgets: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The update itself says that all went well."""
+    publisher = run.start([], verify_every=2, rejoin_delay_s=60.0)
+    run.join(three[:2], mode)
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S) and run.published == [V1]
+    victim = run.actors["actor-0"]
+    victim.weights.forgets = forgets
+    answers = {f"r{i}": Answer() for i in range(4)}
+    for i in range(4):
+        victim.engine.submit(request(f"r{i}", prompt_of(i), 300))
+    run.publish(V2)
+    assert publisher.wait_idle(WAIT_S)
+    assert publisher.stats.dropped_total == {}, "not looked at yet"
+    run.publish(V3)
+    wait_until(lambda: publisher.stats.dropped_total == {"wrong_weights": 1})
+    wait_until(lambda: failure_of(victim.receiver) is not None)
+    assert isinstance(failure_of(victim.receiver), ServerLost)
+    assert "version 0.3: 31 log-probs of a canary prompt" in caplog.text
+    with contextlib.suppress(ServerLost):
+        while victim.weights.version is None:  # it takes nothing more, and answers nothing under this version
+            take(victim.engine, answers, 0.1)
+    assert V3 not in {span.version for answer in answers.values() for span in answer.spans}
+    label = json.loads(urllib.request.urlopen(f"{three[0].url}/model_info", timeout=WAIT_S).read())["weight_version"]
+    assert victim.engine.labels.parse(label) is None, "a successor does not take it for this version either"
+    run.delivered(V3, "actor-1")
+    assert run.actors["actor-1"].stats["weight_canaries_total"] == 2
+
+
+def test_a_server_that_loads_other_weights_than_the_file_says_takes_the_next_broadcast(
+    run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catching up from disk is looked at, too."""
+    publisher = run.start(three[:1])
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S)
+    monkeypatch.setattr(ForgetfulWeights, "loads_from", str(STUDENT))
+    run.join(three[1:2])
+    run.delivered(V1)
+    late = run.actors["actor-1"].stats
+    assert (late["snapshots_loaded_total"], late["snapshots_refused_total"]) == (0, 1)
+    assert late["weight_canaries_total"] == 1 and publisher.stats.dropped_total == {}
+
+
 @pytest.mark.usefixtures("checked")
 def test_other_checksums_than_the_learners_are_refused_by_name(
     run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -416,7 +508,7 @@ def test_other_checksums_than_the_learners_are_refused_by_name(
     monkeypatch.setattr(learner.publisher, "expected_checksums", expect_another)
     publisher = run.start(three[:1], rejoin_delay_s=60.0)
     run.publish(V1)
-    wait_until(lambda: publisher.stats.dropped_total == {"refused": 1})
+    wait_until(lambda: publisher.stats.dropped_total == {"wrong_weights": 1})
     actor = run.actors["actor-0"]
     assert actor.receiver.version is None and actor.stats["weights_unknown"] == 1
     assert wrong in caplog.text
@@ -427,15 +519,15 @@ def test_other_checksums_than_the_learners_are_refused_by_name(
 def test_where_checksums_cannot_be_foretold_the_file_must_give_the_same(
     run: Run, three: list[Server], other_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_other(folder: Path, version: WeightVersion, named: Named, *, keep: int) -> Any:
-        return write_snapshot(folder, version, changed(named, 9), keep=keep)
+    def write_other(folder: Path, version: WeightVersion, named: Named, **rest: Any) -> Any:
+        return write_snapshot(folder, version, changed(named, 9), **rest)
 
     if other_file:
         monkeypatch.setattr(learner.publisher, "write_snapshot", write_other)
     publisher = run.start(three[:1], check_by="reload", rejoin_delay_s=60.0)
     run.publish(V1)
     if other_file:
-        wait_until(lambda: publisher.stats.dropped_total == {"refused": 1})
+        wait_until(lambda: publisher.stats.dropped_total == {"wrong_weights": 1})
     else:
         run.delivered(V1)
         wait_until(lambda: publisher.stats.check_requests_total == 1)

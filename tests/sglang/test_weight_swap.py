@@ -110,7 +110,7 @@ def differences(answer: Answer, prompt: list[int], old: Reference, new: Referenc
     ]
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract"])
+@pytest.mark.parametrize("mode", ["abort", "retract"], indirect=True)
 def test_every_token_was_sampled_under_the_weights_it_says(
     own_student: Server, other_weights: Path, student_reference: Reference, mode: SwapMode
 ) -> None:
@@ -187,6 +187,7 @@ def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_i
     assert answers["a"].finish_reason == "error" and "pause_timeout_s" in (answers["a"].error or "")
 
 
+@pytest.mark.usefixtures("retracts")
 def test_a_successor_of_one_who_died_in_an_update_sends_nothing_before_whole_weights_have_come(
     own_student: Server, other_weights: Path
 ) -> None:
@@ -237,7 +238,7 @@ def test_a_server_that_another_one_has_replaced_is_lost(own_student: Server, oth
     engine.close()
 
 
-@pytest.mark.parametrize("mode", ["abort", "in_place"])
+@pytest.mark.parametrize("mode", ["abort", "in_place"], indirect=True)
 def test_tokens_behind_a_swap_are_handed_on_while_their_request_still_runs(
     own_student: Server, other_weights: Path, mode: SwapMode
 ) -> None:
