@@ -32,6 +32,7 @@ from engines.snapshot import write_snapshot
 from engines.weight_sink import GroupBroken, Interrupted
 from learner.canary import LearnerCanary
 from learner.members import CheckBy, Members
+from learner.publish_choices import sent_dtype
 from learner.publish_config import PublishConfig
 from learner.publisher import Publisher
 from protocol.messages import Membership, WeightPlan, WeightVersion
@@ -173,7 +174,7 @@ class Run:
 
     def start(self, servers: Sequence[Server], *, check_by: CheckBy = "expected", **changes: Any) -> Publisher:
         """A publisher, and an actor for each server."""
-        sent = changes.get("dtype", CONFIG.dtype)
+        sent = sent_dtype(changes.get("dtype", CONFIG.dtype), "keep")
         self.publisher = Publisher(
             msgspec.structs.replace(CONFIG, **changes),
             snapshot_dir=self.folder,
