@@ -70,12 +70,20 @@ def load_causal_lm(
         packed.refuse_unpackable(config)
     model = _from_pretrained(name, torch_dtype, implementation)
     _check_embeddings(name, model)
+    make_current(torch.device(device))
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     model.eval()
     model.requires_grad_(train)
     if attention == "packed":
         packed.probe(model)
     return model
+
+
+def make_current(device: torch.device) -> None:
+    """This thread's GPU, where it is one. Whatever names no GPU would otherwise make a context on the first one, which
+    takes half a GB there from whom it belongs to."""
+    if device.type == "cuda" and device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        torch.cuda.set_device(device)
 
 
 def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

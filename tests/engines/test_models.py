@@ -17,12 +17,14 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
 )
 
+from builtin import STUDENT_DIR
 from engines.models import IMPLEMENTATIONS, ModelError, load_causal_lm, save_hf
 from engines.packed import packed_hidden
 
@@ -171,3 +173,21 @@ def test_attention_that_nobody_registered_is_refused(folder: Path, monkeypatch: 
     monkeypatch.setitem(IMPLEMENTATIONS, "decode", "not_registered")
     with pytest.raises(ModelError, match="import the module that defines it"):
         load_causal_lm(folder, device="cpu", dtype="float32", attention="decode")
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:3", [3]), ("cuda", []), ("cpu", [])])
+def test_a_model_on_a_gpu_makes_it_the_current_one(
+    device: str, current: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+
+    def choose(device: torch.device) -> None:
+        chosen.append(device.index)
+
+    def stays(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+        return model  # there is no such GPU here
+
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    monkeypatch.setattr(PreTrainedModel, "to", stays)
+    load_causal_lm(STUDENT_DIR, device=device, dtype="float32", attention="sdpa")
+    assert chosen == current
