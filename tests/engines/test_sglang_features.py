@@ -9,6 +9,7 @@ import pytest
 
 from engines.sglang_config import SGLangConfig, SwapMode
 from engines.sglang_features import Features, why_unfit
+from tests.server_features import CAPABLE
 
 TRIED: Final = {
     "0.5.17": (False, False),
@@ -21,30 +22,11 @@ TRIED: Final = {
 }
 """SGLang -> whether it says which weights sampled which token, and whether it flushes its cache in a pause: measured on
 real servers (tests/sglang)."""
-SERVER: Final = Features(
-    version="0.5.23",
-    weights_label="default",
-    max_context=1024,
-    max_prompt=1017,
-    max_running=128,
-    device="cpu",
-    tp_size=1,
-    update_sessions=True,
-    pausing=True,
-    labels_settable=True,
-    checksums=True,
-    version_spans=True,
-    incremental_stream=True,
-    stream_interval=True,
-    logprob_temperature="as_sampled",
-    greedy_logprobs_at_one=True,
-    flushes_while_paused=True,
-)
 
 
 def of_version(version: str) -> Features:
     spans, flushes = TRIED[version]
-    return msgspec.structs.replace(SERVER, version=version, version_spans=spans, flushes_while_paused=flushes)
+    return msgspec.structs.replace(CAPABLE, version=version, version_spans=spans, flushes_while_paused=flushes)
 
 
 @pytest.mark.parametrize("version", TRIED)
@@ -64,5 +46,5 @@ def test_requests_are_cut_by_every_version(version: str, mode: SwapMode) -> None
 
 def test_a_server_that_was_not_asked_is_not_trusted() -> None:
     retract = SGLangConfig(update_mode="retract")
-    assert why_unfit(msgspec.structs.replace(SERVER, flushes_while_paused=None), retract) is not None
-    assert "paused" in (why_unfit(msgspec.structs.replace(SERVER, pausing=False), retract) or "")
+    assert why_unfit(msgspec.structs.replace(CAPABLE, flushes_while_paused=None), retract) is not None
+    assert "paused" in (why_unfit(msgspec.structs.replace(CAPABLE, pausing=False), retract) or "")

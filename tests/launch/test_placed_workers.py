@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 import builtin
 import engines.sglang_engine
 import engines.sglang_scorer
 from actors.worker import main as actor_main
-from engines.sglang_features import Features
 from launch import watch
 from launch.config import RunConfig
 from launch.config_tree import build
@@ -26,6 +26,7 @@ from launch.supervisor import Supervisor
 from launch.weight_backend import Choice
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from teachers.worker import main as teacher_main
+from tests.server_features import CAPABLE
 
 PLACED = Placement(Places({"learner": 0, "teacher-0": 1, "actor-0": 2, "actor-1": 3}, {}), Choice("nccl", ""), "placed")
 
@@ -92,24 +93,7 @@ class Server:
     closed = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.features = Features(
-            version="0.5.23",
-            weights_label="",
-            max_context=1,
-            max_prompt=1,
-            max_running=None,
-            device="cuda",
-            tp_size=2,
-            update_sessions=True,
-            pausing=True,
-            labels_settable=True,
-            checksums=True,
-            version_spans=True,
-            incremental_stream=True,
-            stream_interval=True,
-            logprob_temperature="one",
-            greedy_logprobs_at_one=True,
-        )
+        self.features = msgspec.structs.replace(CAPABLE, device="cuda", tp_size=2)
 
     def abort_leftovers(self, _timeout_s: float) -> None:
         pass

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from engines.sglang_config import ServerConfig
@@ -18,6 +19,7 @@ from launch.gpus import Places
 from launch.server_arguments import contradictions, overfull_gpus
 from launch.server_options import FRACTION, LOAD_FORMAT, TP, value_of
 from launch.server_plan import nccl_environment, server_environment
+from tests.server_features import CAPABLE
 
 
 def served(args: Sequence[str] = (), *, teacher: Sequence[str] = (), **server: Any) -> RunConfig:
@@ -133,24 +135,7 @@ def test_a_broken_weight_group_does_not_end_a_server() -> None:
 
 
 def server_says(device: Literal["cpu", "cuda"], tp: int) -> Features:
-    return Features(
-        version="0.5.23",
-        weights_label="",
-        max_context=1,
-        max_prompt=1,
-        max_running=None,
-        device=device,
-        tp_size=tp,
-        update_sessions=True,
-        pausing=True,
-        labels_settable=True,
-        checksums=True,
-        version_spans=True,
-        incremental_stream=True,
-        stream_interval=True,
-        logprob_temperature="one",
-        greedy_logprobs_at_one=True,
-    )
+    return msgspec.structs.replace(CAPABLE, device=device, tp_size=tp)
 
 
 def test_what_a_server_says_when_a_worker_connects_must_be_as_configured() -> None:
