@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
 
 import torch
 
@@ -46,6 +46,11 @@ def turn_tf32_off(device: str) -> None:
     torch.set_float32_matmul_precision("highest")
     if tf32_forced(torch.device(device).type):
         log.warning("%s=1 is set: float32 products on %s are TF32, about 1e-3 off; unset it", TF32_VARIABLE, device)
+
+
+def products(device_type: str, *, bfloat16: bool) -> AbstractContextManager[Any]:
+    """Inside, matrix products of a model's forward pass are in bfloat16 (autocast), or in its parameters' dtype."""
+    return torch.autocast(device_type, torch.bfloat16) if bfloat16 else nullcontext()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ for it is refused; the rest may be off by half, and is only told.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -180,7 +181,8 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
 def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterator[tuple[int, Need]]:
     """(GPU, what one process needs there). Models whose shape is not known are left out."""
     seats = {who: gpu for who, gpu in placement.places.seats.items() if gpu is not None}
-    student = read_shape(Path(config.models.student))
+    shape_of = functools.cache(read_shape)  # reads the headers of all weights
+    student = shape_of(Path(config.models.student))
     if student is not None:
         if LEARNER in seats:
             yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
@@ -188,13 +190,13 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
     for pool in teacher_pools(config):
         numbers = range(pool.first, pool.first + pool.config.teachers)
         here = [f"teacher-{i}" for i in numbers if f"teacher-{i}" in seats]
-        shape = read_shape(Path(pool.config.models.teacher)) if here else None
+        shape = shape_of(Path(pool.config.models.teacher)) if here else None
         if shape is not None:
             yield from ((seats[who], teacher_need(pool.config, shape, who)) for who in here)
     for key, role, first, own in launched_groups(config):
         server = server_config(own, role)
         groups = placement.places.servers.get(key, ())
-        shape = read_shape(Path(own.models.student if role == "actor" else own.models.teacher)) if groups else None
+        shape = shape_of(Path(own.models.student if role == "actor" else own.models.teacher)) if groups else None
         for index, group in enumerate(groups if shape is not None else ()):
             assert shape is not None
             for gpu in group:

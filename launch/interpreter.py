@@ -34,6 +34,7 @@ class Interpreters:
 
     def __init__(self) -> None:
         self._looks: dict[Path, Look] = {}
+        self._own: TorchBuild | None = None
 
     def look(self, python: Path) -> Look:
         """The first look takes a fraction of a second."""
@@ -43,7 +44,8 @@ class Interpreters:
 
     def own(self) -> TorchBuild:
         """Of this process's interpreter, which runs the learner and all embedded engines."""
-        return torch_build.own_build()
+        self._own = self._own or torch_build.own_build()
+        return self._own
 
 
 def _look(python: Path) -> Look:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Final
 
 import torch
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 from engines.logprobs import lm_head, token_scores
 from engines.packed import packed_hidden
+from engines.precision import products
 from engines.sglang_checks import Canary
 from learner.publish_choices import SentDtype
 
@@ -36,8 +36,7 @@ class LearnerCanary:
         on a GPU only queued."""
         device = self._model.device
         ids_T = torch.tensor(self._ids, device=device)
-        autocast = torch.autocast(device.type, torch.bfloat16) if self._bfloat16 else contextlib.nullcontext()
-        with autocast:
+        with products(device.type, bfloat16=self._bfloat16):
             hidden_TH = packed_hidden(self._model, ids_T, [TOKENS])
         return token_scores(lm_head(self._model), hidden_TH[:-1].float(), ids_T[1:]).logprobs_T
 

@@ -6,15 +6,14 @@ Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines.logprobs import LmHead, lm_head
 from engines.packed import packed_hidden
+from engines.precision import products
 from engines.transfer import upload
 from learner.packing import Microbatch
 
@@ -32,8 +31,7 @@ def predictor_states(model: PreTrainedModel, microbatch: Microbatch, *, bfloat16
     """`bfloat16`: of matrix products; parameters stay as they are. Differentiable unless gradients are off."""
     head = lm_head(model)
     device = head.weight_VH.device
-    autocast = torch.autocast(device.type, torch.bfloat16) if bfloat16 else contextlib.nullcontext()
-    with autocast:
+    with products(device.type, bfloat16=bfloat16):
         hidden_TH = packed_hidden(model, upload(microbatch.ids_T, device), microbatch.lengths)
     exact_NH = hidden_TH.index_select(0, upload(microbatch.predictor_N, device))
     if not bfloat16:

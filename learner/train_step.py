@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,8 @@ class Trainer:
         self._offline_loss = make_step_loss(offline_config(config), vocab_tokens=n_vocab, rows=rows, seed=seed)
         self._optimizer = make_adamw(model, config)
         hidden_size, device = lm_head(model).weight_VH.shape[1], lm_head(model).weight_VH.device
-        self._half = resolve_dtype(config.dtype, device.type) == "bfloat16"
+        self.bfloat16: Final = resolve_dtype(config.dtype, device.type) == "bfloat16"
+        """Of matrix products; the parameters stay as they are."""
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self.critic = make_critic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
 
@@ -172,7 +173,7 @@ class Trainer:
         own, first = pack(items, self.config.pack_tokens), self._update_name(1)
 
         def states_of(microbatch: Microbatch) -> Tensor:
-            return predictor_states(self.model, microbatch, bfloat16=self._half).exact_NH
+            return predictor_states(self.model, microbatch, bfloat16=self.bfloat16).exact_NH
 
         def values() -> Tensor:
             return batch_values(self.critic, states_of, own, items, update=first)
@@ -250,7 +251,7 @@ class Trainer:
 
     def _forward(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
         """The loss of the N trained tokens, from the student's distributions at temperature 1, and of their values."""
-        head, hidden_NH, exact_NH = predictor_states(self.model, microbatch, bfloat16=self._half)
+        head, hidden_NH, exact_NH = predictor_states(self.model, microbatch, bfloat16=self.bfloat16)
         inputs, divisor = part.inputs(microbatch, exact_NH.device), part.whole.divisor
         targets_N = upload(microbatch.target_N, exact_NH.device)
         student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor)

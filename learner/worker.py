@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engines.models import resolve_dtype
 from engines.tokenizer import load_tokenizer, token_map_fingerprint
 from learner.account import AccountFile
 from learner.canary import LearnerCanary
@@ -321,10 +320,9 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
     members = members_of(config.actor, publish, config.models.student)
     model, canary = start.trainer.model, None
     if members.kind == "servers" and members.check_by != "off":
-        half = resolve_dtype(config.learner.dtype, model.device.type) == "bfloat16"
         n_vocab = vocab_tokens(start.tokenizer.get_vocab())
         canary = LearnerCanary(
-            model, vocab_tokens=n_vocab, bfloat16=half, sent=sent_dtype(publish.dtype, members.dtype)
+            model, vocab_tokens=n_vocab, bfloat16=start.trainer.bfloat16, sent=sent_dtype(publish.dtype, members.dtype)
         )
     return Publisher(
         publish,
