@@ -23,7 +23,7 @@ from launch.devices import lacking_cuda
 from launch.engine_choice import choose_engines
 from launch.errors import ConfigError
 from launch.interpreter import Interpreters
-from launch.machine import NO_GPUS, Machine, find_machine
+from launch.machine import Machine, find_machine
 from launch.placement import NOWHERE, Placement
 from launch.pools import teacher_pools, without_idle_routes
 from launch.server_plan import ServerPlan
@@ -63,7 +63,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     mistakes: list[str] = []
     config = without_idle_routes(config)
     interpreters = Interpreters()
-    machine = pretended or (find_machine() if config.device != "cpu" else NO_GPUS)
+    machine = pretended or find_machine()  # though device = cpu, a part may be put on a GPU by name
     config, why_engines = choose_engines(config, machine, interpreters)
     named = {"models.student": config.models.student}
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}

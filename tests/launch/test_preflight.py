@@ -12,10 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import builtin
+from launch import preflight, torch_build
 from launch.config import RunConfig
 from launch.config_tree import build
 from launch.errors import ConfigError
+from launch.machine import Machine
 from launch.preflight import check, check_prompts
+from launch.torch_build import TorchBuild
 from launch.vocabularies import read_vocabulary
 
 
@@ -179,3 +182,10 @@ def test_everything_wrong_is_told_at_once() -> None:
     message = told(models={"student": "./a", "teacher": "./b"}, learner={"tasks": {"prompts": "c.jsonl", "env": "d"}})
     for key in ("models.student", "models.teacher", "learner.tasks.prompts", "learner.tasks.env"):
         assert f"{key}: " in message
+
+
+def test_what_is_put_on_a_gpu_by_name_is_found_though_the_rest_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_machine", lambda: Machine(("0", "1")))
+    monkeypatch.setattr(torch_build, "own_build", lambda: TorchBuild("2.13.0", "12.8"))
+    checked = check(build(RunConfig, {"device": "cpu", "learner": {"device": "cuda:1"}}))
+    assert checked.placement.device("learner", 0) == "cuda:1" and checked.placement.device("actor", 0) == "cpu"
