@@ -47,19 +47,19 @@ test-all: test test-slow  ## every test, once; within 40 minutes on two cores
 check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check
 
-sglang-cpu: $(SGLANG_INSTALLED)  ## real SGLang servers without a GPU: their own environment, see sglang_cpu/README.md
+sglang-cpu: $(SGLANG_INSTALLED)  ## real SGLang servers without a GPU: their own environment, see sglang_server/README.md
 
-$(SGLANG_INSTALLED): sglang_cpu/requirements.txt sglang_cpu/requirements-no-deps.txt
+$(SGLANG_INSTALLED): sglang_server/requirements.txt sglang_server/requirements-no-deps.txt
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	@echo "Installing into $(SGLANG_VENV), about 1.5 GB; a few minutes the first time."
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r sglang_cpu/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r sglang_cpu/requirements-no-deps.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r sglang_server/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r sglang_server/requirements-no-deps.txt
 	@touch $@
 
 # Another version of SGLang: packages laid over the environment above, found first by way of PYTHONPATH.
-sglang-cpu-%: $(SGLANG_INSTALLED) sglang_cpu/requirements-%.txt
+sglang-cpu-%: $(SGLANG_INSTALLED) sglang_server/requirements-%.txt
 	@rm -rf $(SGLANG_VENV)/versions/$*
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_cpu/requirements-$*.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
 
 clean:  ## remove the environments and all caches; runs/ stays
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from engines.config import EngineConfig
-from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
+from engines.sglang.config import ServerConfig, SGLangConfig, check_urls
 
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

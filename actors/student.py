@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 from actors.config import ActorConfig
 from actors.envs.base import TextTokenizer
 from engines.base import GenerationEngine
-from engines.weight_sink import WeightSink
 from protocol.context import RoleContext
+from weights.sink import WeightSink
 
 if TYPE_CHECKING:
-    from engines.tokenizer_file import FileTokenizer
+    from models.tokenizer_file import FileTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class StudentSource:
 
 def embedded(ctx: RoleContext[ActorRunConfig]) -> StudentSource:
     """The model in this process."""
-    from engines.embedded_weights import EmbeddedWeights
-    from engines.models import load_causal_lm, resolve_device
-    from engines.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
-    from engines.torch_engine import TorchEngine
+    from engines.torch.engine import TorchEngine
+    from engines.torch.weights import EmbeddedWeights
+    from models.loading import load_causal_lm, resolve_device
+    from models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
 
     config, path = ctx.config.actor.torch, ctx.config.models.student
     tokenizer = load_tokenizer(path)
@@ -94,12 +94,12 @@ def embedded(ctx: RoleContext[ActorRunConfig]) -> StudentSource:
 def on_server(ctx: RoleContext[ActorRunConfig]) -> StudentSource:
     """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
     ServerMismatch when it is not as configured."""
-    from engines.sglang_config import vocabulary_size
-    from engines.sglang_engine import SGLangEngine
-    from engines.sglang_features import ServerMismatch, check_layout, write_features
-    from engines.sglang_http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
-    from engines.sglang_weights import ServerWeights
-    from engines.tokenizer_file import FileTokenizer
+    from engines.sglang.config import vocabulary_size
+    from engines.sglang.engine import SGLangEngine
+    from engines.sglang.features import ServerMismatch, check_layout, write_features
+    from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
+    from engines.sglang.weights import ServerWeights
+    from models.tokenizer_file import FileTokenizer
 
     config, path = ctx.config.actor, ctx.config.models.student
     tokenizer: FileTokenizer = FileTokenizer(path)

@@ -6,7 +6,7 @@ The loops:
                      buffer (unblocked by a ticket), an environment (by its answer), weights (by the receiver) or
                      the tokens of a remote engine (by its thread).
     environments     (actors.env_runner) a thread for each rollout; unblocked by the main thread, answers to it.
-    weight receiver  (actors.weight_receiver) waits inside a broadcast for the learner; stages what came into the
+    weight receiver  (weights.receiver) waits inside a broadcast for the learner; stages what came into the
                      engine, which swaps it in between two steps of the main thread.
     client           (protocol.client) the connection, resending, heartbeats.
 
@@ -25,7 +25,6 @@ from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.rollouts_running import RunningRollouts
 from actors.student import ActorRunConfig, StudentSource, embedded, on_server
-from actors.weight_receiver import WeightReceiver, WeightReceiverFailed
 from engines.base import GenerationEngine
 from protocol.client import Client
 from protocol.codec import Received
@@ -40,6 +39,7 @@ from protocol.messages import (
     Tickets,
     WeightPlan,
 )
+from weights.receiver import WeightReceiver, WeightReceiverFailed
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +171,11 @@ class ActorWorker:
 
 
 def main(ctx: RoleContext[ActorRunConfig]) -> int:
-    """Entry of an actor process (see launch.roles)."""
+    """Entry of an actor process (see launch.workers.roles)."""
     if ctx.config.actor.engine != "sglang":
         return _write(ctx, embedded(ctx))
-    from engines.sglang_features import ServerMismatch
-    from engines.sglang_http import ServerLost
+    from engines.sglang.features import ServerMismatch
+    from engines.sglang.http import ServerLost
 
     try:
         return _write(ctx, on_server(ctx))

@@ -5,11 +5,11 @@
 
 Kinds: kill (SIGKILL), stop (SIGSTOP for a while), hang (SIGSTOP, until the launcher kills it); cut and reset of a link,
 blackhole, delay and throttle of a link for a while; in place of one message: duplicate, corrupt, truncate, garbage,
-version, tear, noise (tests.chaos.meddling); stranger (who does not belong to the run knocks at the buffer's door);
+version, tear, noise (tests.sim.chaos.meddling); stranger (who does not belong to the run knocks at the buffer's door);
 together (SIGKILL of several at once, at times the launcher among them); trap (SIGKILL before or after a named function,
-tests.chaos.traps); relaunch and interrupt (SIGKILL of the launcher, or Ctrl-C, and --resume). Only if asked for: disk
-(the run folder is full for a while, with --disk-mib); version. What may kill its target strikes only the roles that the
-launcher starts again, unless --roles says others. The same seed draws the same faults.
+tests.sim.chaos.traps); relaunch and interrupt (SIGKILL of the launcher, or Ctrl-C, and --resume). Only if asked for:
+disk (the run folder is full for a while, with --disk-mib); version. What may kill its target strikes only the roles
+that the launcher starts again, unless --roles says others. The same seed draws the same faults.
 
 Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
 the wire by the proxy, nothing found by the audit of the run's record (`cluster.py audit`), evaluation as that of a run
@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.chaos_audit import audit_runs
-from launch.supervisor import RESTARTABLE
-from tests.chaos.campaign import Plan, Struck, Verdict, reference, run_campaign
-from tests.chaos.faults import KINDS, UNUSUAL, Fault, Kind
+from launch.workers.supervisor import RESTARTABLE
+from tests.sim.chaos.campaign import Plan, Struck, Verdict, reference, run_campaign
+from tests.sim.chaos.faults import KINDS, UNUSUAL, Fault, Kind
 
 STEPS_PER_FAULT = 4
 SIGMAS = 3.0

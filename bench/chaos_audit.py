@@ -12,7 +12,7 @@ import msgspec
 
 from launch.audit import report as kinds
 from launch.audit.report import Report
-from tests.chaos.campaign import Plan, Verdict, run_campaign
+from tests.sim.chaos.campaign import Plan, Verdict, run_campaign
 
 BOUNDS: Final = (0, 1, 4)
 RELEASES: Final = ("rollout", "segment", "deadline")

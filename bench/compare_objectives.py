@@ -3,7 +3,7 @@
     python bench/compare_objectives.py --folder DIR [--tables objectives,staleness] [--seeds 3] [--steps 150] [--jobs 1]
 
 Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR; for off-policy rows launch.write, and
-launch.replay on what the teacher wrote. A run that ended well there is not
+replay on what the teacher wrote. A run that ended well there is not
 made again, so that the grid can be stopped (Ctrl-C) and gone on with; whatever is there is written to --report
 (docs/results/objectives.md) after every run.
 """
@@ -138,7 +138,7 @@ def commands(place: Path, row: Row, seed: int, steps: int) -> list[list[str]]:
     written = ["--run-dir", str(writing), *common, "--learner.eval_every=0", rollouts, *row.prepare]
     return [
         [sys.executable, "-m", "launch.write", str(file), *written],
-        [sys.executable, "-m", "launch.replay", str(file), *own],
+        [sys.executable, "-m", "replay", str(file), *own],
     ]
 
 

@@ -28,11 +28,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.score_and_learn import train_item
 from builtin import STUDENT_DIR
-from engines.models import load_causal_lm
-from engines.packed import context_window
+from learner.batch.packing import TrainItem
 from learner.config import LearnerConfig
-from learner.packing import TrainItem
-from learner.train_step import Trainer
+from learner.step.train_step import Trainer
+from models.loading import load_causal_lm
+from models.packed import context_window
 
 PROMPT_TOKENS: Final = 10
 MATH: Final = "aten::_scaled_dot_product_attention_math"

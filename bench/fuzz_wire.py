@@ -74,7 +74,7 @@ def unpack(data: bytes) -> Frames:
 
 def seeds() -> list[Frames]:
     """A message of every kind."""
-    from tests.protocol.test_codec import EXAMPLES
+    from tests.sim.messages import EXAMPLES
 
     hellos = [m.Hello(role, f"{role}-0", "first", RUN, VOCAB) for role in ROLES]
     examples = [*EXAMPLES, *((hello, ()) for hello in hellos)]

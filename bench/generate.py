@@ -27,9 +27,9 @@ from builtin.problems_file import read_problems
 from builtin.tokenizer import prompt_token_ids
 from engines.base import GenerationRequest
 from engines.config import EngineConfig
-from engines.models import load_causal_lm
-from engines.tokenizer import load_tokenizer, stop_token_ids
-from engines.torch_engine import TorchEngine
+from engines.torch.engine import TorchEngine
+from models.loading import load_causal_lm
+from models.tokenizer import load_tokenizer, stop_token_ids
 from protocol.messages import Sampling
 
 REQUESTS_PER_SLOT = 4

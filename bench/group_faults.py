@@ -2,11 +2,11 @@
 
     python bench/group_faults.py [--faults 300] [--seed 0] [--kinds engines,servers]
 
-A process group for CPUs fails, delays, hangs and aborts as torch's NCCL group does (tests/chaos/nccl_like.py); a real
-publisher sends version after version through it to three embedded members, and to three servers. After each fault every
-member that lives must have the newest version, bit for bit, within a bound; the publisher's thread must not fail; what
-is counted as dropped must be what was said; nothing may be left behind. Exit code 1 if anything is found. The same seed
-draws the same faults.
+A process group for CPUs fails, delays, hangs and aborts as torch's NCCL group does (tests/sim/weights/nccl_like.py); a
+real publisher sends version after version through it to three embedded members, and to three servers. After each fault
+every member that lives must have the newest version, bit for bit, within a bound; the publisher's thread must not fail;
+what is counted as dropped must be what was said; nothing may be left behind. Exit code 1 if anything is found. The same
+seed draws the same faults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import sys
 from typing import cast
 
-from tests.chaos.group_campaign import Kind, run_campaign
+from tests.sim.weights.group_campaign import Kind, run_campaign
 
 
 def main() -> int:

@@ -5,7 +5,7 @@
 
 stores   commits per second and MB/s of LMDB (what the journal uses) and of SQLite, by size of turn, with one commit per
          turn, without (`process`) and with (`disk`) waiting for the disk
-cost     a synthetic run (`bench.synthetic_run`: real processes and clients) with and without journal, in turns: CPU
+cost     a synthetic run (`tests.sim.synthetic_run`: real processes and clients) with and without journal, in turns: CPU
          seconds of the buffer's process per accepted segment, and segments per second of wall time
 replay   a buffer killed in the middle of such a run is started again: how long until it listens, without imports
 image    how long the loop stands still for an image, by number of rollouts held
@@ -30,17 +30,17 @@ import numpy as np
 import psutil
 
 from bench.journal_sqlite import SqliteStore
-from bench.synthetic_run import RUN, VOCAB, BufferProcess, Shape, SyntheticRun
 from buffer.config import BufferConfig, Sync
 from buffer.core import Core
-from buffer.image import make_image, release_hash, restore_image
-from buffer.recovery import Beginning, start
+from buffer.journal.image import make_image, release_hash, restore_image
+from buffer.journal.recovery import Beginning, start
+from buffer.journal.store import Store
 from buffer.state import BufferState
-from buffer.store import Store
 from protocol import messages as m
 from protocol.handshake import Doorkeeper
 from protocol.messages import WeightVersion
 from protocol.session_book import SessionBook
+from tests.sim.synthetic_run import RUN, VOCAB, BufferProcess, Shape, SyntheticRun
 
 CONFIG = BufferConfig(heartbeat_s=0.5, peer_timeout_s=30.0, max_staleness=4, batch_rollouts=32)
 SYNCS: tuple[Sync, ...] = ("process", "disk")

@@ -7,8 +7,8 @@ one writes first: logits [T, V], log_softmax, then gather or the divergence's fo
 compared on few tokens first. Each run is a process of its own; its peak is the largest resident memory less what it
 held before the loss (inputs, torch itself). CPU seconds, because the machine may be shared. Sides alternate.
 
-    sampled     -sum w * A * s of sampled tokens, w and A from s as in the default objective (engines.one_pass)
-    two_pass    the same by engines.logprobs.token_scores, which anything may follow: the head product once more
+    sampled     -sum w * A * s of sampled tokens, w and A from s as in the default objective (models.one_pass)
+    two_pass    the same by models.logprobs.token_scores, which anything may follow: the head product once more
     top_k       reverse KL against 64 tokens and a tail (learner.objectives.head_divergence)
     whole       forward KL against the whole vocabulary, from the teacher's hidden states and head (the same)
 """
@@ -30,10 +30,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from engines.logprobs import LmHead, token_scores
-from engines.one_pass import SampledTokens, one_pass_loss
 from learner.objectives.distributions import forward_kl, log_tail, reverse_kl
 from learner.objectives.head_divergence import TopKTeacher, WholeTeacher, head_divergence
+from models.logprobs import LmHead, token_scores
+from models.one_pass import SampledTokens, one_pass_loss
 
 CAP, TOP_K = 2.0, 64
 CHECKED_TOKENS = 48

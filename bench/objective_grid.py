@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from launch.config.run import RunConfig
+
 BATCH_ROLLOUTS: Final = 64
+USUAL: Final = RunConfig()
 BASE: Final = (
-    "--learner.divergence=k1",
-    "--teacher.top_k=0",
-    "--learner.tasks.group_size=8",
+    f"--learner.divergence={USUAL.learner.divergence}",
+    f"--teacher.top_k={USUAL.teacher.top_k}",
+    f"--learner.tasks.group_size={USUAL.learner.tasks.group_size}",
     "--learner.checkpoint_every=0",
 )
 """Over examples/demo.toml, and under what a row says: the defaults, where the demo has settings of its own."""

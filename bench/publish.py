@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from bench.weight_actors import ActorFleet, fork_server
 from builtin import STUDENT_DIR
-from engines.buckets import manifest_of, torch_dtype
-from engines.group_operations import connect_store, host_store
-from engines.manifest import Manifest
-from engines.snapshot import write_snapshot
-from learner.publish_config import PublishConfig
-from learner.publisher import Publisher
 from protocol.messages import WeightsRef, WeightVersion
+from tests.sim.weights.weight_actors import ActorFleet, fork_server
+from weights.buckets import manifest_of, torch_dtype
+from weights.config import PublishConfig
+from weights.group_operations import connect_store, host_store
+from weights.manifest import Manifest
+from weights.publisher import Publisher
+from weights.snapshot import write_snapshot
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def student_tensors() -> Named:
-    from engines.models import load_causal_lm
+    from models.loading import load_causal_lm
 
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
     return [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]

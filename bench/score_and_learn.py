@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from engines import packed
 from engines.base import ScoreRequest
-from engines.torch_scorer import TorchScorer
+from engines.torch.scorer import TorchScorer
+from learner.batch.packing import TrainItem, train_items
 from learner.config import LearnerConfig
-from learner.packing import TrainItem, train_items
-from learner.train_step import Trainer
+from learner.step.train_step import Trainer
+from models import packed
 from protocol.messages import BatchItem
 
 VOCAB = 297

@@ -19,7 +19,7 @@ import msgspec
 import actors.worker
 from actors.config import ActorConfig
 from actors.student import ActorRunConfig
-from engines.sglang_config import SGLangConfig
+from engines.sglang.config import SGLangConfig
 from protocol.context import RoleContext
 
 Kind: TypeAlias = Literal["actor", "streaming", "whole"]

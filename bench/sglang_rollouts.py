@@ -30,11 +30,11 @@ import psutil
 
 from bench.sglang_clients import Client, Kind, Round
 from builtin import STUDENT_DIR
-from engines.sglang_config import SGLangConfig
-from engines.tokenizer_file import FileTokenizer
+from engines.sglang.config import SGLangConfig
+from models.tokenizer_file import FileTokenizer
 from protocol import messages as m
 from protocol.server import FromPeer, Server
-from sglang_cpu.servers import Servers
+from sglang_server.servers import Servers
 
 ACTOR: tuple[m.Role, str] = ("actor", "actor-0")
 READY_S, ROUND_S = 60.0, 300.0

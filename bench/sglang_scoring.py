@@ -22,9 +22,9 @@ import numpy as np
 from bench.sglang_rollouts import READY_S, CpuClock
 from builtin import TEACHER_DIR
 from engines.base import ScoreRequest
-from engines.sglang_config import SGLangConfig, vocabulary_size
-from engines.sglang_scorer import SGLangScorer
-from sglang_cpu.servers import Servers
+from engines.sglang.config import SGLangConfig, vocabulary_size
+from engines.sglang.scorer import SGLangScorer
+from sglang_server.servers import Servers
 
 N_PROMPT = 16
 COUNTED = (

@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from tests.chaos.harness import READY, READY_S, ROOT, TASK, Run
+from tests.sim.chaos.harness import READY, READY_S, ROOT, TASK, Run
 
 SAMPLE_S: Final = 2.0
 PROGRESS_S: Final = 15.0

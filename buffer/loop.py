@@ -19,10 +19,10 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 from buffer.core import Core
-from buffer.image import make_image
-from buffer.journal import RETRY_S, Journal
+from buffer.journal.image import make_image
+from buffer.journal.journal import RETRY_S, Journal
+from buffer.journal.recovery import CoreClock, Started
 from buffer.outgoing import Outgoing
-from buffer.recovery import CoreClock, Started
 from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
 from protocol.flow import ack_keys
 from protocol.messages import Message, Refused, ScoresAck, Segment, SegmentAck, Shutdown, Snapshot, TasksOffered

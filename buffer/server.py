@@ -28,9 +28,9 @@ from typing import Final
 import msgspec
 
 from buffer.config import BufferConfig
-from buffer.image import release_hash
+from buffer.journal.image import release_hash
+from buffer.journal.recovery import Beginning, Started, start
 from buffer.loop import BufferLoop, SigtermCount
-from buffer.recovery import Beginning, Started, start
 from protocol.context import ExitCode
 from protocol.errors import AddressUnusable
 from protocol.keys import KEYS, load_server_keys
@@ -69,7 +69,7 @@ def main(
 ) -> int:
     """Run the buffer until its run is over. Returns an ExitCode: OK after RunFinished(ok=True) with a ledger that
     balances, TERMINATED after SIGTERM, FAILED otherwise. Raises what breaks the core, after saying so to all peers, and
-    `buffer.recovery.JournalError` when there is a journal of this run that it cannot go on with.
+    `buffer.journal.recovery.JournalError` when there is a journal of this run that it cannot go on with.
 
     `bind`: in place of config.bind. `version`: the weights the run (re)starts from; `carried`: the ledger of the
     checkpoint it restarts from; neither is looked at when there is a journal of this run. `vocab_fingerprint`: of the

@@ -185,6 +185,6 @@ class TakesSnapshots(Protocol):
     """A ScoringEngine whose weights can be replaced between two calls of `score`."""
 
     def load_snapshot(self, ref: WeightsRef) -> None:
-        """Raises engines.weight_sink.SnapshotRefused: not there, damaged, or of another architecture. The weights are
+        """Raises weights.sink.SnapshotRefused: not there, damaged, or of another architecture. The weights are
         then as before."""
         ...

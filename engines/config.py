@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import msgspec
 
 from engines.base import UpdateMode
-
-DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+from models.dtypes import DtypeName
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The embedded torch engine that writes rollouts (`engines.torch_engine`)."""
+    """The embedded torch engine that writes rollouts (`engines.torch.engine`)."""
 
     max_concurrent: int = 64
     """Slots: requests decoded together. KV memory grows with it; so does throughput, up to a few hundred on a CPU."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
 
-ScorerDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+from models.dtypes import LoadDtype
 
 
 class ScorerSettings(Protocol):
@@ -15,17 +15,17 @@ class ScorerSettings(Protocol):
     @property
     def device(self) -> str: ...
     @property
-    def dtype(self) -> ScorerDtype: ...
+    def dtype(self) -> LoadDtype: ...
     @property
     def max_batch_tokens(self) -> int: ...
 
 
 class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The embedded torch engine that grades tokens (`engines.torch_scorer`)."""
+    """The embedded torch engine that grades tokens (`engines.torch.scorer`)."""
 
     device: str = "auto"
     """Torch device: auto (cuda when there is one), cpu, cuda, cuda:1, ..."""
-    dtype: ScorerDtype = "auto"
+    dtype: LoadDtype = "auto"
     """Of the weights; auto = bfloat16 on cuda, float32 elsewhere. Log-probs are float32 whatever this says."""
     max_batch_tokens: int = 4096
     """Context tokens of one packed forward; a longer single request goes alone."""

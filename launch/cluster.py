@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("protocol", "engines", "actors", "teachers", "buffer", "learner", "launch", "builtin", "sglang_cpu")
-WITH_CODE = ("builtin", "sglang_cpu")
+PACKAGES = (
+    *("protocol", "models", "weights", "engines", "recording", "actors", "teachers", "buffer", "learner", "launch"),
+    *("replay", "builtin", "sglang_server"),
+)
+WITH_CODE = ("builtin", "sglang_server")
 """Of PACKAGES those whose __init__.py is not empty."""
 NEEDED = ("msgspec", "numpy", "psutil", "rich", "torch", "transformers", "yaml", "zmq")
 
@@ -71,11 +74,11 @@ def run_command() -> int:
     """What the first word asks for."""
     command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if command == "join":
-        from launch.join import main as join_main
+        from launch.join.command import main as join_main
 
         return join_main(arguments)
     if command == "export":
-        from launch.export import main as export_main
+        from launch.join.export import main as export_main
 
         return export_main(arguments)
     if command == "audit":

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from launch.config import RunConfig
-from launch.config_file import read_config
+from launch.config.files import read_config
+from launch.config.run import RunConfig
 from launch.errors import ConfigError
-from learner.checkpoint_files import CHECKPOINTS, TRAINER, VALUE_HEAD, Found, NoneUsable, go_on_from, set_aside
-from learner.data import PromptSource, open_prompts
+from learner.checkpoints.files import CHECKPOINTS, TRAINER, VALUE_HEAD, Found, NoneUsable, go_on_from, set_aside
 from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
-from learner.records import DataError
-from learner.task_config import n_held_out
+from learner.prompts.config import n_held_out
+from learner.prompts.data import PromptSource, open_prompts
+from learner.prompts.records import DataError
 
 
 class StreamIdentity(msgspec.Struct, frozen=True):

@@ -16,27 +16,27 @@ from pathlib import Path
 
 import psutil
 
-from launch import preflight
-from launch.command_line import help_text, parse_arguments, resolve_config
-from launch.config import RunConfig
-from launch.config_file import write_config
+from launch.checks import preflight
+from launch.checks.placement import NOWHERE, Placement
+from launch.checks.recorded import check_recorded
+from launch.config.command_line import help_text, parse_arguments, resolve_config
+from launch.config.files import write_config
+from launch.config.pools import needs_no_teacher, teacher_pools
+from launch.config.run import RunConfig
 from launch.errors import LaunchError, interrupted, refuse
-from launch.machine import pretended_machine
-from launch.placement import NOWHERE, Placement
-from launch.pools import needs_no_teacher, teacher_pools
-from launch.recorded import check_recorded
+from launch.machine.machine import pretended_machine
+from launch.processes.slots import worker_name
+from launch.report.status import make_status
+from launch.report.summary import add_teachers, write_summary
+from launch.report.summary_table import print_summary
+from launch.report.teacher_accuracy import longest_s, measured_teachers
+from launch.report.terminal import lasting_output
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
-from launch.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
 from launch.runfolder import RunFolder, choose_path, unwritable
-from launch.server_plan import ServerPlan
-from launch.slots import worker_name
-from launch.status import make_status
-from launch.summary import add_teachers, write_summary
-from launch.summary_table import print_summary
-from launch.supervisor import Supervisor
-from launch.teacher_accuracy import longest_s, measured_teachers
-from launch.terminal import lasting_output
-from learner.checkpoint_files import NOTHING_FOUND, Found
+from launch.servers.plan import ServerPlan
+from launch.workers.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
+from launch.workers.supervisor import Supervisor
+from learner.checkpoints.files import NOTHING_FOUND, Found
 from protocol.context import WorkerRole
 from protocol.printable import LineFormatter
 
@@ -64,7 +64,7 @@ def _main(arguments: Sequence[str]) -> int:
             folder = choose_path(line.run_dir, resume=True, name=line.name)
             found = check_resumed(checked.config, folder, read_prompts=line.check)
         if line.check:
-            from launch.check import check_run  # imports torch, which the launcher itself does without
+            from launch.checks.check_command import check_run  # imports torch, which the launcher itself does without
 
             for told in describe_resumed(found) if line.resume else ():
                 print(told)

@@ -8,7 +8,7 @@ runs/<name>/   config.yaml    the resolved configuration; a run can be started a
                buffer.json    where the buffer listens
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
                summary.json   written at the end of every run
-               replay.json, replay_plan.json   of a replay in their place (launch.replaying, launch.replay_plan)
+               replay.json, replay_plan.json   of a replay in their place (replay.run, replay.plan)
                servers/       <worker>.json, what its inference server can do
                joined/        a folder for each `cluster.py join RUN` on a machine that sees this one
                checkpoints/, tensorboard/ and the rest belong to the learner
@@ -31,7 +31,7 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 
 from launch.errors import INTERRUPTED_EXIT_CODE, LaunchError, unwritten
-from launch.work_folder import WorkFolder
+from launch.workers.work_folder import WorkFolder
 from protocol.keys import KEYS, make_keys
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from launch import run
-from launch.command_line import parse_arguments, resolve_config
+from launch.checks.preflight import find_model
+from launch.config.command_line import parse_arguments, resolve_config
 from launch.errors import WRONG_CONFIG_EXIT_CODE, LaunchError, refuse
-from launch.preflight import find_model
 
 RECIPE: Final = (
     "--learner.eval_every=0",
@@ -30,7 +30,7 @@ USAGE: Final = f"""\
 usage: python -m launch.write FILE [--teacher DIR] [--steps N] [--KEY VALUE ...]
 
 The teacher writes and grades rollouts, which are recorded in FILE: for --learner.offline.file of a run, and for
-python -m launch.replay. Keys are those of launch/cluster.py; set unless you say otherwise: {" ".join(RECIPE)}
+python -m replay. Keys are those of launch/cluster.py; set unless you say otherwise: {" ".join(RECIPE)}
 """
 
 

@@ -13,20 +13,19 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from learner.ema_config import EmaConfig
-from learner.lora_config import LoraConfig
 from learner.objectives.registry import (
     AGGREGATIONS,
-    DISTRIBUTION_DIVERGENCES,
     IMPORTANCE,
     advantage_group,
     check_member,
-    divergence_group,
+    needs_top_k,
 )
-from learner.offline_config import OfflineConfig, check_seq_kd
-from learner.publish_config import PublishConfig
-from learner.task_config import TaskConfig
-from learner.value_config import ValueConfig
+from learner.objectives.value_config import ValueConfig
+from learner.offline.config import OfflineConfig, check_seq_kd
+from learner.prompts.config import TaskConfig
+from learner.step.ema_config import EmaConfig
+from learner.step.lora_config import LoraConfig
+from weights.config import PublishConfig
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
 DomainScale: TypeAlias = Literal["none", "rms"]
@@ -139,7 +138,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     frozen: bool = False
     """Nothing is trained: the weights stay as they are, and the run only writes (python -m launch.write)."""
     record: str = ""
-    """File to which every trained batch is appended, for python -m launch.replay; a folder: batches.record in it.
+    """File to which every trained batch is appended, for python -m replay; a folder: batches.record in it.
     Empty: no recording."""
     record_max_bytes: int = 0
     """The file does not grow past this: later batches are counted instead. 0 = no bound."""
@@ -211,7 +210,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _check_objective(self) -> None:
         """Names that exist, coefficients of pools that exist, and something to learn from."""
-        between_distributions = divergence_group(self.divergence) is DISTRIBUTION_DIVERGENCES
+        between_distributions = needs_top_k(self.divergence)
         check_member(IMPORTANCE, self.importance)
         check_seq_kd("", self.divergence, self.importance)
         advantage_group(self.advantage)
@@ -256,7 +255,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The size of costs is taken from samples of the policy that is compared with the teachers."""
         if self.domain_scale == "none":
             return
-        if divergence_group(self.divergence) is DISTRIBUTION_DIVERGENCES:
+        if needs_top_k(self.divergence):
             raise ValueError(
                 f"domain_scale = {self.domain_scale!r} with divergence = {self.divergence!r}: only costs of sampled "
                 "tokens are scaled by domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"

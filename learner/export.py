@@ -21,11 +21,11 @@ from typing import NamedTuple
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from engines.models import load_causal_lm, save_hf
-from engines.tokenizer import load_tokenizer
-from learner.checkpoint_files import ADAPTER_CONFIG, CheckpointError, verify
-from learner.lora import BASE, Adapters, BaseModel
-from learner.lora_config import LoraConfig
+from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError, verify
+from learner.step.lora import BASE, Adapters, BaseModel
+from learner.step.lora_config import LoraConfig
+from models.loading import load_causal_lm, save_hf
+from models.tokenizer import load_tokenizer
 
 
 class Exported(NamedTuple):

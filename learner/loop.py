@@ -4,7 +4,7 @@
                   so many steps it starts an evaluation or writes a checkpoint. It waits for a batch (unblocked by the
                   buffer, once enough is scored), for evaluations at both ends of the run, and for the buffer's
                   acknowledgement before a checkpoint, so that model, task stream and ledger speak of the same step.
-    publisher     (learner.publisher) broadcasts each version while the next step is under way.
+    publisher     (weights.publisher) broadcasts each version while the next step is under way.
     client        (protocol.client) the connection, resending, heartbeats.
 
 The clock of the run is here: `version.step` optimizer steps have been applied. A batch asked for at step k is trained
@@ -24,24 +24,22 @@ from typing import Final
 
 import msgspec
 
-from engines.logprobs import lm_head
+from learner.batch.packing import TrainItem, train_items
 from learner.config import LearnerConfig
-from learner.ema import StudentEma
-from learner.eval_desk import EvalDesk
-from learner.eval_figures import describe
-from learner.evaluation import EvaluationResult
-from learner.finite_step import Outcome, finite_step
+from learner.evaluation.desk import EvalDesk
+from learner.evaluation.evaluation import EvaluationResult
+from learner.evaluation.figures import describe
 from learner.inbox import Delivered, Inbox, RunStopped
-from learner.metrics import MetricsWriter
-from learner.offline import OfflineMixer
-from learner.packing import TrainItem, train_items
-from learner.publisher import Publisher, PublisherStats
-from learner.record_writer import BatchRecorder
-from learner.sample_book import Account, Trained
+from learner.offline.mix import OfflineMixer
+from learner.prompts.sample_book import Account, Trained
+from learner.prompts.tasks import TaskStream
+from learner.reports.metrics import MetricsWriter
+from learner.reports.wait_clock import WaitCause, WaitClock
+from learner.step.ema import StudentEma
+from learner.step.finite_step import Outcome, finite_step
+from learner.step.train_step import StepMetrics, Trainer
 from learner.stopping import StopAsked, StopRequest
-from learner.tasks import TaskStream
-from learner.train_step import StepMetrics, Trainer
-from learner.wait_clock import WaitCause, WaitClock
+from models.logprobs import lm_head
 from protocol.client import Client
 from protocol.errors import LinkError
 from protocol.messages import (
@@ -55,6 +53,8 @@ from protocol.messages import (
     TasksOffered,
     WeightVersion,
 )
+from recording.writer import BatchRecorder
+from weights.publisher import Publisher, PublisherStats
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,14 @@ class LearnerLoop:
         account = self._account(delivered.batch, items, outcome)
         self._offer_tasks()
         if self._recorder is not None:
-            self._recorder.add(delivered.batch, account, outcome.masked, delivered.arrays, [one for one, _ in mixed])
+            self._recorder.add(
+                delivered.batch,
+                account.settled,
+                account.tasks_done,
+                outcome.masked,
+                delivered.arrays,
+                [one for one, _ in mixed],
+            )
         self._report(delivered, outcome, account)
         every = self._config.checkpoint_every
         if every and step % every == 0 and step < self._steps:

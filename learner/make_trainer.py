@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from engines.models import load_causal_lm, resolve_device, resolve_dtype
-from engines.precision import turn_tf32_off
-from learner.checkpoint_files import ADAPTER_CONFIG, CheckpointError
+from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError
 from learner.config import LearnerConfig
-from learner.frozen import FrozenTrainer
-from learner.train_step import Trainer
+from learner.step.frozen import FrozenTrainer
+from learner.step.train_step import Trainer
+from models.loading import load_causal_lm, resolve_device, resolve_dtype
+from models.precision import turn_tf32_off
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def make_trainer(
     kind = FrozenTrainer if learner.frozen else Trainer
     if not lora.rank:
         return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed)
-    from learner.lora import Adapters
+    from learner.step.lora import Adapters
 
     adapters = Adapters(model, lora, base=student)
     if checkpoint is not None:

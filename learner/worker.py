@@ -14,31 +14,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engines.tokenizer import load_tokenizer, token_map_fingerprint
-from learner.account import AccountFile
-from learner.canary import LearnerCanary
-from learner.checkpoint import LearnerState, load_checkpoint, save_checkpoint
-from learner.checkpoint_files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from learner.checkpoints.rng import capture_rng, restore_rng
 from learner.config import LearnerConfig
-from learner.critic import CriticStateError
-from learner.ema import StudentEma
-from learner.eval_desk import EvalDesk
-from learner.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
+from learner.evaluation.desk import EvalDesk
+from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop
 from learner.make_trainer import make_trainer
-from learner.members import members_of
-from learner.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
-from learner.offline import OfflineMixer, open_mixer
-from learner.publish_choices import ActorSettings, sent_dtype
-from learner.publisher import Publisher
-from learner.record_format import FORMAT, RecordError, RecordHeader, config_digest
-from learner.record_writer import BatchRecorder
-from learner.rng import capture_rng, restore_rng
+from learner.offline.mix import OfflineMixer, open_mixer
+from learner.prompts.tasks import TaskStream, load_prompts
+from learner.reports.account import AccountFile
+from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
+from learner.step.critic import CriticStateError
+from learner.step.ema import StudentEma
+from learner.step.train_step import Trainer
 from learner.stopping import StopAsked, StopRequest
-from learner.tasks import TaskStream, load_prompts
-from learner.train_step import Trainer
-from learner.weight_checks import NamesError, check_names
+from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
 from protocol.fingerprint import vocab_tokens
@@ -53,6 +46,13 @@ from protocol.messages import (
     WeightsRef,
     WeightVersion,
 )
+from recording.format import FORMAT, RecordError, RecordHeader, config_digest
+from recording.writer import BatchRecorder
+from weights.canary import LearnerCanary
+from weights.members import members_of
+from weights.publish_choices import ActorSettings, sent_dtype
+from weights.publisher import Publisher
+from weights.server_checks import NamesError, check_names
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ ACCOUNT_EVAL_FIELDS: Final = (
     "failed",
     "tags",
 )
-"""Of each EvaluationResult, what the account carries (`launch.summary.EvalPoint`)."""
+"""Of each EvaluationResult, what the account carries (`launch.report.summary.EvalPoint`)."""
 FLUSH_TIMEOUT_S: Final = 5.0
 
 
@@ -128,7 +128,7 @@ class Start:
 
 
 def main(ctx: RoleContext[LearnerRunConfig]) -> int:
-    """Entry of the learner's process (see launch.roles)."""
+    """Entry of the learner's process (see launch.workers.roles)."""
     torch.manual_seed(ctx.config.seed)
     try:
         start = _start(ctx)
@@ -380,7 +380,7 @@ def _make_recorder(
 
 
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:
-    """This learner's own part of the run (`learner.account`)."""
+    """This learner's own part of the run (`learner.reports.account`)."""
     progress, times = loop.progress, loop.clock.total()
     return {
         "steps": loop.version.step,

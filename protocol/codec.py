@@ -36,7 +36,7 @@ MAX_FRAME_BYTES = 64 << 20
 ZeroMQ, which then drops the connection before it takes memory for a larger frame."""
 MAX_MESSAGE_BYTES = 1 << 30
 """1,024 rollouts x 64k tokens x 13 bytes (ids, two kinds of log-probs, mask) is 0.8 GiB. Top-k payloads come on top
-(launch.consistency)."""
+(launch.config.consistency)."""
 MAX_TO_BUFFER_BYTES = 256 << 20
 """The same for messages to the buffer, which come from many and are smaller: 64 prompts of a million tokens."""
 

@@ -56,4 +56,4 @@ class RoleContext(Generic[ConfigT_co]):
     config: ConfigT_co
     server_url: str = ""
     """Of this worker's own inference server; empty for an embedded engine. If it asks for a bearer key, that is in the
-    environment variable `engines.sglang_http.API_KEY_VARIABLE` names, or in the one the configuration names."""
+    environment variable `engines.sglang.http.API_KEY_VARIABLE` names, or in the one the configuration names."""

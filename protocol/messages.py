@@ -127,7 +127,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
     """Random per process: a new one means that the former process of this name is dead."""
     run_id: str
-    """Empty only for a launcher that wants to know which run this is (launch.join): Welcome says it."""
+    """Empty only for a launcher that wants to know which run this is (launch.join.command): Welcome says it."""
     vocab_fingerprint: str
     """Hash of the token-to-id map (`protocol.fingerprint`). Empty for roles without a tokenizer."""
     pool: str = ""
@@ -564,7 +564,7 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     join_timeout_s: float
     weights: WeightsRef | None
     control: str = ""
-    """Endpoint of the learner's control channel (`engines.weight_control`)."""
+    """Endpoint of the learner's control channel (`weights.control`)."""
     control_keys: tuple[str, str, str] | None = None
     """For it, in a run whose links are not encrypted: the members' public and secret key, and the learner's public."""
     kind: Literal["engines", "servers"] = "engines"

@@ -1,8 +1,8 @@
 """All sessions of a server, apart from its socket: what a buffer that is started again must know of its peers.
 
 The server opens, confirms and closes sessions as it reads the wire. `SessionBook` does the same from the account of
-what was read (`buffer.recovery` replays it), so that both come to the same logs: a peer that says Hello with the same
-incarnation goes on behind the messages it has received, whichever process of the buffer sent them.
+what was read (`buffer.journal.recovery` replays it), so that both come to the same logs: a peer that says Hello with
+the same incarnation goes on behind the messages it has received, whichever process of the buffer sent them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from engines.sglang_config import ServerConfig, SGLangConfig, check_urls
+from engines.sglang.config import ServerConfig, SGLangConfig, check_urls
 from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
 
 FLUSH_TIMEOUT_S: Final = 5.0

@@ -26,7 +26,6 @@ from typing import Final, Protocol
 import numpy as np
 
 from engines.base import Float32s, Int32s, ScoreRequest, ScoreResult, ScoringEngine, TakesSnapshots
-from engines.weight_sink import SnapshotRefused
 from protocol.client import Client
 from protocol.codec import Array
 from protocol.context import ExitCode, RoleContext
@@ -50,6 +49,7 @@ from teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from teachers.leaving import on_sigterm
 from teachers.self_check import self_check
 from teachers.top_k import TopKSets
+from weights.sink import SnapshotRefused
 
 log = logging.getLogger(__name__)
 
@@ -352,8 +352,8 @@ class GraderSource:
 
 def embedded(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
     """The model in this process; torch is imported here."""
-    from engines.tokenizer import load_tokenizer, token_map_fingerprint
-    from engines.torch_scorer import TorchScorer
+    from engines.torch.scorer import TorchScorer
+    from models.tokenizer import load_tokenizer, token_map_fingerprint
 
     path = ctx.config.models.teacher
     tokenizer = load_tokenizer(path)
@@ -367,11 +367,11 @@ def embedded(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
 def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
     """The model on the SGLang server at `ctx.server_url`, without torch. `start` raises ServerLost when it is not
     there, and ServerMismatch when one that the launcher started is not as configured."""
-    from engines.sglang_config import vocabulary_size
-    from engines.sglang_features import ServerMismatch, check_layout, write_features
-    from engines.sglang_http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
-    from engines.sglang_scorer import SGLangScorer
-    from engines.tokenizer_file import FileTokenizer
+    from engines.sglang.config import vocabulary_size
+    from engines.sglang.features import ServerMismatch, check_layout, write_features
+    from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
+    from engines.sglang.scorer import SGLangScorer
+    from models.tokenizer_file import FileTokenizer
 
     config, path = ctx.config.teacher, ctx.config.models.teacher
     key = "" if config.urls else os.environ.get(API_KEY_VARIABLE, "")
@@ -395,11 +395,11 @@ def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
 
 
 def main(ctx: RoleContext[TeacherRunConfig]) -> int:
-    """Entry of a teacher process (see launch.roles)."""
+    """Entry of a teacher process (see launch.workers.roles)."""
     if ctx.config.teacher.engine != "sglang":
         return _grade_until_told(ctx, embedded(ctx))
-    from engines.sglang_features import ServerMismatch
-    from engines.sglang_http import ServerLost
+    from engines.sglang.features import ServerMismatch
+    from engines.sglang.http import ServerLost
 
     try:
         return _grade_until_told(ctx, on_server(ctx))

@@ -14,7 +14,12 @@ HERE: Final = Path(__file__).parent
 SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
 SLOW_FILES: Final = (
     *("actors/test_memory.py", "buffer/test_buffer_sim.py", "buffer/test_kill.py", "buffer/test_memory.py"),
-    *("builtin/test_topk_payloads.py", "engines/test_collective_memory.py", "launch/test_recovery.py"),
+    *(
+        "builtin/test_topk_payloads.py",
+        "weights/test_collective_memory.py",
+        "weights/test_group_faults.py",
+        "launch/test_recovery.py",
+    ),
 )
 """Soaks, campaigns, and what kills and stops whole launchers."""
 QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import disk
+from tests.sim.chaos import disk
 
 
 @contextmanager

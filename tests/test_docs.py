@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.command_line import parse_arguments
+from launch.config.command_line import parse_arguments
 
 ROOT = Path(__file__).parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.toml")))

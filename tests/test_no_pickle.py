@@ -10,14 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "protocol",
+    "models",
+    "weights",
     "engines",
+    "recording",
+    "replay",
     "actors",
     "teachers",
     "buffer",
     "learner",
     "launch",
     "builtin",
-    "sglang_cpu",
+    "sglang_server",
     "examples",
     "scripts",
 )

@@ -28,7 +28,7 @@ from engines.base import Int32s
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from engines.tokenizer_file import FileTokenizer
+    from models.tokenizer_file import FileTokenizer
 
 TurnEnd: TypeAlias = Literal["stop", "length"]
 

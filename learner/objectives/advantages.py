@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from learner.packing import BatchError
+from learner.batch.packing import BatchError
 
 EPSILON = 1e-6
 """Added to standard deviations."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.losses import Objective
+from learner.batch.packing import TrainItem
 from learner.objectives.advantages import Rewards
 from learner.objectives.combine import teacher_coefs
 from learner.objectives.domain_scale import cost_scales
+from learner.objectives.losses import Objective
 from learner.objectives.reward_signal import Values, ValueTargets
-from learner.packing import TrainItem
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from learner.batch.packing import TrainItem
 from learner.objectives.combine import domain_scales, domain_sums
 from learner.objectives.sampled import CostFn
-from learner.packing import TrainItem
 
 
 def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:

@@ -3,7 +3,7 @@ logits are made, compared and differentiated `chunk_tokens` rows at a time, in o
 
     loss = sum_t weight_t * D(p_t, q_t)          p_t = softmax(head(hidden_t)), at temperature 1
 
-The weights are known before, which is what makes one pass enough (engines.one_pass). Neither [T, V] logits nor [T, V]
+The weights are known before, which is what makes one pass enough (models.one_pass). Neither [T, V] logits nor [T, V]
 softmax ever exist; no head product is done twice.
 
 Legend: T positions, H hidden size, V tokens of the vocabulary, K tokens of a top-k set, C positions of one chunk.
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
-from engines.one_pass import one_pass_loss
-from engines.transfer import upload
 from learner.objectives.distributions import PADDING, DistributionFn, DistributionOptions
+from models.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
+from models.one_pass import one_pass_loss
+from models.transfer import upload
 from protocol.topk_codec import LOG_TAIL_FLOOR, TopK
 
 MASS_ROUNDING = 1e-3

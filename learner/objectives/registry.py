@@ -46,9 +46,9 @@ IMPORTANCE = Group(
     "importance",
     "stillhouse.importance",
     {
-        "none": "learner.importance:no_weights",
+        "none": "learner.objectives.importance:no_weights",
         **{
-            name: f"learner.importance:{name}"
+            name: f"learner.objectives.importance:{name}"
             for name in (
                 "truncated",
                 "masked",
@@ -63,7 +63,7 @@ IMPORTANCE = Group(
         },
     },
 )
-"""How much a token of an older policy counts: `learner.importance.ImportanceFn`."""
+"""How much a token of an older policy counts: `learner.objectives.importance.ImportanceFn`."""
 
 ADVANTAGES = Group(
     "advantage",
@@ -121,6 +121,11 @@ def divergence_group(name: str) -> Group:
     """Whether `learner.divergence` is a cost of sampled tokens or between distributions. `module:function` is a cost.
     Raises ValueError for a name that neither has."""
     return _one_of(DIVERGENCES, DISTRIBUTION_DIVERGENCES, name)
+
+
+def needs_top_k(name: str) -> bool:
+    """Whether this divergence is between distributions, for which teachers must send top-k sets."""
+    return divergence_group(name) is DISTRIBUTION_DIVERGENCES
 
 
 def advantage_group(name: str) -> Group:

@@ -1,7 +1,7 @@
 """Advantages per token from a learned value function: generalised advantage estimation, a value head and its loss.
 
 Sampled tokens of one rollout follow one another as if an environment's tokens were not there: a state is the context of
-a sampled token. The head of a run, its optimizer and its part of a step are in `learner.critic`.
+a sampled token. The head of a run, its optimizer and its part of a step are in `learner.step.critic`.
 
 Legend: N trained tokens, R rollouts, L tokens of the longest rollout, H hidden size.
 """

@@ -12,8 +12,8 @@ from actors.config import ActorConfig
 from actors.envs.base import TextTokenizer
 from builtin import STUDENT_DIR
 from engines.config import EngineConfig
-from engines.models import load_causal_lm
-from engines.torch_engine import TorchEngine
+from engines.torch.engine import TorchEngine
+from models.loading import load_causal_lm
 from protocol.messages import Sampling, WeightVersion
 from tests.actors.in_hand import InHand, ticket
 

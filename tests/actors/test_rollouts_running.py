@@ -17,10 +17,10 @@ from actors.rollouts_running import MAX_NAMES
 from builtin import STUDENT_DIR
 from engines.base import Int32s, ScoreRequest
 from engines.config import EngineConfig
-from engines.models import load_causal_lm
 from engines.scorer_config import ScorerConfig
-from engines.torch_engine import TorchEngine
-from engines.torch_scorer import TorchScorer
+from engines.torch.engine import TorchEngine
+from engines.torch.scorer import TorchScorer
+from models.loading import load_causal_lm
 from protocol.messages import RolloutFailed, Sampling, Segment, VersionSpan
 from protocol.printable import in_one_line
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, V2, Breakable, InHand, ScriptedEngine, ids_of, ticket

@@ -22,8 +22,8 @@ from buffer.config import BufferConfig
 from builtin import STUDENT_DIR
 from engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest
 from engines.config import EngineConfig
-from engines.models import load_causal_lm
-from engines.torch_engine import TorchEngine
+from engines.torch.engine import TorchEngine
+from models.loading import load_causal_lm
 from protocol import messages as m
 from protocol.client import Client
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, Breakable, ScriptedEngine, ids_of, ticket

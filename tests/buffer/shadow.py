@@ -12,7 +12,7 @@ from typing import Any
 
 from buffer.config import BufferConfig
 from buffer.core import Core
-from buffer.image import make_image, restore_image
+from buffer.journal.image import make_image, restore_image
 from buffer.state import BufferState, Outgoing
 from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
 from protocol import messages as m

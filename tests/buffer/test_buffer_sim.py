@@ -1,4 +1,4 @@
-"""A small run of `bench/buffer_sim.py`; the bench runs millions of events."""
+"""A small run of `tests/sim/buffer/sim.py`; the bench runs millions of events."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import buffer_sim
 from tests.patience import PATIENCE_S
+from tests.sim.buffer import sim as buffer_sim
+
+BENCH = Path(__file__).parents[2] / "bench" / "buffer_sim.py"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4])
@@ -46,7 +48,7 @@ def test_the_chapters_are_the_same_in_several_processes() -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_its_processes_end_with_it(signum: signal.Signals) -> None:
-    command = [sys.executable, str(Path(buffer_sim.__file__)), "--events", "100000000", "--jobs", "2"]
+    command = [sys.executable, str(BENCH), "--events", "100000000", "--jobs", "2"]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     family: list[psutil.Process] = []
     try:

@@ -7,7 +7,7 @@ import pytest
 
 from buffer.core import Core
 from buffer.failures import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
-from buffer.image import make_image, restore_image
+from buffer.journal.image import make_image, restore_image
 from protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
 from tests.buffer.shadow import new_book

@@ -12,15 +12,15 @@ from random import Random
 
 import pytest
 
-from bench.synthetic_run import RUN, VOCAB, WAIT_S, BufferProcess, Shape, SyntheticRun
 from buffer.config import BufferConfig
-from buffer.recovery import JournalError
+from buffer.journal.recovery import JournalError
 from buffer.server import main
 from protocol import messages as m
 from protocol.client import Client
 from protocol.errors import HandshakeRefused
 from tests.full_disk import fill, small_disk
 from tests.patience import PATIENCE_S
+from tests.sim.synthetic_run import RUN, VOCAB, WAIT_S, BufferProcess, Shape, SyntheticRun
 
 FULL = ("No space left", "Input/output error")
 """What LMDB says of a disk that is full: the second when it could write a part of a page."""

@@ -12,7 +12,7 @@ import pytest
 
 from buffer.config import Release
 from buffer.core import Core
-from buffer.image import make_image
+from buffer.journal.image import make_image
 from buffer.rollouts import Rollout, ScoreJob, Segment
 from buffer.runs import Runs
 from protocol import messages as m

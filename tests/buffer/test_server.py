@@ -21,7 +21,7 @@ import zmq
 
 import buffer.server
 from buffer.config import BufferConfig
-from buffer.journal import Journal
+from buffer.journal.journal import Journal
 from buffer.server import BufferAddress, write_atomically
 from buffer.state import BufferState
 from protocol import messages as m

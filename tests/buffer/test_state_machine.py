@@ -1,7 +1,7 @@
 """Hypothesis drives the simulated peers: any order of arrivals, deaths, lies, timeouts, version bumps and restarts.
 
-The checks after every event are those of `bench.buffer_world`: ledger, independent model, audit. A failing sequence is
-shrunk. At the end everybody works together (batches must come) and the run finishes (nothing may be left).
+The checks after every event are those of `tests.sim.buffer.world`: ledger, independent model, audit. A failing sequence
+is shrunk. At the end everybody works together (batches must come) and the run finishes (nothing may be left).
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from bench import buffer_actions as act
-from bench import buffer_learner as learner
-from bench import buffer_workers as workers
-from bench.buffer_world import World
 from buffer.config import BufferConfig, Release
+from tests.sim.buffer import actions as act
+from tests.sim.buffer import learner, workers
+from tests.sim.buffer.world import World
 
 SEEDS = st.integers(0, 10_000)
 ACTOR_WORKS = [workers.actor_reads, workers.actor_writes, workers.actor_resends, workers.actor_updates]

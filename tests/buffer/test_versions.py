@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.buffer_model import VersionTree
 from buffer.ledger import RejectReason
 from buffer.versions import VersionTable
 from protocol.messages import WeightVersion
 from tests.buffer.driver import v
+from tests.sim.buffer.model import VersionTree
 
 
 def test_distance_on_one_branch_is_the_number_of_steps() -> None:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
 from engines.base import GenerationRequest
 from engines.config import EngineConfig
-from engines.torch_engine import TorchEngine
-from learner.records import record_from_json
+from engines.torch.engine import TorchEngine
+from learner.prompts.records import record_from_json
 from protocol.messages import Sampling
 from protocol.topk_codec import REST_BITS, TopK, decode_top_k, encode_top_k
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from protocol.messages import VersionSpan, WeightVersion
-from tests.chaos.audit import audit
-from tests.chaos.tap import BatchSeen, ItemSeen, TrainedSeen
+from tests.sim.chaos.audit import audit
+from tests.sim.chaos.tap import BatchSeen, ItemSeen, TrainedSeen
 
 
 def batch(batch_id: int, *, step: int, sampled: int, run: tuple[int, int] = (2, 6), rollout: str = "") -> BatchSeen:

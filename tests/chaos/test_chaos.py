@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.chaos.campaign import Plan, run_campaign
-from tests.chaos.faults import KINDS, UNUSUAL, Fault
 from tests.patience import RUN_PATIENCE_S
+from tests.sim.chaos.campaign import Plan, run_campaign
+from tests.sim.chaos.faults import KINDS, UNUSUAL, Fault
 
 
 class Case(NamedTuple):
@@ -29,9 +29,11 @@ class Case(NamedTuple):
 
 KILLED = tuple(Fault("kill", name) for name in ("buffer-0", "learner-0", "actor-1", "teacher-0"))
 """Of each role one."""
-SAVED = Fault("trap", "learner-0", others=("launcher",), point="learner.checkpoint:save_checkpoint", side="after")
+SAVED = Fault(
+    "trap", "learner-0", others=("launcher",), point="learner.checkpoints.checkpoint:save_checkpoint", side="after"
+)
 """The whole run dies when a checkpoint is there."""
-TRAINED = Fault("trap", "learner-0", others=("buffer-0",), point="learner.record_writer:BatchRecorder.add")
+TRAINED = Fault("trap", "learner-0", others=("buffer-0",), point="recording.writer:BatchRecorder.add")
 """The learner dies when the buffer knows of a trained batch and the record does not, and the buffer with it."""
 CASES = (
     Case(4, 14, 1, "deadline", 4, 18, (*KILLED, SAVED)),

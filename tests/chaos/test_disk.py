@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.disk import mounted_at, small_disk
+from tests.sim.chaos.disk import mounted_at, small_disk
 
 
 def test_full_then_free_then_gone(tmp_path: Path) -> None:

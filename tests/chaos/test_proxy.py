@@ -13,9 +13,9 @@ import pytest
 from protocol.client import Client
 from protocol.messages import Hello, Segment, SegmentAck, TicketCredit
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from tests.chaos.commands import Break, Direction, Look, Meddle, Proxy, Weather, running_proxy
-from tests.chaos.meddling import MEDDLINGS, Meddling
 from tests.patience import PATIENCE_S, SLOWNESS
+from tests.sim.chaos.commands import Break, Direction, Look, Meddle, Proxy, Weather, running_proxy
+from tests.sim.chaos.meddling import MEDDLINGS, Meddling
 
 RUN = "run-1"
 

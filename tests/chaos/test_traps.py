@@ -13,7 +13,7 @@ from types import FunctionType
 
 import pytest
 
-from tests.chaos.traps import POINTS, Side, Traps
+from tests.sim.chaos.traps import POINTS, Side, Traps
 
 PROGRAM = """
 from victims import step, Worker   # by name: what was patched is what is imported

@@ -1,4 +1,4 @@
-"""A run with each role on a host of its own, started as a user would: `python -m launch.roles` there."""
+"""A run with each role on a host of its own, started as a user would: `python -m launch.workers.roles` there."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import msgspec
 
-from launch import preflight
-from launch.command_line import parse_arguments, resolve_config
-from launch.config_file import write_config
-from launch.roles import ENTRIES, StartRole
+from launch.checks import preflight
+from launch.config.command_line import parse_arguments, resolve_config
+from launch.config.files import write_config
 from launch.run import own_workers
+from launch.workers.roles import ENTRIES, StartRole
 from protocol.context import WorkerRole
 from protocol.keys import KEYS, make_keys
 from protocol.messages import Snapshot
@@ -66,7 +66,7 @@ class HostRun:
             parent_pid=os.getpid(),
             lifeline_fd=self._lifeline,
         )
-        command = [sys.executable, "-P", "-m", "launch.roles", msgspec.json.encode(start).decode()]
+        command = [sys.executable, "-P", "-m", "launch.workers.roles", msgspec.json.encode(start).decode()]
         self.processes[start.name] = subprocess.Popen(
             self._network.command(host, command),
             env=environment(),

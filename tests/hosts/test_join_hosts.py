@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from launch.export import export
+from launch.join.export import export
 from tests.hosts.network import NotPermitted, hosts
 from tests.integration.conftest import Launched
 from tests.integration.joined import Joined

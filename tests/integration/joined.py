@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from launch.buffer_link import BufferLink
+from launch.join.target import find_target
 from launch.runfolder import read_record
-from launch.target import find_target
 from protocol.keys import run_client_keys
 from protocol.messages import PeerView
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit

@@ -9,7 +9,7 @@ import pytest
 
 from builtin.problems_file import write_problems
 from builtin.specialists import problem_sets
-from launch import replay
+from replay import __main__ as replay
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch import replay
+from replay import __main__ as replay
 from tests.integration.conftest import ROOT, SMALL, Launched
 from tests.patience import RUN_PATIENCE_S
 

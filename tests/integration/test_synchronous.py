@@ -15,9 +15,9 @@ from buffer.rollouts import ticket_seed
 from builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
 from engines.base import GenerationRequest
 from engines.config import EngineConfig
-from engines.torch_engine import TorchEngine
-from learner.task_config import TaskConfig
-from learner.tasks import TaskOffer, TaskStream, load_prompts
+from engines.torch.engine import TorchEngine
+from learner.prompts.config import TaskConfig
+from learner.prompts.tasks import TaskOffer, TaskStream, load_prompts
 from protocol.messages import Sampling, WeightVersion
 from tests.integration.conftest import Launched
 

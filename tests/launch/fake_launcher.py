@@ -10,13 +10,13 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from launch.config import RunConfig
-from launch.config_tree import build
+from launch.config.run import RunConfig
+from launch.config.tree import build
 from launch.errors import LaunchError
+from launch.report.terminal import lasting_output
 from launch.run import run
 from launch.runfolder import RunFolder
-from launch.server_plan import plan_servers
-from launch.terminal import lasting_output
+from launch.servers.plan import plan_servers
 from protocol.context import WorkerRole
 
 ENTRIES: dict[WorkerRole, str] = {

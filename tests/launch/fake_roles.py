@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
+from buffer.journal.store import Store
 from buffer.server import BufferAddress
-from buffer.store import Store
-from engines.sglang_http import API_KEY_VARIABLE
-from launch.config import RunConfig
-from launch.roles import LEAVE_AGAIN_S, run_buffer
+from engines.sglang.http import API_KEY_VARIABLE
+from launch.config.run import RunConfig
+from launch.workers.roles import LEAVE_AGAIN_S, run_buffer
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
 from protocol.errors import LinkError
@@ -42,7 +42,7 @@ from protocol.messages import (
     WeightVersion,
 )
 from protocol.server import FromPeer, PeerDown, PeerUp, Server
-from sglang_cpu.servers import answers
+from sglang_server.servers import answers
 from teachers.leaving import on_sigterm
 from tests.patience import PATIENCE_S
 

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 import builtin
-from bench.objective_grid import BASE
-from launch.command_line import parse_arguments, resolve_config
-from launch.config import RunConfig
-from launch.consistency import check_consistency
+from launch.config.command_line import parse_arguments, resolve_config
+from launch.config.consistency import check_consistency
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
@@ -41,11 +39,3 @@ def test_the_demo_compares_distributions_on_as_many_prompts_as_rollouts() -> Non
     assert (config.learner.divergence, config.teacher.top_k, config.learner.lr) == ("reverse_kl", 256, 3e-4)
     assert config.buffer.batch_rollouts // config.learner.tasks.group_size == 64
     assert config.buffer.max_staleness == 1 and config.steps == 100
-
-
-def test_the_grid_of_objectives_begins_from_the_defaults_and_not_from_the_demo() -> None:
-    demo = ["--config", str(ROOT / "examples" / "demo.toml")]
-    config = resolve_config(parse_arguments([*demo, *BASE]))
-    usual = RunConfig()
-    assert config.learner.divergence == usual.learner.divergence and config.teacher.top_k == usual.teacher.top_k
-    assert config.learner.tasks.group_size == usual.learner.tasks.group_size

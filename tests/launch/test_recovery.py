@@ -13,16 +13,16 @@ import psutil
 import pytest
 from launcher_process import Launcher, StartLauncher, eventually
 
-from launch.activity import Activity, is_stopped
-from launch.config import RunConfig
-from launch.config_tree import build
-from launch.crew import Crew
-from launch.processes import Processes
-from launch.restarts import RestartBudget
-from launch.roles import ENTRIES, StartRole
-from launch.server_watch import ServerWatch
-from launch.slots import Worker
-from launch.work_folder import WorkFolder
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.processes.activity import Activity, is_stopped
+from launch.processes.processes import Processes
+from launch.processes.restarts import RestartBudget
+from launch.processes.slots import Worker
+from launch.servers.watch import ServerWatch
+from launch.workers.crew import Crew
+from launch.workers.roles import ENTRIES, StartRole
+from launch.workers.work_folder import WorkFolder
 from tests.patience import SLOWNESS
 
 REAL_BUFFER = {"buffer-0": "real"}

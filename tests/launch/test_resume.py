@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import builtin
-from engines.tokenizer import load_tokenizer
-from launch.config import RunConfig
-from launch.config_file import write_config
-from launch.config_tree import build
-from launch.preflight import check
+from launch.checks.preflight import check
+from launch.config.files import write_config
+from launch.config.run import RunConfig
+from launch.config.tree import build
 from launch.run import main
 from launch.runfolder import RunFolder
-from learner.checkpoint_files import CHECKPOINTS, OPTIMIZER, TRAINER, VALUE_HEAD, write_manifest
-from learner.tasks import TaskStream, load_prompts
+from learner.checkpoints.files import CHECKPOINTS, OPTIMIZER, TRAINER, VALUE_HEAD, write_manifest
+from learner.prompts.tasks import TaskStream, load_prompts
+from models.tokenizer import load_tokenizer
 from protocol.messages import WeightVersion
 
 Resume = Callable[..., int]

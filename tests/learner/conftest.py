@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from engines import packed
-from learner.packing import TrainItem, train_items
+from learner.batch.packing import TrainItem, train_items
+from models import packed
 from protocol.messages import BatchItem
 
 VOCAB = 23

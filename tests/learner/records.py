@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from learner.append_file import Unwritten
-from learner.record_format import FORMAT, RecordHeader, Rollout, Writer
-from learner.record_writer import BatchRecorder
-from learner.sample_book import Account
 from protocol.messages import Batch, BatchItem, Ledger, LedgerCounts, Settled, Snapshot, VersionSpan, WeightVersion
+from recording.append_file import Unwritten
+from recording.format import FORMAT, RecordHeader, Rollout, Writer
+from recording.writer import BatchRecorder
 
 VOCABULARY = "ab" * 32
 NONE = LedgerCounts(0, 0, {}, {}, 0, 0)
@@ -60,8 +59,8 @@ def batch(step: int, rollouts: Sequence[Rollout], *, epoch: int = 0) -> tuple[Ba
 
 def add(recorder: BatchRecorder, message: Batch, arrays: Sequence[Array], offline: Sequence[Rollout] = ()) -> None:
     """As a step that trained all of it and settled a task for each of its samples."""
-    account = Account(message.settled, tuple(one.task_id for one in message.settled))
-    recorder.add(message, account, (), arrays, offline)
+    done = tuple(one.task_id for one in message.settled)
+    recorder.add(message, message.settled, done, (), arrays, offline)
 
 
 def record(path: Path, batches: Sequence[Sequence[Rollout]], *, writer: Writer = "student", **changes: Any) -> Path:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from learner.config import LearnerConfig
-from learner.losses import make_objective
-from learner.task_config import TaskConfig
-from learner.value_config import ValueConfig
+from learner.objectives.losses import make_objective
+from learner.objectives.value_config import ValueConfig
+from learner.prompts.config import TaskConfig
 from tests.patience import PATIENCE_S
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.metrics import METRICS_FILE, newest_epoch
+from learner.reports.metrics import METRICS_FILE, newest_epoch
 from learner.worker import first_version
 from protocol.messages import WeightVersion as Version
 

@@ -24,21 +24,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import learner.loop
 from buffer.config import BufferConfig
 from learner.config import LearnerConfig
-from learner.eval_desk import EvalDesk
-from learner.evaluation import Evaluation, render_eval_set
+from learner.evaluation.desk import EvalDesk
+from learner.evaluation.evaluation import Evaluation, render_eval_set
 from learner.inbox import RunStopped
 from learner.loop import LearnerLoop, LearnerStalled
-from learner.metrics import MetricsWriter, read_metrics
-from learner.publish_config import PublishConfig
-from learner.publisher import Publisher
+from learner.prompts.config import TaskConfig
+from learner.prompts.tasks import TaskStream, load_prompts
+from learner.reports.metrics import MetricsWriter, read_metrics
+from learner.step.train_step import Trainer
 from learner.stopping import StopAsked, StopRequest
-from learner.task_config import TaskConfig
-from learner.tasks import TaskStream, load_prompts
-from learner.train_step import Trainer
 from protocol import messages as m
 from protocol.client import Client
 from tests.patience import PATIENCE_S
 from tests.wire import WAIT_S, Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
+from weights.config import PublishConfig
+from weights.publisher import Publisher
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
 V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
@@ -287,7 +287,7 @@ def test_reports_that_cannot_be_written_cost_no_step(
             def full(*_: object) -> int:
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr("learner.append_file.AppendFile._write", full)
+            monkeypatch.setattr("recording.append_file.AppendFile._write", full)
             made.loop.run()
         assert ended.result(WAIT_S) == 0
     assert made.trainer.steps_done == 3 and read_metrics(tmp_path) == []

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from launch.work_folder import WorkFolder
+from launch.workers.work_folder import WorkFolder
 from protocol import messages as m
 from protocol.codec import encode
 from protocol.printable import LineFormatter, in_one_line, printable, printable_texts

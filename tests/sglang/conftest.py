@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engines.base import GenerationRequest
-from engines.models import load_causal_lm
-from engines.sglang_config import SGLangConfig, SwapMode, vocabulary_size
-from engines.sglang_engine import SGLangEngine
-from engines.sglang_features import ServerMismatch
+from engines.sglang.config import SGLangConfig, SwapMode, vocabulary_size
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.features import ServerMismatch
+from models.loading import load_causal_lm
 from protocol.messages import Sampling, VersionSpan
-from sglang_cpu.servers import DEFAULT_PYTHON, Server, Servers
+from sglang_server.servers import DEFAULT_PYTHON, Server, Servers
 from tests.patience import PATIENCE_S, Limit
 
 DATA: Final = Path(__file__).resolve().parents[2] / "builtin" / "data"

@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import pytest
 
-from engines.sglang_config import SGLangConfig
-from engines.sglang_engine import SGLangEngine
-from engines.sglang_features import ServerMismatch
-from engines.sglang_http import ServerLost, ServerUnavailable
+from engines.sglang.config import SGLangConfig
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.features import ServerMismatch
+from engines.sglang.http import ServerLost, ServerUnavailable
 from protocol.messages import Sampling, VersionSpan, WeightVersion
-from sglang_cpu.servers import SERVER_ARGS, Server, Servers
-from tests.engines.test_sglang_features import TRIED
+from sglang_server.servers import SERVER_ARGS, Server, Servers
+from tests.engines.sglang.test_features import TRIED
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     READY_S,
@@ -264,7 +264,7 @@ def test_a_server_that_is_not_there_is_reported_in_time() -> None:
 
 def test_nothing_of_it_imports_torch() -> None:
     code = (
-        "import sys, engines.sglang_engine, engines.sglang_scorer, sglang_cpu.servers\n"
+        "import sys, engines.sglang.engine, engines.sglang.scorer, sglang_server.servers\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

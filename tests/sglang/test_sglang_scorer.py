@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from engines.base import ScoreRequest
-from engines.sglang_config import SGLangConfig
-from engines.sglang_http import ServerLost
-from engines.sglang_scorer import SGLangScorer
-from sglang_cpu.servers import Server, Servers
+from engines.sglang.config import SGLangConfig
+from engines.sglang.http import ServerLost
+from engines.sglang.scorer import SGLangScorer
+from sglang_server.servers import Server, Servers
 from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference
 
 

@@ -20,23 +20,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import learner.publisher
-from actors.weight_receiver import WeightReceiver, WeightReceiverFailed
-from engines.manifest import Bucket
-from engines.models import load_causal_lm
-from engines.sglang_config import SGLangConfig, SwapMode
-from engines.sglang_engine import SGLangEngine
-from engines.sglang_http import ServerLost
-from engines.sglang_weights import ServerWeights
-from engines.snapshot import write_snapshot
-from engines.weight_sink import GroupBroken, Interrupted
-from learner.canary import LearnerCanary
-from learner.members import CheckBy, Members
-from learner.publish_choices import sent_dtype
-from learner.publish_config import PublishConfig
-from learner.publisher import Publisher
+import weights.publisher
+from engines.sglang.config import SGLangConfig, SwapMode
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.http import ServerLost
+from engines.sglang.weights import ServerWeights
+from models.loading import load_causal_lm
 from protocol.messages import Membership, WeightPlan, WeightVersion
-from sglang_cpu.servers import Server, Servers
+from sglang_server.servers import Server, Servers
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     READY_S,
@@ -51,6 +42,15 @@ from tests.sglang.conftest import (
     take,
 )
 from tests.sglang.test_weight_swap import differences, post, prompt_of
+from weights.canary import LearnerCanary
+from weights.config import PublishConfig
+from weights.manifest import Bucket
+from weights.members import CheckBy, Members
+from weights.publish_choices import sent_dtype
+from weights.publisher import Publisher
+from weights.receiver import WeightReceiver, WeightReceiverFailed
+from weights.sink import GroupBroken, Interrupted
+from weights.snapshot import write_snapshot
 
 WAIT_S = PATIENCE_S
 CONFIG = PublishConfig(
@@ -500,13 +500,13 @@ def test_a_server_that_loads_other_weights_than_the_file_says_takes_the_next_bro
 def test_other_checksums_than_the_learners_are_refused_by_name(
     run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    honest = learner.publisher.expected_checksums
+    honest = weights.publisher.expected_checksums
     wrong = "model.layers.1.mlp.gate_up_proj.weight"
 
     def expect_another(named: Named) -> dict[str, tuple[str, ...]]:
         return honest(named) | {wrong: ("0" * 16,)}
 
-    monkeypatch.setattr(learner.publisher, "expected_checksums", expect_another)
+    monkeypatch.setattr(weights.publisher, "expected_checksums", expect_another)
     publisher = run.start(three[:1], rejoin_delay_s=60.0)
     run.publish(V1)
     wait_until(lambda: publisher.stats.dropped_total == {"wrong_weights": 1})
@@ -524,7 +524,7 @@ def test_where_checksums_cannot_be_foretold_the_file_must_give_the_same(
         return write_snapshot(folder, version, changed(named, 9), **rest)
 
     if other_file:
-        monkeypatch.setattr(learner.publisher, "write_snapshot", write_other)
+        monkeypatch.setattr(weights.publisher, "write_snapshot", write_other)
     publisher = run.start(three[:1], check_by="reload", rejoin_delay_s=60.0)
     run.publish(V1)
     if other_file:

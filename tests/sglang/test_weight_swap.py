@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engines.models import load_causal_lm
-from engines.sglang_config import SGLangConfig, SwapMode
-from engines.sglang_engine import SGLangEngine
-from engines.sglang_http import ServerLost
-from engines.sglang_labels import Labels
-from engines.sglang_stream import StreamError
+from engines.sglang.config import SGLangConfig, SwapMode
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.http import ServerLost
+from engines.sglang.labels import Labels
+from engines.sglang.stream import StreamError
+from models.loading import load_causal_lm
 from protocol.messages import WeightVersion
-from sglang_cpu.servers import Server, Servers
+from sglang_server.servers import Server, Servers
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TOLERANCE, VOCAB, Answer, Reference, collect, request, take
 

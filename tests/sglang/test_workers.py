@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import tests.wire
-from engines.tokenizer_file import FileTokenizer
+from models.tokenizer_file import FileTokenizer
 from protocol import messages as m
 from protocol.context import ExitCode
-from sglang_cpu.servers import Server, Servers
+from sglang_server.servers import Server, Servers
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TEACHER, TOLERANCE, Reference
 from tests.wire import RUN, ScriptedBuffer

@@ -56,7 +56,7 @@ def _obey(_signum: int, _frame: FrameType | None) -> NoReturn:
 
 
 def teach(address: str, run_dir: str, pause_s: float, drain_s: float) -> None:
-    """The process. Its SIGTERM handler stands for that of `launch.roles`."""
+    """The process. Its SIGTERM handler stands for that of `launch.workers.roles`."""
     signal.signal(signal.SIGTERM, _obey)
     config: Any = SimpleNamespace(teacher=TeacherConfig(max_batch_tokens=10, device="cpu", drain_s=drain_s))
     ctx = RoleContext(

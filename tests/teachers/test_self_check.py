@@ -9,7 +9,7 @@ import pytest
 
 from builtin import TEACHER_DIR
 from engines.base import ScoreRequest, ScoreResult
-from engines.torch_scorer import TorchScorer
+from engines.torch.scorer import TorchScorer
 from teachers.config import TeacherConfig
 from teachers.self_check import LENGTHS, self_check
 

@@ -7,7 +7,7 @@ import pytest
 
 from builtin import STUDENT_DIR
 from engines.base import ScoreRequest
-from engines.torch_scorer import TorchScorer
+from engines.torch.scorer import TorchScorer
 from protocol import messages as m
 from protocol.errors import EncodeError
 from protocol.topk_codec import REST_BITS, decode_top_k

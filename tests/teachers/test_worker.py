@@ -16,15 +16,15 @@ import teachers.worker
 from buffer.config import BufferConfig
 from builtin import STUDENT_DIR
 from engines.base import Int32s, ScoreRequest, ScoreResult, ScoringEngine
-from engines.models import load_causal_lm
-from engines.snapshot import write_snapshot
-from engines.torch_scorer import TorchScorer
+from engines.torch.scorer import TorchScorer
+from models.loading import load_causal_lm
 from protocol import messages as m
 from protocol.client import Client
 from teachers.config import TeacherConfig
 from teachers.worker import TeacherWorker
 from tests.patience import PATIENCE_S
 from tests.wire import ScriptedBuffer, connected, real_buffer, receive, running
+from weights.snapshot import write_snapshot
 
 TEACHER: tuple[m.Role, str] = ("teacher", "teacher-0")
 VOCAB, CONTEXT = 50, 100

@@ -14,8 +14,8 @@ from launch.audit import record, report
 from launch.audit.command import main
 from launch.audit.record import AuditError, Batch, RecordFile, Resumed, Version
 from launch.audit.run import audit
-from learner.record_format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
 from protocol.messages import BatchItem, Settled, VersionSpan, WeightVersion
+from recording.format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
 from tests.launch.audit.written import Written, batch, begin, group, item, resumed, trained
 from tests.patience import PATIENCE_S
 
@@ -326,7 +326,8 @@ def test_the_audit_loads_nothing_of_what_it_audits() -> None:
     look = (
         "import sys, launch.audit.command; "
         "print([m for m in sys.modules if m.partition('.')[0] in "
-        "('protocol', 'engines', 'actors', 'teachers', 'buffer', 'learner', 'torch')])"
+        "('protocol', 'models', 'weights', 'engines', 'recording', 'replay', 'actors', 'teachers', 'buffer', "
+        "'learner', 'torch')])"
     )
     said = subprocess.run(
         [sys.executable, "-c", look], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=True

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from learner.batch.packing import BatchError
 from learner.objectives.advantages import EPSILON, AdvantageOptions, Rewards
 from learner.objectives.registry import ADVANTAGES, find_member
-from learner.packing import BatchError
 
 
 def _rewards(seed: int = 0, **fields: Any) -> Rewards:

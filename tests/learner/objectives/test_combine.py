@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from learner.config import LearnerConfig
-from learner.losses import TokenInputs, make_objective, token_loss
 from learner.objectives.aggregation import AggregationFn, AggregationOptions, constant, sequence_mean, token_mean
 from learner.objectives.combine import combined_advantage, domain_scales, domain_sums, teacher_coefs
+from learner.objectives.losses import TokenInputs, make_objective, token_loss
 from learner.objectives.values import whitened
-from learner.task_config import TaskConfig
+from learner.prompts.config import TaskConfig
 
 OPTIONS = AggregationOptions(max_new_tokens=9)
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from learner.batch.packing import TrainItem
 from learner.config import LearnerConfig
 from learner.objectives.domain_scale import cost_scales
 from learner.objectives.sampled import k1, k3
-from learner.packing import TrainItem
-from learner.task_config import TaskConfig
-from learner.train_step import Trainer
-from tests.learner.gradients import step_gradients
+from learner.prompts.config import TaskConfig
+from learner.step.train_step import Trainer
+from tests.learner.step.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engines.logprobs import LmHead
 from learner.objectives.distributions import DistributionFn, DistributionOptions, log_tail
 from learner.objectives.head_divergence import TopKTeacher, WholeTeacher, head_divergence
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
+from models.logprobs import LmHead
 
 T, H, V, K = 5, 4, 9, 3
 OPTIONS = DistributionOptions(weight=0.3, beta=0.2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from learner.batch.packing import TrainItem
 from learner.config import LearnerConfig
 from learner.objectives.registry import (
     ADVANTAGES,
@@ -24,8 +25,7 @@ from learner.objectives.registry import (
     find_member,
     known_members,
 )
-from learner.packing import TrainItem
-from learner.train_step import Trainer
+from learner.step.train_step import Trainer
 
 PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
 GROUPS = (ADVANTAGES, AGGREGATIONS, DISTRIBUTION_DIVERGENCES, DIVERGENCES, IMPORTANCE, TOKEN_ADVANTAGES)

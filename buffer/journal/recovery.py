@@ -1,0 +1,181 @@
+"""How a buffer's process begins: with nothing, or with what the one before it left in the journal."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from buffer.config import BufferConfig
+from buffer.core import Core, replay
+from buffer.journal.freezer import ThawError
+from buffer.journal.image import restore_image
+from buffer.journal.journal import Journal
+from buffer.journal.store import StoreCorrupt, StoreUnwritable
+from buffer.state import BufferState
+from buffer.turns import decode_turn
+from protocol.errors import RemoteProtocolError
+from protocol.handshake import Doorkeeper
+from protocol.messages import Ledger, WeightVersion
+from protocol.session_book import SessionBook
+
+log = logging.getLogger(__name__)
+
+
+class JournalError(Exception):
+    """The journal that is there cannot be gone on with. Says what to do."""
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first state of a run is made of, and who may go on with it."""
+
+    release: str
+    run_id: str
+    config: BufferConfig
+    version: WeightVersion
+    carried: Ledger | None
+    vocab_fingerprint: str | None
+    vocab_size: int | None
+
+    def core(self) -> Core:
+        return Core(BufferState(self.config, version=self.version, carried=self.carried, vocab_size=self.vocab_size))
+
+    def book(self) -> SessionBook:
+        return SessionBook(Doorkeeper(run_id=self.run_id, vocab_fingerprint=self.vocab_fingerprint))
+
+
+class Started(NamedTuple):
+    """What the buffer's loop goes on from."""
+
+    core: Core
+    book: SessionBook | None
+    """The peers of the process before this one; None when there was none."""
+    newest_s: float | None
+    """The core's clock, where it stopped."""
+    journal: Journal | None
+
+
+def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Started:
+    """Restore what `folder` holds of this run, or begin there. A journal of another run (the folder was resumed from a
+    checkpoint since) is removed. `goes_on`: a buffer of this run was there before, so that to begin would be to forget
+    what peers were told, and to give out the same numbers again. Raises JournalError."""
+    config = beginning.config
+    if not config.journal:
+        if goes_on:
+            raise JournalError(
+                "a buffer of this run has died, and buffer.journal is false; resume the run from its last checkpoint"
+            )
+        return Started(beginning.core(), None, None, None)
+    try:
+        _forget_other_run(folder, beginning.run_id)
+        journal = _open(folder, config)
+        try:
+            found = journal.store.meta()
+            if found is not None:
+                return _restored(journal, _beginning(found, folder), beginning, folder)
+            if goes_on:
+                raise JournalError(
+                    f"the journal is gone: a buffer of this run has died, and {folder} holds nothing of it; resume the "
+                    "run from its last checkpoint"
+                )
+            journal.store.begin(msgspec.msgpack.encode(beginning))
+            return Started(beginning.core(), None, None, journal)
+        except BaseException:
+            journal.close()
+            raise
+    except StoreCorrupt as error:
+        raise JournalError(f"the journal is damaged: {error}; {_remedy(folder)}") from error
+    except StoreUnwritable as error:
+        raise JournalError(
+            f"the journal cannot be opened: {error}; expected a folder {folder} that can be written and that no other "
+            "buffer has open (or set buffer.journal=false: then a buffer that dies ends the run)"
+        ) from error
+
+
+class CoreClock:
+    """Seconds that never fall and never jump: they go on where the process before stopped, as if no time had passed."""
+
+    def __init__(self, newest_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ahead_s = 0.0 if newest_s is None else newest_s - clock()
+
+    def __call__(self) -> float:
+        return self._clock() + self._ahead_s
+
+
+def _open(folder: Path, config: BufferConfig) -> Journal:
+    return Journal(
+        folder,
+        sync=config.journal_sync,
+        log_bytes=config.journal_log_mb << 20,
+        reserve_bytes=config.journal_reserve_mb << 20,
+        memory_bytes=config.journal_memory_mb << 20,
+    )
+
+
+def _forget_other_run(folder: Path, run_id: str) -> None:
+    """Without opening what a loss of power may have damaged: a run that was resumed does not need it."""
+    told = folder / "run_id"
+    try:
+        if told.exists() and told.read_text() != run_id:
+            log.warning("the journal of %s is removed: this is %s", told.read_text(), run_id)
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # plans with keys pass through it
+        if not told.exists():
+            told.write_text(run_id)
+    except OSError as error:
+        raise StoreUnwritable(str(error)) from error
+
+
+def _beginning(body: bytes, folder: Path) -> Beginning:
+    try:
+        return msgspec.msgpack.decode(body, type=Beginning)
+    except msgspec.DecodeError as error:
+        raise JournalError(f"the journal is another release's: {error}; {_remedy(folder)}") from error
+
+
+def _expect_same(former: Beginning, beginning: Beginning, folder: Path) -> None:
+    if former.release != beginning.release:
+        raise JournalError(
+            f"the journal was written by release {former.release} of the buffer's code, this is {beginning.release}, "
+            f"and the same turns may mean something else to it; go on with that release, or: {_remedy(folder)}"
+        )
+    was, now = msgspec.structs.asdict(former.config), msgspec.structs.asdict(beginning.config)
+    differ = [f"{key} was {was[key]}, is {now[key]}" for key in was if was[key] != now[key]]
+    if differ:
+        raise JournalError(
+            f"buffer settings of this run have changed: {'; '.join(differ)}; start it with those it had, or: "
+            f"{_remedy(folder)}"
+        )
+
+
+def _remedy(folder: Path) -> str:
+    return f"remove {folder} and resume the run from its last checkpoint (what was not trained by then is done again)"
+
+
+def _restored(journal: Journal, former: Beginning, beginning: Beginning, folder: Path) -> Started:
+    _expect_same(former, beginning, folder)
+    began_s = time.monotonic()
+    book = beginning.book()
+    core, newest_s = former.core(), None
+    try:
+        image = journal.store.image()
+        if image is not None:
+            core, newest_s = restore_image(image, book)
+            journal.image_read(len(image))
+        newest_s = replay(core, book, map(decode_turn, journal.store.turns())) or newest_s
+    except (ThawError, msgspec.DecodeError, RemoteProtocolError) as error:
+        raise StoreCorrupt(f"{journal.store.path}: {type(error).__name__}: {error}") from error
+    log.info(
+        "restored in %.2f s: an image of %d KiB and %d KiB of turns; %d peers are expected back",
+        time.monotonic() - began_s,
+        (0 if image is None else len(image)) >> 10,
+        journal.store.log_bytes >> 10,
+        len(book.sessions),
+    )
+    return Started(core, book, newest_s, journal)

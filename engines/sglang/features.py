@@ -1,0 +1,314 @@
+"""What a server can do, found out by asking it once at connect, never from its version number."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from engines.sglang.config import ServerConfig, SGLangConfig
+from engines.sglang.http import RequestRefused, ServerLink
+from engines.sglang.stream import Chunk, StreamError, decode_chunk
+from weights.checks import Precision
+
+LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
+
+_PROMPT: Final = [1, 2, 3]
+"""Ids that every vocabulary has."""
+_STREAM_TOKENS: Final = 16
+_PROBE_TEMPERATURE: Final = 2.0
+_SAME_NATS: Final = 1e-2
+_FLUSH_TOKENS: Final = 512
+"""Of the request that is at work while the cache is flushed; it is ended right after."""
+_FLUSH_TRIES: Final = 3
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What /get_server_info is read for; a field that a version lacks is None."""
+
+    version: str = "unknown"
+    max_req_input_len: int | None = None
+    max_running_requests: int | None = None
+    max_total_num_tokens: int | None = None
+    incremental_streaming_output: bool | None = None
+    tp_size: int = 1
+    device: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        if self.quantization or (self.kv_cache_dtype or "").startswith("fp8"):
+            return "quantized"
+        return "float32" if self.dtype == "float32" and not (self.device or "cuda").startswith("cuda") else "half"
+
+
+class _Model(msgspec.Struct, frozen=True):
+    max_model_len: int
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+class _TopMeta(msgspec.Struct, frozen=True):
+    output_top_logprobs: list[list[tuple[float, int, Any]]]
+    weight_versions: list[Any] | None = None
+
+
+class _TopReply(msgspec.Struct, frozen=True):
+    meta_info: _TopMeta
+
+
+class Features(msgspec.Struct, frozen=True, kw_only=True):
+    """One server, as measured."""
+
+    version: str
+    """For people; nothing is decided by it."""
+    weights_label: str
+    """What it calls its weights now."""
+    max_context: int
+    """Tokens of prompt and answer together."""
+    max_prompt: int
+    """Tokens of a prompt."""
+    max_running: int | None
+    device: Literal["cpu", "cuda"]
+    """Where its model is."""
+    tp_size: int
+    """Processes that hold a part of the model each; as many ranks in a weight group."""
+    update_sessions: bool
+    """Weight updates go between /begin_weight_update and /end_weight_update."""
+    pausing: bool
+    """Has /pause_generation and /continue_generation."""
+    labels_settable: bool
+    """Has /update_weight_version."""
+    checksums: bool
+    """Has /weights_checker."""
+    version_spans: bool
+    """The last chunk says which weights sampled which token."""
+    incremental_stream: bool
+    """A chunk has the new tokens only, not all so far."""
+    stream_interval: bool
+    """A request may say how many tokens a chunk shall have."""
+    logprob_temperature: LogprobTemperature
+    """Log-probs of sampled tokens are of softmax(logits / temperature) (`as_sampled`), or at temperature 1 (`one`)."""
+    greedy_logprobs_at_one: bool
+    """At temperature 0 log-probs are those of temperature 1."""
+    precision: Precision = "half"
+    """Of what it computes with."""
+    flushes_while_paused: bool | None = None
+    """Forgets cached prefixes though requests wait for the end of a pause. One that cannot ends itself when new weights
+    come in mode `retract`. None: not asked, as another mode is configured."""
+
+    def table(self) -> str:
+        """For the log and for people: a line per feature."""
+        flushes = self.flushes_while_paused
+        rows = {
+            "SGLang": self.version,
+            "weights": self.weights_label,
+            "context": f"{self.max_context} tokens, prompts up to {self.max_prompt}",
+            "running requests": "not said" if self.max_running is None else f"up to {self.max_running}",
+            "device": f"{self.device}, {self.tp_size} process{'' if self.tp_size == 1 else 'es'}, {self.precision}",
+            "weight updates": "in sessions" if self.update_sessions else "without sessions",
+            "pause and continue": "yes" if self.pausing else "no",
+            **({} if flushes is None else {"new weights in a pause": "yes" if flushes else "no: it would end itself"}),
+            "checksums": "yes" if self.checksums else "no",
+            "versions of tokens": "spans" if self.version_spans else "no spans: requests are cut at every swap",
+            "stream": ("incremental" if self.incremental_stream else "cumulative")
+            + (", in pieces as asked for" if self.stream_interval else ", in pieces of --stream-interval"),
+            "log-probs": "of the temperature sampled at" if self.logprob_temperature == "as_sampled" else "at T = 1",
+            "greedy log-probs": "at T = 1" if self.greedy_logprobs_at_one else "not at T = 1: greedy is refused",
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+class ServerMismatch(ValueError):
+    """The server is not as it was configured; starting it or its worker again would not help."""
+
+
+def check_layout(features: Features, server: ServerConfig) -> None:
+    """Compare what the server says of itself with what GPUs were handed out and ranks counted by. Raises
+    ServerMismatch."""
+    if features.tp_size != server.tp:
+        raise ServerMismatch(
+            f"the server says tp_size = {features.tp_size}, but server.tp is {server.tp}: ranks of the weight group "
+            f"would overlap, or be missing; expected server.tp = {features.tp_size}, or a server with {server.tp}"
+        )
+    if server.device != "auto" and features.device != server.device:
+        raise ServerMismatch(
+            f"the server's model is on {features.device}, but server.device is {server.device}; look into its log for "
+            "why, or set server.device"
+        )
+
+
+def probe_server(url: str, config: SGLangConfig, *, api_key: str = "") -> Features:
+    """What the server there can do, for people who want to know before a run. Raises as `detect_features` does."""
+    link = ServerLink(url, config, api_key=api_key)
+    try:
+        return link.run(detect_features(link), timeout_s=2 * config.connect_timeout_s)
+    finally:
+        link.close()
+
+
+def write_features(run_dir: Path, worker: str, url: str, features: Features) -> None:
+    """Leave them in the run folder, at servers/WORKER.json, for the launcher to show."""
+    path = run_dir / "servers" / f"{worker}.json"
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.encode({"url": url, "features": features}))
+    temporary.replace(path)
+
+
+def why_unfit(features: Features, config: SGLangConfig) -> str | None:
+    """Why the server cannot write under this configuration, with what to do; None: it can."""
+    if config.update_mode != "retract":
+        return None
+    if not features.pausing:
+        lacks = "cannot be paused"
+    elif not features.version_spans:
+        lacks = "does not say which weights sampled which token of a request that went on under new ones"
+    elif not features.flushes_while_paused:
+        lacks = "ends itself when new weights come while requests wait"
+    else:
+        return None
+    return (
+        f"SGLang {features.version} {lacks}, and update_mode is retract; use abort, which recomputes the KV cache as "
+        "well, or an SGLang that can (0.5.21 and later could when they were tried)"
+    )
+
+
+async def detect_features(link: ServerLink) -> Features:
+    """Wait until the server answers, then ask. Raises ServerUnavailable past connect_timeout_s, StreamError for answers
+    that make no sense."""
+    await link.wait_until_up()
+    model = await link.model_info()
+    info = msgspec.json.decode(await link.get("/get_server_info"), type=ServerInfo)
+    max_context = msgspec.json.decode(await link.get("/v1/models"), type=_Models).data[0].max_model_len
+    at_one, spans = await _top_two(link, 1.0)
+    at_probe, _ = await _top_two(link, _PROBE_TEMPERATURE)
+    incremental, interval, greedy = await _probe_stream(link, info)
+    pausing = await link.has_endpoint("/pause_generation")
+    flushes = None
+    if link.config.update_mode == "retract" and pausing:
+        flushes = await _flushes_while_paused(link, min(_FLUSH_TOKENS, max_context - 2 * len(_PROMPT)))
+    return Features(
+        version=info.version,
+        weights_label=model.weight_version,
+        max_context=max_context,
+        # A prompt of max_req_input_len tokens is refused already (0.5.23).
+        max_prompt=min(info.max_req_input_len or max_context, max_context) - 1,
+        max_running=info.max_running_requests,
+        device="cuda" if (info.device or "").startswith("cuda") else "cpu",
+        tp_size=info.tp_size,
+        update_sessions=await link.has_endpoint("/begin_weight_update"),
+        pausing=pausing,
+        labels_settable=await link.has_endpoint("/update_weight_version"),
+        checksums=await link.has_endpoint("/weights_checker"),
+        version_spans=spans,
+        incremental_stream=incremental,
+        stream_interval=interval,
+        logprob_temperature=_logprob_temperature(at_one, at_probe),
+        greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
+        precision=info.precision,
+        flushes_while_paused=flushes,
+    )
+
+
+def _body(temperature: float, n_tokens: int, interval: int = 0, **more: Any) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": n_tokens, "ignore_eos": True}
+    if interval:
+        sampling["stream_interval"] = interval
+    return {"input_ids": _PROMPT, "sampling_params": sampling, "return_logprob": True, **more}
+
+
+async def _top_two(link: ServerLink, temperature: float) -> tuple[tuple[float, float], bool]:
+    """Log-probs of the two likeliest next tokens, and whether version spans come with the reply."""
+    try:
+        text = await link.post(
+            "/generate", _body(temperature, 1, top_logprobs_num=2), timeout_s=link.config.stall_timeout_s
+        )
+    except RequestRefused as error:
+        raise StreamError(f"the server refuses log-probs of generated tokens: {error}") from error
+    meta = msgspec.json.decode(text, type=_TopReply).meta_info
+    (first, *_), (second, *_) = meta.output_top_logprobs[0]
+    return (first, second), meta.weight_versions is not None
+
+
+def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, float]) -> LogprobTemperature:
+    """softmax(logits / T) divides every difference of log-probs by T. Differences too small to tell are settled by the
+    likeliest log-prob, which T > 1 lowers."""
+    gap_one, gap_probe = at_one[0] - at_one[1], at_probe[0] - at_probe[1]
+    if abs(gap_one) > 10 * _SAME_NATS:
+        return "as_sampled" if abs(gap_probe - gap_one / _PROBE_TEMPERATURE) < abs(gap_probe - gap_one) else "one"
+    return "one" if abs(at_probe[0] - at_one[0]) < _SAME_NATS else "as_sampled"
+
+
+async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, bool, float]:
+    """Whether chunks are increments, whether a request may set their size, and the log-prob of the first greedy
+    token. Servers refuse sampling parameters that they do not know."""
+    may_set = True
+    try:
+        chunks = await _greedy_stream(link, interval=2)
+    except RequestRefused:
+        may_set = False
+        chunks = await _greedy_stream(link, interval=0)
+    entries = [entry for chunk in chunks for entry in chunk.meta_info.output_token_logprobs]
+    if not entries or entries[0][0] is None:
+        raise StreamError("the server's stream has no log-probs")
+    incremental = chunks_are_increments(chunks)
+    if incremental is None:
+        incremental = bool(info.incremental_streaming_output)
+    return incremental, may_set, entries[0][0]
+
+
+async def _greedy_stream(link: ServerLink, interval: int) -> list[Chunk]:
+    body = _body(0.0, _STREAM_TOKENS, interval, stream=True)
+    async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
+        return [decode_chunk(text) async for text in texts]
+
+
+async def _flushes_while_paused(link: ServerLink, n_tokens: int) -> bool:
+    """Tried with a request that is at work: the pause puts it back among those that wait. That it still had to be
+    aborted afterwards shows that it was there when the flush came."""
+    for _ in range(_FLUSH_TRIES):
+        rid = f"probe-{secrets.token_hex(4)}"
+        flushed: bool | None = None
+        finish = ""
+        body = _body(1.0, n_tokens, stream=True, rid=rid)
+        async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
+            async for text in texts:
+                said = decode_chunk(text).meta_info.finish_reason
+                finish = "" if said is None else said.type
+                if flushed is None and not finish:
+                    flushed = await _flush_in_a_pause(link)
+                    await link.post("/abort_request", {"rid": rid})
+        if flushed is False or (flushed and finish == "abort"):
+            return flushed
+    raise StreamError(f"the server ended a request of {n_tokens} tokens before it could be paused")
+
+
+async def _flush_in_a_pause(link: ServerLink) -> bool:
+    await link.post("/pause_generation", {"mode": "retract"})
+    try:
+        await link.post("/flush_cache", {})
+    except RequestRefused:
+        return False
+    finally:
+        await link.post("/continue_generation", {})
+    return True
+
+
+def chunks_are_increments(chunks: Sequence[Chunk]) -> bool | None:
+    """None when they do not tell. The first chunk with tokens never does, however many it has: a busy server puts
+    several steps into one chunk."""
+    telling = [chunk for chunk in chunks if chunk.output_ids][1:]
+    if not telling:
+        return None
+    return any(len(chunk.output_ids) < chunk.meta_info.completion_tokens for chunk in telling)

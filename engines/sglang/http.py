@@ -1,0 +1,362 @@
+"""The connection to one SGLang server: one pooled HTTP client on an event loop in a thread of its own.
+
+    any thread --run/spawn--> event loop --> server
+                                 |
+                              monitor: GET /model_info every `health_every_s`, which answers even while generation is
+                              paused (/health then takes 20 s and says no); it opens and closes the circuit breaker
+
+Every call has a deadline. While the breaker is open nothing but the monitor's question is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any, Final, TypeVar, cast
+
+import aiohttp
+import msgspec
+
+from engines.sglang.config import SGLangConfig
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
+"""Environment variable with the bearer key of the servers that the launcher started; not used with `urls`."""
+_FIRST_BACKOFF_S: Final = 0.05
+_LONGEST_BACKOFF_S: Final = 2.0
+_CONNECT_RETRY_S: Final = 0.3
+_RETRY_STATUS: Final = frozenset({429, 500, 502, 503, 504})
+_WRONG_METHOD: Final = 405
+_DATA: Final = b"data: "
+_DONE: Final = b"[DONE]"
+
+
+class ServerUnavailable(RuntimeError):
+    """The server did not answer, or not in time; another attempt may succeed."""
+
+
+class RequestRefused(RuntimeError):
+    """The server answered that it does not want this request; another attempt is pointless."""
+
+
+class ServerLost(Exception):
+    """The server is away or stuck for longer than anybody waits, or another one answers in its place. Its worker ends
+    with ExitCode.SERVER_LOST, so that whoever runs the server starts it again."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What /model_info is read for."""
+
+    weight_version: str
+    model_path: str = ""
+
+
+class CircuitBreaker:
+    """Opens after failures in a row, closes with a success. Belongs to the event loop."""
+
+    def __init__(self, failures_to_open: int) -> None:
+        self._failures_to_open = failures_to_open
+        self._failures = 0
+        self.opened_total = 0
+        self._opened_s = 0.0
+        self._closed = asyncio.Event()
+        self._closed.set()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed.is_set()
+
+    @property
+    def open_for_s(self) -> float:
+        """0 when it is closed."""
+        return time.monotonic() - self._opened_s if self.is_open else 0.0
+
+    def failed(self) -> None:
+        self._failures += 1
+        if self._failures >= self._failures_to_open and self._closed.is_set():
+            self._closed.clear()
+            self._opened_s = time.monotonic()
+            self.opened_total += 1
+
+    def succeeded(self) -> None:
+        self._failures = 0
+        self._closed.set()
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        """Raises ServerUnavailable."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._closed.wait()
+        except TimeoutError:
+            raise ServerUnavailable(
+                f"circuit open after {self._failures} failures in a row, and no answer for {timeout_s:.3g} s more"
+            ) from None
+
+
+class ServerLink:
+    """See the module. `run` may be called from any thread but the loop's; the coroutines run on the loop."""
+
+    def __init__(self, url: str, config: SGLangConfig, *, api_key: str = "") -> None:
+        """`api_key`: bearer key of the server; without one, that in the environment variable `config.api_key_env`.
+        Connects to nothing yet. Raises ValueError when that is not set, or the key cannot stand in a header."""
+        self.url: Final = url.rstrip("/")
+        self.config = config
+        self._headers = _headers(api_key, config)
+        self._thread = threading.Thread(target=self._main, name="sglang-http", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread.start()
+        self._closed = False
+        self.requests_total = 0
+        self.sent_bytes_total = 0
+        self.received_bytes_total = 0
+        self.on_info: Callable[[ModelInfo, float], None] | None = None
+        """Called on the loop with every answer of the monitor, and when it was asked for (time.monotonic)."""
+        self._lost: str | None = None
+        try:
+            self.breaker, self._session = self.run(self._open(), timeout_s=config.control_timeout_s)
+        except BaseException:
+            self._join()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+        """Run on the loop and wait. Raises what it raised, or ServerUnavailable past `timeout_s`."""
+
+        async def outcome() -> tuple[T | None, Exception | None]:
+            try:
+                return await coroutine, None
+            except Exception as error:  # raised below, if anybody still waits; asyncio would log it otherwise
+                return None, error
+
+        future = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
+        try:
+            result, error = future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise ServerUnavailable(f"{self.url}: no result within {timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Start on the loop without waiting. The coroutine handles its own errors."""
+        self._loop.call_soon_threadsafe(self.start_task, coroutine)
+
+    def call_soon(self, function: Callable[..., None], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def start_monitor(self) -> None:
+        self.spawn(self._monitor())
+
+    def declare_lost(self, reason: str) -> None:
+        """From any thread: this server will not do any more. The first reason stands."""
+        if self._lost is None:
+            self._lost = f"{self.url}: {reason}"
+            log.error("server lost: %s", self._lost)
+
+    def raise_if_lost(self) -> None:
+        """Raises ServerLost."""
+        if self._lost is not None:
+            raise ServerLost(self._lost)
+
+    def close(self) -> None:
+        """Cancel everything, close the connections, join the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(ServerUnavailable):
+            self.run(self._shut(), timeout_s=self.config.control_timeout_s)
+        self._join()
+
+    # ------------------------------------------------------------------------------- coroutines, on the loop
+
+    async def model_info(self) -> ModelInfo:
+        return msgspec.json.decode(await self.get("/model_info"), type=ModelInfo)
+
+    async def wait_until_up(self) -> None:
+        """Raises ServerUnavailable past connect_timeout_s."""
+        deadline_s = time.monotonic() + self.config.connect_timeout_s
+        while True:
+            try:
+                await self.model_info()
+                return
+            except ServerUnavailable:
+                if time.monotonic() + _CONNECT_RETRY_S > deadline_s:
+                    raise
+                await asyncio.sleep(_CONNECT_RETRY_S)
+
+    async def get(self, path: str) -> bytes:
+        return await self._once("GET", path, None, self.config.control_timeout_s)
+
+    async def has_endpoint(self, path: str) -> bool:
+        """Whether GET or POST is answered there. HEAD is refused with another status then, and does nothing."""
+        try:
+            async with self._session.head(path, timeout=_total(self.config.control_timeout_s)) as reply:
+                return reply.status == _WRONG_METHOD
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unavailable(path, error) from error
+
+    async def post(self, path: str, body: Any, *, timeout_s: float | None = None) -> bytes:
+        """One attempt. Raises ServerUnavailable or RequestRefused."""
+        payload = msgspec.json.encode(body)
+        return await self._once("POST", path, payload, timeout_s or self.config.control_timeout_s)
+
+    async def post_again(self, path: str, body: Any, *, timeout_s: float, deadline_s: float) -> bytes:
+        """POST until it succeeds, is refused, or the clock (time.monotonic) passes `deadline_s`; each attempt may take
+        `timeout_s`. For requests that may be repeated."""
+        payload = msgspec.json.encode(body)
+        for backoff_s in backoffs():
+            left_s = deadline_s - time.monotonic()
+            await self.breaker.wait_closed(max(left_s, 0.0))
+            try:
+                return await self._once("POST", path, payload, timeout_s)
+            except ServerUnavailable:
+                if time.monotonic() + backoff_s >= deadline_s:
+                    raise
+            await asyncio.sleep(backoff_s)
+        raise AssertionError("backoffs() ended")
+
+    async def stream(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
+        """JSON texts of a reply of `data:` lines. No deadline of its own: the caller watches for silence.
+        Raises ServerUnavailable when the connection breaks or ends before [DONE]."""
+        payload = msgspec.json.encode(body)
+        self._count(payload)
+        try:
+            async with self._session.post(path, data=payload, timeout=_no_timeout(self.config)) as reply:
+                await self._check(path, reply)
+                rest = b""
+                async for block in reply.content.iter_any():
+                    self.received_bytes_total += len(block)
+                    *lines, rest = (rest + block).split(b"\n")
+                    for line in lines:
+                        if not line.startswith(_DATA):
+                            continue
+                        text = line[len(_DATA) :].strip()
+                        if text == _DONE:
+                            self.breaker.succeeded()
+                            return
+                        yield text
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unavailable(path, error) from error
+        raise self._unavailable(path, EOFError("the stream ended before [DONE]"))
+
+    async def _once(self, method: str, path: str, payload: bytes | None, timeout_s: float) -> bytes:
+        self._count(payload or b"")
+        try:
+            async with self._session.request(method, path, data=payload, timeout=_total(timeout_s)) as reply:
+                await self._check(path, reply)
+                text = await reply.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unavailable(path, error) from error
+        self.received_bytes_total += len(text)
+        self.breaker.succeeded()
+        return text
+
+    async def _check(self, path: str, reply: aiohttp.ClientResponse) -> None:
+        if reply.status < 400:
+            return
+        said = f"{self.url}{path}: HTTP {reply.status}: {(await reply.text())[:500]}"
+        if reply.status in _RETRY_STATUS:
+            self.breaker.failed()
+            raise ServerUnavailable(said)
+        raise RequestRefused(said)
+
+    def _unavailable(self, path: str, error: BaseException) -> ServerUnavailable:
+        self.breaker.failed()
+        return ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}")
+
+    def _count(self, payload: bytes) -> None:
+        self.requests_total += 1
+        self.sent_bytes_total += len(payload)
+
+    async def _monitor(self) -> None:
+        while True:
+            try:
+                asked_s = time.monotonic()
+                info = await self.model_info()
+                if self.on_info is not None:
+                    self.on_info(info, asked_s)
+            except (ServerUnavailable, RequestRefused, ValueError) as error:
+                log.warning("health: %s", error)
+                self._lose_if_away_for_long(error)
+            await asyncio.sleep(self.config.health_every_s)
+
+    def _lose_if_away_for_long(self, error: Exception) -> None:
+        away_s = self.breaker.open_for_s
+        if away_s > self.config.start_timeout_s:
+            self.declare_lost(
+                f"no answer for {away_s:.0f} s more after it was found to be away (start_timeout_s): {error}"
+            )
+
+    # ------------------------------------------------------------------------------------------- the thread
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _join(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """`spawn` for callers on the loop. `close` cancels it."""
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _open(self) -> tuple[CircuitBreaker, aiohttp.ClientSession]:
+        # Limited by max_concurrent, not by the pool: an abort must never wait for a free connection.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
+        session = aiohttp.ClientSession(
+            self.url, connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+        )
+        return CircuitBreaker(self.config.breaker_failures), session
+
+    async def _shut(self) -> None:
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._session.close()
+
+
+def _headers(api_key: str, config: SGLangConfig) -> dict[str, str]:
+    """Errors never show the key."""
+    where = "the server's key"
+    if not api_key and config.api_key_env:
+        where = f"environment variable {config.api_key_env} (api_key_env)"
+        api_key = os.environ.get(config.api_key_env, "")
+        if not api_key:
+            raise ValueError(f"{where} is not set; expected the bearer key of the server")
+    if not api_key:
+        return {"Content-Type": "application/json"}
+    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+        raise ValueError(f"{where}: expected printable ASCII without blanks; it has other characters")
+    return {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+
+
+def backoffs() -> Iterator[float]:
+    """Endless waits between attempts, in seconds: doubling, with jitter so that clients do not come back together."""
+    wait_s = _FIRST_BACKOFF_S
+    while True:
+        yield wait_s * random.uniform(0.5, 1.0)
+        wait_s = min(2 * wait_s, _LONGEST_BACKOFF_S)
+
+
+def _total(timeout_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=timeout_s)
+
+
+def _no_timeout(config: SGLangConfig) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, sock_connect=config.control_timeout_s)

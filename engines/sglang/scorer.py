@@ -1,0 +1,204 @@
+"""A teacher on an SGLang server: prompt log-probs of the new tokens only, many requests at once.
+
+A growing rollout comes back with a longer prefix each time. Log-probs are asked for from `start - 1` on, so that the
+server's prefix cache serves everything before, and the reply holds nothing that is known already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from engines.base import ScoreRequest, ScoreResult
+from engines.sglang.config import SGLangConfig
+from engines.sglang.features import Features, detect_features
+from engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
+from engines.sglang.requests import check_ids
+from engines.sglang.stream import StreamError
+
+log = logging.getLogger(__name__)
+
+_Entry: TypeAlias = tuple[float | None, int, Any]
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    input_token_logprobs: list[_Entry]
+    input_top_logprobs: list[list[_Entry] | None] | None = None
+    cached_tokens: int = 0
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    meta_info: _Meta
+
+
+_DECODER: Final = msgspec.json.Decoder(_Reply)
+
+
+class SGLangScorer:
+    """A ScoringEngine (engines.base). `score` is called from one thread."""
+
+    def __init__(self, url: str, config: SGLangConfig, *, vocab_size: int, api_key: str = "") -> None:
+        """Connects. Raises ServerUnavailable when the server does not answer within connect_timeout_s."""
+        self._config = config
+        self._vocab_size = vocab_size
+        self._cached_tokens = 0
+        self._answered_s = 0.0
+        self._closed = False
+        self.server: Final = ServerLink(url, config, api_key=api_key)
+        try:
+            self.features: Final[Features] = self.server.run(
+                detect_features(self.server), timeout_s=2 * config.connect_timeout_s
+            )
+        except BaseException:
+            self.server.close()
+            raise
+        self._model: ModelInfo | None = None
+        self.server.on_info = self._note_info
+        self.server.start_monitor()
+        for line in (f"SGLang server at {url}", *self.features.table().splitlines()):
+            log.info("%s", line)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a request; SGLang takes somewhat fewer than the model's window."""
+        return self.features.max_prompt
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Running totals, for heartbeats and measurements."""
+        return {
+            "http_requests_total": float(self.server.requests_total),
+            "http_sent_bytes_total": float(self.server.sent_bytes_total),
+            "http_received_bytes_total": float(self.server.received_bytes_total),
+            "prompt_tokens_cached_total": float(self._cached_tokens),
+            "breaker_opened_total": float(self.server.breaker.opened_total),
+        }
+
+    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+        """See the interface; results in the order of the requests. Also raises ValueError for more than max_context
+        tokens and top_k outside [0, vocab_size], ServerUnavailable when one request found no answer in time (the others
+        are cancelled: a grade is cheap to ask for again), ServerLost when none did, RuntimeError after close()."""
+        if self._closed:
+            raise RuntimeError("the scorer is closed")
+        self.server.raise_if_lost()
+        if not 0 <= top_k <= self._vocab_size:
+            raise ValueError(f"top_k {top_k}; expected 0 (off) to {self._vocab_size} (vocabulary)")
+        for index, request in enumerate(requests):
+            self._check(index, request)
+        one_s = self._config.start_timeout_s + self._config.stall_timeout_s
+        rounds = 1 + math.ceil(len(requests) / self._config.max_concurrent)
+        asked_s = time.monotonic()
+        try:
+            return self.server.run(self._score_all(requests, top_k), timeout_s=rounds * one_s)
+        except ServerUnavailable as error:
+            if self._answered_s < asked_s:
+                self.server.declare_lost(f"not one grade in {time.monotonic() - asked_s:.0f} s: {error}")
+            self.server.raise_if_lost()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        self.server.close()
+
+    def _note_info(self, info: ModelInfo, asked_s: float) -> None:
+        """A teacher's weights never change: if they do, it is another server that answers, or somebody trains it."""
+        if self._model is not None and info != self._model:
+            self.server.declare_lost(f"it had {self._model} and has {info} now")
+        self._model = self._model or info
+
+    async def _score_all(self, requests: Sequence[ScoreRequest], top_k: int) -> list[ScoreResult]:
+        slots = asyncio.Semaphore(self._config.max_concurrent)
+
+        async def score_in_turn(request: ScoreRequest) -> ScoreResult:
+            if request.start == len(request.token_ids):
+                return ScoreResult.empty(top_k)
+            async with slots:
+                return await self._score_one(request, top_k)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(score_in_turn(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _score_one(self, request: ScoreRequest, top_k: int) -> ScoreResult:
+        body: dict[str, Any] = {
+            "input_ids": request.token_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": request.start - 1,
+        }
+        if top_k:
+            body["top_logprobs_num"] = top_k
+        deadline_s = time.monotonic() + self._config.start_timeout_s
+        text = await self.server.post_again(
+            "/generate", body, timeout_s=self._config.stall_timeout_s, deadline_s=deadline_s
+        )
+        self._answered_s = time.monotonic()
+        meta = _DECODER.decode(text).meta_info
+        self._cached_tokens += meta.cached_tokens
+        return read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k, self._vocab_size)
+
+    def _check(self, index: int, request: ScoreRequest) -> None:
+        ids, length = request.token_ids, len(request.token_ids)
+        if ids.ndim != 1 or not 1 <= request.start <= length:
+            raise ValueError(
+                f"request {index}: start {request.start} with token ids of shape {ids.shape}; expected ids [end] and "
+                "1 <= start <= end (the first token has no context to be graded in)"
+            )
+        if length > self.max_context:
+            raise ValueError(f"request {index}: {length} tokens; the server takes up to {self.max_context}")
+        check_ids(f"request {index}", ids, self._vocab_size)
+
+
+def decode_scores(reply: bytes, request: ScoreRequest, *, vocab_size: int) -> ScoreResult:
+    """Of a reply of /generate to `request`. Raises StreamError, and msgspec.DecodeError for what is no reply."""
+    return read_scores(request, _DECODER.decode(reply).meta_info.input_token_logprobs, None, 0, vocab_size)
+
+
+def read_scores(
+    request: ScoreRequest,
+    entries: Sequence[_Entry],
+    top: Sequence[list[_Entry] | None] | None,
+    top_k: int,
+    vocab_size: int,
+) -> ScoreResult:
+    """The server's entries start at `start - 1`, whose own log-prob it was not asked for. Raises StreamError when they
+    are not those of the tokens asked for, or not numbers. The last id of the vocabulary comes back as 0, with the
+    log-prob that is its own: SGLang (0.5.17 to 0.5.23) takes it for padding."""
+    wanted_N = request.token_ids[request.start :]
+    entries = entries[1:]
+    got_N = np.array([entry[1] for entry in entries], np.int32)
+    if len(got_N) == len(wanted_N):
+        got_N[(wanted_N == vocab_size - 1) & (got_N == 0)] = vocab_size - 1
+    if not np.array_equal(got_N, wanted_N):
+        raise StreamError(f"asked for log-probs of {len(wanted_N)} tokens, got {len(got_N)} or of other tokens")
+    logprobs_N = _finite([entry[0] for entry in entries])
+    if not top_k:
+        return ScoreResult(logprobs_N)
+    rows = [] if top is None else [row for row in top[1:] if row is not None and len(row) == top_k]
+    if len(rows) != len(wanted_N):
+        raise StreamError(f"asked for the top {top_k} at {len(wanted_N)} positions, got {len(rows)} such rows")
+    top_ids_NK = np.array([[entry[1] for entry in row] for row in rows], np.int32)
+    top_logprobs_NK = _finite([entry[0] for row in rows for entry in row]).reshape(top_ids_NK.shape)
+    return ScoreResult(logprobs_N, top_ids_NK, top_logprobs_NK)
+
+
+def _finite(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    array = np.array([math.nan if value is None else value for value in values], np.float32)
+    if not np.isfinite(array).all():
+        raise StreamError(f"log-prob {int(np.flatnonzero(~np.isfinite(array))[0])} of a reply is not a finite number")
+    return array

@@ -1,0 +1,179 @@
+"""One request's stream of JSON chunks: which tokens are new, and which weights sampled them. Pure: no I/O.
+
+What a server says about versions: every chunk is *stamped* with the version that was live when the chunk was put
+together, which may be later than when its tokens were sampled; the last chunk may carry *spans*, which are per token.
+New weights sample only after the stamp has changed (requests run on only when the update was acknowledged). So a
+token lies between `floor`, the version known to be live when the request was sent, and its chunk's stamp:
+
+    stamp == floor      the token's version is known; it leaves at once
+    stamp != floor      held back, with all that follow, until the spans come with the last chunk
+    no spans come       an error: a version is never guessed
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from engines.sglang.labels import Labels
+from protocol.messages import VersionSpan, WeightVersion
+
+
+class StreamError(ValueError):
+    """A server's answer that cannot be used."""
+
+
+class SpanSaid(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were sampled under the weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class FinishSaid(msgspec.Struct, frozen=True):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+    """Of an abort by the server."""
+
+
+class MetaInfo(msgspec.Struct, frozen=True):
+    """What is read of meta_info; the rest is skipped by the decoder."""
+
+    weight_version: str = ""
+    finish_reason: FinishSaid | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] = msgspec.field(
+        default_factory=list[tuple[float | None, int, Any]]
+    )
+    weight_versions: list[SpanSaid] | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One `data:` line of /generate."""
+
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+_DECODER: Final = msgspec.json.Decoder(Chunk)
+
+
+def decode_chunk(text: bytes) -> Chunk:
+    """Raises StreamError for anything else, an error message of the server among them."""
+    try:
+        return _DECODER.decode(text)
+    except msgspec.DecodeError as error:
+        raise StreamError(f"{error}; the server said {text[:300]!r}") from error
+
+
+@dataclass(slots=True)
+class NewTokens:
+    """Tokens whose version is known; spans cover [0, len(ids))."""
+
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+
+    def extend(self, other: NewTokens) -> None:
+        """Append; neighbouring spans of one version become one."""
+        offset = len(self.ids)
+        self.ids += other.ids
+        self.logprobs += other.logprobs
+        for span in other.spans:
+            start = offset + span.start
+            if self.spans and self.spans[-1].version == span.version:
+                start = self.spans.pop().start
+            self.spans.append(VersionSpan(span.version, start, offset + span.end))
+
+
+FinishReason: TypeAlias = Literal["stop", "length", "aborted", "error"]
+
+
+class TokenStream:
+    """Reads the chunks of one request, in order."""
+
+    def __init__(self, *, incremental: bool, floor: WeightVersion, labels: Labels) -> None:
+        self._incremental = incremental
+        self._floor = floor
+        self._labels = labels
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._n_given = 0
+        self._holding = False
+        self.finish: FinishSaid | None = None
+
+    @property
+    def n_seen(self) -> int:
+        """Tokens received so far, held ones included."""
+        return len(self._ids)
+
+    def take(self, chunk: Chunk) -> NewTokens:
+        """What can be handed on after this chunk. Raises StreamError."""
+        meta = chunk.meta_info
+        self._append(chunk)
+        self.finish = meta.finish_reason
+        if meta.finish_reason is not None and meta.weight_versions is not None:
+            return self._settle(meta.weight_versions)
+        if len(self._ids) == self._n_given:
+            return NewTokens()
+        self._holding |= self._labels.parse(meta.weight_version) != self._floor
+        if not self._holding:
+            return self._give([VersionSpan(self._floor, self._n_given, len(self._ids))])
+        if meta.finish_reason is not None:
+            raise StreamError(
+                f"sampled between weights {self._floor} and {meta.weight_version}, and this server does not say which "
+                "token under which; swap weights with update_mode abort"
+            )
+        return NewTokens()
+
+    def _append(self, chunk: Chunk) -> None:
+        ids, entries = chunk.output_ids, chunk.meta_info.output_token_logprobs
+        if not self._incremental:
+            if ids[: len(self._ids)] != self._ids:
+                raise StreamError(f"a cumulative stream changed its first {len(self._ids)} tokens")
+            ids, entries = ids[len(self._ids) :], entries[len(self._ids) :]
+        if chunk.meta_info.finish_reason is not None and chunk.meta_info.finish_reason.type == "abort":
+            ids = ids[: len(entries)]  # a refused request is answered with a placeholder for a token
+        if len(ids) != len(entries) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
+            raise StreamError(f"{len(ids)} new tokens and {len(entries)} log-probs do not belong together")
+        for entry in entries:
+            if entry[0] is None or not math.isfinite(entry[0]):
+                raise StreamError(f"the log-prob of token {entry[1]} is {entry[0]}; expected a finite number")
+            self._logprobs.append(entry[0])
+        self._ids += ids
+
+    def _settle(self, said: list[SpanSaid]) -> NewTokens:
+        """The last chunk: spans of all tokens. What was given before must agree with them."""
+        spans = [VersionSpan(self._version(s.version), s.start, s.end) for s in said if s.end > s.start]
+        end = 0
+        for span in spans:
+            if span.start != end:
+                break
+            end = span.end
+        if end != len(self._ids):
+            raise StreamError(f"version spans {said} do not cover the {len(self._ids)} tokens")
+        for span in spans:
+            if span.start < self._n_given and span.version != self._floor:
+                raise StreamError(
+                    f"tokens [{span.start}, {self._n_given}) were given as sampled under weights {self._floor}; now "
+                    f"the server says {span.version}"
+                )
+        cut = [VersionSpan(s.version, max(s.start, self._n_given), s.end) for s in spans if s.end > self._n_given]
+        return self._give(cut)
+
+    def _version(self, label: str) -> WeightVersion:
+        version = self._labels.parse(label)
+        if version is None:
+            raise StreamError(f"tokens were sampled under weights {label!r}, which are not of this run")
+        return version
+
+    def _give(self, spans: list[VersionSpan]) -> NewTokens:
+        first, self._n_given = self._n_given, len(self._ids)
+        relative = [VersionSpan(span.version, span.start - first, span.end - first) for span in spans]
+        return NewTokens(self._ids[first:], self._logprobs[first:], relative)

@@ -1,0 +1,66 @@
+"""Whether a running SGLang server has the student's tokenizer: asked what text single ids stand for. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from engines.sglang.config import SGLangConfig
+from engines.sglang.http import ServerLink
+from models.tokenizer_file import FileTokenizer
+
+COMPARED: Final = 4096
+"""Ids at most, at equal distances, and"""
+COMPARED_LAST: Final = 256
+"""the last ones, where added tokens stand."""
+_PATH: Final = "/detokenize"
+
+
+class Differing(NamedTuple):
+    """One id that stands for two texts."""
+
+    token_id: int
+    ours: str
+    theirs: str
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    text: list[str]
+
+
+def compare_tokenizers(
+    url: str, config: SGLangConfig, student: str | Path, *, api_key: str = ""
+) -> list[Differing] | None:
+    """Ids that the server's tokenizer writes otherwise than that of the folder `student`; None when the server does not
+    say (an older version, or one without a tokenizer). White space is not compared: servers tidy it.
+
+    Raises TokenizerError for `student`, RequestRefused, ServerUnavailable, msgspec.DecodeError."""
+    tokenizer = FileTokenizer(student)
+    ids = compared_ids(sorted(tokenizer.get_vocab().values()))
+    ours = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    link = ServerLink(url, config, api_key=api_key)
+    try:
+        if not link.run(link.has_endpoint(_PATH), timeout_s=2 * config.control_timeout_s):
+            return None
+        body = {"tokens": [[i] for i in ids], "skip_special_tokens": False}
+        reply = link.run(link.post(_PATH, body), timeout_s=2 * config.control_timeout_s)
+    finally:
+        link.close()
+    theirs = msgspec.json.decode(reply, type=_Reply).text
+    if len(theirs) != len(ids):
+        raise msgspec.DecodeError(f"{url}{_PATH} gave {len(theirs)} texts for {len(ids)} ids")
+    pairs = zip(ids, ours, theirs, strict=True)
+    return [Differing(i, mine, other) for i, mine, other in pairs if _bare(mine) != _bare(other)]
+
+
+def compared_ids(ids: Sequence[int]) -> list[int]:
+    """Those of an ascending list that are asked for."""
+    step = max(1, -(-len(ids) // COMPARED))
+    return sorted({*ids[::step], *ids[-COMPARED_LAST:]})
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,125 @@
+"""Has this server the weights that were sent? Asked before any request goes on, over HTTP.
+
+    checksums    over all its tensors: those that the learner foretells, or the same again when the version is taken
+                 from the snapshot file
+    canary       log-probs of a short prompt, against the learner's: this alone shows what the server computes with
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from engines.base import ScoreRequest
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.http import RequestRefused
+from engines.sglang.scorer import decode_scores
+from protocol.messages import WeightsRef, WeightVersion
+from weights.checks import Canary, CanaryWatch, Checksums, compare, differences, parse_checksums
+from weights.control import Check
+from weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
+
+log = logging.getLogger(__name__)
+
+
+Ask: TypeAlias = Callable[[str, dict[str, Any]], bytes]
+"""(path, body) -> the server's reply; raises RequestRefused."""
+
+
+class _NotComparedError(Exception):
+    """Checksums that should be compared cannot be."""
+
+
+class ServerVerifier:
+    """Of one server. Raises what `ask` and `reload` raise, too, and ValueError for answers without sense."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+        self._canaries = CanaryWatch()
+        self.stats = {
+            "weight_checks_total": 0.0,
+            "weight_canaries_total": 0.0,
+            "weight_checks_skipped_total": 0.0,
+        }
+        """For the heartbeat: versions whose checksums were compared, whose canary was, whose checksums could not be."""
+
+    def check(self, check: Check, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]) -> None:
+        """`reload`: the server takes a version from this file; raises SnapshotRefused or RequestRefused. Raises
+        WeightsDiffer, naming what is not as it was sent, and WeightsRefused where nobody can tell."""
+        if check.checksums is not None or check.weights is not None:
+            try:
+                self._check_checksums(check, version, ask, reload)
+            except _NotComparedError as error:
+                if check.required or check.canary is None:
+                    raise WeightsRefused(
+                        f"version {version}: checksums cannot be compared: {error}. With learner.publish.verify = auto "
+                        "a canary prompt is enough"
+                    ) from error
+                self.skip(str(error))
+        if check.canary is not None:
+            self.check_canary(check.canary, version, ask)
+
+    def check_canary(self, canary: Canary, version: WeightVersion, ask: Ask) -> None:
+        """While no request is at the server. Raises WeightsDiffer."""
+        ids = np.array(canary.token_ids, np.int32)
+        body: dict[str, Any] = {
+            "input_ids": ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            # A part of the prefix cache that nobody has used: nothing of other weights is in it.
+            "extra_key": f"canary {secrets.token_hex(4)}",
+        }
+        said = decode_scores(ask("/generate", body), ScoreRequest(ids, 1), vocab_size=self._engine.vocab_size).logprobs
+        wrong = self._canaries.why_wrong(canary, said.tolist(), self._engine.features.precision)
+        if wrong is not None:
+            raise WeightsDiffer(f"version {version}: {wrong}")
+        self.stats["weight_canaries_total"] += 1
+
+    def skip(self, why: str) -> None:
+        """Said once, counted always."""
+        if not self.stats["weight_checks_skipped_total"]:
+            log.warning("%s: only a canary prompt tells what its weights are: %s", self._engine.server.url, why)
+        self.stats["weight_checks_skipped_total"] += 1
+
+    def _check_checksums(
+        self, check: Check, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]
+    ) -> None:
+        said = _checksums(ask)
+        if check.checksums is not None:
+            found = compare(said, check.checksums)
+            wrong = found.wrong
+            if not wrong and found.unchecked:
+                raise WeightsRefused(
+                    f"version {version}: nobody can say whether {len(found.unchecked)} of the server's tensors are "
+                    f"right, as the learner sends none of their names: {', '.join(found.unchecked[:8])}. "
+                    "Use learner.publish.verify = reload, which compares all of them with the snapshot file"
+                )
+        elif check.weights is not None:
+            try:
+                reload(check.weights)
+            except (SnapshotRefused, RequestRefused) as error:
+                raise _NotComparedError(str(error)) from error
+            wrong = differences(said, _checksums(ask))
+        else:
+            return
+        if wrong:
+            raise WeightsDiffer(f"version {version}: {len(wrong)} tensors differ from the learner's: {wrong[:8]}")
+        self.stats["weight_checks_total"] += 1
+        log.info("version %s: checksums are the learner's", version)
+
+
+def _checksums(ask: Ask) -> Checksums:
+    try:
+        said = parse_checksums(ask("/weights_checker", {"action": "checksum"}))
+    except RequestRefused as error:
+        raise _NotComparedError(str(error)) from error
+    if not said:
+        raise _NotComparedError("/weights_checker says nothing that is understood here")
+    return said

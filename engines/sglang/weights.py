@@ -1,0 +1,387 @@
+"""Weights for an SGLang server: the server is the member of the learner's group, and this tells it so over HTTP.
+
+    join     POST /init_weights_update_group
+    take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
+             tensor again, synchronise; end, check, resume
+    load     pause, POST /update_weights_from_disk, resume
+    leave    POST /destroy_weights_update_group
+
+Buckets that have arrived are in the model. So between the first of them and the end of a version nobody knows what the
+weights are (`version` is None), and the engine stays paused until a whole version has come, by broadcast or from disk.
+With a check the server is not told the version's name before it has passed; one that does not pass is lost.
+
+A server that is stuck in a collective answers none of this and cannot be freed over HTTP, but comes free by itself when
+the one it waits for leaves or dies. It gets `control_timeout_s` for that, and three times more if it still answers
+questions: then it is probably not the one that hangs, which is found lost and ended meanwhile. After that it is lost.
+
+The cache of prefixes goes with the old weights, except in mode `in_place`, where requests hold on to it. Requests are
+never aborted from here. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Coroutine, Generator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
+from engines.sglang.verify import ServerVerifier
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from weights.checks import Canary
+from weights.control import Agreed, Check, Round
+from weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
+from weights.patience import in_thread, wait_patiently
+from weights.sink import GroupBroken, Interrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused
+from weights.snapshot_check import check_snapshot, read_header
+
+log = logging.getLogger(__name__)
+
+_JOIN_SLACK_S: Final = 1.0
+"""Rank 0's own deadline ends a rendezvous first."""
+_MORE_PATIENCE: Final = 3
+_FORMER_GROUPS: Final = 8
+_SLOWEST_DISK_BYTES_S: Final = 100e6
+"""So much of a snapshot a server reads in a second at least."""
+_BROKEN_WORDS: Final = ("receive weights", "gloo", "nccl", "connection", "timed out", "timeout")
+"""In what a server says about a bucket that did not come, in contrast to one that it cannot use."""
+_CHECKER: Final = "/weights_checker"
+_FROM_DISK: Final = "/update_weights_from_disk"
+_STUDENT: Final = WeightVersion(0, 0)
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    success: bool = True
+    message: str = ""
+
+
+class ServerWeights:
+    """A WeightSink (weights.sink)."""
+
+    def __init__(self, engine: SGLangEngine, *, student: str) -> None:
+        """`student`: folder of the run's first weights, as the server sees it."""
+        self._engine = engine
+        self._server = engine.server
+        self._student = student
+        self._known = engine.weights_known
+        self._paused = False
+        self._session_open = False
+        self._joined_before = False
+        self._group_name: str | None = None
+        self._answers_when_queued = False
+        self._pending: Future[Any] | None = None
+        self._pending_ends_in_s = 0.0
+        self._verify = ServerVerifier(engine)
+        self._wrong = ""
+        """Why its weights are not those that were sent."""
+
+    @property
+    def version(self) -> WeightVersion | None:
+        return self._engine.version if self._known else None
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return {**self._verify.stats, "weights_unknown": float(not self._known)}
+
+    def prepare(self) -> None:
+        """A server with weights of another run, or of an unfinished update, is set back to the student. Raises
+        SnapshotRefused when it cannot read that."""
+        if not self._known:
+            log.info("%s: its weights are not this run's: back to %s", self._server.url, self._student)
+            self._load_from(self._student, _STUDENT, _bytes_in(Path(self._student)))
+
+    def check(self, plan: WeightPlan) -> None:
+        if plan.kind != "servers":
+            raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is a server")
+
+    def load(self, ref: WeightsRef) -> None:
+        path, canary = read_header(ref)
+        self._load_from(str(path.parent), ref.version, path.stat().st_size, canary)
+
+    def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
+        if not self._joined_before:
+            self._joined_before = True
+            self._leave_for_the_dead(plan.group_name)
+        self._group_name = plan.group_name
+        self._answers_when_queued = plan.backend == "nccl"
+        body = {
+            "master_address": plan.host,
+            "master_port": plan.port,
+            "rank_offset": 1 + index * plan.ranks_per_member,
+            "world_size": plan.world_size,
+            "group_name": plan.group_name,
+            "backend": plan.backend,
+        }
+        deadline_s = time.monotonic() + timeout_s + _JOIN_SLACK_S
+        try:
+            self._call("/init_weights_update_group", body, deadline_s, interrupted)
+        except RequestRefused as error:
+            raise GroupBroken(str(error)) from error
+        except ServerUnavailable as error:
+            raise WeightsRefused(str(error)) from error
+
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+        if self._group_name is None:
+            raise GroupBroken("no group was joined")
+        deadline_s = time.monotonic() + header.timeout_s
+        buckets = whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes)
+        check = header.check
+        named_by_update = check is None or not self._engine.features.labels_settable
+        began_s = time.monotonic()
+        with self._faults():
+            self._pause(deadline_s, cut=check is not None and check.canary is not None)
+            paused_s = time.monotonic()
+            self._open_session()
+            self._known = False
+            for index, bucket in enumerate(buckets):
+                last = index == len(buckets) - 1
+                body = self._update(bucket, header.version if last and named_by_update else None, last=last)
+                self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
+            if self._answers_when_queued:
+                self._confirm(buckets, deadline_s, interrupted)
+            self._close_session()
+            if self._answers_when_queued:
+                self._synchronise(deadline_s, interrupted)
+            received_s = time.monotonic()
+            if check is not None:
+                self._check(check, header.version, deadline_s, interrupted)
+            self._resume(header.version, name=not named_by_update)
+        whole_s, receive_s = time.monotonic() - began_s, received_s - paused_s
+        return Taken(n_bytes=buckets[-1].end if buckets else 0, receive_s=receive_s, stage_s=whole_s - receive_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        if self._pending is None:
+            return True
+        wait_for([self._pending], timeout_s)
+        if not self._pending.done():
+            return False
+        self._pending = None
+        return True
+
+    def leave(self) -> None:
+        """Raises ServerLost when the server does not come out of what it is stuck in, or of the group, or has wrong
+        weights."""
+        self._await_free()
+        if self._wrong:
+            self._server.declare_lost(self._wrong)
+            raise ServerLost(f"{self._server.url}: {self._wrong}")
+        try:
+            self._close_session()
+            if self._group_name is not None:
+                self._destroy(self._group_name)
+            if self._paused and self._known:
+                self._resume(self._engine.version)  # nothing of the update arrived
+        except (RequestRefused, ServerUnavailable, ValueError) as error:
+            log.warning("leaving weight group %s: %s", self._group_name, error)
+        self._session_open = False
+        self._group_name = None
+
+    def _leave_for_the_dead(self, group_name: str) -> None:
+        """Out of the groups of this learner that an actor before this one took the server into, and died: as long as it
+        is in one, servers that wait for it there do not come free."""
+        stem, _, epoch = group_name.rpartition("-")
+        for former in range(max(1, int(epoch) - _FORMER_GROUPS), int(epoch)):
+            try:
+                self._destroy(f"{stem}-{former}")
+                log.info("%s: out of weight group %d, which a former actor left it in", self._server.url, former)
+            except RequestRefused:
+                continue  # it is not in this one
+            except ServerUnavailable as error:
+                raise WeightsRefused(str(error)) from error
+
+    def _destroy(self, group_name: str) -> None:
+        """Raises RequestRefused where the server is not in it. With NCCL it waits there for what was started, for
+        ever where a peer is dead; its scheduler does nothing else then, and nobody can call it back: ServerLost."""
+        limit_s = _MORE_PATIENCE * self._server.config.control_timeout_s
+        try:
+            self._post("/destroy_weights_update_group", {"group_name": group_name}, limit_s)
+        except ServerUnavailable as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+            self._lose(f"not out of weight group {group_name} after {limit_s:g} s")
+
+    # --------------------------------------------------------------------------------------- parts of a round
+
+    def _update(self, bucket: Bucket, version: WeightVersion | None, *, last: bool) -> dict[str, Any]:
+        """`version`: the server is to call its weights so from then on; None: it goes on to say that they change."""
+        body: dict[str, Any] = {
+            "names": [spec.name for spec in bucket.tensors],
+            "dtypes": [spec.dtype for spec in bucket.tensors],
+            "shapes": [list(spec.shape) for spec in bucket.tensors],
+            "group_name": self._group_name,
+            "load_format": "flattened_bucket",
+            "abort_all_requests": False,
+            "flush_cache": last and self._flushes,
+        }
+        return {**body, "weight_version": self._engine.labels.of(version)} if version is not None else body
+
+    def _load_from(self, folder: str, version: WeightVersion, n_bytes: int, canary: Canary | None = None) -> None:
+        limit_s = self._server.config.pause_timeout_s
+        named_by_update = canary is None or not self._engine.features.labels_settable
+        try:
+            self._pause(time.monotonic() + limit_s, cut=canary is not None)
+            self._known = False
+            body = self._from_disk(folder, version if named_by_update else None)
+            self._post(_FROM_DISK, body, limit_s + n_bytes / _SLOWEST_DISK_BYTES_S)
+            if canary is not None:
+                self._verify.check_canary(canary, version, lambda path, body: self._post(path, body, limit_s))
+            self._resume(version, name=not named_by_update)
+        except (RequestRefused, ServerUnavailable, ValueError, WeightsDiffer) as error:
+            raise SnapshotRefused(f"{folder}: {error}") from error
+
+    def _from_disk(self, folder: str, version: WeightVersion | None) -> dict[str, Any]:
+        """`version`: as in `_update`."""
+        body = {
+            "model_path": folder,
+            "load_format": "auto",
+            "flush_cache": self._flushes,
+            "abort_all_requests": False,
+        }
+        return body if version is None else {**body, "weight_version": self._engine.labels.of(version)}
+
+    def _synchronise(self, deadline_s: float, interrupted: Interrupted) -> None:
+        """Over NCCL a server answers when a bucket is queued. It begins checksums, of whichever tensors, with a
+        synchronisation of its device (sglang.srt.utils.weight_checker, _compute_checksum)."""
+        try:
+            self._ask(_CHECKER, {"action": "checksum", "skip_tensor_list": [""]}, deadline_s, interrupted)
+        except RequestRefused as error:
+            self._verify.skip(str(error))
+
+    def _confirm(self, buckets: Sequence[Bucket], deadline_s: float, interrupted: Interrupted) -> None:
+        """An operation that the server's watchdog has aborted looks done, to the server too. So when all are done it is
+        sent one more, the smallest tensor again, which it refuses on an aborted communicator."""
+        self._synchronise(deadline_s, interrupted)
+        body = self._update(smallest_tensor_bucket(buckets), None, last=False)
+        self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
+
+    def _check(self, check: Check, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
+        """Raises WeightsDiffer and WeightsRefused."""
+
+        def ask(path: str, body: dict[str, Any]) -> bytes:
+            return self._ask(path, body, deadline_s, interrupted)
+
+        def reload(ref: WeightsRef) -> None:
+            checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
+            path = wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
+            ask(_FROM_DISK, self._from_disk(str(path.parent), None))
+
+        self._verify.check(check, version, ask, reload)
+
+    @property
+    def _flushes(self) -> bool:
+        return self._server.config.update_mode != "in_place"
+
+    @contextmanager
+    def _faults(self) -> Generator[None]:
+        """Whose fault a failure of the server is."""
+        try:
+            yield
+        except WeightsDiffer as error:
+            self._wrong = str(error)
+            raise
+        except RequestRefused as error:
+            if any(word in str(error).lower() for word in _BROKEN_WORDS):
+                raise GroupBroken(str(error)) from error
+            raise WeightsRefused(str(error)) from error
+        except (ServerUnavailable, SnapshotRefused, ValueError) as error:
+            raise WeightsRefused(f"{type(error).__name__}: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------- calls
+
+    def _pause(self, deadline_s: float, *, cut: bool) -> None:
+        self._paused = True
+        limit_s = min(self._server.config.control_timeout_s, max(deadline_s - time.monotonic(), 0.1))
+        self._engine.pause(limit_s, cut=cut)
+
+    def _resume(self, version: WeightVersion, *, name: bool = False) -> None:
+        self._engine.resume(version, self._server.config.control_timeout_s, name=name)
+        self._paused, self._known = False, True
+
+    def _open_session(self) -> None:
+        if not self._engine.features.update_sessions:
+            return
+        self._session_open = True
+        try:
+            self._post("/begin_weight_update", {})
+        except RequestRefused:  # one is open, of somebody who did not live to end it
+            self._post("/end_weight_update", {})
+            self._post("/begin_weight_update", {})
+
+    def _close_session(self) -> None:
+        if self._session_open:
+            self._post("/end_weight_update", {})
+            self._session_open = False
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> bytes:
+        limit_s = timeout_s or self._server.config.control_timeout_s
+        return self._server.run(self._server.post(path, body, timeout_s=limit_s), timeout_s=limit_s + 1.0)
+
+    def _call(self, path: str, body: dict[str, Any], deadline_s: float, interrupted: Interrupted) -> None:
+        """A request during which the server may get stuck for good."""
+        text = self._ask(path, body, deadline_s, interrupted, ends_in_s=0.0)
+        reply = msgspec.json.decode(text, type=_Reply)
+        if not reply.success:
+            raise RequestRefused(f"{self._server.url}{path}: {reply.message}")
+
+    def _ask(
+        self,
+        path: str,
+        body: dict[str, Any],
+        deadline_s: float,
+        interrupted: Interrupted,
+        *,
+        ends_in_s: float | None = None,
+    ) -> bytes:
+        """The reply. `ends_in_s`: how much longer than the deadline it may take in good health; by default as long as
+        it may take until then. Raises GroupInterrupted, and GroupBroken past the deadline."""
+        left_s = max(deadline_s - time.monotonic(), 0.1)
+        self._pending_ends_in_s = left_s if ends_in_s is None else ends_in_s
+        patience_s = left_s + self._pending_ends_in_s + (2 + _MORE_PATIENCE) * self._server.config.control_timeout_s
+        self._pending = request = self._start(self._server.post(path, body, timeout_s=patience_s))
+        missed = f"{self._server.url}{path}: not done at the deadline"
+        reply = wait_patiently(request, deadline_s, interrupted, missed)  # else `settle` waits for it
+        self._pending = None
+        return reply
+
+    def _start(self, coroutine: Coroutine[Any, Any, bytes]) -> Future[bytes]:
+        future: Future[bytes] = Future()
+
+        async def run() -> None:
+            try:
+                future.set_result(await coroutine)
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._server.spawn(run())
+        return future
+
+    def _await_free(self) -> None:
+        patience_s = self._server.config.control_timeout_s
+        if self.settle(patience_s) or (self._answers() and self.settle(_MORE_PATIENCE * patience_s)):
+            return
+        if self._pending_ends_in_s > 0 and self._answers() and self.settle(self._pending_ends_in_s):
+            return
+        self._lose("stuck in a weight update that is over for everybody else")
+
+    def _lose(self, reason: str) -> NoReturn:
+        self._server.declare_lost(reason)
+        raise ServerLost(f"{self._server.url}: {reason}")
+
+    def _answers(self) -> bool:
+        try:
+            self._server.run(self._server.model_info(), timeout_s=self._server.config.control_timeout_s)
+        except (ServerUnavailable, RequestRefused, ValueError):
+            return False
+        return True
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of its weights; 0 where only the server can see it."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

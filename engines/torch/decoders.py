@@ -1,0 +1,127 @@
+"""One forward of the generation engine: a step's tokens in, logits of its rows out, keys and values left in the cache.
+
+`ModuleDecoder` runs any Hugging Face causal LM through its own modules. `FusedDecoder` (engines.torch.fused_decoder)
+does the same arithmetic for the Llama family with a third of the Python. `build_decoder` chooses, and compares the
+choice with the model's plain forward before any token is sampled from it.
+
+Legend: T tokens of a step, R rows that decode, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engines.torch.fused_decoder import FusedDecoder, can_fuse
+from engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
+from engines.torch.step import Prefill, Step, plan_step
+from models.packed import refuse_unpackable
+from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
+
+
+class Decoder(Protocol):
+    """What the engine asks of a model."""
+
+    def forward(self, step: Step, cache: SlotCache) -> Tensor:
+        """Logits of the step's rows, [R, V]; `cache.begin(step)` was called."""
+        ...
+
+    def refresh(self) -> None:
+        """The model's parameters were changed in place: bring what is derived from them up to date."""
+        ...
+
+
+class ModuleDecoder:
+    """Any architecture that computes attention through transformers' attention interface."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def forward(self, step: Step, cache: SlotCache) -> Tensor:
+        output: Any = self._model(
+            input_ids=step.ids_T[None],
+            position_ids=step.positions_T[None],
+            use_cache=False,
+            logits_to_keep=torch.arange(step.n_rows, device=step.ids_T.device),
+            slot_cache=cache,
+        )
+        return output.logits[0]
+
+    def refresh(self) -> None:
+        """Nothing is derived."""
+
+
+def build_decoder(model: PreTrainedModel, max_context: int, *, fused: bool) -> Decoder:
+    """Prepare `model` (which the engine owns from here on) for decoding, and probe it.
+
+    Raises UnsupportedModelError when the architecture cannot be run over the slot cache, naming what stands in the
+    way."""
+    _refuse_moving_rope(model)
+    refuse_unpackable(model.config)
+    probe_ids = _probe_sequences(model, max_context)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode(), full_float32():
+        expected = [model(input_ids=ids_T[None], use_cache=False).logits[0, -2:].float() for ids_T in probe_ids]
+    model.set_attn_implementation(IMPLEMENTATION)
+    decoder: Decoder = FusedDecoder(model, max_context) if fused and can_fuse(model) else ModuleDecoder(model)
+    with torch.inference_mode(), full_float32():
+        _compare(model, _decode_last_two(decoder, probe_ids, max_context), expected)
+    return decoder
+
+
+def vocabulary_rows(model: PreTrainedModel) -> int:
+    """Ids the model has an embedding for: 0 .. n - 1."""
+    return cast(Tensor, model.get_input_embeddings().weight).shape[0]
+
+
+# --------------------------------------------------------------------------------------------------- probe
+
+
+def _probe_sequences(model: PreTrainedModel, max_context: int) -> list[Tensor]:
+    n_ids = vocabulary_rows(model)
+    lengths = [min(n, max_context) for n in (9, 4)]
+    return [((torch.arange(n) * 37 + 11 * n) % n_ids).to(model.device) for n in lengths]
+
+
+def _decode_last_two(decoder: Decoder, sequences: Sequence[Tensor], max_context: int) -> list[Tensor]:
+    """Logits after the last two tokens of each sequence, from two steps: one that prefills, one that only decodes."""
+    device = sequences[0].device
+    cache = SlotCache(len(sequences), min(max_context, 16), device)
+    arrays = [ids_T.cpu().numpy() for ids_T in sequences]
+    found: list[Tensor] = []
+    for back in (2, 1):
+        ids = np.array([ids_T[-back] for ids_T in arrays])
+        positions = np.array([len(ids_T) - back for ids_T in arrays])
+        fills = [Prefill(ids_T[:-2], [slot]) for slot, ids_T in enumerate(arrays) if back == 2 and len(ids_T) > 2]
+        step = plan_step(ids, positions, fills, max_context=cache.max_context, device=device)
+        cache.begin(step)
+        found.append(decoder.forward(step, cache).float())
+    return list(torch.stack(found, dim=1))
+
+
+def _compare(model: PreTrainedModel, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    tf32 = tf32_forced(model.device.type)
+    relative = max(1e-4, relative_tolerance(model.dtype, tf32=tf32))  # its softmax is float32 in any case
+    allowed = relative * max(1.0, max(float(b.abs().max()) for b in expected))
+    if not difference <= allowed:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: decoding over the slot cache gives logits that differ from the plain forward by "
+            f"{difference:.3g} (allowed {allowed:.3g} in {tolerance_name(model.dtype, tf32=tf32)}); this architecture "
+            "mixes tokens outside of the attention interface, and cannot be generated with here"
+        )
+
+
+def _refuse_moving_rope(model: PreTrainedModel) -> None:
+    """Rotary frequencies that follow the longest position of the batch: a row would depend on the others."""
+    rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has rope_type {rope['rope_type']!r}, whose frequencies change with the length of "
+            "the batch; choose a checkpoint with static ones (default, linear, yarn, llama3)"
+        )

@@ -1,0 +1,342 @@
+"""Embedded generation engine: continuous batching of any Hugging Face causal LM over a slot KV cache.
+
+    submit --> queue --place--> slots --+--> one step --> tokens --> deltas
+                                        |    (rows decode, new prompts ride along)
+    stage_weights --> staged --swap-----+    between two steps
+
+`poll` in the owner's thread does, in this order: swap staged weights in, give free slots to queued requests, close
+the holes among the rows, run one step, end the requests that are done. Only `stage_weights` (and reading `version` and
+`stats`) may come from another thread. A delta never spans a swap, so each has exactly one version.
+
+Legend: T tokens of a step, R rows that decode, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engines.base import EngineStats, GenerationDelta, GenerationRequest
+from engines.config import EngineConfig
+from engines.torch.decoders import build_decoder, vocabulary_rows
+from engines.torch.kv_cache import SlotCache
+from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
+from engines.torch.slots import FinishReason, Running, SlotTable
+from engines.torch.staging import WeightStage
+from engines.torch.step import Prefill, plan_step
+from models.loading import resolve_device
+from models.packed import context_window
+from protocol.messages import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """Requests with the same prompt that got their slots in this poll."""
+
+    ids: npt.NDArray[np.int32]
+    """The prompt without its last token."""
+    members: list[Running]
+
+
+class TorchEngine:
+    """A GenerationEngine. Owns `model` from here on: its device, dtype, attention function and storage change."""
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, version: WeightVersion | None = None) -> None:
+        """`version` is that of the weights `model` has now, (0, 0) if not given. Raises ValueError for a max_context
+        beyond the model's, UnsupportedModelError (a ValueError) for an architecture that cannot be run."""
+        limit = context_window(model.config)
+        if config.max_context > limit:
+            raise ValueError(f"max_context = {config.max_context} tokens; this model's context window is {limit}")
+        self._config = config
+        self._device = torch.device(resolve_device(config.device))
+        model.to(device=self._device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False)  # pyright: ignore
+        self._stage = WeightStage(dict(model.named_parameters()), version or WeightVersion(0, 0))
+        self._n_ids = vocabulary_rows(model)
+        self._decoder = build_decoder(model, config.max_context, fused=config.fused)
+        self._cache = SlotCache(config.max_concurrent, config.max_context, self._device)
+        self._table = SlotTable(config.max_concurrent, config.max_context)
+        self._queue: deque[GenerationRequest] = deque()
+        self._live: dict[str, Running | None] = {}
+        """Every request in the queue (None) or in a slot."""
+        self._holders: dict[bytes, list[Running]] = {}
+        """By prompt: requests whose slot begins with its keys and values under the present weights."""
+        self._outbox: list[GenerationDelta] = []
+        self._closed = False
+        self._totals = _Totals()
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._stage.version
+
+    @property
+    def works_in_poll(self) -> bool:
+        return True
+
+    @property
+    def stats(self) -> EngineStats:
+        totals = self._totals
+        return EngineStats(
+            running=self._table.n_running,
+            queued=len(self._queue),
+            free_slots=self._table.free,
+            sampled_tokens_total=totals.sampled_tokens,
+            decode_steps_total=totals.steps,
+            busy_s_total=totals.busy_s,
+            weight_swaps_total=totals.swaps,
+            version=self.version,
+            extra={
+                "prefill_tokens_total": float(totals.prefill_tokens),
+                "shared_prefill_tokens_total": float(totals.shared_prefill_tokens),
+                "retracted_tokens_total": float(totals.retracted_tokens),
+                "stale_stagings_total": float(self._stage.stale_total),
+                "kv_cache_bytes": float(self._cache.memory_bytes),
+            },
+        )
+
+    def submit(self, request: GenerationRequest) -> None:
+        """See the interface. Also raises ValueError for sampling settings that define no distribution, for
+        max_new_tokens < 1, and RuntimeError after close()."""
+        self._refuse_closed()
+        self._check(request)
+        self._live[request.request_id] = None
+        self._queue.append(request)
+
+    def abort(self, request_id: str) -> None:
+        if request_id not in self._live:
+            return
+        running = self._live[request_id]
+        if running is not None:
+            self._end(running, "aborted")
+            return
+        del self._live[request_id]
+        self._queue = deque(request for request in self._queue if request.request_id != request_id)
+        nothing = GenerationDelta(request_id, np.zeros(0, np.int32), np.zeros(0, np.float32), (), "aborted")
+        self._outbox.append(nothing)
+
+    def poll(self, timeout_s: float) -> list[GenerationDelta]:
+        self._refuse_closed()
+        if not (self._live or self._outbox):
+            self._stage.wait(timeout_s)
+        started_s = time.perf_counter()
+        with torch.inference_mode():
+            self._swap_if_staged()
+            if self._live:
+                self._run_step(self._admit())
+        self._totals.busy_s += time.perf_counter() - started_s
+        deltas, self._outbox = self._outbox, []
+        return deltas
+
+    def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See the interface. The tensors are copied: their memory may be reused when this returns. A version older
+        than the one staged or live is left aside and counted (`stale_stagings_total`): weights never go back."""
+        self._refuse_closed()
+        self._stage.stage(version, tensors)
+
+    def close(self) -> None:
+        """Forget everything; requests that run get no last delta. Idempotent."""
+        self._closed = True
+        self._queue.clear()
+        self._live.clear()
+        self._holders.clear()
+        self._outbox.clear()
+        self._stage.wake()
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def _swap_if_staged(self) -> None:
+        if not self._stage.waiting:
+            return
+        self._emit_all()
+        if not self._stage.swap():
+            return
+        self._decoder.refresh()
+        self._totals.swaps += 1
+        self._holders.clear()
+        if self._config.update_mode == "retract" and self._table.n_running:
+            self._recompute_cache()
+
+    def _recompute_cache(self) -> None:
+        """Keys and values of all running requests under the present weights, in steps that only prefill."""
+        everyone = [running for running in self._table.running if running is not None]
+        fills = [Prefill(self._table.past(running), [running.row]) for running in everyone]
+        pending = deque(sorted((fill for fill in fills if len(fill.ids)), key=lambda fill: -len(fill.ids)))
+        while pending:
+            n_fit = max(1, self._config.prefill_tokens_per_step // len(pending[0].ids))
+            batch = [pending.popleft() for _ in range(min(n_fit, len(pending)))]
+            self._forward(0, batch)
+            self._totals.retracted_tokens += sum(len(fill.ids) for fill in batch)
+        for running in everyone:
+            self._holders.setdefault(running.prompt_key, []).append(running)
+
+    # ----------------------------------------------------------------------------------------------- a step
+
+    def _admit(self) -> list[_Joining]:
+        """Give free slots to queued requests as far as the prefill budget goes, then put all rows in order."""
+        joining: dict[bytes, _Joining] = {}
+        placed: list[Running] = []
+        copies: list[tuple[Running, Running]] = []
+        longest = 0
+        while self._queue and self._table.free:
+            request = self._queue[0]
+            key, n_past = request.prompt_ids.tobytes(), len(request.prompt_ids) - 1
+            holders = self._holders.get(key)
+            if holders is None and n_past:
+                longest = max(longest, n_past)
+                if joining and (len(joining) + 1) * longest > self._config.prefill_tokens_per_step:
+                    break
+            running = self._place(self._queue.popleft())
+            placed.append(running)
+            if not n_past:
+                continue
+            if holders is None:
+                joining[key] = _Joining(request.prompt_ids[:-1], [running])
+                self._totals.prefill_tokens += n_past
+            else:
+                self._totals.shared_prefill_tokens += n_past
+                if key in joining:
+                    joining[key].members.append(running)
+                else:
+                    copies.append((holders[0], running))
+            self._holders.setdefault(key, []).append(running)
+        self._arrange(placed)
+        for holder, running in copies:
+            self._cache.copy_slots([holder.row], [running.row], len(running.request.prompt_ids) - 1)
+        return list(joining.values())
+
+    def _place(self, request: GenerationRequest) -> Running:
+        n_new = min(request.max_new_tokens, self._config.max_context - len(request.prompt_ids))
+        uniforms = draw_uniforms(request.sampling.seed, request.sample_offset, n_new)
+        running = self._table.place(request, uniforms)
+        self._live[request.request_id] = running
+        return running
+
+    def _arrange(self, placed: Sequence[Running]) -> None:
+        """Put rows where they belong, and the cache after them; those just placed have nothing there yet."""
+        sources, targets = self._table.arrange()
+        empty = {running.row for running in placed}
+        moves = [(source, target) for source, target in zip(sources, targets, strict=True) if target not in empty]
+        if moves:
+            sources, targets = zip(*moves, strict=True)
+            self._cache.copy_slots(sources, targets, int(self._table.length[list(targets)].max()))
+
+    def _run_step(self, joining: Sequence[_Joining]) -> None:
+        n_rows = self._table.n_running
+        fills = [Prefill(group.ids, [running.row for running in group.members]) for group in joining]
+        logits_RV = self._forward(n_rows, fills)
+        uniforms = self._table.uniforms[np.arange(n_rows), self._table.length[:n_rows]]
+        ids, logprobs = sample(logits_RV, self._row_sampling(n_rows), self._on_device(uniforms))
+        ids_R, logprobs_R = ids.cpu().numpy(), logprobs.cpu().numpy()
+        ended = self._table.append(ids_R, logprobs_R)
+        self._totals.steps += 1
+        self._totals.sampled_tokens += n_rows
+        if not np.isfinite(logprobs_R).all():
+            ended = np.setdiff1d(ended, self._fail_rows(np.flatnonzero(~np.isfinite(logprobs_R))))
+        for row in ended.tolist():
+            self._end(self._table.at(row), self._table.finish_reason(row))
+        if self._totals.steps % self._config.emit_every_steps == 0:
+            self._emit_all()
+
+    def _forward(self, n_rows: int, fills: Sequence[Prefill]) -> Tensor:
+        """Logits [R, V] of rows 0 .. n_rows - 1, each fed its last token, while `fills` fill their slots."""
+        step = plan_step(
+            self._table.next_input[:n_rows],
+            self._table.length[:n_rows] - 1,
+            fills,
+            max_context=self._config.max_context,
+            device=self._device,
+        )
+        self._cache.begin(step)
+        return self._decoder.forward(step, self._cache)
+
+    def _row_sampling(self, n_rows: int) -> RowSampling:
+        table = self._table
+        inverse_temperature, greedy = table.inverse_temperature[:n_rows], table.greedy[:n_rows]
+        top_k, top_p = table.top_k[:n_rows], table.top_p[:n_rows]
+        truncated = bool(top_k.any() or (top_p < 1).any())
+        every = self._n_ids
+        return RowSampling(
+            self._on_device(inverse_temperature) if (inverse_temperature != 1).any() else None,
+            self._on_device(np.where(top_k > 0, top_k, every)) if truncated else None,
+            self._on_device(np.where(top_p < 1, top_p, 2.0)) if truncated else None,
+            self._on_device(greedy) if greedy.any() else None,
+        )
+
+    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
+        """On a CPU a view of the array: valid until the table changes, that is for this step."""
+        return torch.from_numpy(array).to(self._device)
+
+    # ---------------------------------------------------------------------------------------------- results
+
+    def _emit_all(self) -> None:
+        for running in self._table.running:
+            if running is not None and (delta := self._table.take_delta(running, self.version)) is not None:
+                self._outbox.append(delta)
+
+    def _end(self, running: Running, reason: FinishReason, error: str | None = None) -> None:
+        delta = self._table.take_delta(running, self.version, reason, error)
+        assert delta is not None
+        self._outbox.append(delta)
+        self._table.release(running)
+        del self._live[running.request.request_id]
+        holders = self._holders.get(running.prompt_key, [])
+        if running in holders:
+            holders.remove(running)
+            if not holders:
+                del self._holders[running.prompt_key]
+
+    def _fail_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """End requests whose log-prob is not a number, without that token; returns the rows."""
+        for row in rows.tolist():
+            running = self._table.at(row)
+            self._table.length[row] -= 1
+            self._totals.sampled_tokens -= 1
+            self._end(running, "error", f"the model gave a log-prob that is not finite under weights {self.version}")
+            self._cache.clear_slot(row)
+        return rows
+
+    # --------------------------------------------------------------------------------------------- refusals
+
+    def _check(self, request: GenerationRequest) -> None:
+        ids, name = request.prompt_ids, request.request_id
+        if name in self._live:
+            raise ValueError(f"request id {name!r} is in use; expected a new one")
+        if ids.ndim != 1 or not len(ids):
+            raise ValueError(f"request {name!r}: prompt of shape {ids.shape}; expected at least one token, [n]")
+        if int(ids.min()) < 0 or int(ids.max()) >= self._n_ids:
+            outside = ids[(ids < 0) | (ids >= self._n_ids)]
+            raise ValueError(f"request {name!r}: token id {outside[0]} is outside the vocabulary [0, {self._n_ids})")
+        if len(ids) >= self._config.max_context:
+            raise ValueError(
+                f"request {name!r}: a prompt of {len(ids)} tokens leaves no room for a token in a context of "
+                f"{self._config.max_context} (engine max_context)"
+            )
+        if request.max_new_tokens < 1 or request.sample_offset < 0:
+            raise ValueError(
+                f"request {name!r}: max_new_tokens {request.max_new_tokens}, sample_offset {request.sample_offset}; "
+                "expected at least 1 and at least 0"
+            )
+        check_sampling(request.sampling)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+
+@dataclass(slots=True)
+class _Totals:
+    sampled_tokens: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+    swaps: int = 0
+    prefill_tokens: int = 0
+    shared_prefill_tokens: int = 0
+    retracted_tokens: int = 0

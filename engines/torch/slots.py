@@ -1,0 +1,159 @@
+"""Host-side state of the generation engine's slots: what each running request has, needs and may still do.
+
+Plain numpy arrays with one line per slot, so that a decode step touches all rows at once and no row costs Python.
+Running requests occupy rows 0..n_rows-1 without holes whenever a step runs. No torch here.
+
+Legend: S slots, C capacity in tokens, R rows in use, K stop ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from engines.base import GenerationDelta, GenerationRequest
+from models.row_windows import length_classes
+from protocol.messages import VersionSpan, WeightVersion
+
+FinishReason = Literal["stop", "length", "aborted", "error"]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request that has a slot."""
+
+    request: GenerationRequest
+    row: int
+    emitted: int
+    """Tokens of the sequence (prompt included) that were handed out or never will be."""
+    prompt_key: bytes
+    """Equal for requests with the same prompt."""
+
+
+class SlotTable:
+    """Rows in, tokens appended, rows out."""
+
+    def __init__(self, n_slots: int, capacity: int) -> None:
+        self.n_slots = n_slots
+        self.capacity = capacity
+        self.running: list[Running | None] = [None] * n_slots
+        self.n_running = 0
+        self.ids = np.zeros((n_slots, capacity), np.int32)
+        """[S, C] the sequence so far: prompt, then sampled tokens."""
+        self.logprobs = np.zeros((n_slots, capacity), np.float32)
+        """[S, C] of sampled tokens, at their place in the sequence."""
+        self.uniforms = np.zeros((n_slots, capacity), np.float64)
+        """[S, C] the random number that chooses the token at each place."""
+        self.in_use = np.zeros(n_slots, np.bool_)
+        self.length = np.zeros(n_slots, np.int64)
+        self.limit = np.zeros(n_slots, np.int64)
+        """Length at which the request ends."""
+        self.next_input = np.zeros(n_slots, np.int64)
+        """The last token of the sequence: what the next step feeds."""
+        self.stop_ids = np.full((n_slots, 1), -1, np.int64)
+        """[S, K], padded with -1; grows with the longest list seen."""
+        self.inverse_temperature = np.ones(n_slots, np.float32)
+        self.top_k = np.zeros(n_slots, np.int64)
+        self.top_p = np.ones(n_slots, np.float64)
+        self.greedy = np.zeros(n_slots, np.bool_)
+        self._rows = np.arange(n_slots)
+
+    @property
+    def free(self) -> int:
+        return self.n_slots - self.n_running
+
+    def at(self, row: int) -> Running:
+        running = self.running[row]
+        if running is None:
+            raise LookupError(f"row {row} is free; {self.n_running} requests are running")
+        return running
+
+    def past(self, running: Running) -> npt.NDArray[np.int32]:
+        """The tokens before the one that is fed next: those whose keys and values the cache holds. A view, [n]."""
+        return self.ids[running.row, : self.length[running.row] - 1]
+
+    def place(self, request: GenerationRequest, uniforms: npt.NDArray[np.float64]) -> Running:
+        """Give a request the lowest free row. `uniforms` [n] are for the tokens it may sample; n bounds them."""
+        row = self.running.index(None)
+        n_prompt, sampling, stops = len(request.prompt_ids), request.sampling, request.stop_token_ids
+        running = self.running[row] = Running(request, row, n_prompt, request.prompt_ids.tobytes())
+        self.n_running += 1
+        self.in_use[row] = True
+        self.ids[row, :n_prompt] = request.prompt_ids
+        self.length[row] = n_prompt
+        self.limit[row] = n_prompt + len(uniforms)
+        self.uniforms[row, n_prompt : n_prompt + len(uniforms)] = uniforms
+        self.next_input[row] = request.prompt_ids[-1]
+        if len(stops) > self.stop_ids.shape[1]:
+            wider = np.full((self.n_slots, len(stops)), -1, np.int64)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stops)] = stops
+        greedy = sampling.temperature == 0
+        self.greedy[row] = greedy
+        self.inverse_temperature[row] = 1.0 if greedy else 1.0 / sampling.temperature
+        self.top_k[row] = 0 if greedy else sampling.top_k
+        self.top_p[row] = 1.0 if greedy else sampling.top_p
+        return running
+
+    def release(self, running: Running) -> None:
+        self.running[running.row] = None
+        self.in_use[running.row] = False
+        self.n_running -= 1
+
+    def arrange(self) -> tuple[list[int], list[int]]:
+        """Close the holes and gather rows of one length class, longest first; returns (from, to), a permutation of
+        rows for the KV cache to follow. Only rows that stand in another class's block, or behind the last, move."""
+        classes_S = np.where(self.in_use, length_classes(self.length), -1)
+        wanted_S = np.sort(classes_S)[::-1]
+        wrong_S = classes_S != wanted_S
+        if not wrong_S.any():
+            return [], []
+        out_of_place = np.flatnonzero(wrong_S & self.in_use)
+        sources: list[int] = out_of_place[np.argsort(-classes_S[out_of_place], kind="stable")].tolist()
+        targets: list[int] = np.flatnonzero(wrong_S & (wanted_S >= 0)).tolist()
+        moved = [self.at(row) for row in sources]
+        for row in sources:
+            self.running[row] = None
+        for running, row in zip(moved, targets, strict=True):
+            self.running[row], running.row = running, row
+        self.in_use[sources] = False
+        self.in_use[targets] = True
+        for array in (
+            *(self.ids, self.logprobs, self.uniforms, self.length, self.limit, self.next_input, self.stop_ids),
+            *(self.inverse_temperature, self.top_k, self.top_p, self.greedy),
+        ):
+            array[targets] = array[sources]
+        return sources, targets
+
+    def append(self, ids_R: npt.NDArray[np.int64], logprobs_R: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+        """Add one sampled token to each row; returns the rows that end with it."""
+        n_rows = len(ids_R)
+        rows, length = self._rows[:n_rows], self.length[:n_rows]
+        self.ids[rows, length] = ids_R
+        self.logprobs[rows, length] = logprobs_R
+        self.next_input[:n_rows] = ids_R
+        length += 1
+        ended = (length >= self.limit[:n_rows]) | (self.stop_ids[:n_rows] == ids_R[:, None]).any(axis=1)
+        return np.flatnonzero(ended)
+
+    def take_delta(
+        self, running: Running, version: WeightVersion, reason: FinishReason | None = None, error: str | None = None
+    ) -> GenerationDelta | None:
+        """Everything of a request that was not handed out yet, all sampled under `version`; None if there is nothing
+        to say."""
+        row, start, end = running.row, running.emitted, int(self.length[running.row])
+        if start == end and reason is None:
+            return None
+        running.emitted = end
+        spans = (VersionSpan(version, 0, end - start),) if end > start else ()
+        ids, logprobs = self.ids[row, start:end].copy(), self.logprobs[row, start:end].copy()
+        return GenerationDelta(running.request.request_id, ids, logprobs, spans, reason, error)
+
+    def finish_reason(self, row: int) -> FinishReason:
+        """Why a row returned by `append` ended."""
+        return "stop" if self.next_input[row] in self.stop_ids[row] else "length"

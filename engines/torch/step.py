@@ -1,0 +1,141 @@
+"""What one forward of the generation engine computes, and where its keys and values go.
+
+    tokens of a step   | row 0 | row 1 | .. | row R-1 | prompt | prompt | ..     [T]
+
+A joining request decodes its last prompt token as a row while the tokens before it ride along as prefill. Within each
+layer all keys are written before the rows attend, so the row sees its whole prompt in the same step.
+
+Prompts of similar length form a bucket, in which each is padded to the longest: their attention is then a view and one
+kernel call. Padding is computed and forgotten: no cell of the cache takes it.
+
+Legend: T tokens of a step, R rows that decode, W cache cells written, n tokens of one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from models.packed_layout import Bucket, Layout
+from models.row_windows import RowWindow, row_windows
+
+_BUCKET_SLACK = 0.8
+"""A bucket takes prompts down to this share of its longest one: at most a fifth of it is padding..."""
+_BUCKET_SLACK_TOKENS = 8
+"""...or down to this many tokens shorter, so that very short prompts do not each get a kernel call."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Tokens that only leave keys and values, in one slot or in several that share a prompt."""
+
+    ids: npt.NDArray[np.int32]
+    """[n], n >= 1; cell i of each slot is filled by token i."""
+    slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Made once per forward, read by every layer."""
+
+    n_rows: int
+    """R; row r lives in slot r."""
+    ids_T: Tensor
+    positions_T: Tensor
+    row_windows: Sequence[RowWindow]
+    """The rows in blocks, and how far each looks."""
+    n_cells: int
+    """No cell from here on is read or written in any slot."""
+    cell_slots_W: Tensor
+    cell_positions_W: Tensor
+    cell_sources_W: Tensor | None
+    """Which token of the step fills the cell; None = token w fills cell w."""
+    prefill: Layout | None
+    """The prompts after the rows, longest first, every bucket padded to equal lengths."""
+
+
+def plan_step(
+    ids_R: Int64s, positions_R: Int64s, prefills: Sequence[Prefill], *, max_context: int, device: torch.device
+) -> Step:
+    """Rows feed `ids_R` at `positions_R` (cells before hold their past, or are filled by a prefill of this step).
+
+    On a CPU the step may view the arrays given: it is good until they change."""
+    n_rows = len(ids_R)
+    ids, positions, layout = ids_R, positions_R, None
+    slots, cells, sources = np.arange(n_rows), positions_R, None
+    if prefills:
+        prefills = sorted(prefills, key=lambda prefill: -len(prefill.ids))
+        padded = _padded_lengths([len(prefill.ids) for prefill in prefills])
+        ids = np.concatenate((ids_R, _padded_ids(prefills, padded)))
+        positions = np.concatenate((positions_R, *map(np.arange, padded)))
+        layout = _layout(padded, device)
+        fill_slots, fill_cells, fill_sources = _fills(prefills, padded, n_rows)
+        slots = np.concatenate((slots, fill_slots))
+        cells = np.concatenate((positions_R, fill_cells))
+        sources = np.concatenate((np.arange(n_rows), fill_sources))
+    windows = row_windows(positions_R + 1, max_context)
+    n_cells = max(int(cells.max()) + 1, *(window.window for window in windows))
+
+    def to_device(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Step(
+        n_rows=n_rows,
+        ids_T=to_device(ids),
+        positions_T=to_device(positions),
+        row_windows=windows,
+        n_cells=n_cells,
+        cell_slots_W=to_device(slots),
+        cell_positions_W=to_device(cells),
+        cell_sources_W=None if sources is None else to_device(sources),
+        prefill=layout,
+    )
+
+
+def _padded_lengths(lengths: Sequence[int]) -> list[int]:
+    """The length of each prompt's bucket; `lengths` fall."""
+    padded: list[int] = []
+    for length in lengths:
+        longest = padded[-1] if padded else length
+        fits = length >= min(longest * _BUCKET_SLACK, longest - _BUCKET_SLACK_TOKENS)
+        padded.append(longest if fits else length)
+    return padded
+
+
+def _padded_ids(prefills: Sequence[Prefill], padded: Sequence[int]) -> Int64s:
+    ids = np.zeros(sum(padded), np.int64)
+    end = 0
+    for prefill, width in zip(prefills, padded, strict=True):
+        ids[end : end + len(prefill.ids)] = prefill.ids
+        end += width
+    return ids
+
+
+def _layout(padded: Sequence[int], device: torch.device) -> Layout:
+    buckets: list[Bucket] = []
+    start = 0
+    for width in dict.fromkeys(padded):
+        n_sequences = padded.count(width)
+        end = start + n_sequences * width
+        buckets.append(Bucket(start, end, n_sequences, width, None, None))
+        start = end
+    # Positions are the step's business: attention never reads those of the layout.
+    return Layout(tuple(padded), tuple(buckets), torch.empty(0, dtype=torch.int64, device=device))
+
+
+def _fills(prefills: Sequence[Prefill], padded: Sequence[int], n_rows: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Slot, position in the slot and source token of every cell that the prompts fill."""
+    starts = n_rows + np.cumsum(padded) - padded
+    shares = [(slot, len(p.ids), start) for p, start in zip(prefills, starts, strict=True) for slot in p.slots]
+    lengths = [length for _, length, _ in shares]
+    slots = np.repeat([slot for slot, _, _ in shares], lengths)
+    cells = np.concatenate([np.arange(length) for length in lengths])
+    return slots, cells, np.repeat([start for _, _, start in shares], lengths) + cells

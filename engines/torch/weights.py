@@ -1,0 +1,109 @@
+"""Weights for an engine in this process: it is a rank of the weight group itself."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from engines.base import TakesWeights
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from weights.buckets import Layout
+from weights.collective import WeightGroup
+from weights.control import Agreed, Round
+from weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
+from weights.sink import GroupBroken, GroupInterrupted, Interrupted, Taken
+from weights.snapshot import read_snapshot
+
+
+class EmbeddedWeights:
+    """A WeightSink (weights.sink)."""
+
+    def __init__(self, engine: TakesWeights, *, device: torch.device | str = "cpu") -> None:
+        """`device`: the engine's, where NCCL delivers; gloo always delivers to the CPU."""
+        self._engine = engine
+        self._device = torch.device(device)
+        self._staged: WeightVersion | None = None
+        self._stores: dict[tuple[str, int], Store] = {}
+        self._group: WeightGroup | None = None
+        self._layout: Layout | None = None
+
+    @property
+    def version(self) -> WeightVersion:
+        version = self._engine.version
+        return version if self._staged is None else max(version, self._staged)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def prepare(self) -> None: ...
+
+    def check(self, plan: WeightPlan) -> None:
+        if plan.kind != "engines":
+            raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is embedded")
+        if plan.backend == "nccl" and self._device.type != "cuda":
+            raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set publish.backend to gloo")
+
+    def load(self, ref: WeightsRef) -> None:
+        self._stage(ref.version, read_snapshot(ref))
+
+    def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
+        self.leave()
+        self._layout = None
+        self._group = WeightGroup(
+            self._store_of(plan),
+            group_epoch=plan.group_epoch,
+            rank=index + 1,
+            world_size=plan.world_size,
+            backend=plan.backend,
+            device=self._device if plan.backend == "nccl" else "cpu",
+            address=local_address_towards(plan.host, plan.port),
+            interrupted=interrupted,
+        )
+        try:
+            self._group.join(timeout_s)
+        except (GroupBroken, GroupInterrupted):
+            # Perhaps a new learner's, on the same port; and with NCCL a thread may still wait at it.
+            self._stores.clear()
+            raise
+
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+        if self._group is None:
+            raise GroupBroken("no group was joined")
+        if self._layout is None or self._layout.manifest != agreed.manifest:
+            self._layout = Layout(agreed.manifest, agreed.bucket_bytes)
+        began_s = time.monotonic()
+        named = self._group.receive(header.number, self._layout, header.timeout_s)
+        received_s = time.monotonic()
+        staged = header.version > self.version
+        if staged:
+            self._stage(header.version, named)
+            wait_for_device(self._device, began_s + header.timeout_s, interrupted)  # else it is queued, not here
+        return Taken(
+            n_bytes=self._layout.total_bytes,
+            receive_s=received_s - began_s,
+            stage_s=time.monotonic() - received_s,
+            staged=staged,
+        )
+
+    def settle(self, timeout_s: float) -> bool:
+        return True  # what is under way is abandoned
+
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _stage(self, version: WeightVersion, named: list[tuple[str, Tensor]]) -> None:
+        self._engine.stage_weights(version, named)
+        self._staged = version
+
+    def _store_of(self, plan: WeightPlan) -> Store:
+        """One connection for all groups of a learner: torch looks names up for every new one."""
+        key = (plan.host, plan.port)
+        if key not in self._stores:
+            self._stores.clear()
+            self._stores[key] = connect_store(plan.host, plan.port, plan.join_timeout_s)
+        return self._stores[key]

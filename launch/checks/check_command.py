@@ -1,0 +1,171 @@
+"""`--check`: what a run would do with its models and prompts, found out by the code that the run itself uses.
+
+Beyond launch.checks.preflight: the architectures are looked up in transformers, and the prompt rows are read and
+rendered to token ids as the learner will do it. This imports torch, loads no model and starts nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from launch.checks.weight_files import check_weights
+from launch.config.consistency import teacher_window
+from launch.config.pools import teacher_pools
+from launch.config.run import RunConfig
+from launch.errors import ConfigError
+from launch.machine.devices import torch_devices
+from learner.prompts.config import TaskConfig
+from learner.prompts.data import open_prompts
+from learner.prompts.domain_mix import row_tags
+from learner.prompts.records import DataError
+from learner.prompts.tasks import Rendered, RenderedPrompts
+from models import packed
+from models.files import TokenizerError
+from models.loading import ModelError, load_config
+from models.tokenizer import load_tokenizer
+
+ROWS_READ: Final = 20_000
+"""Of a longer file so many rows are read, at equal distances."""
+
+
+class PromptRows(NamedTuple):
+    """What the rows of one file become."""
+
+    path: str
+    rows: int
+    read: int
+    """Rows that were looked at."""
+    lengths: list[int]
+    """Tokens of each prompt that can be used."""
+    teacher_lengths: list[int]
+    """Of what its teachers read."""
+    dropped: Counter[str]
+    """By reason, as the learner counts them."""
+    details: dict[str, str]
+    """Reason -> the first row that was dropped for it."""
+    first: Rendered | None
+    """The first one that can be used."""
+
+
+def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
+    """Lines for people. `config`: as preflight resolved it; `devices`: look whether torch finds them here. Raises
+    ConfigError with all that is wrong."""
+    mistakes = [*(_devices(config) if devices else ()), *_architectures(config)]
+    lines = list(_models(config))
+    try:
+        tokenizer = load_tokenizer(config.models.student)
+    except TokenizerError as error:
+        raise ConfigError(*mistakes, f"models.student: {error}") from error
+    tasks = config.learner.tasks
+    files = {"learner.tasks.prompts": tasks.prompts}
+    if tasks.eval_prompts and config.learner.eval_every:
+        files["learner.tasks.eval_prompts"] = tasks.eval_prompts
+    for key, path in files.items():
+        try:
+            rows = read_rows(path, tokenizer, tasks)
+        except (DataError, TokenizerError, OSError) as error:
+            mistakes.append(f"{key}: {error}")
+            continue
+        if not rows.lengths:
+            dropped = ", ".join(f"{n} {reason} ({rows.details[reason]})" for reason, n in rows.dropped.items())
+            mistakes.append(f"{key}: none of the {rows.read:,} rows that were read can be used: {dropped}")
+            continue
+        lines += _describe(key, rows, tokenizer)
+        mistakes += _too_long_for_teachers(key, rows, config)
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return lines
+
+
+def read_rows(path: str, tokenizer: PreTrainedTokenizerBase, tasks: TaskConfig) -> PromptRows:
+    """Render the rows of a file as the learner does. Raises DataError and TokenizerError for what would end the run."""
+    source = open_prompts(path)
+    rendered = RenderedPrompts(source, tokenizer, tasks)
+    rendered.probe(row_tags(source) if tasks.templates else [])
+    chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), ROWS_READ), dtype=np.int64)).tolist()
+    found = PromptRows(source.path, len(source), len(chosen), [], [], Counter(), {}, None)
+    for row in chosen:
+        prompt = rendered[row]
+        if prompt.ids is not None and prompt.record is not None and tasks.mix and prompt.record.tag not in tasks.mix:
+            detail = f"{source.path}, row {row}: learner.tasks.mix lacks the tag {prompt.record.tag!r}"
+            prompt = Rendered(None, None, "tag_not_in_mix", detail)
+        if prompt.ids is None:
+            found.dropped[prompt.drop_reason] += 1
+            found.details.setdefault(prompt.drop_reason, prompt.detail)
+            continue
+        found.lengths.append(len(prompt.ids))
+        found.teacher_lengths.append(len(prompt.teacher_ids) or len(prompt.ids))
+        if found.first is None:
+            found = found._replace(first=prompt)
+    return found
+
+
+def _describe(key: str, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    of = "" if rows.read == rows.rows else f" of {rows.rows:,}, at equal distances"
+    yield f"{key}: {rows.path}: {rows.read:,} rows read{of}, {len(rows.lengths):,} of them can be used"
+    for reason, n in rows.dropped.items():
+        yield f"  dropped: {n:,} {reason}, the first: {rows.details[reason]}"
+    yield f"  tokens per prompt: {_spread(rows.lengths)}"
+    if rows.teacher_lengths != rows.lengths:
+        yield f"  what teachers read: {_spread(rows.teacher_lengths)}"
+    assert rows.first is not None and rows.first.ids is not None
+    yield from _shown("the first prompt", rows.first.ids.tolist(), tokenizer)
+    if len(rows.first.teacher_ids):
+        yield from _shown("what teachers read of it", rows.first.teacher_ids.tolist(), tokenizer)
+
+
+def _shown(name: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    yield f"  {name}, as rendered: {tokenizer.decode(ids)!r}"
+    yield f"  its {len(ids)} token ids: {' '.join(map(str, ids))}"
+
+
+def _spread(lengths: list[int]) -> str:
+    return f"min {min(lengths)}, median {statistics.median(lengths):.0f}, max {max(lengths)}"
+
+
+def _too_long_for_teachers(key: str, rows: PromptRows, config: RunConfig) -> Iterator[str]:
+    """Prompts that leave a teacher no room for a single graded token."""
+    for pool in teacher_pools(config):
+        window = teacher_window(pool)
+        if window is None:
+            continue
+        if without_room := sum(length >= window for length in rows.teacher_lengths):
+            yield (
+                f"{pool.model_key}: its context of {window} tokens has no room for an answer behind {without_room:,} "
+                f"of {len(rows.lengths):,} prompts of {key}, as teachers read them; expected a longer context, or a "
+                "lower learner.tasks.max_prompt_tokens or max_teacher_prompt_tokens"
+            )
+
+
+def _models(config: RunConfig) -> Iterator[str]:
+    named = {"models.student": config.models.student}
+    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
+    for key, name in named.items():
+        size = check_weights(key, Path(name)).parameters
+        yield f"{key}: {name}" + (f", {size / 1e6:,.1f} million parameters" if size else "")
+
+
+def _architectures(config: RunConfig) -> Iterator[str]:
+    """Those that torch shall run here. What a server can run it says itself when it starts."""
+    named = {"models.student": config.models.student}
+    pools = (pool for pool in teacher_pools(config) if pool.config.teacher.engine != "sglang")
+    named |= {pool.model_key: pool.config.models.teacher for pool in pools}
+    for key, name in named.items():
+        try:
+            packed.refuse_unpackable(load_config(name))  # learner and teachers read many sequences in one row
+        except (ModelError, packed.PackingError) as error:
+            yield f"{key}: {error}"
+
+
+def _devices(config: RunConfig) -> Iterator[str]:
+    for key, device in torch_devices(config):
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            yield f"{key}: got {device}, but torch {torch.__version__} finds no CUDA device here; use auto or cpu"

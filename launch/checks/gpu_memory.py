@@ -1,0 +1,204 @@
+"""How much memory a run needs on each GPU: an estimate, from config.json and the headers of the weights. No torch.
+
+With P parameters, L layers, hidden size H, MLP size F, V rows of the vocabulary, in bytes:
+
+learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen, or with adapters, whose are small);
+                with bfloat16 products 2 P for what they read; staging 2 copies of P in the actors' dtype, unless they
+                are in host memory (learner.publish.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
+                (bfloat16) or 4, for nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4
+embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
+                max_concurrent * max_context * L * 2 * KV heads * head size * b
+embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits as they come in
+teacher         chunks of 512 MiB in float32: 1.3 GiB with what is made of them
+server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
+                where it is not given (SGLang chooses by the GPU: about that)
+each process    1 GiB: the CUDA context, libraries and fragments
+
+10 H + 4 F per token and layer counts what a transformer block with a gated MLP keeps for its backward pass (inputs of
+two norms and of the projections, q, k, v and the output of attention; gate, up, their product and the activation),
+without attention scores, which fused kernels do not keep (as in Korthikanti et al. 2022, arXiv:2205.05198, for GELU).
+Mixtures of experts, adapters, value heads and averages are not counted, nor what several processes on one GPU waste.
+What is `sure` (weights, gradient, moments, KV cache of embedded actors) is needed at least, and a run that has no room
+for it is refused; the rest may be off by half, and is only told.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, cast
+
+from launch.checks.placement import Placement
+from launch.checks.weight_files import check_weights
+from launch.config.pools import teacher_pools
+from launch.config.run import RunConfig
+from launch.machine.gpus import LEARNER
+from launch.machine.machine import Machine
+from launch.servers.options import FRACTION, value_of
+from launch.servers.plan import launched_groups, server_config
+from weights.publish_choices import held_dtype, sent_dtype, staged_in
+
+GIB: Final = 2**30
+PROCESS_GIB: Final = 1.0
+SERVER_FRACTION: Final = 0.85
+BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Shape(NamedTuple):
+    """Of a model."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    mlp: int
+    vocabulary: int
+    kv_width: int
+    """KV heads times head size."""
+    dtype_bytes: int
+    """Of its files."""
+
+
+class Need(NamedTuple):
+    """Of one process on one GPU, GiB."""
+
+    who: str
+    sure: Mapping[str, float]
+    likely: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.sure.values()) + sum(self.likely.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gib:.1f}" for name, gib in {**self.sure, **self.likely}.items() if gib >= 0.05)
+        return f"{self.who} {self.total:.1f} ({parts})"
+
+
+class Memory(NamedTuple):
+    """Of a run."""
+
+    lines: list[str]
+    """A line per GPU that is used, for people."""
+    mistakes: list[str]
+
+
+def read_shape(folder: Path) -> Shape | None:
+    """None where there are no safetensors files, or config.json does not say all of it."""
+    parameters = check_weights("", folder).parameters
+    told = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    text = {**told, **cast(dict[str, Any], told.get("text_config") or {})}
+    try:
+        heads = int(text["num_attention_heads"])
+        head = int(text.get("head_dim") or text["hidden_size"] // heads)
+        return (
+            Shape(
+                parameters=parameters,
+                layers=int(text["num_hidden_layers"]),
+                hidden=int(text["hidden_size"]),
+                mlp=int(text["intermediate_size"]),
+                vocabulary=int(text["vocab_size"]),
+                kv_width=int(text.get("num_key_value_heads") or heads) * head,
+                dtype_bytes=BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2),
+            )
+            if parameters
+            else None
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def learner_need(config: RunConfig, shape: Shape, backend: Literal["gloo", "nccl"]) -> Need:
+    learner = config.learner
+    p = shape.parameters
+    trained = 0 if learner.frozen or learner.lora.rank else p
+    publish = learner.publish
+    sent = BYTES.get(sent_dtype(publish.dtype, held_dtype(config.actor, config.models.student)), 4)
+    on_gpu = staged_in(publish.staging, "cuda", backend) == "device"
+    width = 4 if learner.dtype == "float32" else 2
+    kept = learner.pack_tokens * shape.layers * (10 * shape.hidden + 4 * shape.mlp) * width
+    sure = {"weights": 4 * p, "gradient and AdamW": 12 * trained}
+    likely = {
+        "weights in bfloat16": 2 * p if width == 2 else 0,
+        "staging": 2 * sent * p if on_gpu else 0,
+        "activations": kept,
+        "logits": 3 * 4 * learner.logprob_chunk_tokens * shape.vocabulary,
+    }
+    return _need("learner", sure, likely)
+
+
+def actor_need(config: RunConfig, shape: Shape, who: str) -> Need:
+    engine = config.actor.torch
+    width = BYTES[engine.dtype]
+    cache = engine.max_concurrent * engine.max_context * shape.layers * 2 * shape.kv_width * width
+    own = width * shape.parameters
+    return _need(who, {"weights": own, "KV cache": cache}, {"next weights": own})
+
+
+def teacher_need(config: RunConfig, shape: Shape, who: str) -> Need:
+    """`config`: as its pool has it."""
+    width = BYTES.get(config.teacher.dtype, 2)
+    block = config.teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
+    return _need(who, {"weights": width * shape.parameters}, {"activations": block, "logits": 1.3 * GIB})
+
+
+def server_need(args: tuple[str, ...], tp: int, shape: Shape, who: str, gib: float) -> Need:
+    told = value_of(args, FRACTION)
+    fraction = float(told) if told is not None and told.replace(".", "", 1).isdecimal() else SERVER_FRACTION
+    weights = shape.dtype_bytes * shape.parameters / tp
+    return _need(who, {"weights": weights}, {"KV cache": max(0.0, fraction * gib * GIB - weights)})
+
+
+def _need(who: str, sure: Mapping[str, float], likely: Mapping[str, float]) -> Need:
+    return Need(
+        who,
+        {name: n / GIB for name, n in sure.items()},
+        {name: n / GIB for name, n in likely.items()} | {"process": PROCESS_GIB},
+    )
+
+
+def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memory:
+    """`config`: models are folders. Nothing where no GPU is used, or its memory is not known."""
+    lines: list[str] = []
+    mistakes: list[str] = []
+    needs: dict[int, list[Need]] = {}
+    for gpu, need in _needs(config, machine, placement) if machine.gib else ():
+        needs.setdefault(gpu, []).append(need)
+    for gpu, here in sorted(needs.items()):
+        gib, total, sure = machine.gib[gpu], sum(need.total for need in here), sum(sum(n.sure.values()) for n in here)
+        told = f"GPU {machine.gpus[gpu]}: about {total:.1f} of {gib:g} GiB: {'; '.join(map(str, here))}"
+        lines.append(told + ("" if total <= gib else " - more than it has, by this estimate"))
+        if sure > gib:
+            mistakes.append(
+                f"GPU {machine.gpus[gpu]}: got {', '.join(need.who for need in here)} with at least {sure:.1f} GiB, "
+                f"expected at most its {gib:g} GiB, in GiB: {'; '.join(map(str, here))}. Use fewer roles per GPU, "
+                "a larger tp, learner.lora.rank, or a smaller model"
+            )
+    return Memory(lines, mistakes)
+
+
+def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterator[tuple[int, Need]]:
+    """(GPU, what one process needs there). Models whose shape is not known are left out."""
+    seats = {who: gpu for who, gpu in placement.places.seats.items() if gpu is not None}
+    shape_of = functools.cache(read_shape)  # reads the headers of all weights
+    student = shape_of(Path(config.models.student))
+    if student is not None:
+        if LEARNER in seats:
+            yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
+        yield from ((gpu, actor_need(config, student, who)) for who, gpu in seats.items() if who.startswith("actor"))
+    for pool in teacher_pools(config):
+        numbers = range(pool.first, pool.first + pool.config.teachers)
+        here = [f"teacher-{i}" for i in numbers if f"teacher-{i}" in seats]
+        shape = shape_of(Path(pool.config.models.teacher)) if here else None
+        if shape is not None:
+            yield from ((seats[who], teacher_need(pool.config, shape, who)) for who in here)
+    for key, role, first, own in launched_groups(config):
+        server = server_config(own, role)
+        groups = placement.places.servers.get(key, ())
+        shape = shape_of(Path(own.models.student if role == "actor" else own.models.teacher)) if groups else None
+        for index, group in enumerate(groups if shape is not None else ()):
+            assert shape is not None
+            for gpu in group:
+                who = f"server-{role}-{first + index}"
+                yield gpu, server_need(server.args, server.tp, shape, who, machine.gib[gpu])

@@ -1,0 +1,141 @@
+"""Where the parts of a run are put: devices of embedded roles, GPUs of servers, and by what weights are sent.
+
+The launcher decides all of it before anything starts. Each embedded worker is told its own device (StartRole.device);
+the learner reads the way of the weights from its configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from launch.checks.engine_choice import ENGINE_NAMES
+from launch.checks.weight_backend import Choice, Member, choose_weight_backend
+from launch.config.pools import teacher_pools
+from launch.config.run import RunConfig
+from launch.machine.gpus import LEARNER, Groups, Places, Seat, Wanted, place
+from launch.machine.interpreter import Interpreters, choose_python
+from launch.machine.machine import Machine
+from launch.machine.torch_build import TorchBuild
+from launch.servers.plan import count, launched_groups, server_config
+from protocol.context import WorkerRole
+
+
+class Placement(NamedTuple):
+    """What was decided."""
+
+    places: Places = Places({}, {})
+    weights: Choice = Choice("gloo", "nothing is placed")
+    text: str = ""
+    """One line for people; empty: nothing was placed."""
+
+    def device(self, role: WorkerRole, index: int) -> str:
+        """Torch device of an embedded worker; empty where it was not given one, and on servers."""
+        who = LEARNER if role == "learner" else f"{role}-{index}"
+        if who not in self.places.seats:
+            return ""
+        gpu = self.places.seats[who]
+        return "cpu" if gpu is None else f"cuda:{gpu}"
+
+
+NOWHERE = Placement()
+"""Nobody is told where to go: `auto` in the configuration is for each worker to see to."""
+
+
+def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, why: Mapping[str, str]) -> Placement:
+    """`config`: engines are torch or sglang, `server.device` is cpu or cuda, models are folders. `why`: of the engines
+    that were chosen. Raises ValueError for what does not fit."""
+    own = interpreters.own()
+    n = len(machine.gpus)
+    places = place(n, list(_seats(config, usable=n > 0 and (own.has_gpu_code or machine.pretended))), _wanted(config))
+    members = list(_actors(config, places, interpreters))
+    gpu = places.seats[LEARNER]
+    learner = Member(LEARNER, () if gpu is None else (gpu,), own.nccl_version, sys.executable)
+    weights = choose_weight_backend(config.learner.publish.backend, learner, members)
+    text = "; ".join(_told(config, machine, places, weights, why, own))
+    return Placement(places, weights, text)
+
+
+def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
+    def device(told: str) -> str:
+        return told if told != "auto" and (usable or told == "cpu") else "cuda" if usable else "cpu"
+
+    yield Seat(LEARNER, "learner.device", device(config.learner.device))
+    for pool in teacher_pools(config):
+        teacher = pool.config.teacher
+        for index in range(pool.config.teachers if teacher.engine != "sglang" else 0):
+            yield Seat(f"teacher-{pool.first + index}", f"{pool.key}.device", device(teacher.device))
+    for index in range(config.actors if config.actor.engine != "sglang" else 0):
+        yield Seat(f"actor-{index}", "actor.torch.device", device(config.actor.torch.device))
+
+
+def _wanted(config: RunConfig) -> list[Wanted]:
+    wanted: list[Wanted] = []
+    for key, role, _, own in launched_groups(config):
+        server = server_config(own, role)
+        if server.device == "cuda":
+            wanted.append(Wanted(key, count(own, role), server.tp, server.gpus))
+    return wanted
+
+
+def _actors(config: RunConfig, places: Places, interpreters: Interpreters) -> Iterator[Member]:
+    """What the actors contribute to the weight group."""
+    actor = config.actor
+    if actor.engine != "sglang":
+        for index in range(config.actors):
+            gpu = places.seats[f"actor-{index}"]
+            yield Member(
+                f"actor-{index}", () if gpu is None else (gpu,), interpreters.own().nccl_version, sys.executable
+            )
+    elif actor.server.device == "cpu":
+        yield from (Member(f"actor-{index}", (), None, "") for index in range(config.actors))
+    elif actor.urls:
+        yield from (Member(f"actor-{index}", None, None, url) for index, url in enumerate(actor.urls))
+    else:
+        python = choose_python(actor.server)
+        version = interpreters.look(python).torch.nccl_version
+        for index, gpus in enumerate(places.servers["actor"]):
+            yield Member(f"actor-{index}", gpus, version, str(python))
+
+
+def wrong_nccl(config: RunConfig, places: Places, interpreters: Interpreters) -> Iterator[str]:
+    """Interpreters that are to use GPUs with the NCCL of another CUDA than their torch's."""
+    if any(gpu is not None for gpu in places.seats.values()) and (wrong := interpreters.own().wrong_wheel()):
+        yield f"learner.device: {sys.executable} {wrong}, or say device = cpu"
+    for key, role, _, own in launched_groups(config):
+        server = server_config(own, role)
+        python = choose_python(server)
+        if server.device == "cuda" and (wrong := interpreters.look(python).torch.wrong_wheel()):
+            yield f"{key}.server.python: {python} {wrong}"
+
+
+def _told(
+    config: RunConfig, machine: Machine, places: Places, weights: Choice, why: Mapping[str, str], own: TorchBuild
+) -> Iterator[str]:
+    def gpus(who: Sequence[str]) -> str:
+        on = [places.seats[name] for name in who]
+        told = [machine.gpus[gpu] for gpu in on if gpu is not None]
+        return f"GPU {', '.join(told)}" if told else "the CPU"
+
+    def role(name: str, key: str, engine: str, seats: Sequence[str], servers: Groups, device: str) -> str:
+        where = gpus(seats) if seats else "the CPU" if device == "cpu" else "GPUs of their own"
+        if servers:
+            where = f"GPU {', '.join('+'.join(machine.gpus[gpu] for gpu in group) for group in servers)}"
+        chosen = f" (auto: {why[key]})" if key in why else ""
+        return f"{name} {ENGINE_NAMES[engine]} on {where}{chosen}"
+
+    cpu_build = machine.gpus and not own.has_gpu_code and not machine.pretended
+    yield f"learner on {gpus([LEARNER])}" + (f" (torch {own.version} has no CUDA)" if cpu_build else "")
+    if config.actors:
+        seats = [who for who in places.seats if who.startswith("actor")]
+        groups = places.servers.get("actor", ())
+        yield role("actors:", "actor", config.actor.engine, seats, groups, config.actor.server.device)
+    for pool in teacher_pools(config):
+        teacher, n = pool.config.teacher, pool.config.teachers
+        seats = [f"teacher-{pool.first + index}" for index in range(n) if teacher.engine != "sglang"]
+        name = f"teachers of {pool.name}:" if config.pools else "teachers:"
+        if n:
+            groups = places.servers.get(pool.key, ())
+            yield role(name, pool.key, teacher.engine, seats, groups, teacher.server.device)
+    yield f"weights by {weights.backend} ({weights.why})"

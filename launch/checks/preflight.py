@@ -1,0 +1,268 @@
+"""Checks of what a configuration names, before torch is loaded anywhere: models, prompts, and one vocabulary for both;
+whether its parts fit one another (launch.config.consistency), and what SGLang servers need
+(launch.checks.server_preflight).
+
+They take well under a second for local folders, so that a wrong path costs no waiting. What needs torch or the whole
+prompts file (a chat template that fails, an unknown architecture) is found by `--check` (launch.checks.check_command),
+or told by its owner when it loads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+import msgspec
+
+import builtin
+from launch.checks.engine_choice import choose_engines
+from launch.checks.placement import NOWHERE, Placement
+from launch.checks.server_preflight import check_servers
+from launch.checks.vocabularies import check_teachers
+from launch.checks.weight_files import check_weights
+from launch.config.consistency import check_consistency
+from launch.config.pools import teacher_pools, without_idle_routes
+from launch.config.run import BUILTIN, RunConfig
+from launch.errors import ConfigError
+from launch.machine.devices import lacking_cuda
+from launch.machine.interpreter import Interpreters
+from launch.machine.machine import Machine, find_machine
+from launch.servers.plan import ServerPlan
+
+ROWS_CHECKED: Final = 20
+replace = msgspec.structs.replace
+Json = Mapping[str, object]
+
+
+class Checked(NamedTuple):
+    """What the launcher goes on with."""
+
+    config: RunConfig
+    """`builtin` and hub names replaced by folders and files, so that 40 workers need not ask the hub again; no routes
+    to teachers that there are not and that nothing needs."""
+    model_types: tuple[str, ...]
+    """Of student and teacher, as in their config.json."""
+    warnings: tuple[str, ...] = ()
+    """What the run will do otherwise than one may think."""
+    servers: tuple[ServerPlan, ...] = ()
+    """SGLang servers to be started with the run."""
+    server_report: str = ""
+    """For people: where they will run, and what running ones can do."""
+    placement: Placement = NOWHERE
+    """Of learner and embedded engines."""
+    memory: tuple[str, ...] = ()
+    """Lines for people: how much each GPU that is used has to hold, by an estimate."""
+    not_here: tuple[str, ...] = ()
+    """What a pretended machine would have to have, and this one lacks."""
+
+
+def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
+    """`pretended`: instead of this machine's GPUs. Raises ConfigError with all that is wrong."""
+    mistakes: list[str] = []
+    config = without_idle_routes(config)
+    interpreters = Interpreters()
+    machine = pretended or find_machine()  # though device = cpu, a part may be put on a GPU by name
+    config, why_engines = choose_engines(config, machine, interpreters)
+    named = {"models.student": config.models.student}
+    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
+    folders: dict[str, Path] = {}
+    for key, name in named.items():
+        try:
+            folders[key] = find_model(key, name)
+        except ConfigError as error:
+            mistakes += error.mistakes
+    for key, folder in folders.items():
+        mistakes += check_weights(key, folder).mistakes
+    mistakes += lacking_cuda(config, machine, interpreters.own())
+    student = folders.get("models.student")
+    if student is not None:
+        mistakes += check_teachers(student, {key: folder for key, folder in folders.items() if folder != student})
+    tasks = config.learner.tasks
+    prompts, eval_prompts = tasks.prompts or BUILTIN, tasks.eval_prompts
+    if prompts == BUILTIN:
+        prompts, eval_prompts = str(builtin.TRAIN_JSONL), eval_prompts or str(builtin.EVAL_JSONL)
+    elif eval_prompts == BUILTIN:
+        eval_prompts = str(builtin.EVAL_JSONL)
+    for key, path in (("learner.tasks.prompts", prompts), ("learner.tasks.eval_prompts", eval_prompts)):
+        if path:
+            mistakes += check_prompts(key, Path(path))
+    findings = check_consistency(config, student)
+    mistakes += findings.mistakes
+    config = _with_folders(config, folders)
+    servers = check_servers(config, machine, interpreters, why_engines)
+    mistakes += servers.mistakes
+    if mistakes:
+        raise ConfigError(*mistakes)
+    config = servers.config
+    tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts) if eval_prompts else "")
+    learner, offline = config.learner, config.learner.offline
+    learner = replace(
+        learner,
+        tasks=tasks,
+        record=_absolute(learner.record) if learner.record else "",
+        offline=replace(offline, file=_absolute(offline.file) if offline.file else ""),
+    )
+    return Checked(
+        config=replace(config, learner=learner),
+        model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
+        warnings=tuple(findings.warnings),
+        servers=servers.plans,
+        server_report=servers.report(),
+        placement=servers.placement,
+        memory=tuple(servers.memory),
+        not_here=tuple(servers.not_here),
+    )
+
+
+def _with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
+    """The same models, by their folders."""
+    found = {key.partition(".")[2]: str(folder) for key, folder in folders.items() if key.startswith("models.")}
+    pools = {
+        name: replace(pool, model=str(folders.get(f"pools.{name}.model", pool.model)))
+        for name, pool in config.pools.items()
+    }
+    return replace(config, models=replace(config.models, **found), pools=pools)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def find_model(key: str, named: str) -> Path:
+    """The folder of a model, looked at from outside. A name that is no folder is fetched from the model hub (or found
+    in its cache). Raises ConfigError."""
+    if named == BUILTIN:
+        folder = builtin.STUDENT_DIR if key.endswith("student") else builtin.TEACHER_DIR
+        if not folder.is_dir():
+            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it by `python -m builtin.build`")
+    else:
+        folder = Path(named).expanduser()
+    if not folder.exists() and _looks_like_hub_name(named):
+        folder = _from_hub(key, named)
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: no folder {named!r}{_nearest_path(folder)}")
+    missing = [name for name in ("config.json",) if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        missing.append("*.safetensors")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer.json")
+    if missing:
+        raise ConfigError(f"{key}: {folder} is not a Hugging Face model folder, it lacks {', '.join(missing)}")
+    model_type(folder)
+    return folder.absolute()
+
+
+def model_type(folder: Path) -> str:
+    """`model_type` of config.json. Raises ConfigError."""
+    file = folder / "config.json"
+    try:
+        told = cast(Json, json.loads(file.read_text())).get("model_type")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from error
+    if not isinstance(told, str):
+        raise ConfigError(f"{file}: model_type is {told!r}, expected a name like qwen3")
+    return told
+
+
+def check_prompts(key: str, path: Path) -> list[str]:
+    """The first rows of a prompts file. The learner, which reads all of it, checks the rest."""
+    path = path.expanduser()
+    if not path.exists():
+        return [f"{key}: no file {str(path)!r}{_nearest_path(path)}"]
+    try:
+        if path.is_dir():
+            return _check_folder(key, path)
+        if path.suffix == ".parquet":
+            return _check_columns(key, path, _parquet_columns(path))
+        if path.suffix in (".jsonl", ".json"):
+            return next((mistakes for row in _first_rows(key, path) if (mistakes := row)), [])
+    except (OSError, ValueError, ImportError) as error:
+        return [f"{key}: {path}: {error}"]
+    return [f"{key}: {path} is a {path.suffix or 'suffixless'} file, expected .jsonl, .parquet or a datasets folder"]
+
+
+def _first_rows(key: str, path: Path) -> Iterator[list[str]]:
+    seen = 0
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row: object = json.loads(line)
+            except json.JSONDecodeError as error:
+                yield [f"{key}: {path}:{number} is not JSON: {error}"]
+                return
+            if not isinstance(row, dict):
+                yield [f"{key}: {path}:{number}: got {type(row).__name__}, expected an object with prompt or messages"]
+                return
+            yield _check_columns(key, Path(f"{path}:{number}"), list(cast(Json, row)))
+            seen += 1
+            if seen == ROWS_CHECKED:
+                return
+    if seen == 0:
+        yield [f"{key}: {path} holds no prompts"]
+
+
+def _check_columns(key: str, where: Path, columns: list[str]) -> list[str]:
+    if "prompt" in columns or "messages" in columns:
+        return []
+    return [f"{key}: {where}: got the fields {', '.join(columns) or '(none)'}; expected prompt (text) or messages"]
+
+
+def _check_folder(key: str, path: Path) -> list[str]:
+    if (path / "dataset_info.json").is_file():
+        features = cast(Json, json.loads((path / "dataset_info.json").read_text())).get("features")
+        return _check_columns(key, path, list(cast(Json, features))) if isinstance(features, Mapping) else []
+    parquet = sorted(path.rglob("*.parquet"))
+    if parquet:
+        return _check_columns(key, parquet[0], _parquet_columns(parquet[0]))
+    if (path / "dataset_dict.json").is_file():
+        splits = cast(Json, json.loads((path / "dataset_dict.json").read_text())).get("splits")
+        return [f"{key}: {path} holds the splits {splits}; name one of them, e.g. {path}/train"]
+    return [f"{key}: the folder {path} holds neither a saved dataset (dataset_info.json) nor .parquet files"]
+
+
+def _parquet_columns(path: Path) -> list[str]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("reading Parquet needs pyarrow: pip install 'stillhouse[data]'") from error
+    return [str(name) for name in parquet.read_schema(path).names]
+
+
+def _looks_like_hub_name(named: str) -> bool:
+    return named.count("/") <= 1 and not named.startswith((".", "/", "~")) and not named.endswith("/")
+
+
+def _from_hub(key: str, name: str) -> Path:
+    """The local snapshot of a model on the hub; downloads what is not in the cache."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        HfApi().model_info(name, timeout=5.0)
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ConfigError(
+            f"{key}: {name!r} is neither a folder nor a model on the hub{_nearest_path(Path(name))}"
+        ) from None
+    except Exception as unreachable:  # connection errors: their classes differ between versions of the hub's client
+        try:
+            return Path(snapshot_download(name, local_files_only=True, allow_patterns=wanted))
+        except OSError:
+            raise ConfigError(
+                f"{key}: no folder {name!r}, it is not in the model hub's cache, and the hub cannot be reached "
+                f"({type(unreachable).__name__}){_nearest_path(Path(name))}"
+            ) from None
+    return Path(snapshot_download(name, allow_patterns=wanted))
+
+
+def _nearest_path(path: Path) -> str:
+    """`; did you mean ...?` with the nearest name in the same folder, or nothing."""
+    if not path.parent.is_dir():
+        return f"; nor is there {str(path.parent)!r}"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""

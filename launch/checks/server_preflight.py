@@ -1,0 +1,141 @@
+"""Before a run on SGLang starts: where its servers are or will be, and whether all that they need is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from engines.sglang.features import Features
+from launch.checks.gpu_memory import estimate
+from launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
+from launch.checks.server_features import grouped
+from launch.config.run import RunConfig
+from launch.machine.devices import fill_devices, torch_devices
+from launch.machine.interpreter import Interpreters, choose_python, lacks_sglang
+from launch.machine.machine import NO_GPUS, Machine
+from launch.servers.arguments import contradictions, overfull_gpus
+from launch.servers.attached import ask_servers
+from launch.servers.plan import (
+    ServerGroup,
+    ServerPlan,
+    count,
+    launched_groups,
+    plan_servers,
+    server_config,
+    with_server,
+)
+from protocol.ports import free_port
+
+HIGHEST_PORT: Final = 65535
+
+
+class Found(NamedTuple):
+    """What the launcher goes on with."""
+
+    config: RunConfig
+    """Every `device` of a server is cpu or cuda, and `learner.publish.backend` gloo or nccl."""
+    placement: Placement
+    plans: tuple[ServerPlan, ...]
+    """To be started."""
+    attached: list[tuple[str, Features]]
+    """(worker, its running server)."""
+    mistakes: list[str]
+    not_here: list[str]
+    """What a pretended machine would have to have, and this one lacks."""
+    memory: list[str]
+    """A line per GPU that is used; empty where that is not known."""
+
+    def report(self) -> str:
+        """For `--check`; empty without servers."""
+        told = [grouped(self.attached)] if self.attached else []
+        told += [f"{plan.name}: on {plan.place}, by {plan.python}" for plan in self.plans]
+        return "\n".join(told)
+
+
+def check_servers(
+    config: RunConfig,
+    machine: Machine = NO_GPUS,
+    interpreters: Interpreters | None = None,
+    why: Mapping[str, str] | None = None,
+) -> Found:
+    """`config`: models are folders, engines are torch or sglang. Running servers are asked, and interpreters looked at,
+    only where servers are wanted. `why`: of the engines that were chosen (launch.checks.engine_choice)."""
+    interpreters = interpreters or Interpreters()
+    config = fill_devices(config)
+    attached = ask_servers(config)
+    config, mistakes = attached.config, list(attached.mistakes)
+    for key, role, _, own in launched_groups(config):
+        server = server_config(own, role)
+        if server.device == "auto":
+            config = with_server(config, key, msgspec.structs.replace(server, device="cuda" if machine.gpus else "cpu"))
+    not_here: list[str] = []
+    for group in launched_groups(config):
+        lacking, others = _lacking(group, machine, interpreters)
+        (not_here if machine.pretended else mistakes).extend(lacking)
+        mistakes += others
+    mistakes += _unfound_gpus(config, machine, interpreters)
+    mistakes += contradictions(config)
+    plans: tuple[ServerPlan, ...] = ()
+    placement = NOWHERE
+    memory: list[str] = []
+    if not mistakes:
+        try:
+            placement = place_run(config, machine, interpreters, why or {})
+        except ValueError as error:
+            mistakes.append(str(error))
+        else:
+            mistakes += wrong_nccl(config, placement.places, interpreters)
+            mistakes += overfull_gpus(config, placement.places)
+            memory, too_large = estimate(config, machine, placement)
+            mistakes += too_large
+            plans = plan_servers(config, machine.gpus, placement.places.servers)
+            config = _with_backend(config, placement)
+    return Found(config, placement, plans, attached.features, mistakes, not_here, memory)
+
+
+def _with_backend(config: RunConfig, placement: Placement) -> RunConfig:
+    replace = msgspec.structs.replace
+    publish = replace(config.learner.publish, backend=placement.weights.backend)
+    return replace(config, learner=replace(config.learner, publish=publish))
+
+
+def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Iterator[str]:
+    """A machine with a driver whose GPUs cannot be found would run on its CPU without anybody having said so."""
+    if not machine.unlisted:
+        return
+    servers = [server_config(own, role).device for _, role, _, own in launched_groups(config)]
+    embedded = [device for _, device in torch_devices(config)] if interpreters.own().has_gpu_code else []
+    if any(device != "cpu" for device in (*servers, *embedded)):
+        yield (
+            f"device: got {config.device}, but the GPUs of this machine cannot be found: {machine.unlisted}; expected "
+            "nvidia-smi in PATH, or device = cpu to run on the CPU"
+        )
+
+
+def _lacking(group: ServerGroup, machine: Machine, interpreters: Interpreters) -> tuple[list[str], list[str]]:
+    """(what another machine may have, what is wrong anywhere)."""
+    key, role, _, config = group
+    server = server_config(config, role)
+    lacking: list[str] = []
+    others: list[str] = []
+    if server.device == "cuda" and not machine.gpus and not machine.unlisted:
+        others.append(
+            f"{key}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
+        )
+    python = choose_python(server)
+    if told := lacks_sglang(key, server, python, interpreters.look(python)):
+        lacking.append(told)
+    last = server.port + count(config, role) - 1
+    if server.port and last > HIGHEST_PORT:
+        others.append(
+            f"{key}.server.port: got {server.port}, and {count(config, role)} servers would need ports up to {last}"
+        )
+    try:
+        free_port(server.host)
+    except OSError as error:
+        others.append(
+            f"{key}.server.host: cannot listen on {server.host!r} ({error}); expected an address of this machine"
+        )
+    return lacking, others

@@ -1,0 +1,325 @@
+"""Do the parts of a configuration fit one another, the student and the environments? A run whose parts do not would
+start, and then stand still or throw everything away. No torch, unless a user's own environment imports it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import builtin
+from actors.envs.registry import UnknownEnvironment, check_options
+from engines.sglang.config import vocabulary_size
+from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
+from launch.config.pools import TeacherPool, teacher_pools
+from launch.config.run import BUILTIN, RunConfig
+from learner.objectives.registry import needs_top_k
+from protocol.addresses import is_local
+from protocol.topk_codec import MAX_TOKENS_KEPT
+
+
+class Findings(NamedTuple):
+    """One line each, beginning with the key."""
+
+    mistakes: list[str]
+    """The run would be impossible."""
+    warnings: list[str]
+    """It would not do all that it was asked for."""
+
+
+def check_consistency(config: RunConfig, student: Path | None) -> Findings:
+    """`student`: the model's folder, None where it was not found."""
+    rows, window = _vocabulary_size(student), _writing_window(config, student)
+    return Findings(
+        mistakes=[
+            *_pools(config),
+            *_environments(config),
+            *_advantages_of_parts(config),
+            *_adapters(config),
+            *_average_as_teacher(config, student),
+            *_groups_that_never_fit(config),
+            *_top_k_sets(config, student),
+            *rollouts_that_no_message_holds(config, rows, window),
+            *_teachers_window(config),
+            *(_context_window(config, student) if student is not None else ()),
+        ],
+        warnings=[
+            *_left_to_others(config),
+            *_uneven_groups(config),
+            *_little_room(config, student),
+            *_little_room_for_teachers(config),
+            *_sets_in_vain(config, student),
+            *_open_ports(config),
+            *batches_that_will_be_cut(config, rows, window),
+        ],
+    )
+
+
+def check_join(config: RunConfig, student: Path | None) -> list[str]:
+    """For workers that join a run: `actors` and `teachers` of `config` are theirs, all that they do not set is the
+    run's. Mistakes only."""
+    mistakes: list[str] = []
+    pool, routes = config.teacher.pool, config.learner.tasks.routes
+    if config.teachers and pool not in routes:
+        mistakes.append(
+            f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of the run's "
+            f"pools: {', '.join(routes) or '(none)'}"
+        )
+    if config.actors:
+        mistakes += [*_environments(config), *(_context_window(config, student) if student is not None else ())]
+    return mistakes
+
+
+def _pools(config: RunConfig) -> Iterator[str]:
+    """Tasks are sent to pools that have teachers, and to each of these pools some are sent."""
+    if not config.teachers:
+        return  # those who join say which they serve
+    routes = config.learner.tasks.routes
+    served = [pool.name for pool in teacher_pools(config)]
+    for other in routes:
+        if other not in served:
+            near = difflib.get_close_matches(other, served, n=1)
+            whose = "a pool of `pools`" if config.pools else "the teacher.pool of all teachers of a run without `pools`"
+            yield (
+                f"learner.tasks.routes: got pool {other!r}, which no teacher serves; expected "
+                f"{' or '.join(map(repr, near or served))}, {whose}"
+            )
+    for name in served:
+        if name not in routes:
+            yield (
+                f"{f'pools.{name}' if config.pools else 'teacher.pool'}: got {name!r}, to which learner.tasks.routes "
+                f"sends nothing; expected one of its pools: {', '.join(routes) or '(none)'}"
+            )
+
+
+def _left_to_others(config: RunConfig) -> Iterator[str]:
+    """What waits for workers that join."""
+    if not config.actors:
+        yield "actors: 0; nothing is written until some join (launch/cluster.py join RUN --actors N)"
+    if not config.teachers and config.learner.tasks.routes:
+        pools = " or ".join(config.learner.tasks.routes)
+        yield f"teachers: 0; nothing is graded until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
+
+
+def _environments(config: RunConfig) -> Iterator[str]:
+    """The one that tasks name, and all that are configured: known, loadable, and their options fit."""
+    for name, environment in config.actor.environments_of(config.learner.tasks.env).items():
+        key = f"actor.environments.{name}" if name in config.actor.environments else "learner.tasks.env"
+        try:
+            check_options(environment.name, environment.options)
+        except UnknownEnvironment as error:
+            yield f"{key}: {error}"
+        except ValueError as error:
+            yield f"{key}.options: {error}"
+        except Exception as error:  # a user's module may raise anything while it is imported
+            yield f"{key}: {environment.name!r} cannot be imported: {type(error).__name__}: {error}"
+
+
+def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
+    """An advantage compares the rewards of whole rollouts; the other release policies hand out parts of them."""
+    advantage, release = config.learner.advantage, config.buffer.release
+    if advantage != "none" and release != "rollout":
+        yield (
+            f"learner.advantage: got {advantage!r} with buffer.release = {release}, expected buffer.release = rollout; "
+            "it needs whole rollouts, and the first batch with parts of one would end the run"
+        )
+
+
+def _adapters(config: RunConfig) -> Iterator[str]:
+    """Looked for, not imported: peft loads torch."""
+    if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
+        yield (
+            f"learner.lora.rank: got {config.learner.lora.rank}, which needs the package peft: "
+            "pip install 'stillhouse[lora]'; or expected 0, which trains all weights"
+        )
+
+
+def _needs_sets(config: RunConfig) -> bool:
+    return needs_top_k(config.learner.divergence)
+
+
+def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """A divergence between distributions needs them of every pool."""
+    rows = _vocabulary_size(student)
+    for pool in teacher_pools(config):
+        teacher = pool.config.teacher
+        if _needs_sets(config) and not teacher.top_k:
+            yield (
+                f"learner.divergence: got {config.learner.divergence!r} with {pool.key}.top_k = 0, expected one above "
+                "0, e.g. 256, so that teachers send their likeliest tokens; or one of k1, k2, k3, which do without"
+            )
+        if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
+            yield (
+                f"{pool.key}.tail: got 'each' with {rows} rows in the embedding, expected at most {MAX_TOKENS_KEPT}; "
+                "use 'pooled'"
+            )
+
+
+def _vocabulary_size(folder: Path | None) -> int | None:
+    """Rows of the embedding. None where the model was not found, or does not say."""
+    try:
+        return None if folder is None else vocabulary_size(folder)
+    except ValueError:
+        return None
+
+
+def _writing_window(config: RunConfig, student: Path | None) -> int | None:
+    """Longest sequence that an actor writes; None where it is not known."""
+    if config.actor.engine != "sglang":
+        return config.actor.torch.max_context
+    return context_window(student) if student is not None else None
+
+
+def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """Those that nobody looks at now or in a recording, and those that the buffer refuses."""
+    limit, rows = config.buffer.max_top_k_bytes, _vocabulary_size(student)
+    for pool in teacher_pools(config):
+        teacher = pool.config.teacher
+        if teacher.top_k and not _needs_sets(config) and not config.learner.record:
+            yield (
+                f"{pool.key}.top_k: got {teacher.top_k}, but learner.divergence = {config.learner.divergence!r} looks "
+                "at the sampled token alone; the sets will be made, sent and thrown away (0 spares that)"
+            )
+        if teacher.top_k and rows is not None and (most := largest_set(teacher, rows)) > limit:
+            yield (
+                f"{pool.key}.top_k: {teacher.top_k} tokens take up to {most} bytes per token, buffer.max_top_k_bytes "
+                f"is {limit}; segments whose sets take more on the average will be refused, and masked as unscorable"
+            )
+
+
+def _open_ports(config: RunConfig) -> Iterator[str]:
+    """What other machines reach, and what asks nobody who they are. Both had to be allowed; it is said each time."""
+    host = config.learner.publish.host
+    if not is_local(host):
+        yield (
+            f"learner.publish.host: other machines reach {host}; torch's store and the ports of the weight group take "
+            "anybody, and nothing on them is encrypted: keep them to a private network (SECURITY.md)"
+        )
+    if not config.buffer.encrypted and config.buffer.allow_plain_network:
+        yield (
+            f"buffer.allow_plain_network: the links to {config.buffer.bind} are not encrypted, and everybody who "
+            "reaches it can read the run, feed it, and end it (SECURITY.md)"
+        )
+
+
+def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """Its snapshots fit the student's architecture only, and the first of them is the student."""
+    ema = config.learner.ema
+    if not ema.decay:
+        return
+    pools = {pool.name: pool for pool in teacher_pools(config)}
+    if ema.pool not in pools:
+        yield f"learner.ema.pool: got {ema.pool!r}, which no teacher serves; expected one of {', '.join(pools)}"
+        return
+    pool = pools[ema.pool]
+    named, engine = pool.config.models.teacher, pool.config.teacher.engine
+    same = student is not None and named != BUILTIN and Path(named).expanduser().resolve() == student.resolve()
+    if not same and (named != config.models.student or named == BUILTIN):
+        yield (
+            f"{pool.model_key}: got {named!r} with learner.ema.decay = {ema.decay}, expected the student's, "
+            f"{student or config.models.student}: the teacher begins as the student, and becomes its average"
+        )
+    if engine == "sglang":
+        yield (
+            f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected 'torch': only embedded "
+            "teachers read snapshots of the average"
+        )
+
+
+def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:
+    """Release `rollout` begins a group only when all its rollouts may be out at once (see buffer.tickets)."""
+    group, buffer = config.learner.tasks.group_size, config.buffer
+    limit = (buffer.max_staleness + 1) * buffer.batch_rollouts
+    if buffer.release == "rollout" and group > limit:
+        yield (
+            f"learner.tasks.group_size: got {group} with buffer.release = rollout, expected at most {limit}, the "
+            "rollouts that may be out at once: (buffer.max_staleness + 1) * buffer.batch_rollouts; no group could begin"
+        )
+
+
+def _uneven_groups(config: RunConfig) -> Iterator[str]:
+    group, buffer = config.learner.tasks.group_size, config.buffer
+    if buffer.release == "rollout" and buffer.batch_rollouts % group:
+        yield (
+            f"buffer.batch_rollouts: {buffer.batch_rollouts} is no multiple of learner.tasks.group_size = {group}; "
+            "with buffer.release = rollout groups leave whole, so that batches will hold another number of rollouts"
+        )
+
+
+def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
+    """A server takes its window from the model."""
+    wanted, window = config.actor.torch.max_context, context_window(student)
+    if config.actor.engine != "sglang" and window is not None and wanted > window:
+        yield (
+            f"actor.torch.max_context: got {wanted}, expected at most {window}, the max_position_embeddings of "
+            f"{student / 'config.json'}"
+        )
+
+
+def context_window(folder: Path) -> int | None:
+    """Longest sequence in tokens that config.json of a model allows; None where it does not say."""
+    told: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    nested = told.get("text_config")
+    for section in (told, nested if isinstance(nested, dict) else {}):
+        for name in ("max_position_embeddings", "n_positions"):
+            window: object = section.get(name)
+            if isinstance(window, int):
+                return window
+    return None
+
+
+def teacher_window(pool: TeacherPool) -> int | None:
+    """Longest sequence in tokens that the pool's model reads; None where it is not found, or does not say."""
+    named = pool.config.models.teacher
+    folder = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()
+    return context_window(folder) if (folder / "config.json").is_file() else None
+
+
+def _teachers_window(config: RunConfig) -> Iterator[str]:
+    """A teacher that cannot take a rollout fails it, and it is masked: then long answers are never trained."""
+    tasks = config.learner.tasks
+    longest = tasks.max_prompt_tokens + tasks.max_new_tokens
+    if config.actor.engine != "sglang":
+        longest = min(longest, config.actor.torch.max_context)
+    for pool in teacher_pools(config):
+        window = teacher_window(pool)
+        if window is not None and longest > window:
+            yield (
+                f"{pool.model_key}: its context of {window} tokens is less than the {longest} that a rollout may have "
+                f"(learner.tasks.max_prompt_tokens + max_new_tokens = {tasks.max_prompt_tokens} + "
+                f"{tasks.max_new_tokens}, and at most actor.torch.max_context); lower one of them, or use a teacher "
+                "with a longer context"
+            )
+
+
+def _little_room_for_teachers(config: RunConfig) -> Iterator[str]:
+    """Where teachers read more than the student; a teacher that cannot take a rollout fails it, and it is masked."""
+    tasks = config.learner.tasks
+    for pool in teacher_pools(config) if tasks.has_privileged else ():
+        window = teacher_window(pool)
+        if window is not None and tasks.max_teacher_prompt_tokens + tasks.max_new_tokens > window:
+            yield (
+                f"{pool.model_key}: its context of {window} is less than learner.tasks.max_teacher_prompt_tokens + "
+                f"max_new_tokens = {tasks.max_teacher_prompt_tokens} + {tasks.max_new_tokens}; tokens beyond it will "
+                "get no grade, and be masked"
+            )
+
+
+def _little_room(config: RunConfig, student: Path | None) -> Iterator[str]:
+    tasks, window, told = config.learner.tasks, config.actor.torch.max_context, "actor.torch.max_context: "
+    if config.actor.engine == "sglang":
+        of_model = context_window(student) if student is not None else None
+        if of_model is None:
+            return
+        window, told = of_model, "models.student: its context of "  # a server may have been told to take less
+    if tasks.max_prompt_tokens + tasks.max_new_tokens > window:
+        full = max(0, window - tasks.max_new_tokens)
+        yield (
+            f"{told}{window} is less than learner.tasks.max_prompt_tokens + max_new_tokens = "
+            f"{tasks.max_prompt_tokens} + {tasks.max_new_tokens}; answers to prompts of more than {full} tokens will "
+            f"be cut short (finish reason length), and prompts of {window} or more get none"
+        )

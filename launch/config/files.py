@@ -1,0 +1,108 @@
+"""Configuration files: reading TOML or YAML, and writing the resolved tree as YAML (which has a word for None)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, cast
+
+import msgspec
+import yaml
+
+from launch.config.run import RunConfig
+from launch.config.tree import Plain, build, field_docs, has, keys_of
+from launch.errors import ConfigError
+from launch.runfolder import write_atomic
+
+END: Final = "..."
+"""Last line of a resolved configuration: YAML's own mark for the end of a document."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML follows YAML 1.1, to which 1e-3 is text; people who write it mean a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_plain(path: Path) -> Plain:
+    """Nested dicts from a .toml, .yaml or .yml file. Raises ConfigError: not there, not readable, not a table."""
+    if not path.is_file():
+        raise ConfigError(f"--config {path}: no such file")
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(path.read_text())
+        if path.suffix not in (".yaml", ".yml"):
+            raise ConfigError(
+                f"--config {path}: got a {path.suffix or 'suffixless'} file, expected .toml, .yaml or .yml"
+            )
+        loaded: object = yaml.load(path.read_text(), Loader=_Loader)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path}: got {type(loaded).__name__} at the top, expected keys and values")
+    return {str(name): value for name, value in cast(dict[object, object], loaded).items()}
+
+
+def read_config(path: Path) -> RunConfig:
+    """A configuration file as a tree; what it does not say has its default. Raises ConfigError."""
+    return build(RunConfig, read_plain(path))
+
+
+def read_resolved(path: Path) -> Plain:
+    """A file of `write_config`, which has every key. Raises ConfigError when it is not whole: for what is missing, a
+    default would be taken silently."""
+    plain = read_plain(path)
+    lines = path.read_text().splitlines()
+    missing = [key.name for key in keys_of(RunConfig) if not has(plain, key.name)]
+    mend = f"put {path} back from a copy, or mend it by hand"
+    if missing:
+        told = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ConfigError(f"{path} lacks {told}: it was cut, or another version wrote it; {mend}")
+    if END not in lines:
+        raise ConfigError(
+            f"{path} was cut: its last line is {lines[-1]!r}, expected {END!r}; {mend} (the last value may be wrong)"
+        )
+    return plain
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Every key with its value, the docstring above it as a comment. `read_config` gives the same tree back."""
+    header = "# The resolved configuration of this run. Start the same again by --config with this file."
+    write_atomic(path, "\n".join((header, *_lines(config, ""), END, "")).encode())
+
+
+def _lines(struct: msgspec.Struct, indent: str) -> Iterator[str]:
+    docs = field_docs(type(struct))
+    for name in struct.__struct_fields__:
+        value: object = getattr(struct, name)
+        if doc := docs.get(name):
+            yield f"{indent}# {doc}"
+        if isinstance(value, msgspec.Struct):
+            yield f"{indent}{name}:"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}{name}: {_text(msgspec.to_builtins(value))}"
+
+
+def _text(value: object) -> str:
+    """Any plain value on one line of YAML, whatever characters are in it."""
+    match value:
+        case Mapping():
+            items = cast(Mapping[object, object], value).items()
+            return "{" + ", ".join(f"{_text(name)}: {_text(item)}" for name, item in items) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(_text, cast(Sequence[object], value))) + "]"
+        case str():
+            return yaml.safe_dump([value], default_style='"', default_flow_style=True, width=10**9).strip()[1:-1]
+        case _:
+            return yaml.safe_dump([value], default_flow_style=True).strip()[1:-1]

@@ -1,0 +1,86 @@
+"""Do a run's longest rollouts and fullest batches fit into one message to the learner? The buffer cuts and masks what
+does not (`buffer.batch_size`); here it is told before anything starts, with the keys that make it so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from buffer.batch_size import BATCH_BYTES, SCORE_BYTES, TOKEN_BYTES
+from launch.config.pools import teacher_pools
+from launch.config.run import RunConfig
+from protocol.codec import MAX_FRAME_BYTES
+from protocol.topk_codec import most_bytes
+from teachers.config import TeacherConfig
+
+
+def largest_set(teacher: TeacherConfig, rows: int) -> int:
+    """Bytes per position; `rows`: of the embedding."""
+    return most_bytes(rows, teacher.top_k, rest_bits=teacher.rest_bits(rows))
+
+
+def rollouts_that_no_message_holds(config: RunConfig, rows: int | None, window: int | None) -> Iterator[str]:
+    """Mistakes. `rows`: of the student's embedding; `window`: the longest sequence that an actor writes. None: not
+    known."""
+    tasks, each = config.learner.tasks, _set_bytes(config, rows)
+    sets_bytes = min(tasks.max_new_tokens, _longest(config, window)) * each
+    if sets_bytes > MAX_FRAME_BYTES:
+        yield (
+            f"teacher.top_k: sets of up to {each} bytes per token make {sets_bytes >> 20} MiB of a rollout of "
+            f"learner.tasks.max_new_tokens = {tasks.max_new_tokens}; expected at most {MAX_FRAME_BYTES >> 20} MiB: "
+            "lower top_k, max_new_tokens or buffer.max_top_k_bytes"
+        )
+    a_group = tasks.group_size * _rollout_bytes(config, rows, window)
+    if config.buffer.release == "rollout" and a_group > BATCH_BYTES:
+        yield (
+            f"learner.tasks.group_size: a group of {tasks.group_size} rollouts may take {a_group >> 20} MiB, expected "
+            f"at most {BATCH_BYTES >> 20}, as buffer.release = rollout sends it whole: {_remedy(config)}"
+        )
+
+
+def batches_that_will_be_cut(config: RunConfig, rows: int | None, window: int | None) -> Iterator[str]:
+    """Warnings."""
+    a_rollout = _rollout_bytes(config, rows, window)
+    a_batch = config.buffer.batch_rollouts * a_rollout
+    if a_batch > BATCH_BYTES:
+        yield (
+            f"buffer.batch_rollouts: {config.buffer.batch_rollouts} rollouts of {_longest(config, window)} tokens take "
+            f"{a_batch >> 20} MiB, and a message {BATCH_BYTES >> 20}: batches of long rollouts will have fewer, down "
+            f"to {BATCH_BYTES // a_rollout}; to avoid that, {_remedy(config)}"
+        )
+
+
+def _remedy(config: RunConfig) -> str:
+    lengths = "learner.tasks.max_prompt_tokens, max_new_tokens"
+    if not _single_turn(config):
+        lengths += ", actor.torch.max_context (what the environment adds counts)"
+    return (
+        f"lower it, {lengths}, buffer.max_rollout_tokens, the number of pools in learner.tasks.routes or teacher.top_k"
+    )
+
+
+def _rollout_bytes(config: RunConfig, rows: int | None, window: int | None) -> int:
+    longest, n_pools = _longest(config, window), len(config.learner.tasks.routes)
+    with_sets = min(config.learner.tasks.max_new_tokens, longest) if _single_turn(config) else longest
+    return longest * (TOKEN_BYTES + SCORE_BYTES * n_pools) + with_sets * _set_bytes(config, rows)
+
+
+def _longest(config: RunConfig, window: int | None) -> int:
+    """Tokens of a rollout: prompt and answer, and in all but `single_turn` what the environment adds."""
+    tasks, bounds = config.learner.tasks, [config.buffer.max_rollout_tokens]
+    if window is not None:
+        bounds.append(window)
+    if _single_turn(config) or window is None:
+        bounds.append(tasks.max_prompt_tokens + tasks.max_new_tokens)
+    return min(bounds)
+
+
+def _single_turn(config: RunConfig) -> bool:
+    env = config.learner.tasks.env
+    return config.actor.environments_of(env)[env].name == "single_turn"
+
+
+def _set_bytes(config: RunConfig, rows: int | None) -> int:
+    """Of all pools, per token, at their largest."""
+    teachers = [pool.config.teacher for pool in teacher_pools(config)]
+    sizes = [largest_set(teacher, rows) for teacher in teachers if teacher.top_k and rows is not None]
+    return sum(min(size, config.buffer.max_top_k_bytes) for size in sizes)

@@ -1,0 +1,199 @@
+"""What those who join run with: the run's configuration, and what may differ from host to host. Checked before anything
+starts, as launch.checks.preflight does for a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+import msgspec
+
+from launch.checks.engine_choice import choose_engines
+from launch.checks.placement import Placement
+from launch.checks.preflight import find_model, model_type
+from launch.checks.server_preflight import check_servers
+from launch.checks.vocabularies import read_vocabulary
+from launch.config.command_line import build_run, put_overrides
+from launch.config.consistency import check_join
+from launch.config.pools import teacher_pools
+from launch.config.run import RunConfig
+from launch.config.tree import Key, Plain, get, put
+from launch.errors import ConfigError
+from launch.join.target import HOW_TO_LISTEN, Target
+from launch.machine.devices import lacking_cuda
+from launch.machine.interpreter import Interpreters
+from launch.machine.machine import find_machine
+from launch.processes.slots import worker_name
+from launch.servers.plan import ServedRole, ServerPlan, count
+from protocol.addresses import is_local
+from protocol.fingerprint import vocab_fingerprint
+
+OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
+"""Keys that may be another host's own; all else is the run's."""
+OF_THE_RUN: Final = ("teacher.top_k", "teacher.top_mass", "teacher.tail")
+"""Keys under these that are not: the learner's objective needs the same of every teacher."""
+LEFT_OUT: Final = ("urls", "server.gpus", "server.host", "server.port")
+"""Keys of actor and teacher that speak of the run's own machine."""
+ROLES: Final[tuple[ServedRole, ...]] = ("actor", "teacher")
+MODELS: Final[Mapping[ServedRole, str]] = {"actor": "student", "teacher": "teacher"}
+replace = msgspec.structs.replace
+
+
+class Joining(NamedTuple):
+    """What is to be started."""
+
+    config: RunConfig
+    """`actors` and `teachers` are those that join; models are folders here."""
+    roles: tuple[ServedRole, ...]
+    model_types: tuple[str, ...]
+    servers: tuple[ServerPlan, ...]
+    placement: Placement
+    """Of embedded engines."""
+
+
+def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
+    """Raises ConfigError with all that is wrong."""
+    config = _resolved(target, overrides)
+    roles: tuple[ServedRole, ...] = tuple(role for role in ROLES if count(config, role))
+    if not roles:
+        raise ConfigError("say how many join: --actors N, --teachers M or both")
+    interpreters = Interpreters()
+    machine = find_machine()
+    config, why_engines = choose_engines(config, machine, interpreters)
+    mistakes: list[str] = target.check_keys(roles)
+    folders: dict[ServedRole, Path] = {}
+    for role in roles:
+        key, named = f"models.{MODELS[role]}", getattr(config.models, MODELS[role])
+        try:
+            folders[role] = find_model(key, named)
+        except ConfigError as error:
+            of_run = named == getattr(target.config.models, MODELS[role])
+            hint = f"; that is where the run has it, --{key} FOLDER says where it is here" if of_run else ""
+            mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
+    mistakes += _vocabularies(target, folders)
+    mistakes += check_join(config, folders.get("actor"))
+    if "actor" in roles and target.elsewhere and is_local(config.learner.publish.host):
+        mistakes.append(
+            f"learner.publish.host: the learner sends weights on {config.learner.publish.host}, which only its own "
+            f"machine reaches; from here teachers can join, but no actors; {HOW_TO_LISTEN}"
+        )
+    models = {MODELS[role]: str(folder) for role, folder in folders.items()}
+    config = replace(config, models=replace(config.models, **models))
+    here = _of_this_machine(config, roles, elsewhere=target.elsewhere)
+    mistakes += lacking_cuda(here, machine, interpreters.own())
+    servers = check_servers(
+        here, machine, interpreters, {role: why_engines[role] for role in roles if role in why_engines}
+    )
+    mistakes += servers.mistakes
+    if not mistakes and "actor" in roles:
+        mistakes += _one_kind(target.config, servers.config)
+        mistakes += _gpus_of_their_own(target, config, servers.placement)
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return Joining(
+        config=servers.config,
+        roles=roles,
+        model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
+        servers=tuple(_renamed(servers.plans, prefix)),
+        placement=servers.placement,
+    )
+
+
+def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
+    plain = cast(Plain, msgspec.to_builtins(_of_pool(target, overrides)))
+    defaults = cast(Plain, msgspec.to_builtins(RunConfig()))
+    for key in (f"{role}.{name}" for role in ROLES for name in LEFT_OUT):
+        put(plain, key, get(defaults, key))
+    put(plain, "actors", None)
+    put(plain, "teachers", None)
+    mistakes: list[str] = []
+    for key, text in overrides:
+        if not key.name.startswith(OWN_BRANCHES) or key.name in OF_THE_RUN:
+            mistakes.append(
+                f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers, and "
+                "most of models.*, actor.*, teacher.* and launch.*"
+            )
+        else:
+            mistakes += put_overrides(plain, [(key, text)])
+    for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
+        if get(plain, number) is None:
+            put(plain, number, len(cast(list[object], urls)))
+    return build_run(plain, mistakes)
+
+
+def _of_pool(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
+    """The run's configuration as teachers of the wanted pool see it. Raises ConfigError when it must be said which."""
+    run, wanted = target.config, {key.name: text for key, text in overrides}
+    pools = {pool.name: pool.config for pool in teacher_pools(run)}
+    name = wanted.get("teacher.pool", next(iter(pools)))
+    if len(pools) > 1 and wanted.get("teachers", "0") != "0" and "teacher.pool" not in wanted:
+        raise ConfigError(f"--pool: say which pool the teachers serve: {', '.join(pools)}")
+    return replace(pools.get(name, run), pools={}, teachers=0)
+
+
+def _vocabularies(target: Target, folders: Mapping[ServedRole, Path]) -> Iterator[str]:
+    """As far as the run's own student can be seen from here; the handshake with the buffer compares in any case."""
+    student = Path(target.config.models.student) / "tokenizer.json"
+    theirs = read_vocabulary(student)
+    for role, folder in folders.items():
+        ours = read_vocabulary(folder / "tokenizer.json")
+        if ours is not None and theirs is not None and vocab_fingerprint(ours) != vocab_fingerprint(theirs):
+            yield (
+                f"models.{MODELS[role]}: {folder} has another vocabulary than the run's student, {student.parent}; the "
+                "same ids would mean other text"
+            )
+
+
+def _one_kind(run: RunConfig, ours: RunConfig) -> Iterator[str]:
+    """All actors of a run take weights in one group."""
+    pairs = [("actor.engine", run.actor.engine, ours.actor.engine)]
+    if run.actor.engine == ours.actor.engine == "sglang":
+        pairs += [
+            ("actor.server.tp", str(run.actor.server.tp), str(ours.actor.server.tp)),
+            ("actor.server.device", run.actor.server.device, ours.actor.server.device),
+        ]
+    for key, theirs, here in pairs:
+        if theirs != here:
+            yield f"{key}: got {here}, expected {theirs}, as the run has it: all actors take the weights together"
+
+
+def _of_this_machine(config: RunConfig, roles: Sequence[ServedRole], *, elsewhere: bool) -> RunConfig:
+    """Roles that do not join need neither servers nor GPUs here; nor does the learner of another machine."""
+    if "actor" not in roles:
+        torch = replace(config.actor.torch, device="cpu")
+        config = replace(config, actor=replace(config.actor, engine="torch", torch=torch))
+    if "teacher" not in roles:
+        config = replace(config, teacher=replace(config.teacher, engine="torch", device="cpu"))
+    publish = replace(config.learner.publish, backend="gloo")  # by what weights are sent is the run's to say
+    device = "cpu" if elsewhere else config.learner.device
+    return replace(config, learner=replace(config.learner, device=device, publish=publish))
+
+
+def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -> Iterator[str]:
+    """NCCL takes one rank per GPU; two on one would break the group of all actors, again and again."""
+    if target.config.learner.publish.backend != "nccl":
+        return
+    key = "actor.server.gpus" if asked.actor.engine == "sglang" else "actor.torch.device"
+    places = placement.places
+    gpus = [gpu for who, gpu in places.seats.items() if who.startswith("actor")]
+    gpus += [gpu for group in places.servers.get("actor", ()) for gpu in group]
+    if None in gpus or len(set(gpus)) < len(gpus):
+        yield (
+            f"{key}: the run sends weights by NCCL, which needs a GPU of its own for each actor; expected as many free "
+            "GPUs here as actors that join, or a run with --learner.publish.backend gloo"
+        )
+    named = asked.actor.server.gpus or asked.actor.torch.device.startswith("cuda:")
+    if not target.elsewhere and not named:
+        yield (
+            f"{key}: the run sends weights by NCCL, and has GPUs of this machine; expected {key} with GPUs that none "
+            "of its learner and actors has"
+        )
+
+
+def _renamed(plans: Sequence[ServerPlan], prefix: str) -> Iterator[ServerPlan]:
+    for plan in plans:
+        role, _, index = plan.worker.rpartition("-")
+        yield dataclasses.replace(plan, worker=worker_name(role, int(index), prefix))

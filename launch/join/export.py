@@ -1,0 +1,87 @@
+"""`cluster.py export RUN FOLDER`: what a machine needs that joins the run without seeing its folder.
+
+FOLDER/ (0700)   join.json      the run's name and address
+                 config.yaml    its resolved configuration
+                 keys/          server.key, learner.key, joiner.key_secret, and a .key_secret for each role
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from launch.config.files import read_config
+from launch.config.words import split_words
+from launch.errors import ConfigError, LaunchError, refuse
+from launch.join.target import JOIN_FILE, JoinCard, find_folder, listening_address, reachable, running_record
+from launch.runfolder import read_record
+from protocol.keys import KEYS
+
+ROLES: Final = ("actor", "teacher")
+USAGE: Final = """\
+usage: cluster.py export RUN FOLDER [--roles actor,teacher]
+
+Writes FOLDER with what another machine needs to join the run: its address, its configuration and keys. Copy it there
+(scp -rp) and `cluster.py join FOLDER`. Who has it can take part in the run: it holds secrets, and only you can read it.
+
+  RUN              folder of a run that goes on, or its name in runs/
+  FOLDER           to be made
+  --roles ROLES    whose keys: actor, teacher or both [actor,teacher]
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    try:
+        words = split_words(arguments, own=("roles",), switches=("help",), positional=2)
+        if "help" in words.switches:
+            print(USAGE, end="")
+            return 0
+        if words.overrides:
+            raise ConfigError(
+                *(f"--{key.name}: belongs to the run; export takes --roles" for key, _ in words.overrides)
+            )
+        if len(words.positional) != 2:
+            raise ConfigError(f"got {len(words.positional)} of RUN and FOLDER; --help shows how")
+        roles = tuple(words.own.get("roles", ",".join(ROLES)).split(","))
+        if not set(roles) <= set(ROLES):
+            raise ConfigError(f"--roles: got {','.join(roles)}, expected actor, teacher or actor,teacher")
+        run, folder = words.positional
+        card = export(find_folder(run), Path(folder).expanduser(), roles)
+        print(
+            f"{folder} is for joining {card.name} at {card.address}; copy it (scp -rp) and `cluster.py join` it there"
+        )
+        return 0
+    except LaunchError as error:
+        return refuse(error)
+
+
+def export(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:
+    """Write the folder, all of it or nothing. Raises LaunchError."""
+    if read_record(run) is None:
+        raise LaunchError(f"{run} is no run folder; an exported folder is copied as it is")
+    if folder.exists():
+        raise LaunchError(f"{folder} is there already; name one that is not")
+    record, config = running_record(run), read_config(run / "config.yaml")
+    address = reachable(listening_address(run, record), record.name, record.host, config)
+    card = JoinCard(name=record.name, address=address)
+    draft = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True, mode=0o700)
+        (draft / JOIN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n")
+        shutil.copy2(run / "config.yaml", draft)
+        if (run / KEYS).is_dir():
+            (draft / KEYS).mkdir(mode=0o700)
+            for name in ("server.key", "learner.key", "joiner.key_secret", *(f"{role}.key_secret" for role in roles)):
+                shutil.copy2(run / KEYS / name, draft / KEYS)
+                (draft / KEYS / name).chmod(0o600)
+        draft.rename(folder)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise LaunchError(f"{folder} cannot be written: {error}") from error
+    return card

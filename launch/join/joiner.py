@@ -1,0 +1,169 @@
+"""Actors and teachers that join a run which another launcher started: starts, watches and ends them, and nobody else.
+
+join      fork server imports | SGLang servers load | workers start -> the buffer has met all of them
+watch     until the buffer says Shutdown, a worker dies too often, the buffer is gone for good, or Ctrl-C
+leave     told by the buffer: each worker leaves by itself; then, or else: SIGTERM, a grace, SIGKILL. A worker that
+          leaves says Goodbye: the buffer gives its rollouts and leases to others at once
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from launch.buffer_link import BufferLink
+from launch.checks.placement import Placement
+from launch.config.run import RunConfig
+from launch.join.status import JoinedWorker, JoinStatus, JoinSummary, own_peers
+from launch.processes.slots import Worker, said
+from launch.servers.plan import ServerPlan
+from launch.workers.roles import ENTRIES
+from launch.workers.watch import WORD_S, Watch
+from launch.workers.work_folder import WorkFolder
+from protocol.context import ExitCode
+
+log = logging.getLogger(__name__)
+LAST_LOOK_S: Final = 1.0
+
+
+class Joiner(Watch):
+    """`run` is the whole of it."""
+
+    LEAVING: ClassVar[str] = "leaving the run"
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: WorkFolder,
+        status: JoinStatus,
+        link: BufferLink,
+        *,
+        address: str,
+        prefix: str,
+        began_s: float,
+        preload: tuple[str, ...],
+        servers: Sequence[ServerPlan],
+        placement: Placement,
+    ) -> None:
+        """`link`: connected; closed at the end of `run`."""
+        super().__init__(
+            config,
+            folder,
+            status,
+            [Worker("teacher", i, prefix) for i in range(config.teachers)]
+            + [Worker("actor", i, prefix) for i in range(config.actors)],
+            resume=False,
+            began_s=began_s,
+            preload=preload,
+            entries=ENTRIES,
+            servers=servers,
+            placement=placement,
+        )
+        self._crew.address = address
+        self._link = link
+
+    def run(self, run_name: str) -> JoinSummary:
+        """Start, watch, stop. Does not raise for what goes wrong: the summary says it."""
+        broke_off = False
+        with self._signals:
+            try:
+                self._start_and_watch()
+                broke_off = self._has_broken_off()
+            except Exception as error:  # ours: said, logged, and the exit code tells
+                log.exception("the joining launcher failed")
+                self._end(False, f"the joining launcher failed: {error!r}", ExitCode.FAILED)
+            finally:
+                self._stop()
+        assert self._ending is not None and self._link is not None
+        peers = own_peers(self._link.snapshot, self._crew.workers)
+        return JoinSummary(
+            run=run_name,
+            run_id=self._folder.run_id,
+            ok=self._ending.ok,
+            reason=self._ending.reason,
+            exit_code=self._ending.exit_code,
+            broke_off=broke_off and not self._signals.count,
+            wall_s=time.monotonic() - self._began_s,
+            ready_s=self._ready_s,
+            workers={
+                name: JoinedWorker(
+                    tokens=peers[name].tokens_total if name in peers else 0,
+                    done=peers[name].done_total if name in peers else 0,
+                    restarts=self._budget.totals.get(name, 0),
+                    exit_codes=worker.exit_codes,
+                )
+                for name, worker in self._crew.workers.items()
+            },
+        )
+
+    def _start_and_watch(self) -> None:
+        self._processes.warm_up()
+        self._servers.start()
+        for worker in self._crew.workers.values():
+            self._crew.start(worker)
+        if self._until_ready():
+            self._status.say(f"all {len(self._crew.workers)} have joined after {self._ready_s:.1f} s")
+            self._say_features()
+            self._until_over()
+
+    def _may_restart(self, worker: Worker, code: int) -> bool:
+        return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.RUN_LOST)
+
+    def _has_broken_off(self) -> bool:
+        """Once there is an ending, before our own link is closed: is it the run's, and not a good one?"""
+        assert self._ending is not None and self._link is not None
+        told = self._link.shutdown is not None or self._link.lost is not None
+        run_lost = any(ExitCode.RUN_LOST in worker.exit_codes for worker in self._crew.workers.values())
+        return not self._ending.ok and (told or run_lost)
+
+    def _end_without_word(self, now_s: float) -> None:
+        """A worker was told that the run ended well; the link should have heard the same."""
+        if self._left is not None and now_s - self._left[1] > WORD_S:
+            self._end_as_told()
+
+    def _cause(self, worker: Worker, code: int) -> str:
+        return said(code)
+
+    def _exited_at_the_end(self, worker: Worker, code: int) -> None:
+        """As it should be."""
+
+    def _link_lost(self, why: str) -> None:
+        if self._left is not None:
+            self._end_as_told()
+        else:
+            self._end(False, f"the run's buffer does not answer: {why}", ExitCode.FAILED)
+
+    def _end_as_told(self) -> None:
+        assert self._left is not None
+        name, _, code = self._left
+        self._end(code == ExitCode.OK, f"{name} {said(code)}, as the run told it to", ExitCode(code))
+
+    def _stop(self) -> None:
+        """However it went: afterwards no process of ours is left, and the buffer knows that they are gone."""
+        everybody = list(self._crew.workers.values())
+        try:
+            if self._link is not None and self._link.shutdown is not None:
+                for name in self._unwelcomed():  # the buffer never met them, so it did not tell them
+                    self._processes.signal(name, signal.SIGTERM)
+                self._last_look()
+                self._link.close()  # the buffer waits for its peers to leave
+                self._wait_gone(everybody)
+            self._dismiss(everybody)
+            self._end_servers()
+            self._last_look()
+        finally:
+            self._close()
+
+    def _last_look(self) -> None:
+        """What our workers did in all, from a snapshot that is taken now: after they left, or after the run's end."""
+        link = self._link
+        if link is None or link.lost is not None:
+            return
+        deadline_s = time.monotonic() + LAST_LOOK_S
+        link.ask_anew(time.monotonic())
+        while not link.answered and link.lost is None and time.monotonic() < deadline_s and not self._at_once:
+            link.take()
+            time.sleep(0.02)

@@ -1,0 +1,76 @@
+"""Devices without torch: what `device` in the configuration means, and whether what it asks for is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeVar
+
+import msgspec
+
+from launch.config.pools import teacher_pools
+from launch.config.run import RunConfig
+from launch.machine.machine import Machine
+from launch.machine.torch_build import TorchBuild
+from protocol.context import WorkerRole
+from teachers.config import PoolConfig
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+replace = msgspec.structs.replace
+
+
+def fill_devices(config: RunConfig) -> RunConfig:
+    """`device` of the run for every device below that is still `auto`."""
+    if config.device == "auto":
+        return config
+    device, actor, teacher = config.device, config.actor, config.teacher
+    actor = replace(actor, torch=_filled(actor.torch, device), server=_filled(actor.server, device))
+    teacher = _filled(replace(teacher, server=_filled(teacher.server, device)), device)
+    pools = {name: _filled_pool(pool, device) for name, pool in config.pools.items()}
+    return replace(config, learner=_filled(config.learner, device), actor=actor, teacher=teacher, pools=pools)
+
+
+def _filled(struct: StructT, device: Literal["cpu", "cuda"]) -> StructT:
+    return replace(struct, device=device) if getattr(struct, "device", None) == "auto" else struct
+
+
+def _filled_pool(pool: PoolConfig, device: Literal["cpu", "cuda"]) -> PoolConfig:
+    return _filled(replace(pool, server=_filled(pool.server, device) if pool.server else None), device)
+
+
+def on_device(config: RunConfig, role: WorkerRole, device: str) -> RunConfig:
+    """What a worker of this role reads that was given a place by the launcher. `config`: as it sees it."""
+    if role == "learner":
+        return replace(config, learner=replace(config.learner, device=device))
+    if role == "actor":
+        return replace(config, actor=replace(config.actor, torch=replace(config.actor.torch, device=device)))
+    return replace(config, teacher=replace(config.teacher, device=device))
+
+
+def lacking_cuda(config: RunConfig, machine: Machine, own: TorchBuild) -> Iterator[str]:
+    """A line for each embedded engine, and for the learner, that is to run on CUDA where there is no GPU, or that this
+    interpreter's torch (`own`) cannot use."""
+    wanted = {key: device for key, device in torch_devices(config) if device.startswith("cuda")}
+    if machine.pretended or (machine.gpus and own.has_gpu_code):
+        return
+    if machine.gpus:
+        why = f"but this torch, {own.version}, is a build without CUDA; install one with it, or use cpu"
+    elif machine.unlisted:
+        why = f"but the GPUs of this machine cannot be found: {machine.unlisted}; put nvidia-smi into PATH, or use cpu"
+    else:
+        why = "but this machine shows no GPU (nvidia-smi lists none); use auto or cpu"
+    for key, device in wanted.items():
+        named = "device" if config.device == "cuda" else key
+        yield f"{named}: got {device}, {why}"
+        if named == "device":
+            return
+
+
+def torch_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, device) of the learner and of all embedded engines."""
+    config = fill_devices(config)
+    yield "learner.device", config.learner.device
+    if config.actor.engine != "sglang":
+        yield "actor.torch.device", config.actor.torch.device
+    for pool in teacher_pools(config):
+        if pool.config.teacher.engine != "sglang":
+            yield f"{pool.key}.device", pool.config.teacher.device

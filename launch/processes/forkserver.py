@@ -1,0 +1,219 @@
+"""The warmed parent: imports torch and transformers once, then forks a worker per request in a few milliseconds.
+
+    python -m launch.processes.forkserver CONTROL_FD LIFELINE_FD LAUNCHER_PID CONFIG_PATH MODULE...
+
+Started by the launcher before anything else. One thread, no device touched, so that forking is safe; both are checked
+before every fork, and a fork that would not be safe is refused (the launcher then spawns). Spoken on the control
+socket, one JSON object a line:
+
+    launcher -> StartRole, Signal, Ping     here -> Warm, Forked, ForkRefused, Exited, Pong
+
+It ends when the launcher closes its side of the socket, not by SIGTERM: where a whole group of processes is told to
+end, the learner still has a checkpoint to write. However it ends, its children get SIGKILL (launch.processes.lifeline).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import msgspec
+
+from launch.config.files import read_config
+from launch.config.run import RunConfig
+from launch.processes.lifeline import die_with_parent, kill_group, reap, thread_count
+from launch.workers.roles import StartRole, redirect_output, run_role
+from protocol.context import ExitCode
+
+READ_BYTES: Final = 65536
+
+
+class Signal(msgspec.Struct, frozen=True, tag=True):
+    """Launcher -> here: send `signum` to the worker, if it has not been reaped. Here because only the one who reaps
+    knows whether the pid is still the worker's."""
+
+    pid: int
+    signum: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Launcher -> here: answer, if you are there."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Here -> launcher: the answer."""
+
+
+class Warm(msgspec.Struct, frozen=True, tag=True):
+    """Here -> launcher: everything is imported."""
+
+    import_s: float
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """Here -> launcher: the worker runs."""
+
+    name: str
+    incarnation: str
+    pid: int
+
+
+class ForkRefused(msgspec.Struct, frozen=True, tag=True):
+    """Here -> launcher: forking is not safe here; the worker was not started."""
+
+    name: str
+    incarnation: str
+    reason: str
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """Here -> launcher: a worker ended; a negative code is the signal that killed it."""
+
+    pid: int
+    code: int
+
+
+ToForkserver: TypeAlias = StartRole | Signal | Ping
+FromForkserver: TypeAlias = Warm | Forked | ForkRefused | Exited | Pong
+
+
+def refusal() -> str | None:
+    """Why a fork of this process would be unsafe now, or None."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a CUDA context exists in the fork server"
+    if (n := thread_count()) > 1:
+        return f"the fork server has {n} threads, expected 1"
+    return None
+
+
+def preload(modules: list[str]) -> None:
+    """Import what the workers need, and move it out of the garbage collector's sight, so that collections in the
+    children do not touch (and thereby copy) the shared pages."""
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+class ForkServer:
+    """The loop: requests in, forks and exit codes out. One thread; waits for the socket or for SIGCHLD."""
+
+    def __init__(self, control: socket.socket, lifeline_fd: int, config: RunConfig) -> None:
+        self._control = control
+        self._lifeline_fd = lifeline_fd
+        self._config = config
+        self._children: set[int] = set()
+        self._decoder = msgspec.json.Decoder(ToForkserver)
+        self._unread = b""
+        self._woken, self._wake = socket.socketpair()
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+
+    def serve(self) -> None:
+        """Until the launcher closes the control socket."""
+        signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)  # a handler must exist for the wake-up fd to fire
+        signal.set_wakeup_fd(self._wake.fileno())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            open_ = True
+            while open_:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._woken in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(READ_BYTES)
+                self._reap()
+                if self._control in ready:
+                    open_ = self._read()
+        for pid in self._children:
+            kill_group(pid)
+
+    def send(self, message: FromForkserver) -> None:
+        self._control.sendall(msgspec.json.encode(message) + b"\n")
+
+    def _read(self) -> bool:
+        received = self._control.recv(READ_BYTES)
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            message: ToForkserver = self._decoder.decode(line)
+            match message:
+                case StartRole():
+                    self._fork(message)
+                case Signal(pid, signum):
+                    self._signal(pid, signum)
+                case Ping():
+                    self.send(Pong())
+        return bool(received)
+
+    def _signal(self, pid: int, signum: int) -> None:
+        if pid in self._children:
+            if signum == signal.SIGKILL:
+                kill_group(pid)
+            os.kill(pid, signum)
+
+    def _fork(self, start: StartRole) -> None:
+        if (reason := refusal()) is not None:
+            self.send(ForkRefused(start.name, start.incarnation, reason))
+            return
+        parent_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(start, parent_pid)
+        self._children.add(pid)
+        self.send(Forked(start.name, start.incarnation, pid))
+
+    def _become(self, start: StartRole, parent_pid: int) -> None:
+        """In the child; does not return."""
+        try:
+            os.setsid()
+            die_with_parent(parent_pid)
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_DFL)
+            for inherited in (self._control, self._woken, self._wake):
+                inherited.close()
+            redirect_output(start.log_path)
+            gc.enable()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(ExitCode.FAILED)
+        run_role(msgspec.structs.replace(start, lifeline_fd=self._lifeline_fd), self._config)
+
+    def _reap(self) -> None:
+        for pid in tuple(self._children):
+            if (code := reap(pid)) is not None:
+                self._children.discard(pid)
+                self.send(Exited(pid, code))
+
+
+def main() -> None:
+    control_fd, lifeline_fd, launcher_pid = (int(arg) for arg in sys.argv[1:4])
+    config_path, modules = Path(sys.argv[4]), sys.argv[5:]
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent(launcher_pid)
+    began_s = time.monotonic()
+    with socket.socket(fileno=control_fd) as control:
+        server = ForkServer(control, lifeline_fd, read_config(config_path))
+        preload(modules)
+        try:
+            server.send(Warm(time.monotonic() - began_s))
+            server.serve()
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(ExitCode.FAILED)  # the launcher is gone; the kernel takes the children along
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Starting, signalling and reaping worker processes, by fork (launch.processes.forkserver) or by spawn. No policy here.
+
+    input   start(), signal()                  from the supervisor
+    output  poll() -> Started | Exited | Notice
+    waits   in poll() only, at most its timeout: for the fork server, for SIGCHLD, for a signal to the launcher
+
+Until the fork server is warm, forks wait in a queue. When it refuses to fork, everything from there on is spawned. When
+it is killed its workers die with it, and it is started again; one that is stopped is continued, one that hangs is
+killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from launch.processes import forkserver
+from launch.processes.activity import Activity, is_stopped
+from launch.processes.lifeline import kill_group, reap
+from launch.workers.roles import StartRole
+
+StartMethod: TypeAlias = Literal["auto", "fork", "spawn"]
+REPO_ROOT: Final = Path(__file__).resolve().parents[2]
+FORKSERVER_END_S: Final = 5.0
+FORKSERVER_STARTS: Final = 4
+"""After so many deaths of it everything is spawned."""
+PING_EVERY_S: Final = 2.0
+ANSWER_S: Final = 5.0
+"""A fork server that has not answered for so long is looked at: is it stopped, or does it compute?"""
+HANGS_S: Final = 60.0
+"""It is killed when it has not answered for so long, and has not computed either."""
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Started(NamedTuple):
+    """A worker process exists."""
+
+    name: str
+    incarnation: str
+    pid: int
+
+
+class Exited(NamedTuple):
+    """A worker process is gone and reaped. A negative code is the signal that killed it."""
+
+    name: str
+    incarnation: str
+    pid: int
+    code: int
+
+
+class Notice(NamedTuple):
+    """Something the user should see; `fatal` ends the run."""
+
+    text: str
+    fatal: bool
+
+
+Event: TypeAlias = Started | Exited | Notice
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Of every child: our packages importable whatever the working folder, `threads` native threads, no tokenizer
+    thread pool (it would not survive a fork)."""
+    path = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        **dict.fromkeys(THREAD_VARIABLES, str(threads)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not spoil the fork server for CUDA
+        "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{path}" if path else str(REPO_ROOT),
+    }
+
+
+class Processes:
+    """All worker processes of one run. Owned by the supervisor, used from one thread."""
+
+    def __init__(
+        self,
+        *,
+        method: StartMethod,
+        log_dir: Path,
+        config_path: Path,
+        preload: tuple[str, ...],
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: what workers get beside this process's."""
+        forkable = sys.platform == "linux"
+        if method == "fork" and not forkable:
+            raise ValueError(f"launch.start_method is fork, which is not safe on {sys.platform}; use auto or spawn")
+        self._method: StartMethod = method
+        self._forking = forkable and method != "spawn"
+        self._log_dir = log_dir
+        self._config_path = config_path
+        self._preload = preload
+        self._environment = worker_environment(threads) | dict(environment or {})
+        self.lifeline_fd, self._lifeline_held = os.pipe()
+        self._forkserver: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._unread = b""
+        self._decoder = msgspec.json.Decoder(forkserver.FromForkserver)
+        self._warm = False
+        self._starts = 0
+        self._pinged_s = self._heard_s = 0.0
+        self._activity = Activity()
+        self._queued: list[StartRole] = []
+        self._owed: list[tuple[str, int]] = []
+        """(incarnation, signal) for workers whose fork is under way."""
+        self._asked: dict[tuple[str, str], StartRole] = {}
+        self._forked: dict[int, StartRole] = {}
+        self._spawned: dict[int, tuple[StartRole, subprocess.Popen[bytes]]] = {}
+        self._events: list[Event] = []
+        self._woken, self._wake = socket.socketpair()
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+        self._former_handler = signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
+        self._former_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"Processes(forking={self._forking}, warm={self._warm}, queued={len(self._queued)}, "
+            f"forked={sorted(self._forked)}, spawned={sorted(self._spawned)})"
+        )
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Worker name -> pid of those that run."""
+        spawned = {start.name: pid for pid, (start, _) in self._spawned.items()}
+        return spawned | {start.name: pid for pid, start in self._forked.items()}
+
+    def pids_behind(self, names: Collection[str]) -> list[int]:
+        """Of these workers, and of the fork server while it has one of them still to fork."""
+        pids = self.pids
+        behind = [pids[name] for name in names if name in pids]
+        if len(behind) < len(names) and self._forkserver is not None:
+            behind.append(self._forkserver.pid)
+        return behind
+
+    def warm_up(self) -> None:
+        """Start the fork server, where forking is what we do; returns at once."""
+        if not self._forking:
+            return
+        self._starts += 1
+        self._warm, self._unread = False, b""
+        self._pinged_s = self._heard_s = time.monotonic()
+        self._control, theirs = socket.socketpair()
+        arguments = [theirs.fileno(), self.lifeline_fd, os.getpid(), self._config_path, *self._preload]
+        with theirs, (self._log_dir / "forkserver.log").open("ab") as log:
+            self._forkserver = subprocess.Popen(
+                [sys.executable, "-P", "-m", "launch.processes.forkserver", *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                pass_fds=(theirs.fileno(), self.lifeline_fd),
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+            )
+
+    def start(self, start: StartRole, *, fork: bool = True) -> None:
+        """Start a worker. `fork=False` spawns it whatever the method: for a role that wants no torch in its memory, or
+        must be there before the fork server is warm."""
+        if not (fork and self._forking):
+            self._spawn(start)
+        elif not self._warm:
+            self._queued.append(start)
+        else:
+            self._ask_fork(start)
+
+    def signal(self, name: str, signum: int) -> None:
+        """Send a signal to a worker, if it still runs; SIGKILL goes to its whole process group. A worker that waits for
+        its fork is signalled once it is there, or, if the fork server is not warm yet, never started."""
+        for start in [start for start in self._queued if start.name == name]:
+            self._queued.remove(start)
+            self._events.append(Exited(name, start.incarnation, 0, -signum))
+        for asked_name, incarnation in self._asked:
+            if asked_name == name:
+                self._owed.append((incarnation, signum))
+        for pid, start in self._forked.items():
+            if start.name == name:
+                self._tell(forkserver.Signal(pid, signum))
+        for pid, (start, _) in self._spawned.items():  # ours to reap: the pid is still its own
+            if start.name == name:
+                if signum == signal.SIGKILL:
+                    kill_group(pid)
+                os.kill(pid, signum)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """What happened since; waits up to `timeout_s` for something to happen."""
+        fds = [self._woken.fileno()] + ([self._control.fileno()] if self._control is not None else [])
+        ready, _, _ = select.select(fds, [], [], 0 if self._events else timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        if self._control is not None and self._control.fileno() in ready:
+            self._read_control()
+        self._look_at_forkserver(time.monotonic())
+        for pid, (start, process) in list(self._spawned.items()):
+            if (code := reap(pid)) is not None:
+                process.returncode = code  # reaped behind its back
+                del self._spawned[pid]
+                self._events.append(Exited(start.name, start.incarnation, pid, code))
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """End the fork server and whatever still runs, at once; waits for all of it. Idempotent."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._forkserver is not None:
+            try:
+                self._forkserver.wait(FORKSERVER_END_S if self._warm else 0)
+            except subprocess.TimeoutExpired:
+                self._forkserver.kill()
+                self._forkserver.wait(FORKSERVER_END_S)
+            self._forkserver = None
+        self._forked.clear()
+        for pid, (_, process) in self._spawned.items():
+            kill_group(pid)
+            process.kill()
+            process.wait(FORKSERVER_END_S)
+        self._spawned.clear()
+        if self._lifeline_held >= 0:
+            signal.set_wakeup_fd(self._former_wakeup)
+            signal.signal(signal.SIGCHLD, self._former_handler)
+            os.close(self._lifeline_held)
+            os.close(self.lifeline_fd)
+            self._lifeline_held = -1
+            self._woken.close()
+            self._wake.close()
+
+    def _spawn(self, start: StartRole) -> None:
+        start = msgspec.structs.replace(start, parent_pid=os.getpid(), lifeline_fd=self.lifeline_fd)
+        with Path(start.log_path).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "launch.workers.roles", msgspec.json.encode(start).decode()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                pass_fds=(self.lifeline_fd,),
+                start_new_session=True,
+            )
+        self._spawned[process.pid] = (start, process)
+        self._events.append(Started(start.name, start.incarnation, process.pid))
+
+    def _ask_fork(self, start: StartRole) -> None:
+        self._asked[start.name, start.incarnation] = start
+        self._tell(start)
+
+    def _tell(self, message: forkserver.ToForkserver) -> None:
+        if self._control is None:
+            return
+        try:
+            self._control.sendall(msgspec.json.encode(message) + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self._forkserver_lost()
+
+    def _read_control(self) -> None:
+        assert self._control is not None
+        self._heard_s = time.monotonic()
+        try:
+            received = self._control.recv(65536)
+        except ConnectionResetError:
+            received = b""
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            self._take(self._decoder.decode(line))
+        if not received:
+            self._forkserver_lost()
+
+    def _take(self, message: forkserver.FromForkserver) -> None:
+        match message:
+            case forkserver.Warm():
+                self._warm = True
+                queued, self._queued = self._queued, []
+                for start in queued:
+                    self.start(start)
+            case forkserver.Forked(name, incarnation, pid):
+                self._forked[pid] = self._asked.pop((name, incarnation))
+                self._events.append(Started(name, incarnation, pid))
+                for signum in [signum for owed, signum in self._owed if owed == incarnation]:
+                    self._tell(forkserver.Signal(pid, signum))
+            case forkserver.Exited(pid, code):
+                start = self._forked.pop(pid)
+                self._events.append(Exited(start.name, start.incarnation, pid, code))
+            case forkserver.ForkRefused(name, incarnation, reason):
+                self._refused(self._asked.pop((name, incarnation)), reason)
+            case forkserver.Pong():
+                pass  # it was heard
+
+    def _refused(self, start: StartRole, reason: str) -> None:
+        if self._method == "fork":
+            self._events.append(Notice(f"launch.start_method is fork, but {reason}; use auto or spawn", fatal=True))
+            self._events.append(Exited(start.name, start.incarnation, 0, -signal.SIGKILL))
+            return
+        if self._forking:
+            self._forking = False
+            self._events.append(Notice(f"spawning instead of forking: {reason}", fatal=False))
+        self._spawn(start)
+
+    def _look_at_forkserver(self, now_s: float) -> None:
+        """It tells of deaths and forks what is to be started again, so nothing would happen any more while it hangs."""
+        if self._control is None or self._forkserver is None or now_s - self._pinged_s < PING_EVERY_S:
+            return
+        self._pinged_s = now_s
+        silent_s = now_s - self._heard_s
+        if silent_s > ANSWER_S:
+            pid = self._forkserver.pid
+            if is_stopped(pid):
+                self._events.append(Notice("the fork server was stopped (SIGSTOP); it is told to go on", fatal=False))
+                os.kill(pid, signal.SIGCONT)
+            elif self._activity.moved([pid]):
+                self._heard_s = now_s  # it imports, or the machine is slow
+            elif silent_s > HANGS_S:
+                self._events.append(Notice(f"the fork server hangs since {silent_s:.0f} s; it is killed", fatal=False))
+                os.kill(pid, signal.SIGKILL)
+        if self._warm:
+            self._tell(forkserver.Ping())
+
+    def _forkserver_lost(self) -> None:
+        """Its children die with it, by order of the kernel; say so for each, so that nobody waits for them."""
+        assert self._control is not None and self._forkserver is not None
+        self._control.close()
+        self._control = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._forkserver.wait(FORKSERVER_END_S)
+        code = self._forkserver.returncode
+        self._forkserver = None
+        never = [(0, start) for start in (*self._queued, *self._asked.values())]
+        for pid, start in (*self._forked.items(), *never):
+            self._events.append(Exited(start.name, start.incarnation, pid, -signal.SIGKILL))
+        for lost in (self._forked, self._asked, self._queued, self._owed):
+            lost.clear()
+        self._go_on_without(code)
+
+    def _go_on_without(self, code: int | None) -> None:
+        """The fork server ended with this code: begin another one, or spawn, or end the run."""
+        log = self._log_dir / "forkserver.log"
+        told = "the fork server died, and its workers with it"
+        if code is None or code >= 0:
+            self._events.append(Notice(f"{told}; see {log}", fatal=True))
+        elif self._starts < FORKSERVER_STARTS:
+            self._events.append(Notice(f"{told}; it is started again", fatal=False))
+            self.warm_up()
+        elif self._method == "fork":
+            self._events.append(Notice(f"{told}, {self._starts} times; see {log}", fatal=True))
+        else:
+            self._forking = False
+            self._events.append(Notice(f"{told}, {self._starts} times; workers are spawned now", fatal=False))

@@ -1,0 +1,225 @@
+"""Evaluations without a run: the embedded engine writes, the embedded scorer grades, in this process.
+
+The same tasks, seeds, environments and figures as those of a run (`learner.evaluation.evaluation`), by the actor's own
+machinery (`actors.rollouts_running`); what differs is that nothing crosses a wire and nothing is tried a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from actors.env_runner import EnvRunner
+from actors.envs.base import TextTokenizer
+from actors.rollouts_running import RunningRollouts
+from buffer.rollouts import ticket_seed
+from engines.base import ScoreRequest
+from engines.config import EngineConfig
+from engines.torch.engine import TorchEngine
+from engines.torch.scorer import TorchScorer
+from launch.config.pools import TeacherPool, teacher_pools
+from launch.config.run import RunConfig
+from launch.report.teacher_accuracy import MeasuredTeacher, measurable_pools
+from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
+from learner.prompts.privileged import NONE
+from learner.prompts.tasks import TaskOffer, load_prompts
+from models.loading import load_causal_lm, resolve_device, resolve_dtype
+from models.packed import context_window
+from models.tokenizer import load_tokenizer, stop_token_ids
+from protocol.messages import (
+    BatchItem,
+    EvalResult,
+    Message,
+    RolloutFailed,
+    Sampling,
+    Segment,
+    Ticket,
+    WeightVersion,
+)
+from weights.staged_weights import Weight, tensor_of
+
+ENVIRONMENT_WAIT_S: Final = 0.05
+"""One wait for environments while the engine has nothing to do."""
+Array = np.ndarray[Any, Any]
+
+
+class LocalEvaluator:
+    """A student's copy that writes, and its teachers. One thread; `close` when done."""
+
+    def __init__(self, config: RunConfig, *, check: Callable[[], None], writer: TeacherPool | None = None) -> None:
+        """Loads the models; they are folders in `config`. `check` is called between two steps of the engine and may
+        raise to end an evaluation. `writer`: the teacher that writes in the student's place; nobody grades it."""
+        path = config.models.student if writer is None else writer.config.models.teacher
+        engine = config.actor.torch if writer is None else _engine_settings(writer)
+        tokenizer = load_tokenizer(config.models.student)
+        self._check = check
+        self._deadline_s = config.learner.stall_timeout_s
+        model = load_causal_lm(path, device="cpu", dtype=engine.dtype, attention="sdpa")
+        engine = msgspec.structs.replace(engine, max_context=min(engine.max_context, context_window(model.config)))
+        self._engine = TorchEngine(model, engine)
+        self._scorers = {
+            pool.name: TorchScorer.load(pool.config.models.teacher, pool.config.teacher)
+            for pool in (teacher_pools(config) if writer is None else ())
+        }
+        self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts)
+        self._segments: dict[str, list[tuple[Segment, Sequence[Array]]]] = defaultdict(list)
+        self._failed: Counter[str] = Counter()
+        """By evaluation."""
+        self._offers: dict[str, TaskOffer] = {}
+        self._rollouts = RunningRollouts(
+            self._engine,
+            self._environments,
+            TextTokenizer(tokenizer),
+            config.actor,
+            task_env=config.learner.tasks.env,
+            stop_token_ids=stop_token_ids(path, tokenizer),
+            max_context_tokens=engine.max_context,
+            send=self._take,
+        )
+
+    def run(
+        self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]] | None
+    ) -> EvaluationResult:
+        """Figures of `evaluation` under these weights, which are of `version`; None: under those that the engine
+        has. Raises TimeoutError when it takes longer than `learner.stall_timeout_s`, and what `check` raises."""
+        if weights is not None:
+            self._engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
+        self._segments.clear()
+        self._failed.clear()
+        self._offers.clear()
+        for offer in evaluation.tasks():
+            ticket = _ticket(offer, version)
+            self._offers[ticket.rollout_id] = offer
+            self._rollouts.add(ticket, offer.prompt_ids)
+        self._write()
+        for eval_id in evaluation.eval_ids:
+            done = [i for i, offer in self._offers.items() if offer.task.eval_id == eval_id and i in self._segments]
+            graded = [self._graded(rollout_id) for rollout_id in done]
+            result = EvalResult(eval_id, tuple(item for item, _ in graded), self._failed[eval_id], 0)
+            evaluation.add(result, [array for _, arrays in graded for array in arrays])
+        return evaluation.result()
+
+    def close(self) -> None:
+        self._environments.close()
+        self._engine.close()
+        for scorer in self._scorers.values():
+            scorer.close()
+
+    def _write(self) -> None:
+        """Until every rollout has ended."""
+        began_s = time.monotonic()
+        while len(self._rollouts):
+            self._check()
+            if time.monotonic() - began_s > self._deadline_s:
+                raise TimeoutError(
+                    f"{len(self._rollouts)} rollouts of an evaluation not done after {self._deadline_s:.0f} s "
+                    "(learner.stall_timeout_s)"
+                )
+            self._rollouts.take_deltas(self._engine.poll(0.0))
+            idle = not self._rollouts.generating
+            self._rollouts.take_environment_outcomes(self._environments.take(ENVIRONMENT_WAIT_S if idle else 0.0))
+            self._rollouts.start_ready()
+
+    def _take(self, message: Message, arrays: Sequence[Array]) -> None:
+        """What an actor would send."""
+        match message:
+            case Segment():
+                self._segments[message.rollout_id].append((message, arrays))
+            case RolloutFailed():
+                self._segments.pop(message.rollout_id, None)
+                self._failed[self._offers[message.rollout_id].task.eval_id] += 1
+            case _:
+                raise AssertionError(f"an actor sends no {type(message).__name__} for a rollout")
+
+    def _graded(self, rollout_id: str) -> tuple[BatchItem, tuple[Array, ...]]:
+        """A finished rollout as the buffer would give it to the learner."""
+        offer, segments = self._offers[rollout_id], self._segments[rollout_id]
+        task, n_prompt = offer.task, len(offer.prompt_ids)
+        ids, behaviour, mask = (np.concatenate([arrays[i] for _, arrays in segments]) for i in range(3))
+        last = segments[-1][0]
+        teacher = np.zeros((len(task.teachers), len(ids)), np.float32)
+        before = offer.teacher_prompt_ids if len(offer.teacher_prompt_ids) else offer.prompt_ids
+        read = np.concatenate([before, ids[n_prompt:]])
+        for row, pool in enumerate(task.teachers):
+            (scored,) = self._scorers[pool].score([ScoreRequest(read, len(before))])
+            teacher[row, n_prompt:] = scored.logprobs
+        item = BatchItem(
+            rollout_id=rollout_id,
+            task_id=task.task_id,
+            sample_index=0,
+            group_size=task.group_size,
+            tag=task.tag,
+            teachers=task.teachers,
+            end=len(ids),
+            spans=tuple(span for message, _ in segments for span in message.spans),
+            final=True,
+            finish_reason=last.finish_reason,
+            reward=last.reward,
+            n_turns=last.n_turns,
+        )
+        return item, (ids, behaviour, mask, teacher)
+
+
+def _ticket(offer: TaskOffer, version: WeightVersion) -> Ticket:
+    """As the buffer would issue it, with the same seed."""
+    task = offer.task
+    sampling: Sampling = task.sampling
+    seeded = Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens,
+        seed=ticket_seed(sampling.seed, 0, 0),
+    )
+    return Ticket(
+        rollout_id=f"eval-{task.task_id}-0-0",
+        task_id=task.task_id,
+        sample_index=0,
+        kind="eval",
+        sampling=seeded,
+        env=task.env,
+        tag=task.tag,
+        ground_truth=task.ground_truth,
+        min_version=version,
+    )
+
+
+def _engine_settings(writer: TeacherPool) -> EngineConfig:
+    """The actors' engine, on the device and in the precision that the teacher grades with."""
+    teacher = writer.config.teacher
+    device = resolve_device(teacher.device)
+    return msgspec.structs.replace(writer.config.actor.torch, device=device, dtype=resolve_dtype(teacher.dtype, device))
+
+
+def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
+    """Pool -> what its teachers solve of the run's own evaluation prompts with its tags, one answer at temperature 1
+    each, by the seeds of the student's. Of prompts with a privileged text they read that. A pool is left out where
+    any answer is missing or was not judged."""
+    tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
+    prompts = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks).prompts[: tasks.eval_sampled]
+    ungraded = msgspec.structs.replace(tasks, eval_greedy=0, routes={})
+    version = WeightVersion(0, 0)
+    measured: dict[str, MeasuredTeacher] = {}
+    for pool in measurable_pools(config):
+        own = [_as_teachers_read(prompt) for prompt in prompts if pool.name in tasks.teachers_for(prompt.tag)]
+        evaluator = LocalEvaluator(config, check=lambda: None, writer=pool)
+        try:
+            evaluation = Evaluation(ungraded, own, tokenizer, version=version, seed=config.seed)
+            result = evaluator.run(evaluation, version, None)
+        finally:
+            evaluator.close()
+        whole = not (result.failed or result.missing or result.ungraded)
+        if result.accuracy_sampled is not None and whole:
+            measured[pool.name] = MeasuredTeacher(accuracy_sampled=result.accuracy_sampled, n_sampled=result.n_sampled)
+    return measured
+
+
+def _as_teachers_read(prompt: EvalPrompt) -> EvalPrompt:
+    ids = prompt.teacher_ids if len(prompt.teacher_ids) else prompt.ids
+    return dataclasses.replace(prompt, ids=ids, teacher_ids=NONE)

@@ -1,0 +1,245 @@
+"""Live status of a run: a table on a terminal, one line every few seconds elsewhere. Reads snapshots, touches nothing.
+
+StatusView   what the supervisor calls: show(view) as often as it likes, say(text) for events
+TableStatus  rich, redrawn in place        LineStatus  plain text        QuietStatus  events only
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launch.report.figures import Figures, Rates, RunView, clock, short
+
+log = logging.getLogger(__name__)
+LOST_SHOWN: Final = 6
+"""Reasons for lost tokens that the status lists one by one."""
+
+
+class StatusView(Protocol):
+    """Where the supervisor shows what happens."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def say(self, text: str) -> None:
+        """An event, kept on the screen and in the launcher's log."""
+        ...
+
+    def show(self, view: RunView) -> None:
+        """The state now; shown when it is time to."""
+        ...
+
+
+def make_status(style: Literal["auto", "rich", "plain", "off"], every_s: float) -> StatusView:
+    """The view for a style; auto = the table where stdout is a terminal that can redraw."""
+    if style == "auto":
+        style = "rich" if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" else "plain"
+    if style == "rich":
+        return TableStatus()
+    return LineStatus(every_s) if style == "plain" else QuietStatus()
+
+
+class QuietStatus:
+    """Events only."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    def say(self, text: str) -> None:
+        log.info("%s", text)
+        print(text, flush=True)
+
+    def show(self, view: RunView) -> None:
+        return None
+
+
+class LineStatus(QuietStatus):
+    """One line every `every_s`."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._rates = Rates()
+        self._shown_s = time.monotonic()
+
+    def show(self, view: RunView) -> None:
+        figures = self._rates.figures(view)
+        if view.now_s - self._shown_s >= self._every_s:
+            self._shown_s = view.now_s
+            print(line(figures), flush=True)
+
+
+@dataclass
+class TableStatus:
+    """Redrawn in place; events scroll above it."""
+
+    def __post_init__(self) -> None:
+        self._rates = Rates()
+        self._live = Live(console=Console(), refresh_per_second=4, transient=True)
+        self._shown_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        log.info("%s", text)
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def show(self, view: RunView) -> None:
+        figures = self._rates.figures(view)
+        if view.now_s - self._shown_s >= 0.25:
+            self._shown_s = view.now_s
+            self._live.update(table(figures))
+
+
+def line(f: Figures) -> str:
+    """Everything that matters, in one line."""
+    if f.step is None:
+        there = f"{f.ready} of {f.expected} workers are there" + (f", {_servers(f)}" if f.servers else "")
+        return f"[{clock(f.elapsed_s)}] starting: {there}" + _ending(f)
+    trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""  # first: lines are cut at their end
+    parts = [
+        f"[{clock(f.elapsed_s)}] {trouble}step {f.step}/{f.steps}",
+        f"tokens/s {_rates(f)}",
+        f"staleness {f.staleness_mean:.2f} (max {f.staleness_max} of {f.staleness_bound})",
+        _learning(f, " "),
+    ]
+    if "eval_sampled" in f.learner or "eval_greedy" in f.learner:
+        parts.append(_accuracy(f))
+    parts.append(f"learner {f.learner_does}")
+    parts.append("queues " + _queues(f))
+    parts.append(f"versions {f.versions_counted}")
+    if f.joined:
+        parts.append(f"joined {f.joined}")
+    if f.failed:
+        parts.append(f"FAILED ROLLOUTS {f.failed}")
+    if f.lost:
+        parts.append(_lost(f))
+    if f.servers_up < f.servers:
+        parts.append(_servers(f))
+    if f.hedges:
+        parts.append(f"hedges {_counted(f.hedges)}")
+    if f.held_back:
+        parts.append(f"held back: {_held_back(f)}")
+    parts.append(f"eta {clock(f.eta_s)}" if f.eta_s is not None else "eta ?")
+    return " | ".join(parts) + _ending(f)
+
+
+def table(f: Figures) -> Table:
+    """The same as a table for a terminal."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    if f.intake_trouble:
+        grid.add_row("NO INTAKE", f.intake_trouble)
+    if f.step is None:
+        grid.add_row("starting", f"{f.ready} of {f.expected} workers are there, {clock(f.elapsed_s)}")
+    else:
+        bar = Table.grid(padding=(0, 2))
+        eta = clock(f.eta_s) if f.eta_s is not None else "?"
+        progress = ProgressBar(total=max(f.steps, 1), completed=f.step, width=40)
+        bar.add_row(progress, f"{f.step}/{f.steps}   {clock(f.elapsed_s)}, {eta} to go")
+        grid.add_row("step", bar)
+        grid.add_row(
+            "tokens/s",
+            _rates(f),
+        )
+        grid.add_row("learning", f"{_learning(f, '   ')}   {_accuracy(f)}")
+        grid.add_row(
+            "staleness", f"mean {f.staleness_mean:.2f}   max {f.staleness_max} of {f.staleness_bound} optimizer steps"
+        )
+        grid.add_row("learner", f.learner_does)
+        grid.add_row("queues", _queues(f))
+        grid.add_row("versions", f.versions_listed)
+        grid.add_row("lost", _lost(f) if f.lost else "nothing")
+    memory = f"{f.memory_bytes / 2**30:.2f} GiB" if f.memory_bytes else "?"
+    grid.add_row("workers", f"{f.running} of {f.expected} run, {f.restarts} restarts, peak memory {memory}")
+    if f.joined:
+        grid.add_row("joined", f.joined)
+    if f.servers:
+        grid.add_row("servers", _servers(f))
+    if f.failed:
+        grid.add_row("failed rollouts", Text(f.failed))
+    if f.hedges:
+        grid.add_row("hedges", _counted(f.hedges))
+    if f.held_back:
+        grid.add_row("held back", _held_back(f))
+    if f.ending is not None:
+        grid.add_row("ending", f.ending)
+    return grid
+
+
+def _rates(f: Figures) -> str:
+    return " ".join(f"{role}s {short(f.rate(role))}" for role in ("actor", "teacher")) + (
+        f" learner {short(f.rate('learner'))}"
+    )
+
+
+def _learning(f: Figures, between: str) -> str:
+    """The reverse KL only where there is one: without teachers there is none."""
+    loss = f"loss {_number(f.learner.get('loss'))}"
+    kl = f.learner.get("reverse_kl")
+    return loss if kl is None else f"reverse KL {_number(kl)}{between}{loss}"
+
+
+def _accuracy(f: Figures) -> str:
+    greedy, sampled = f.learner.get("eval_greedy"), f.learner.get("eval_sampled")
+    return f"accuracy sampled {_number(sampled, 2)} greedy {_number(greedy, 2)}"
+
+
+def _queues(f: Figures) -> str:
+    return _counted(f.queues)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return " ".join(f"{name} {short(n)}" for name, n in counts.items())
+
+
+def _held_back(f: Figures) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in f.held_back.items())
+
+
+def _servers(f: Figures) -> str:
+    return f"{f.servers_up} of {f.servers} SGLang servers answer"
+
+
+def _lost(f: Figures) -> str:
+    """The largest first; what does not fit is in the summary."""
+    largest = sorted(f.lost.items(), key=lambda entry: -entry[1])
+    told = [f"{what} {short(tokens)}" for what, tokens in largest[:LOST_SHOWN]]
+    if others := largest[LOST_SHOWN:]:
+        told.append(f"{len(others)} other reasons {short(sum(tokens for _, tokens in others))}")
+    return ", ".join(told) + " tokens"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None or value != value else f"{value:.{digits}f}"
+
+
+def _ending(f: Figures) -> str:
+    return f" | ending: {f.ending}" if f.ending is not None else ""

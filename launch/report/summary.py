@@ -1,0 +1,357 @@
+"""What is left of a run: summary.json in the run folder. launch.report.summary_table shows it.
+
+Inputs: the supervisor's Outcome; ledger.json, the final Snapshot that the buffer writes; learner.json, the learner's
+own account. Each may be missing (a worker may be killed at any moment): the last snapshot that the launcher saw stands
+in for the ledger, and the summary says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from launch.config.run import RunConfig
+from launch.errors import unwritten
+from launch.processes.slots import Ending, Outcome
+from launch.report.figures import learner_stats, staleness
+from launch.report.guests import guests
+from launch.report.teacher_accuracy import MeasuredTeacher
+from launch.runfolder import EndState, RunFolder, end_state, write_atomic
+from learner.checkpoints.files import CHECKPOINTS, damaged, newest
+from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
+
+UNBALANCED_EXIT_CODE = 3
+NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
+log = logging.getLogger(__name__)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+class TagPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation, of the tasks with one tag."""
+
+    accuracy_greedy: float | None = None
+    accuracy_sampled: float | None = None
+    reverse_kl: float | None = None
+    n_greedy: int = 0
+    n_sampled: int = 0
+
+
+class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of the student. Accuracies are fractions; None where that kind was not asked for."""
+
+    step: int
+    accuracy_greedy: float | None = None
+    accuracy_sampled: float | None = None
+    reverse_kl: float | None = None
+    n_greedy: int | None = None
+    """Rollouts received, of each kind; None in accounts of older versions, as the next two."""
+    n_sampled: int | None = None
+    missing: int | None = None
+    """Rollouts of both kinds that were asked for and not received when the learner stopped waiting."""
+    failed: int | None = None
+    """Rollouts of both kinds that the buffer gave up."""
+    tags: dict[str, TagPoint] = {}
+    """By tag, where the tasks of the evaluation have more than one."""
+
+
+class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Fractions of the learner's time."""
+
+    busy_fraction: float = 0.0
+    wait_fraction: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """By cause."""
+
+
+class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """learner.json, as the learner writes it at its end (and with each checkpoint)."""
+
+    steps: int = 0
+    eval: tuple[EvalPoint, ...] = ()
+    learner: LearnerTimes = msgspec.field(default_factory=LearnerTimes)
+    versions_published: int = 0
+    tokens_trained_offline: int = 0
+    """Of text that the teacher wrote; the ledger knows nothing of it."""
+    reverse_kl_first: float | None = None
+    """Of this launch's first optimizer step."""
+    reverse_kl_last: float | None = None
+    checkpoint: str | None = None
+    """Hugging Face folder of the last student; None where this launch of the run wrote none."""
+    tensorboard: str | None = None
+    """Folder of the event files."""
+
+
+class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens of train rollouts. `balanced`: the whole ledger balances, in every unit."""
+
+    accepted: int
+    trained: int
+    masked: dict[str, int]
+    dropped: dict[str, int]
+    waiting: int
+    in_flight: int
+    balanced: bool
+
+
+class Staleness(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the trained tokens, in optimizer steps."""
+
+    max: int
+    mean: float
+    bound: int
+
+
+class TeacherNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """In nats: what of a teacher's grade is not the model's (teachers.self_check)."""
+
+    batch: float
+    """Largest difference of a token's log-prob with what is graded beside it, of all teachers."""
+    teachers: float | None
+    """Between the means that the teachers of one model give a fixed text; None with several models, or one teacher."""
+
+
+class WorkerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker did, over all its incarnations."""
+
+    role: str
+    tokens: int
+    """Sampled tokens accepted from (actor), scored by (teacher), trained by (learner) it."""
+    done: int
+    """Rollouts finished, items scored, batches trained."""
+    restarts: int
+    exit_codes: list[int]
+    joined: bool = False
+    """It was not this launcher's: of one that joined neither restarts nor exit codes are known here."""
+
+
+class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """An inference server that the launcher started, over all its processes."""
+
+    worker: str
+    place: str
+    """`CPU` or its GPUs."""
+    restarts: int
+    exit_codes: list[int]
+
+
+class FailedRollouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempts that failed under one reason, in this launch; `examples` are the first texts that differ."""
+
+    n: int
+    newest: str
+    examples: tuple[str, ...]
+
+
+class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """The other units of the ledger."""
+
+    source: Literal["final", "last_seen", "none"]
+    """final: written by the buffer at its end; last_seen: the buffer died, this is the launcher's last snapshot."""
+    rollouts: LedgerCounts
+    segments: LedgerCounts
+    eval_tokens: LedgerCounts
+    rejected: dict[str, int]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """summary.json."""
+
+    name: str
+    run_id: str
+    ok: bool
+    """It finished."""
+    state: EndState
+    reason: str
+    exit_code: int
+    steps: int
+    """Optimizer steps that the student has had, over all launches of the run."""
+    wall_s: float
+    ready_s: float | None
+    peak_memory_bytes: int
+    """Largest sampled sum of PSS over the process tree."""
+    tokens: TokenCounts
+    staleness: Staleness
+    eval: tuple[EvalPoint, ...]
+    learner: LearnerTimes
+    actors: int
+    teachers: int
+    versions_published: int
+    tokens_trained_offline: int = 0
+    """By this launch."""
+    reverse_kl_first: float | None
+    reverse_kl_last: float | None
+    teacher_accuracy: Mapping[str, MeasuredTeacher] = msgspec.field(default_factory=dict[str, MeasuredTeacher])
+    """By pool, on this run's evaluation prompts; empty where it was not measured (launch.report.teacher_accuracy)."""
+    teacher_noise: TeacherNoise | None
+    checkpoint: str | None
+    """The newest one in the run folder, whichever launch of the run wrote it."""
+    checkpoints_damaged: tuple[str, ...] = ()
+    """Folders of those that could not be read when the run wanted to go on from them; older ones were used."""
+    tensorboard: str | None
+    ledger: LedgerAccount
+    workers: dict[str, WorkerAccount]
+    forgotten: Mapping[Role, ForgottenPeers] = msgspec.field(default_factory=dict[Role, ForgottenPeers])
+    """Of workers that joined and left long before the end, by role: of those that left `workers` has the last ones."""
+    servers: dict[str, ServerAccount] = msgspec.field(default_factory=dict[str, ServerAccount])
+    failed_rollouts: dict[str, FailedRollouts] = msgspec.field(default_factory=dict[str, FailedRollouts])
+    """By reason; the one that occurred last stands last."""
+
+
+def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Summary:
+    """Compose and write DIR/summary.json. An unbalanced ledger makes the run a failed one, exit code 3."""
+    final = _read(folder.path / "ledger.json", Snapshot)
+    snapshot = final or outcome.snapshot
+    account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
+    ending = judge(outcome.ending, final, snapshot)
+    ledger = snapshot.ledger if snapshot is not None else None
+    tokens = ledger.tokens if ledger is not None else NO_COUNTS
+    mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
+    found = newest(folder.path / CHECKPOINTS)
+    summary = Summary(
+        name=folder.record.name,
+        run_id=folder.record.run_id,
+        ok=ending.ok,
+        state=end_state(ending.exit_code),
+        reason=ending.reason,
+        exit_code=ending.exit_code,
+        steps=account.steps,
+        wall_s=outcome.wall_s,
+        ready_s=outcome.ready_s,
+        peak_memory_bytes=outcome.peak_memory_bytes,
+        tokens=TokenCounts(
+            **msgspec.structs.asdict(tokens), balanced=ledger.balanced if ledger is not None else tokens.balanced
+        ),
+        staleness=Staleness(max=top, mean=mean, bound=config.buffer.max_staleness),
+        eval=_former_evaluations(folder, account) + account.eval,
+        learner=account.learner,
+        actors=config.actors,
+        teachers=config.teachers,
+        versions_published=account.versions_published,
+        tokens_trained_offline=account.tokens_trained_offline,
+        reverse_kl_first=account.reverse_kl_first,
+        reverse_kl_last=account.reverse_kl_last,
+        teacher_noise=teacher_noise(snapshot, one_model=not config.pools),
+        checkpoint=account.checkpoint or (str(found) if found is not None else None),
+        checkpoints_damaged=tuple(map(str, damaged(folder.path / CHECKPOINTS))),
+        tensorboard=account.tensorboard,
+        ledger=LedgerAccount(
+            source="final" if final is not None else "last_seen" if snapshot is not None else "none",
+            rollouts=ledger.rollouts if ledger is not None else NO_COUNTS,
+            segments=ledger.segments if ledger is not None else NO_COUNTS,
+            eval_tokens=ledger.eval_tokens if ledger is not None else NO_COUNTS,
+            rejected=ledger.rejected if ledger is not None else {},
+        ),
+        workers=_workers(outcome, snapshot),
+        forgotten=snapshot.forgotten if snapshot is not None else {},
+        servers=_servers(outcome),
+        failed_rollouts={
+            each.reason: FailedRollouts(n=each.n, newest=each.newest, examples=each.examples)
+            for each in (snapshot.failures if snapshot is not None else ())
+        },
+    )
+    _write(summary, folder)
+    return summary
+
+
+def add_teachers(summary: Summary, folder: RunFolder, measured: Mapping[str, MeasuredTeacher]) -> Summary:
+    """The summary with what was measured of the teachers, written again if there is any."""
+    if not measured:
+        return summary
+    summary = msgspec.structs.replace(summary, teacher_accuracy=measured)
+    _write(summary, folder)
+    return summary
+
+
+def _write(summary: Summary, folder: RunFolder) -> None:
+    file = folder.path / "summary.json"
+    try:
+        write_atomic(file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    except OSError as error:  # the table on the terminal has most of it
+        unwritten(file, error)
+
+
+def judge(ending: Ending, final: Snapshot | None, snapshot: Snapshot | None) -> Ending:
+    """How the run ended, with the ledger looked at. Unbalanced outranks everything else."""
+    if snapshot is not None and not snapshot.ledger.balanced:
+        return Ending(False, f"THE LEDGER DOES NOT BALANCE ({ending.reason})", UNBALANCED_EXIT_CODE)
+    if ending.ok and final is None:
+        return Ending(False, "the run ended well, but the buffer left no ledger.json", 1)
+    return ending
+
+
+def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
+    """The learner left no account (it was killed): what the buffer knows of it."""
+    if snapshot is None:
+        return LearnerAccount()
+    stats = learner_stats(snapshot) or {}
+    waits = {
+        key.removeprefix("wait_").removesuffix("_fraction"): value
+        for key, value in stats.items()
+        if key.startswith("wait_")
+    }
+    return LearnerAccount(
+        steps=snapshot.version.step,
+        learner=LearnerTimes(busy_fraction=stats.get("busy_fraction", 0.0), wait_fraction=waits),
+    )
+
+
+def _read(file: Path, struct: type[StructT]) -> StructT | None:
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=struct)
+    except msgspec.DecodeError as error:
+        log.error("%s cannot be read and is left out of the summary: %s", file, error)
+        return None
+
+
+def _former_evaluations(folder: RunFolder, account: LearnerAccount) -> tuple[EvalPoint, ...]:
+    """Of the launches before this one (`--resume`), up to where this one's begin: before and after are the run's."""
+    points: dict[int, EvalPoint] = {}
+    for launch in range(1, folder.record.launches):
+        former = _read(folder.path / f"learner.{launch}.json", LearnerAccount)
+        points |= {point.step: point for point in former.eval} if former is not None else {}
+    first = account.eval[0].step if account.eval else account.steps + 1
+    return tuple(points[step] for step in sorted(points) if step < first)
+
+
+def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:
+    peers = {peer.name: peer for peer in snapshot.peers} if snapshot is not None else {}
+    accounts: dict[str, WorkerAccount] = {}
+    for name, exit_codes in outcome.exit_codes.items():
+        peer = peers.get(name)
+        accounts[name] = WorkerAccount(
+            role=name.rpartition("-")[0],
+            tokens=peer.tokens_total if peer is not None else 0,
+            done=peer.done_total if peer is not None else 0,
+            restarts=outcome.restarts.get(name, 0),
+            exit_codes=exit_codes,
+        )
+    for peer in guests(snapshot, accounts) if snapshot is not None else ():
+        accounts[peer.name] = WorkerAccount(
+            role=peer.role, tokens=peer.tokens_total, done=peer.done_total, restarts=0, exit_codes=[], joined=True
+        )
+    return accounts
+
+
+def teacher_noise(snapshot: Snapshot | None, *, one_model: bool) -> TeacherNoise | None:
+    """From what the teachers measured at their start (teachers.self_check); None when none did."""
+    stats = [peer.stats for peer in snapshot.peers if peer.role == "teacher"] if snapshot is not None else []
+    noise = [one["noise_nats"] for one in stats if "noise_nats" in one]
+    logprobs = [one["check_logprob"] for one in stats if "check_logprob" in one]
+    if not noise:
+        return None
+    spread = max(logprobs) - min(logprobs) if one_model and len(logprobs) > 1 else None
+    return TeacherNoise(batch=max(noise), teachers=spread)
+
+
+def _servers(outcome: Outcome) -> dict[str, ServerAccount]:
+    return {
+        name: ServerAccount(
+            worker=end.worker, place=end.place, restarts=outcome.restarts.get(name, 0), exit_codes=end.exit_codes
+        )
+        for name, end in outcome.servers.items()
+    }

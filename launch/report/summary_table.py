@@ -1,0 +1,193 @@
+"""The table that the user sees at the end of a run, from summary.json."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launch.report.figures import clock
+from launch.report.summary import EvalPoint, Summary, TagPoint, TokenCounts
+from launch.report.teacher_accuracy import MeasuredTeacher
+from launch.runfolder import RunFolder
+from protocol.messages import ForgottenPeers, LedgerCounts, Role
+
+
+def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
+    """The table at the end."""
+    console = console or Console(width=None if sys.stdout.isatty() else 160)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in _rows(summary, folder):
+        grid.add_row(label, Text(text))  # not markup: a reason may have brackets in it
+    console.print()
+    console.print(grid)
+    if not summary.tokens.balanced:
+        console.print(unbalanced_report(summary), style="bold red", markup=False)
+
+
+def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
+    state = "FAILED" if summary.state == "failed" else summary.state
+    yield "run", f"{summary.name}: {state}, {summary.reason}"
+    first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
+    if first is not None and last is not None:
+        for kind in ("sampled", "greedy"):
+            before, after = getattr(first, f"accuracy_{kind}"), getattr(last, f"accuracy_{kind}")
+            if before is not None and after is not None:
+                yield (
+                    f"student accuracy, {kind}",
+                    f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}",
+                )
+        yield from _tag_rows(first, last)
+    for point in summary.eval[:1] + summary.eval[1:][-1:]:
+        if lacking := lacking_text(point):
+            yield "evaluation incomplete", lacking
+    if summary.teacher_accuracy:
+        yield "teacher accuracy, sampled", teachers_text(summary.teacher_accuracy)
+    kl_first = summary.reverse_kl_first if first is None or first.reverse_kl is None else first.reverse_kl
+    kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
+    if kl_first is not None and kl_last is not None:
+        yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
+    if (noise := summary.teacher_noise) is not None:
+        between = "" if noise.teachers is None else f", {noise.teachers:.1g} between teachers (mean of a text)"
+        yield "noise of its grades", f"{noise.batch:.1g} nats with what is graded beside a token{between}"
+    ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
+    yield "steps, time", f"{summary.steps} optimizer steps in {clock(summary.wall_s)}, {ready}"
+    yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
+    tokens = summary.tokens
+    yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
+    if summary.tokens_trained_offline:
+        yield "of the teacher's text", f"{summary.tokens_trained_offline:,} trained besides"
+    if summary.failed_rollouts:
+        yield "failed rollouts", failed_text(summary)
+    source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
+    yield "ledger", ("balanced" if tokens.balanced else "NOT BALANCED") + source[summary.ledger.source]
+    yield (
+        "staleness",
+        (
+            f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}, bound {summary.staleness.bound} "
+            "optimizer steps"
+        ),
+    )
+    if told := joined_text(summary):
+        yield "joined", told
+    restarts = sum(worker.restarts for worker in summary.workers.values())
+    of_servers = sum(server.restarts for server in summary.servers.values())
+    if restarts or of_servers:
+        yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
+    yield "checkpoint", summary.checkpoint or "none"
+    for path in summary.checkpoints_damaged:
+        yield "DAMAGED", f"{path} could not be read; an older checkpoint was used in its place"
+    tensorboard = _as_typed(Path(sys.executable).with_name("tensorboard"))
+    yield "TensorBoard", f"{tensorboard} --logdir {summary.tensorboard}" if summary.tensorboard else "none"
+    if not summary.ok:
+        yield "go on", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
+    yield "all of it", str(folder.path)
+
+
+def lost_steps(summary: Summary) -> str:
+    """What a run that did not finish has lost of its work when it is resumed; empty: nothing."""
+    if summary.checkpoint is None:
+        return "    (from step 0: there is no checkpoint)" if summary.steps else ""
+    named = re.match(r"step_(\d+)", Path(summary.checkpoint).name)
+    if named is None or int(named[1]) >= summary.steps:
+        return ""
+    return f"    (from step {int(named[1])}: the newest checkpoint)"
+
+
+def _own_command() -> str:
+    """How this program was called."""
+    if not sys.argv[0].endswith(".py"):
+        return _as_typed(Path(sys.argv[0]))
+    return f"{_as_typed(Path(sys.executable))} {_as_typed(Path(sys.argv[0]))}"
+
+
+def _as_typed(path: Path) -> str:
+    """From the folder that the user is in, where that is shorter."""
+    here = Path.cwd()
+    absolute = path if path.is_absolute() else here / path
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+
+
+def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
+    """One per tag of the last evaluation: what it was at first, what it is now, and of how many rollouts."""
+    for tag, now in last.tags.items():
+        was = first.tags.get(tag, TagPoint())
+        figures = {
+            f"sampled (of {now.n_sampled})": (was.accuracy_sampled, now.accuracy_sampled),
+            f"greedy (of {now.n_greedy})": (was.accuracy_greedy, now.accuracy_greedy),
+            "reverse KL": (was.reverse_kl, now.reverse_kl),
+        }
+        told = [
+            f"{name} {'?' if before is None else f'{before:.3f}'} -> {after:.3f}"
+            for name, (before, after) in figures.items()
+            if after is not None
+        ]
+        yield f"of {tag}", ", ".join(told) or "nothing could be measured"
+
+
+def joined_text(summary: Summary) -> str:
+    """What those did that joined; empty without any."""
+    told: list[str] = []
+    roles: dict[Role, str] = {"actor": "written", "teacher": "graded"}
+    for role, did in roles.items():
+        workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
+        others = summary.forgotten.get(role, ForgottenPeers())
+        if n := len(workers) + others.n:
+            tokens = sum(worker.tokens for worker in workers) + others.tokens_total
+            told.append(f"{n} {role}{'s' if n > 1 else ''} ({tokens:,} tokens {did})")
+    return ", ".join(told)
+
+
+def teachers_text(measured: Mapping[str, MeasuredTeacher]) -> str:
+    """What was measured of the teachers; of several pools each by its name."""
+    told = {pool: f"{one.accuracy_sampled:.3f} (of {one.n_sampled})" for pool, one in measured.items()}
+    return next(iter(told.values())) if len(told) == 1 else ", ".join(f"{pool} {text}" for pool, text in told.items())
+
+
+def failed_text(summary: Summary) -> str:
+    """How many under which reason, and the newest text."""
+    counted = ", ".join(f"{each.n:,} {reason}" for reason, each in summary.failed_rollouts.items())
+    newest = next(reversed(summary.failed_rollouts.values())).newest
+    return f"{counted}; newest {newest}"
+
+
+def lacking_text(point: EvalPoint) -> str:
+    """What the accuracies of this evaluation leave out; empty when they are of all rollouts that were asked for."""
+    lacking = {"missing": point.missing or 0, "failed": point.failed or 0}
+    if not any(lacking.values()):
+        return ""
+    why = ", ".join(f"{n} {name}" for name, n in lacking.items() if n)
+    asked = (point.n_greedy or 0) + (point.n_sampled or 0) + sum(lacking.values())
+    return (
+        f"step {point.step}: the figures are of {point.n_greedy or 0} greedy and {point.n_sampled or 0} sampled "
+        f"rollouts, {asked} were asked for ({why})"
+    )
+
+
+def counts_text(counts: TokenCounts | LedgerCounts) -> str:
+    """The right-hand side of the ledger's equation, zero terms left out but `trained`."""
+    terms = [f"{counts.trained:,} trained"]
+    terms += [f"{n:,} masked ({reason})" for reason, n in counts.masked.items() if n]
+    terms += [f"{n:,} dropped ({reason})" for reason, n in counts.dropped.items() if n]
+    terms += [f"{n:,} {name}" for name, n in (("waiting", counts.waiting), ("in flight", counts.in_flight)) if n]
+    return " + ".join(terms)
+
+
+def unbalanced_report(summary: Summary) -> str:
+    """Which unit is off, and by how much."""
+    ledger = summary.ledger
+    told = ["THE LEDGER DOES NOT BALANCE: something was lost or counted twice; please report it with the run folder."]
+    units = {"tokens": summary.tokens, "rollouts": ledger.rollouts, "segments": ledger.segments}
+    for unit, counts in {**units, "eval_tokens": ledger.eval_tokens}.items():
+        gone = counts.trained + sum(counts.masked.values()) + sum(counts.dropped.values())
+        off = counts.accepted - gone - counts.waiting - counts.in_flight
+        if off:
+            told.append(f"  {unit}: {counts.accepted:,} accepted, but {counts_text(counts)}: off by {off:+,}")
+    return "\n".join(told)

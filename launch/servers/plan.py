@@ -1,0 +1,212 @@
+"""What each SGLang server of a run is started with: model, interpreter, GPUs, arguments, environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+import psutil
+
+from engines.sglang.config import ServerConfig
+from launch.config.pools import teacher_pools
+from launch.config.run import RunConfig
+from launch.machine.gpus import Groups
+from launch.machine.interpreter import choose_python, needs_shim
+from launch.servers.options import NVLS, SYMMETRIC, has
+from protocol.addresses import is_local
+from sglang_server.servers import SERVER_ARGS
+
+ServedRole = Literal["actor", "teacher"]
+COMMON_ARGS: Final = ("--log-level-http", "warning")
+"""Of every server: not a log line per request."""
+OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
+"""Of every server whose version has them."""
+ROLE_ARGS: Final[Mapping[ServedRole, tuple[str, ...]]] = {"actor": (), "teacher": ()}
+"""Recommended for what the role does with it."""
+
+
+FAILED_GROUPS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""In servers: a weight group that fails is aborted, and the server lives. By torch's default (3) its watchdog would end
+the process, after waiting for a dump four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, a minute (ProcessGroupNCCL.hpp and
+`Watchdog::runLoop` in ProcessGroupNCCL.cpp)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """One server, before it has a port and a key."""
+
+    worker: str
+    """Whose it is, e.g. `actor-0`."""
+    model: str
+    python: Path
+    shim: bool
+    """Forked from sglang_server's zygote; else a process of its own."""
+    gpus: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES is to say it; empty on a CPU."""
+    args: tuple[str, ...]
+    """Of sglang.launch_server, all but model, address and key. The user's come last, so they win."""
+    host: str
+    port: int
+    """0: any."""
+    start_timeout_s: float
+
+    @property
+    def name(self) -> str:
+        return f"server-{self.worker}"
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
+
+
+def uses_sglang(config: RunConfig, role: ServedRole) -> bool:
+    return (config.actor.engine if role == "actor" else config.teacher.engine) == "sglang"
+
+
+def urls_of(config: RunConfig, role: ServedRole) -> tuple[str, ...]:
+    return config.actor.urls if role == "actor" else config.teacher.urls
+
+
+def server_config(config: RunConfig, role: ServedRole) -> ServerConfig:
+    return config.actor.server if role == "actor" else config.teacher.server
+
+
+def plan_servers(config: RunConfig, visible: Sequence[str], gpus: Mapping[str, Groups]) -> tuple[ServerPlan, ...]:
+    """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda; `visible`: names
+    of the GPUs; `gpus`: of the servers of each group (launch.machine.gpus.Places.servers), those on a CPU left out."""
+    named = {key: [[visible[gpu] for gpu in group] for group in groups] for key, groups in gpus.items()}
+    return tuple(plan for group in launched_groups(config) for plan in _plans(group, named.get(group.key, ())))
+
+
+class ServerGroup(NamedTuple):
+    """Workers whose servers are alike: the actors, or the teachers of one pool."""
+
+    key: str
+    """Where their settings stand: actor, teacher, pools.NAME."""
+    role: ServedRole
+    first: int
+    """Number of the first of these workers."""
+    config: RunConfig
+    """As they see it."""
+
+
+def server_groups(config: RunConfig) -> tuple[ServerGroup, ...]:
+    """All that have servers, started or running."""
+    groups = [ServerGroup("actor", "actor", 0, config)]
+    groups += [ServerGroup(pool.key, "teacher", pool.first, pool.config) for pool in teacher_pools(config)]
+    return tuple(group for group in groups if uses_sglang(group.config, group.role))
+
+
+def launched_groups(config: RunConfig) -> tuple[ServerGroup, ...]:
+    """Those whose servers the launcher starts."""
+    return tuple(group for group in server_groups(config) if not urls_of(group.config, group.role))
+
+
+def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
+    """Other settings for the servers of one group."""
+    replace = msgspec.structs.replace
+    if key == "actor":
+        return replace(config, actor=replace(config.actor, server=server))
+    if key == "teacher":
+        return replace(config, teacher=replace(config.teacher, server=server))
+    name = key.partition(".")[2]
+    return replace(config, pools={**config.pools, name: replace(config.pools[name], server=server)})
+
+
+def _plans(group: ServerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[ServerPlan]:
+    """`gpus`: of each server of the group; empty on a CPU."""
+    role, config = group.role, group.config
+    server = server_config(config, role)
+    python = choose_python(server)
+    shim = needs_shim(server, python)
+    for index in range(count(config, role)):
+        yield ServerPlan(
+            worker=f"{role}-{group.first + index}",
+            model=config.models.student if role == "actor" else config.models.teacher,
+            python=python,
+            shim=shim,
+            gpus=tuple(gpus[index]) if gpus else (),
+            args=(*_arguments(server, shim=shim), *ROLE_ARGS[role], *server.args),
+            host=server.host,
+            port=server.port + index if server.port else 0,
+            start_timeout_s=server.start_timeout_s,
+        )
+
+
+def count(config: RunConfig, role: ServedRole) -> int:
+    return config.actors if role == "actor" else config.teachers
+
+
+def _arguments(server: ServerConfig, *, shim: bool) -> tuple[str, ...]:
+    """On GPUs SGLang's own defaults are left alone."""
+    base = SERVER_ARGS if shim else ("--device", server.device)
+    return (*base, *COMMON_ARGS, "--tp-size", str(server.tp))
+
+
+def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What all servers get beside this process's environment: their sockets' files in a folder that is removed at the
+    end, and gloo on the interface towards the learner (it would look the host name up otherwise)."""
+    told = {"TMPDIR": str(temporary)}
+    if "GLOO_SOCKET_IFNAME" not in base and (interface := _interface_for(config.learner.publish.host)):
+        told["GLOO_SOCKET_IFNAME"] = interface
+    told |= {name: value for name, value in FAILED_GROUPS.items() if name not in base}
+    return told | nccl_environment(config, base)
+
+
+def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What NCCL must find alike on all sides of the weight group: in the learner, in embedded actors and in servers.
+
+    NCCL_SOCKET_IFNAME: on one machine the loopback, which NCCL passes over by itself where there is another interface.
+    NCCL_CUMEM_ENABLE, NCCL_NVLS_ENABLE: the way memory is shared. SGLang sets both to 0 where they are not set, and
+    to 1 by --enable-symm-mem and --enable-nccl-nvls (0.5.23, `_set_envs_and_config` of srt/entrypoints/engine.py); the
+    learner would take NCCL's own defaults. What the user has set is left alone: all sides inherit it."""
+    told: dict[str, str] = {}
+    if is_local(config.learner.publish.host) and (interface := interface_of(config.learner.publish.host)):
+        told["NCCL_SOCKET_IFNAME"] = interface
+    if config.actor.engine == "sglang":
+        symmetric, nvls = has(config.actor.server.args, SYMMETRIC), has(config.actor.server.args, NVLS)
+        told |= {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(symmetric or nvls))}
+    return {name: value for name, value in told.items() if name not in base}
+
+
+def _interface_for(learner_host: str) -> str | None:
+    """By which the learner publishes, or, where that is another machine, by which it is reached."""
+    if (own := interface_of(learner_host)) is not None:
+        return own
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in learner_host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((learner_host, 9))  # sends nothing; the kernel chooses the way
+            return interface_of(str(probe.getsockname()[0]))
+    except OSError:
+        return None
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the network interface that has this address, None where none has."""
+    try:
+        address = socket.gethostbyname(host)
+        loopback = ipaddress.ip_address(address).is_loopback
+    except (OSError, ValueError):
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return "lo" if loopback and sys.platform == "linux" else None
+
+
+def reachable_host(host: str) -> str:
+    """Where this machine finds a server that listens on `host`: all addresses means loopback too."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def url_of(host: str, port: int) -> str:
+    host = reachable_host(host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

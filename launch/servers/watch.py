@@ -1,0 +1,198 @@
+"""Watches the SGLang servers of a run: starts them, sees when they answer, starts dead ones again within the budget.
+
+    idle -> starting -> up -> (dead) -> waiting -> starting ...         given up: the budget is spent, the run ends
+                        up -> lost, when its worker says so, and it is killed -> (dead)
+
+`pump` is called by the supervisor in its loop, and tells what its workers have to know. A server that never answered
+and died twice is given up at once: its arguments or its model are wrong, and another start would not help.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from launch.config.run import RunConfig
+from launch.processes.restarts import RestartBudget
+from launch.processes.slots import said
+from launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
+from launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
+from protocol.ports import free_port
+from sglang_server.servers import answers
+
+PROBE_EVERY_S: Final = 0.2
+PROBE_TIMEOUT_S: Final = 0.5
+FAILED_STARTS: Final = 2
+
+
+@dataclass
+class ServerSlot:
+    """One server; its process may change."""
+
+    plan: ServerPlan
+    state: Literal["idle", "starting", "up", "lost", "waiting", "given_up"] = "idle"
+    port: int = 0
+    pid: int | None = None
+    started_s: float = 0.0
+    restart_at_s: float = 0.0
+    running: bool = False
+    ever_up: bool = False
+    late: bool = False
+    """Killed because it did not answer in time."""
+    exit_codes: list[int] = field(default_factory=list[int])
+
+    @property
+    def url(self) -> str:
+        return url_of(self.plan.host, self.port)
+
+
+class ServerNews(NamedTuple):
+    """What a worker's server did."""
+
+    kind: Literal["up", "died", "given_up"]
+    worker: str
+    text: str
+    """For the user; empty for `up`."""
+
+
+class ServerWatch:
+    """The servers that the launcher started, by the worker whose they are."""
+
+    def __init__(
+        self,
+        plans: Sequence[ServerPlan],
+        config: RunConfig,
+        log_dir: Path,
+        budget: RestartBudget,
+        api_key: str,
+    ) -> None:
+        self._slots = {plan.worker: ServerSlot(plan) for plan in plans}
+        self._by_name = {slot.plan.name: slot for slot in self._slots.values()}
+        self._budget = budget
+        self._window = f"{config.launch.max_restarts} times in {config.launch.restart_window_s:.0f} s"
+        self._api_key = api_key
+        self._log_dir = log_dir
+        self._probed_s = 0.0
+        self._stopping = False
+        self._processes = (
+            ServerProcesses(log_dir, lambda temporary: server_environment(config, temporary)) if plans else None
+        )
+
+    def __repr__(self) -> str:
+        return f"ServerWatch({ {name: slot.state for name, slot in self._by_name.items()} })"
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._slots
+
+    @property
+    def slots(self) -> dict[str, ServerSlot]:
+        """By the server's name."""
+        return self._by_name
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Of all of them, as they start side by side."""
+        return max((slot.plan.start_timeout_s for slot in self._slots.values()), default=0.0)
+
+    def is_up(self, worker: str) -> bool:
+        return self._slots[worker].state == "up"
+
+    def url(self, worker: str) -> str:
+        return self._slots[worker].url
+
+    def log_name(self, worker: str) -> str:
+        """Name of the log that tells most about this worker's server."""
+        name = self._slots[worker].plan.name
+        return name if (self._log_dir / f"{name}.log").is_file() else ZYGOTE_LOG
+
+    def start(self) -> None:
+        """All of them; returns at once. Raises OSError where `host` is not an address of this machine."""
+        for slot in self._slots.values():
+            self._start(slot)
+
+    def replace(self, worker: str) -> None:
+        """The worker says that its server is dead or stuck. One that is on its way already is left alone."""
+        slot = self._slots[worker]
+        if slot.state == "up" and self._processes is not None:
+            slot.state = "lost"
+            self._processes.kill(slot.plan.name)
+
+    def pump(self, *, restart: bool) -> list[ServerNews]:
+        """One look at processes and addresses. `restart=False`: the run ends, nothing is started again."""
+        if self._processes is None:
+            return []
+        news: list[ServerNews] = []
+        for event in self._processes.poll():
+            slot = self._by_name[event.name]
+            match event:
+                case Started(_, pid):
+                    slot.pid = pid
+                case Exited(_, code):
+                    news += self._exited(slot, code, restart=restart)
+        now_s = time.monotonic()
+        if restart and now_s - self._probed_s >= PROBE_EVERY_S:
+            for slot in self._slots.values():
+                news += self._look(slot, now_s)
+            self._probed_s = time.monotonic()
+        return news
+
+    def stop(self) -> None:
+        """SIGTERM to all, once; SIGKILL to those that have nothing to finish."""
+        if self._processes is not None and not self._stopping:
+            self._stopping = True
+            for slot in self._slots.values():
+                if slot.running:
+                    (self._processes.stop if slot.state == "up" else self._processes.kill)(slot.plan.name)
+
+    @property
+    def running(self) -> bool:
+        """Whether any process is there that could leave by itself."""
+        return any(slot.running and slot.pid is not None for slot in self._slots.values())
+
+    def close(self) -> None:
+        """Whatever still runs ends now. Idempotent."""
+        if self._processes is not None:
+            self._processes.close()
+            self.pump(restart=False)
+
+    def _start(self, slot: ServerSlot) -> None:
+        assert self._processes is not None
+        slot.port = slot.plan.port or free_port(slot.plan.host)
+        slot.state, slot.running, slot.late, slot.started_s = "starting", True, False, time.monotonic()
+        self._processes.start(slot.plan, slot.port, self._api_key)
+
+    def _look(self, slot: ServerSlot, now_s: float) -> list[ServerNews]:
+        plan = slot.plan
+        if slot.state == "waiting" and now_s >= slot.restart_at_s:
+            self._start(slot)
+        elif slot.state == "starting" and slot.pid is not None:
+            if answers(reachable_host(plan.host), slot.port, self._api_key, timeout_s=PROBE_TIMEOUT_S):
+                slot.state, slot.ever_up = "up", True
+                return [ServerNews("up", plan.worker, "")]
+            if now_s - slot.started_s > plan.start_timeout_s and not slot.late and self._processes is not None:
+                slot.late = True
+                self._processes.kill(plan.name)
+        return []
+
+    def _exited(self, slot: ServerSlot, code: int, *, restart: bool) -> list[ServerNews]:
+        answered = slot.state in ("up", "lost")
+        slot.running, slot.pid = False, None
+        slot.exit_codes.append(code)
+        if not restart:
+            return []
+        plan, what = slot.plan, said(code)
+        if slot.late:
+            what = f"did not answer within {plan.start_timeout_s:.0f} s (server.start_timeout_s)"
+        wait_s = self._budget.died(plan.name, time.monotonic())
+        hopeless = not slot.ever_up and len(slot.exit_codes) >= FAILED_STARTS
+        if wait_s is None or hopeless:
+            slot.state = "given_up"
+            why = f"died more than {self._window}" if not hopeless else f"never answered, {FAILED_STARTS} times"
+            return [ServerNews("given_up", plan.worker, f"{plan.name} {why}; it {what}")]
+        slot.state, slot.restart_at_s = "waiting", time.monotonic() + wait_s
+        when = "" if answered else " before it answered"
+        text = f"{plan.name} {what}{'' if slot.late else when}; it is started again in {wait_s:.1f} s"
+        return [ServerNews("died", plan.worker, text)]

@@ -1,0 +1,265 @@
+"""The worker processes: which role runs which function, and what surrounds that function in its process.
+
+    python -m launch.workers.roles START     START is a StartRole in JSON; the spawned twin of a fork from
+    launch.processes.forkserver
+
+A role's main is `(ctx: RoleContext[...]) -> int`. Around it: output to the role's own log, SIGINT ignored (Ctrl-C is
+the launcher's to handle), SIGTERM turned into SystemExit in the main thread, a stack dump on SIGUSR1, and the promise
+of launch.processes.lifeline. No torch here: the buffer and a worker on a remote engine never load it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Final, NoReturn
+
+import msgspec
+
+from launch.config.files import read_config
+from launch.config.pools import config_of
+from launch.config.run import RunConfig
+from launch.machine.devices import on_device
+from launch.processes.lifeline import die_with_parent, watch_launcher
+from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
+from protocol.context import ExitCode, RoleContext, WorkerRole
+from protocol.errors import HandshakeRefused
+from protocol.messages import Ledger, WeightVersion
+from protocol.printable import LineFormatter
+
+ENTRIES: Final[dict[WorkerRole, str]] = {
+    "buffer": "launch.workers.roles:run_buffer",
+    "learner": "learner.worker:main",
+    "actor": "actors.worker:main",
+    "teacher": "teachers.worker:main",
+}
+"""Role -> `module:function` of its main."""
+PRELOADED: Final = ("actors.worker", "teachers.worker")
+"""What the fork server imports for its children: everything that their mains import, some of it inside functions.
+These, without torch;"""
+PRELOADED_SGLANG: Final = {
+    "actor": ("engines.sglang.engine", "engines.sglang.weights", "models.tokenizer_file"),
+    "teacher": ("engines.sglang.scorer", "models.tokenizer_file"),
+}
+"""these for a role on SGLang, without torch either;"""
+PRELOADED_TORCH: Final = {
+    "actor": ("models.loading", "models.tokenizer", "engines.torch.engine", "engines.torch.weights"),
+    "teacher": ("models.loading", "models.tokenizer", "engines.torch.scorer"),
+}
+"""these for one with an embedded engine, and then, as torch is there,"""
+PRELOADED_WITH_TORCH: Final = ("torch", "transformers")
+"""these, and the learner's. Without any such role the learner is spawned."""
+LEAVE_AGAIN_S: Final = 0.25
+"""How soon after SIGTERM it is looked whether the exception was lost."""
+
+log = logging.getLogger("launch.workers.roles")  # also when run by -m
+
+
+class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Launcher -> forkserver, or the command line of a spawned worker: start this one."""
+
+    entry: str
+    """`module:function`"""
+    role: WorkerRole
+    index: int
+    name: str
+    incarnation: str
+    run_id: str
+    run_dir: str
+    buffer_address: str
+    resume: bool
+    log_path: str
+    config_path: str
+    """The resolved configuration; read by spawned workers, forked ones inherit it."""
+    parent_pid: int
+    """Of the launcher; a forked worker's parent is the fork server, which sets its own."""
+    lifeline_fd: int
+    server_url: str = ""
+    """Of the worker's own inference server; empty for an embedded engine."""
+    device: str = ""
+    """Torch device that the launcher gave it (launch.checks.placement); empty: as the configuration has it."""
+
+    def context(self, config: RunConfig) -> RoleContext[RunConfig]:
+        own = config_of(config, self.role, self.index)
+        return RoleContext(
+            role=self.role,
+            index=self.index,
+            name=self.name,
+            incarnation=self.incarnation,
+            run_id=self.run_id,
+            run_dir=Path(self.run_dir),
+            buffer_address=self.buffer_address,
+            resume=self.resume,
+            config=on_device(own, self.role, self.device) if self.device else own,
+            server_url=self.server_url,
+        )
+
+
+def redirect_output(log_path: str) -> None:
+    """Send stdout and stderr (the descriptors, so native libraries too) to the end of the log; stdin reads nothing."""
+    log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
+        os.dup2(source, target)
+    os.close(log_fd)
+    os.close(null_fd)
+
+
+def run_role(start: StartRole, config: RunConfig) -> NoReturn:
+    """Run the role's main in this process and end the process with its exit code; never returns.
+
+    os._exit: neither the fork server's exit handlers nor a thread that hangs may hold the end up. Mains close what
+    they opened."""
+    code = int(ExitCode.FAILED)
+    try:
+        try:
+            _prepare(start)
+            log.info("%s (%s) starts, pid %d", start.name, start.incarnation, os.getpid())
+            code = int(_load_entry(start.entry)(start.context(config)))
+            log.info("%s ends with exit code %d", start.name, code)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else ExitCode.FAILED
+            log.info("%s was asked to leave, exit code %d", start.name, code)
+        except HandshakeRefused as error:
+            code = ExitCode.RUN_LOST if error.refused.code in ("run_id", "peer_ahead") else ExitCode.USELESS
+            log.exception("the buffer refused %s; starting it again would not help", start.name)
+        except BaseException:
+            log.exception("%s failed", start.name)
+        finally:
+            _leave_undisturbed()
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+    finally:
+        os._exit(int(code))
+
+
+def _prepare(start: StartRole) -> None:
+    faulthandler.enable()
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    watch_launcher(start.lifeline_fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - both are TextIOWrappers
+    to_log = logging.StreamHandler()
+    to_log.setFormatter(LineFormatter(start.name))
+    logging.basicConfig(level=logging.INFO, force=True, handlers=[to_log])
+    logging.captureWarnings(True)
+
+
+class _Leave(SystemExit):
+    """SIGTERM came."""
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> NoReturn:
+    """SIGTERM: unwind the main thread; a second SIGTERM must not interrupt the unwinding.
+
+    The exception appears in whatever Python code happens to run, and some of that loses it (a weakref callback, a
+    `__del__`, C code that clears errors). So a timer looks whether it is still on its way, and raises it again if not.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, _leave_again)
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_AGAIN_S, LEAVE_AGAIN_S)
+    raise _Leave(int(ExitCode.TERMINATED))
+
+
+def _leave_again(_signum: int, _frame: FrameType | None) -> None:
+    """SIGALRM: nothing while the main thread cleans up, which is while _Leave is being handled on its stack."""
+    handled = sys.exception()
+    while handled is not None:
+        if isinstance(handled, _Leave):
+            return
+        handled = handled.__context__
+    raise _Leave(int(ExitCode.TERMINATED))
+
+
+def _leave_undisturbed() -> None:
+    """From here on neither SIGTERM nor the timer raises anything."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _load_entry(entry: str) -> Callable[[RoleContext[RunConfig]], int]:
+    module_name, _, function_name = entry.partition(":")
+    function: Callable[[RoleContext[RunConfig]], int] = getattr(importlib.import_module(module_name), function_name)
+    return function
+
+
+class _Carried(msgspec.Struct, frozen=True):
+    """Of a checkpoint's trainer.json, the part that the buffer goes on from."""
+
+    version: WeightVersion
+    ledger: Ledger | None
+
+
+def run_buffer(ctx: RoleContext[RunConfig]) -> int:
+    """Entry of the buffer's process: buffer.server, on resume with version and ledger of the checkpoint from which the
+    learner goes on."""
+    from buffer.server import main as buffer_main
+
+    carried = _Carried(WeightVersion(0, 0), None)
+    if ctx.resume:
+        checkpoint = latest(ctx.run_dir / CHECKPOINTS).path
+        if checkpoint is not None:
+            carried = msgspec.json.decode((checkpoint / TRAINER).read_bytes(), type=_Carried)
+    return buffer_main(
+        config=ctx.config.buffer,
+        run_id=ctx.run_id,
+        run_dir=ctx.run_dir,
+        version=carried.version,
+        carried=carried.ledger,
+        vocab_fingerprint=_vocab_fingerprint(ctx.config.models.student),
+        vocab_size=_vocab_size(Path(ctx.config.models.student)),
+    )
+
+
+class _ModelShape(msgspec.Struct, frozen=True):
+    """Of a model's config.json, the part that the buffer needs."""
+
+    vocab_size: int | None = None
+
+
+def _vocab_fingerprint(model: str) -> str | None:
+    """Of the student that the configuration names. None where only transformers can read its tokenizer: then the
+    learner's counts."""
+    from models.files import TokenizerError
+    from models.tokenizer_file import FileTokenizer
+
+    try:
+        return FileTokenizer(model).fingerprint
+    except TokenizerError as error:
+        log.info("the learner will say what the run's vocabulary is: %s", error)
+        return None
+
+
+def _vocab_size(model: Path) -> int | None:
+    """Rows of the student's embedding: no id can be above. None when the folder does not say."""
+    file = model / "config.json"
+    return msgspec.json.decode(file.read_bytes(), type=_ModelShape).vocab_size if file.is_file() else None
+
+
+def main() -> NoReturn:
+    """A spawned worker."""
+    try:
+        start = msgspec.json.decode(sys.argv[1].encode(), type=StartRole)
+        redirect_output(start.log_path)
+        die_with_parent(start.parent_pid)
+        config = read_config(Path(start.config_path))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(ExitCode.FAILED)
+    run_role(start, config)
+
+
+if __name__ == "__main__":
+    main()

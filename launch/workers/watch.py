@@ -1,0 +1,399 @@
+"""Worker processes under watch, and their servers: started, started again when they die, ended in stages.
+
+One thread, one loop: `_pump` waits a moment for processes (launch.processes.processes), reads the buffer's word
+(buffer_link), looks at signals, starts what is due. Everything that ends the watch sets `_ending`, once; nothing else
+does. The second Ctrl-C goes straight to SIGKILL. Whose workers they are, and what follows from the end of one, is said
+by launch.workers.supervisor (a whole run's) and launch.join.joiner (some that join a run).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import ClassVar, Final
+
+from engines.sglang.http import API_KEY_VARIABLE
+from launch.buffer_link import BufferLink
+from launch.checks.placement import Placement
+from launch.checks.server_features import features_of_run
+from launch.config.run import RunConfig
+from launch.processes.activity import Patience
+from launch.processes.lifeline import sweep
+from launch.processes.processes import Exited, Notice, Processes, Started
+from launch.processes.restarts import RestartBudget
+from launch.processes.signals import StopRequests, said_of
+from launch.processes.slots import Ending, ServerEnd, Worker, said
+from launch.report.figures import RunView
+from launch.report.status import StatusView
+from launch.servers.plan import ServerPlan, nccl_environment
+from launch.servers.watch import ServerNews, ServerWatch
+from launch.workers.crew import Crew
+from launch.workers.work_folder import WorkFolder
+from protocol.context import ExitCode, WorkerRole
+from protocol.messages import Snapshot
+
+log = logging.getLogger(__name__)
+STARTING_PUMP_S: Final = 0.1
+PUMP_S: Final = 0.25
+SNAPSHOT_EVERY_S: Final = 1.0
+SERVER_GRACE_S: Final = 5.0
+"""How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
+WORD_S: Final = 3.0
+"""How long after a process left in good order the word that the run is over may still come: it goes to all at once."""
+KILLED_WAIT_S: Final = 5.0
+"""How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
+
+
+class Watch(ABC):
+    """Owner of the processes. Subclasses start them and decide what their deaths mean."""
+
+    LEAVING: ClassVar[str] = "the run ends"
+    """What is said when it ends otherwise than well."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: WorkFolder,
+        status: StatusView,
+        workers: Sequence[Worker],
+        *,
+        resume: bool,
+        began_s: float,
+        preload: tuple[str, ...],
+        entries: Mapping[WorkerRole, str],
+        servers: Sequence[ServerPlan],
+        placement: Placement,
+    ) -> None:
+        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the workers.
+        `placement`: devices of embedded workers."""
+        self._config = config
+        self._folder = folder
+        self._status = status
+        self._began_s = began_s
+        self._budget = RestartBudget(config.launch)
+        api_key = secrets.token_hex(32)  # of letters and digits: a key that began with - would be taken for an argument
+        self._processes = Processes(
+            method=config.launch.start_method,
+            log_dir=folder.logs,
+            config_path=folder.config_path,
+            preload=preload,
+            threads=config.launch.threads_per_worker,
+            environment=nccl_environment(config) | ({API_KEY_VARIABLE: api_key} if servers else {}),
+        )
+        self._servers = ServerWatch(servers, config, folder.logs, self._budget, api_key)
+        self._crew = Crew(
+            config,
+            folder,
+            self._processes,
+            self._servers,
+            entries,
+            workers,
+            resume=resume,
+            preload=preload,
+            placement=placement,
+        )
+        self._link: BufferLink | None = None
+        self._signals = StopRequests()
+        self._ending: Ending | None = None
+        self._left: tuple[str, float, int] | None = None
+        """Who left by itself, when, and its exit code, well before the launcher heard that the run is over."""
+        self._leavers: dict[str, float] = {}
+        """Workers that may be restarted and left in good order: as if they had been told of the end, which we would
+        hear of soon. And when."""
+        self._ready_s: float | None = None
+
+    # ------------------------------------------------------------------------------------- said by subclasses
+
+    @abstractmethod
+    def _may_restart(self, worker: Worker, code: int) -> bool:
+        """Whether a worker that ended like this is to be started again, as far as the budget allows."""
+
+    @abstractmethod
+    def _cause(self, worker: Worker, code: int) -> str:
+        """How a worker ended that is not started again, in words."""
+
+    @abstractmethod
+    def _exited_at_the_end(self, worker: Worker, code: int) -> None:
+        """A worker has gone when the run was over."""
+
+    @abstractmethod
+    def _end_without_word(self, now_s: float) -> None:
+        """Look at `_left`: somebody left, and nobody has said why the run is over."""
+
+    @abstractmethod
+    def _link_lost(self, why: str) -> None:
+        """There is no connection to the buffer any more."""
+
+    # ------------------------------------------------------------------------------------------------- starting
+
+    def _unwelcomed(self) -> list[str]:
+        return self._crew.unwelcomed(self._link.snapshot if self._link is not None else None)
+
+    def _until_ready(self) -> bool:
+        """Until the buffer has met every worker; False if it ended before."""
+        timeout_s = self._config.launch.ready_timeout_s + self._servers.start_timeout_s
+        if not self._until_there(lambda: not self._unwelcomed(), timeout_s, self._unwelcomed, self._who_is_missing):
+            return False
+        self._ready_s = time.monotonic() - self._began_s
+        return True
+
+    def _who_is_missing(self) -> str:
+        missing = self._unwelcomed()
+        if not missing:
+            return "nobody"
+        telling = self._servers.log_name(missing[0]) if self._crew.workers[missing[0]].awaits_server else missing[0]
+        tail = self._folder.log_tail(telling)
+        return f"{', '.join(missing)} to be ready; the last lines of {telling}.log:\n{tail}"
+
+    def _until_over(self) -> None:
+        """Pump until the run ends."""
+        while self._ending is None:
+            self._pump(PUMP_S)
+
+    def _until_there(
+        self, there: Callable[[], bool], timeout_s: float, missing: Callable[[], list[str]], what: Callable[[], str]
+    ) -> bool:
+        """Pump until `there`; False if the run ends before, or when those that are `missing` try nobody's patience any
+        longer."""
+        patience = Patience(timeout_s)
+        while self._ending is None:
+            if there():
+                return True
+            if patience.over(lambda: self._processes.pids_behind(missing())):
+                self._end(False, f"waited {patience.waited_s:.0f} s for {what()}", ExitCode.FAILED)
+                break
+            self._pump(STARTING_PUMP_S)
+        return False
+
+    # ------------------------------------------------------------------------------------------------- watching
+
+    def _pump(self, timeout_s: float) -> None:
+        """One turn of the loop."""
+        for event in self._processes.poll(timeout_s):
+            match event:
+                case Started(name, incarnation, pid):
+                    if (worker := self._crew.workers[name]).incarnation == incarnation:
+                        worker.pid, worker.started_s = pid, time.monotonic()
+                case Exited():
+                    self._exited(event)
+                case Notice(text, fatal):
+                    self._status.say(text)
+                    if fatal:
+                        self._end(False, text, ExitCode.FAILED)
+        for news in self._servers.pump(restart=self._ending is None):
+            self._take_news(news)
+        now_s = time.monotonic()
+        if self._signals.hung_up:
+            self._signals.hung_up = False
+            self._status.say(f"the terminal is gone (SIGHUP); this goes on, and ends by: kill {os.getpid()}")
+        if self._signals.count and self._ending is None:
+            assert self._signals.first is not None
+            self._end(False, f"stopped by {said_of(self._signals.first)}", self._signals.exit_code)
+        self._read_link(now_s)
+        if self._ending is None:
+            self._restart_leavers(now_s)
+            self._start_due(now_s)
+            self._end_without_word(now_s)
+        self._show(now_s)
+
+    def _exited(self, event: Exited) -> None:
+        worker = self._crew.workers[event.name]
+        if worker.incarnation != event.incarnation:
+            return
+        worker.running, worker.pid, worker.kill_at_s = False, None, None
+        worker.exit_codes.append(event.code)
+        if self._ending is None and self._link is not None:
+            self._link.take()  # Shutdown may have come before the exit; _read_link acts on it
+        if self._ending is not None or (self._link is not None and self._link.shutdown is not None):
+            self._exited_at_the_end(worker, event.code)
+            return
+        lost = event.code == ExitCode.SERVER_LOST and worker.name in self._servers
+        if lost and not worker.excused:
+            self._status.say(f"{worker.name} says that its server is lost; both are started again")
+            self._servers.replace(worker.name)
+        if lost or worker.excused:
+            worker.excused = False
+            self._budget.excused(worker.name)
+            self._crew.start(worker)
+        elif self._may_restart(worker, event.code):
+            if event.code == ExitCode.OK:
+                self._leavers[worker.name] = time.monotonic()
+            else:
+                self._restart(worker, event.code)
+        elif event.code in (ExitCode.OK, ExitCode.FAILED) and self._link is not None:
+            # The buffer's word may be on its way: it tells everybody at once.
+            self._left = self._left or (worker.name, time.monotonic(), event.code)
+        else:
+            self._end(
+                False, f"{worker.name} {self._cause(worker, event.code)}", ExitCode.FAILED, tail_of=(worker.name,)
+            )
+
+    def _restart(self, worker: Worker, code: int) -> None:
+        now_s = time.monotonic()
+        wait_s = self._budget.died(worker.name, now_s)
+        if wait_s is None:
+            launch = self._config.launch
+            spent = f"more than {launch.max_restarts} times in {launch.restart_window_s:.0f} s"
+            self._end(False, f"{worker.name} died {spent}; it {said(code)}", ExitCode.FAILED, tail_of=(worker.name,))
+            return
+        worker.restart_at_s = now_s + wait_s
+        self._status.say(f"{worker.name} {said(code)}; it is started again in {wait_s:.1f} s")
+
+    def _restart_leavers(self, now_s: float) -> None:
+        for name in [name for name, left_s in self._leavers.items() if now_s - left_s > WORD_S]:
+            del self._leavers[name]
+            self._restart(self._crew.workers[name], ExitCode.OK)
+
+    def _take_news(self, news: ServerNews) -> None:
+        """A server changed: its worker follows. One that runs on a dead server is told to leave, and comes back with
+        the new one."""
+        worker = self._crew.workers[news.worker]
+        if self._ending is not None:
+            return
+        if news.kind == "up":
+            if worker.awaits_server:
+                self._crew.start(worker)
+            return
+        if news.kind == "given_up":
+            self._end(False, news.text, ExitCode.FAILED, tail_of=(self._servers.log_name(news.worker),))
+            return
+        log_name = self._servers.log_name(news.worker)
+        self._status.say(f"{news.text}; the last lines of {log_name}.log:\n{self._folder.log_tail(log_name, lines=5)}")
+        if worker.running:
+            worker.excused = True
+            worker.kill_at_s = time.monotonic() + self._crew.grace_s(worker)
+            self._processes.signal(worker.name, signal.SIGTERM)
+
+    def _start_due(self, now_s: float) -> None:
+        for worker in self._crew.workers.values():
+            if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
+                worker.kill_at_s = None
+                self._processes.signal(worker.name, signal.SIGKILL)
+            if worker.restart_at_s is not None and now_s >= worker.restart_at_s:
+                self._crew.start(worker)
+
+    def _read_link(self, now_s: float) -> None:
+        if self._link is None:
+            return
+        self._link.ask(now_s, SNAPSHOT_EVERY_S if self._ready_s is not None else STARTING_PUMP_S)
+        if self._link.take() and self._link.snapshot is not None:
+            self._kill_silent(self._link.snapshot, now_s)
+        if self._ending is None and self._link.shutdown is not None:
+            shutdown = self._link.shutdown
+            self._end(shutdown.ok, shutdown.reason, ExitCode.OK if shutdown.ok else ExitCode.FAILED)
+        elif self._ending is None and self._link.lost is not None:
+            self._link_lost(self._link.lost)
+
+    def _kill_silent(self, snapshot: Snapshot, now_s: float) -> None:
+        """A process that runs but has not been heard of for long (deadlocked, stopped) is killed; its exit is then
+        treated like any other."""
+        limit_s = self._config.launch.silent_kill_s
+        for peer in snapshot.peers:
+            worker = self._crew.workers.get(peer.name)
+            if worker is None or worker.pid is None or self._ending is not None:
+                continue
+            if not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
+                self._status.say(f"{peer.name} runs but was silent for {peer.silent_s:.0f} s; it is killed")
+                worker.started_s = now_s  # once is enough
+                self._dump_stacks([worker])
+                self._processes.signal(worker.name, signal.SIGKILL)
+
+    def _end(self, ok: bool, reason: str, exit_code: int, *, tail_of: Iterable[str] = ()) -> None:
+        """The run ends, for this reason; the first one counts."""
+        if self._ending is not None:
+            return
+        for name in tail_of:
+            reason = f"{reason}: {self._folder.last_words(name)}"
+            self._status.say(f"the last lines of {self._folder.log_path(name)}:\n{self._folder.log_tail(name)}")
+        self._ending = Ending(ok, reason, int(exit_code))
+        self._status.say(f"the run is over: {reason}" if ok else f"{self.LEAVING}: {reason}")
+
+    def _show(self, now_s: float) -> None:
+        """The state now, for the status."""
+        self._status.show(self._view(now_s))
+
+    def _view(self, now_s: float) -> RunView:
+        return RunView(
+            now_s=now_s,
+            elapsed_s=now_s - self._began_s,
+            steps=self._config.steps,
+            snapshot=self._link.snapshot if self._link is not None else None,
+            workers={name: worker.running for name, worker in self._crew.workers.items()},
+            restarts=sum(self._budget.totals.values()),
+            ending=self._ending.reason if self._ending is not None else None,
+            servers_up=sum(slot.state == "up" for slot in self._servers.slots.values()),
+            servers=len(self._servers.slots),
+        )
+
+    def _say_features(self) -> None:
+        """What the servers can do, once, as their workers have found out."""
+        if told := features_of_run(self._folder.path):
+            self._status.say(told)
+
+    # ------------------------------------------------------------------------------------------------- stopping
+
+    def _dismiss(self, workers: list[Worker]) -> None:
+        """SIGTERM, a grace, SIGKILL."""
+        if not self._at_once:
+            for worker in self._crew.running(workers):
+                self._processes.signal(worker.name, signal.SIGTERM)
+            self._wait_gone(workers)
+        left = self._crew.running(workers)
+        if left and not self._at_once:
+            told = ", ".join(f"{worker.name} did not leave in {self._crew.grace_s(worker):g} s" for worker in left)
+            self._status.say(f"{told}: SIGKILL")
+            self._dump_stacks(left)
+        for worker in left:
+            worker.given_up = True
+            self._processes.signal(worker.name, signal.SIGKILL)
+        deadline_s = time.monotonic() + KILLED_WAIT_S
+        while self._crew.running(workers) and time.monotonic() < deadline_s:
+            self._pump(STARTING_PUMP_S)
+
+    def _end_servers(self) -> None:
+        """No worker is left that uses them."""
+        if not self._at_once:
+            self._servers.stop()
+        deadline_s = time.monotonic() + SERVER_GRACE_S
+        while self._servers.running and time.monotonic() < deadline_s and not self._at_once:
+            self._pump(STARTING_PUMP_S)
+
+    def _dump_stacks(self, workers: list[Worker]) -> None:
+        """Where a worker hangs goes to its log (faulthandler answers SIGUSR1), for whoever asks why it was killed."""
+        for worker in workers:
+            self._processes.signal(worker.name, signal.SIGUSR1)
+        time.sleep(STARTING_PUMP_S)
+
+    def _wait_gone(self, workers: Collection[Worker], timeout_s: float | None = None) -> None:
+        """None: as long as those that still run may take, each its own grace."""
+        began_s = time.monotonic()
+        while (left := self._crew.running(workers)) and not self._at_once:
+            within_s = timeout_s if timeout_s is not None else max(map(self._crew.grace_s, left))
+            if time.monotonic() - began_s > within_s:
+                return
+            self._pump(STARTING_PUMP_S)
+
+    @property
+    def _at_once(self) -> bool:
+        """The user pressed Ctrl-C twice."""
+        return self._signals.count > 1
+
+    def _close(self) -> None:
+        """Whatever still runs ends now."""
+        if self._link is not None:
+            self._link.close()
+        self._processes.close()
+        self._servers.close()
+        for left in sweep():
+            self._status.say(f"a process was left behind and is killed: {left}")
+
+    def _server_ends(self) -> dict[str, ServerEnd]:
+        return {
+            name: ServerEnd(slot.plan.worker, slot.plan.place, slot.exit_codes)
+            for name, slot in self._servers.slots.items()
+        }

@@ -1,0 +1,219 @@
+"""From a batch as it came off the wire to microbatches of packed 1-D arrays.
+
+    tokens       p p p s s s e e s s e        p prompt, s sampled, e environment
+    train mask   0 0 0 1 1 1 0 0 1 1 0
+    input        p p p s s s e e s            up to the last trained token, which itself is only predicted
+    predictors       ^ ^ ^     ^ ^            position t - 1 predicts token t
+    targets            s s s     s s
+
+Context behind the last trained token cannot influence the loss (attention is causal), so it is not computed. Items
+are packed by the length of their input, first-fit decreasing; one longer than the budget goes alone; none is dropped.
+
+Legend: L tokens of an item, T input tokens of a microbatch, N trained tokens of it, M teachers (of the item in
+`TrainItem`, of the whole batch in `Microbatch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.batch.top_k import TopRows
+from models.packed_layout import first_fit_decreasing
+from protocol.messages import BatchItem
+
+FRAMES_PER_ITEM = 4
+"""And one more where the item has top-k pieces."""
+_LOGPROB_ROUNDING = 1e-3
+"""A log-prob this far above 0 is rounding; further up it is not a log-prob."""
+
+
+class BatchError(ValueError):
+    """A batch that must not be trained: what is wrong, and with which rollouts. Nothing was changed."""
+
+    def __init__(self, message: str, rollout_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.rollout_ids = tuple(rollout_ids)
+
+
+class UnreadableScores(BatchError):
+    """What a teacher sent for `rollout_ids` cannot be read. Nothing else is wrong with the batch."""
+
+
+class EmptyBatchError(BatchError):
+    """No token of the batch is to be trained, so that there is no step to make. The buffer never sends such a batch
+    (items without a trainable token are settled there); the version rises without training only where
+    `learner.step.finite_step` says so."""
+
+
+@dataclass(frozen=True)
+class TrainItem:
+    """One BatchItem and its frames, checked."""
+
+    item: BatchItem
+    tokens_L: npt.NDArray[np.int32]
+    behaviour_L: npt.NDArray[np.float32]
+    train_mask_L: npt.NDArray[np.bool_]
+    teacher_ML: npt.NDArray[np.float32]
+    payloads: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """Of `item.top_k`, one behind the other."""
+    top: Mapping[str, TopRows] = field(default_factory=dict[str, TopRows])
+    """Teacher -> its top-k sets of the trained tokens, once they are read; empty where nobody needs them."""
+
+    @property
+    def n_trained(self) -> int:
+        return int(self.train_mask_L.sum())
+
+    @property
+    def n_inputs(self) -> int:
+        """Tokens the model must read: all before the last trained one. 0 when nothing is trained."""
+        trained = np.flatnonzero(self.train_mask_L)
+        return int(trained[-1]) if len(trained) else 0
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One packed forward and backward pass."""
+
+    ids_T: npt.NDArray[np.int64]
+    lengths: tuple[int, ...]
+    predictor_N: npt.NDArray[np.int64]
+    """Row of T whose hidden state predicts the token."""
+    target_N: npt.NDArray[np.int64]
+    behaviour_N: npt.NDArray[np.float32]
+    teacher_MN: npt.NDArray[np.float32]
+    routed_MN: npt.NDArray[np.bool_]
+    item_N: npt.NDArray[np.int64]
+    """Index of the token's item in the batch, so that a bad number can be traced to its rollout."""
+    token_N: npt.NDArray[np.int64]
+    """Index of the token among the trained tokens of the batch, in the order of the items."""
+    top: tuple[TopRows, ...]
+    """Per teacher the top-k sets of the tokens that `routed_MN` gives it, where they were read; else no rows."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    microbatches: tuple[Microbatch, ...]
+    teachers: tuple[str, ...]
+    """Names of the M teachers, sorted."""
+    n_trained: int
+    """Trained tokens of all microbatches."""
+    n_inputs: int
+    n_items_idle: int
+    """Items without a trained token: nothing of them is computed."""
+
+
+def train_items(items: Sequence[BatchItem], arrays: Sequence[np.ndarray[Any, Any]]) -> list[TrainItem]:
+    """Pair the items of a Batch with their frames (four or five each, see protocol.messages.BatchItem) and check them.
+
+    Raises BatchError: a frame missing or of the wrong shape, the first token to be trained (nothing predicts it), a
+    log-prob of a trained token that is not finite or not a log-prob, a teacher named without its scores.
+    """
+    counts = [FRAMES_PER_ITEM + bool(item.top_k) for item in items]
+    if len(arrays) != sum(counts):
+        raise BatchError(
+            f"{len(arrays)} frames for {len(items)} items; expected {sum(counts)}: token ids, behaviour log-probs, "
+            "train mask and teacher log-probs of each, and its top-k payloads where it has some"
+        )
+    left = iter(arrays)
+    paired: list[TrainItem] = []
+    for item, n_frames in zip(items, counts, strict=True):
+        tokens, behaviour, mask, teacher, *rest = islice(left, n_frames)
+        shapes = (tokens.shape, behaviour.shape, mask.shape, teacher.size)
+        if shapes != ((item.end,), (item.end,), (item.end,), len(item.teachers) * item.end):
+            raise _bad(
+                item,
+                f"frames of shape {shapes[:3]} and {teacher.shape}; expected three of [{item.end}] and one of "
+                f"[{len(item.teachers)}, {item.end}] for the teachers {item.teachers}",
+            )
+        teacher_ML = teacher.reshape(len(item.teachers), item.end)
+        payloads = rest[0] if rest else np.zeros(0, np.uint8)
+        paired.append(TrainItem(item, tokens, behaviour, mask.astype(np.bool_), teacher_ML, payloads))
+        _check(paired[-1])
+    return paired
+
+
+def pack(items: Sequence[TrainItem], pack_tokens: int) -> PackedBatch:
+    """Divide a batch into microbatches of at most `pack_tokens` input tokens. Raises EmptyBatchError."""
+    teachers = tuple(sorted({name for train_item in items for name in train_item.item.teachers}))
+    busy = [i for i, train_item in enumerate(items) if train_item.n_trained]
+    if not busy:
+        raise EmptyBatchError(
+            f"none of the {len(items)} items has a token to train; expected at least one trained token in a batch",
+            [train_item.item.rollout_id for train_item in items],
+        )
+    inputs = [items[i].n_inputs for i in busy]
+    packs = first_fit_decreasing(inputs, pack_tokens)
+    ends = np.cumsum([train_item.n_trained for train_item in items])
+    return PackedBatch(
+        microbatches=tuple(_microbatch([busy[p] for p in members], items, teachers, ends) for members in packs),
+        teachers=teachers,
+        n_trained=int(ends[-1]),
+        n_inputs=sum(inputs),
+        n_items_idle=len(items) - len(busy),
+    )
+
+
+def _microbatch(
+    members: Sequence[int], items: Sequence[TrainItem], teachers: Sequence[str], ends: npt.NDArray[np.int64]
+) -> Microbatch:
+    """`ends`: trained tokens up to and with each item."""
+    lengths = [items[i].n_inputs for i in members]
+    trained = [np.flatnonzero(items[i].train_mask_L) for i in members]
+    firsts = np.cumsum([0, *lengths[:-1]])
+    n_trained = sum(len(offsets) for offsets in trained)
+    teacher_MN = np.zeros((len(teachers), n_trained), np.float32)
+    routed_MN = np.zeros((len(teachers), n_trained), np.bool_)
+    column = 0
+    for i, offsets in zip(members, trained, strict=True):
+        place = slice(column, column + len(offsets))
+        for row, name in enumerate(items[i].item.teachers):
+            teacher_MN[teachers.index(name), place] = items[i].teacher_ML[row, offsets]
+            routed_MN[teachers.index(name), place] = True
+        column += len(offsets)
+    return Microbatch(
+        ids_T=np.concatenate([items[i].tokens_L[:n] for i, n in zip(members, lengths, strict=True)]).astype(np.int64),
+        lengths=tuple(lengths),
+        predictor_N=np.concatenate([offsets - 1 + first for offsets, first in zip(trained, firsts, strict=True)]),
+        target_N=_select(items, members, trained, "tokens_L").astype(np.int64),
+        behaviour_N=_select(items, members, trained, "behaviour_L"),
+        teacher_MN=teacher_MN,
+        routed_MN=routed_MN,
+        item_N=np.repeat(np.array(members, np.int64), [len(offsets) for offsets in trained]),
+        token_N=np.concatenate([np.arange(ends[i] - len(o), ends[i]) for i, o in zip(members, trained, strict=True)]),
+        top=tuple(TopRows.joined([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
+    )
+
+
+def _select(items: Sequence[TrainItem], members: Sequence[int], trained: Sequence[Any], field: str) -> Any:
+    return np.concatenate([getattr(items[i], field)[offsets] for i, offsets in zip(members, trained, strict=True)])
+
+
+def _check(train_item: TrainItem) -> None:
+    """Trained tokens only: what stands at other tokens is documented to be meaningless."""
+    item, mask_L = train_item.item, train_item.train_mask_L
+    if not mask_L.any():
+        return
+    if mask_L[0]:
+        raise _bad(item, "its token 0 is to be trained; the first token has no context that predicts it")
+    if len(set(item.teachers)) != len(item.teachers):
+        raise _bad(item, f"a teacher is named twice in {item.teachers}")
+    rows = [("behaviour", train_item.behaviour_L), *zip(item.teachers, train_item.teacher_ML, strict=True)]
+    for name, logprobs_L in rows:
+        wrong_L = mask_L & ~((logprobs_L <= _LOGPROB_ROUNDING) & np.isfinite(logprobs_L))
+        if wrong_L.any():
+            offset = int(np.flatnonzero(wrong_L)[0])
+            raise _bad(
+                item,
+                f"{int(wrong_L.sum())} log-probs of {name!r} at tokens to be trained are not finite numbers of at most "
+                f"0, the first at offset {offset}: {logprobs_L[offset]}",
+            )
+
+
+def _bad(item: BatchItem, what: str) -> BatchError:
+    return BatchError(f"rollout {item.rollout_id!r}: {what}", [item.rollout_id])

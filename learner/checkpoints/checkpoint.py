@@ -1,0 +1,205 @@
+"""Checkpoints that are whole or not there: `checkpoints/step_000040/`.
+
+    config.json, model.safetensors, generation_config.json, tokenizer ...   a Hugging Face folder, loadable as it is
+    optimizer.safetensors                                                   AdamW state by parameter name
+    ema.safetensors                                                         the student's average, with learner.ema
+    value_head.safetensors                                                  with a value function: head and its AdamW
+    trainer.json                                                            clock, task stream, ledger, RNG, metrics
+    manifest.json                                                           written last: sha256 and size of the others
+
+With adapters (`learner.lora`) the first line is: adapter_config.json, adapter_model.safetensors, base.json, tokenizer,
+a folder that peft loads onto the student that base.json names.
+
+Written into a temporary folder beside it, every file and the folder flushed to disk, then renamed: whenever the
+process or the machine dies, each `step_*` folder is complete, and the former checkpoint is untouched until the new one
+has its name. No pickle anywhere. A folder is deleted by renaming it first, for the same reason. Which there are, and
+which of them are whole, is learner.checkpoints.files'; a damaged one becomes `damaged-step_000040` and stays.
+
+A step that was saved before by an abandoned branch (the learner went back to an earlier checkpoint) is saved beside it
+as `step_000040_epoch_1`; the newest version is the one with the highest (epoch, step).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from learner.checkpoints.files import (
+    EMA,
+    FORMAT,
+    OPTIMIZER,
+    TEMPORARY,
+    TRAINER,
+    VALUE_HEAD,
+    CheckpointError,
+    defect,
+    flush,
+    prune,
+    set_aside,
+    sweep,
+    target_folder,
+    verify,
+    write_manifest,
+)
+from learner.checkpoints.rng import RngState
+from learner.step.optimizer import AdamWState
+from models.loading import save_hf
+from protocol.messages import Ledger, WeightVersion
+
+if TYPE_CHECKING:
+    from learner.step.lora import Adapters  # loads peft
+
+_RUST_ERRNO = re.compile(r"os error (\d+)|Os \{ code: (\d+)")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LearnerState:
+    """Everything of a learner but its weights."""
+
+    version: WeightVersion
+    optimizer: AdamWState
+    tasks: dict[str, Any]
+    """`TaskStream.state()`, outstanding tasks included; JSON values only."""
+    ledger: Ledger | None
+    rng: RngState
+    metrics: dict[str, float | None]
+    """Of the last step; a figure that is not finite is saved as None."""
+    ema: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """`StudentEma.state_dict()`; empty without one."""
+    value_head: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """`Critic.state_dict()`; empty without a value function."""
+    offline: dict[str, Any] | None = None
+    """`OfflineMixer.state()`; None where nothing is mixed in."""
+
+
+class _TrainerFile(msgspec.Struct, frozen=True):
+    """trainer.json."""
+
+    format: int
+    version: WeightVersion
+    steps_done: int
+    never_stepped: tuple[str, ...]
+    tasks: dict[str, Any]
+    ledger: Ledger | None
+    rng: RngState
+    metrics: dict[str, float | None]
+    offline: dict[str, Any] | None = None
+
+
+def save_checkpoint(
+    root: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: LearnerState,
+    *,
+    keep: int,
+    pinned: Collection[int] = (),
+    adapters: Adapters | None = None,
+) -> Path:
+    """Write a checkpoint of `state.version` under `root`, of the `adapters` instead of the model where there are some;
+    then delete all but the `keep` newest and those of the `pinned` steps. Returns its folder. A version that is there
+    already, whole, is left as it is.
+
+    Raises OSError (disk full, no permission): the former checkpoints are untouched, and nothing is left of this one.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    sweep(root)
+    target = target_folder(root, state.version)
+    if target.exists():
+        if not (reason := defect(target)):
+            return target
+        _log.error("checkpoint %s is damaged, and kept as %s: %s", target, set_aside(target), reason)
+    temporary = root / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        if adapters is None:
+            save_hf(model, tokenizer, temporary)
+        else:
+            adapters.save(temporary)
+            tokenizer.save_pretrained(temporary)
+        save_file(state.optimizer.tensors, temporary / OPTIMIZER)
+        if state.ema:
+            save_file(state.ema, temporary / EMA)
+        if state.value_head:
+            save_file(state.value_head, temporary / VALUE_HEAD)
+        (temporary / TRAINER).write_bytes(msgspec.json.encode(_trainer_file(state)))
+        write_manifest(temporary, state.version)
+        temporary.rename(target)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if (number := _system_error(error)) is not None:
+            raise OSError(number, os.strerror(number), str(temporary)) from error
+        raise
+    flush(root)
+    try:
+        prune(root, keep=keep, pinned=pinned)
+    except OSError as error:  # this checkpoint is there: not for want of deleting another is it lost
+        _log.error("checkpoints older than the %d newest could not be deleted: %s", keep, error)
+    return target
+
+
+def load_checkpoint(path: Path) -> LearnerState:
+    """Read a checkpoint's state after checking it; its weights are loaded with `load_causal_lm(path, ...)`, adapters
+    with `Adapters.load(path)`.
+
+    Raises CheckpointError: files missing, changed or of another format."""
+    verify(path)
+    try:
+        record = msgspec.json.decode((path / TRAINER).read_bytes(), type=_TrainerFile)
+        tensors = load_file(path / OPTIMIZER)
+        ema, value_head = (load_file(path / name) if (path / name).exists() else {} for name in (EMA, VALUE_HEAD))
+    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return LearnerState(
+        version=record.version,
+        optimizer=AdamWState(tensors, record.never_stepped, record.steps_done),
+        tasks=record.tasks,
+        ledger=record.ledger,
+        rng=record.rng,
+        metrics=record.metrics,
+        ema=ema,
+        value_head=value_head,
+        offline=record.offline,
+    )
+
+
+def _trainer_file(state: LearnerState) -> _TrainerFile:
+    return _TrainerFile(
+        format=FORMAT,
+        version=state.version,
+        steps_done=state.optimizer.steps_done,
+        never_stepped=state.optimizer.never_stepped,
+        tasks=state.tasks,
+        ledger=state.ledger,
+        rng=state.rng,
+        metrics={name: _finite_or_none(value) for name, value in state.metrics.items()},
+        offline=state.offline,
+    )
+
+
+def _system_error(error: BaseException) -> int | None:
+    """The errno in what safetensors and tokenizers, written in Rust, raise when they cannot write: SafetensorError, and
+    Exception itself."""
+    if not isinstance(error, SafetensorError) and type(error) is not Exception:
+        return None
+    told = _RUST_ERRNO.search(str(error))
+    return int(told[1] or told[2]) if told else None
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

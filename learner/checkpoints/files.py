@@ -1,0 +1,273 @@
+"""The folders of checkpoints: which there are, which of them are whole, which is the newest. Without torch: launcher
+and buffer look at them too. What is in one is learner.checkpoints.checkpoint's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from protocol.messages import WeightVersion
+
+CHECKPOINTS: Final = "checkpoints"
+"""Folder of them in a run folder."""
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+TRAINER: Final = "trainer.json"
+OPTIMIZER: Final = "optimizer.safetensors"
+EMA: Final = "ema.safetensors"
+VALUE_HEAD: Final = "value_head.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""There instead of config.json: only adapters are in this checkpoint."""
+_NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
+TEMPORARY, _TRASH, _DAMAGED = ".tmp-", ".trash-", "damaged-"
+_READ_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointError(ValueError):
+    """This folder is no usable checkpoint; the message says why."""
+
+
+class Skipped(NamedTuple):
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is damaged: {self.reason}"
+
+
+class NoneUsable(CheckpointError):
+    """There are checkpoints, and each of them is damaged."""
+
+    def __init__(self, damaged: Sequence[Skipped]) -> None:
+        super().__init__(
+            "\n".join(map(str, damaged))
+            + f"\nno checkpoint in {damaged[0].path.parent} can be used: put one of them back from a copy; to begin "
+            "from step 0 all the same, move that folder away"
+        )
+        self.damaged = damaged
+
+
+class Found(NamedTuple):
+    """`path` is None when there is no usable checkpoint; `skipped` are newer ones that are not, newest first."""
+
+    path: Path | None
+    version: WeightVersion | None
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def damaged(self) -> tuple[Skipped, ...]:
+        """Those of `skipped` that were whole once. What a killed learner had not finished yet was never one."""
+        return tuple(skipped for skipped in self.skipped if not skipped.path.name.startswith(TEMPORARY))
+
+
+NOTHING_FOUND: Final = Found(None, None, ())
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    sha256: str
+    bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    format: int
+    version: WeightVersion
+    files: dict[str, FileEntry]
+    """Path within the folder -> content."""
+
+
+def latest(root: Path) -> Found:
+    """The newest whole checkpoint under `root`. Every file is read and compared with its checksum; what is not usable
+    is skipped with the reason, temporary folders of a killed learner included."""
+    skipped = [
+        Skipped(path, "unfinished: its writer was killed before the rename")
+        for path in _folders(root)
+        if path.name.startswith(TEMPORARY)
+    ]
+    candidates: list[tuple[WeightVersion, Path]] = []
+    for path in _checkpoints(root):
+        try:
+            candidates.append((read_manifest(path).version, path))
+        except CheckpointError as error:
+            skipped.append(Skipped(path, str(error)))
+    for version, path in sorted(candidates, reverse=True):
+        if reason := defect(path):
+            skipped.append(Skipped(path, reason))
+            continue
+        return Found(path, version, tuple(skipped))
+    return Found(None, None, tuple(skipped))
+
+
+def go_on_from(root: Path) -> Found:
+    """`latest`, for somebody who would begin anew without a checkpoint. Raises NoneUsable when that would throw away
+    what was trained: there are checkpoints, and none can be used."""
+    found = latest(root)
+    if found.path is None and found.damaged:
+        raise NoneUsable(found.damaged)
+    return found
+
+
+def newest(root: Path) -> Path | None:
+    """Folder of the newest checkpoint, None without any. Its files are there in full length; checksums are not
+    looked at."""
+    found = [(read_manifest(path).version, path) for path in _checkpoints(root) if _looks_whole(path)]
+    return max(found)[1] if found else None
+
+
+def damaged(root: Path) -> list[Path]:
+    """What was set aside."""
+    return [path for path in _folders(root) if path.name.startswith(_DAMAGED)]
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing takes it for one, deletes it or writes in its place. Returns its new
+    path."""
+    aside, n = path.with_name(f"{_DAMAGED}{path.name}"), 1
+    while aside.exists():
+        n += 1
+        aside = path.with_name(f"{_DAMAGED}{path.name}-{n}")
+    return path.rename(aside)
+
+
+def verify(path: Path) -> Manifest:
+    """Compare every file with the manifest. Raises CheckpointError naming the first that differs."""
+    manifest = read_manifest(path)
+    weights = ADAPTER_CONFIG if ADAPTER_CONFIG in manifest.files else "config.json"
+    for name in (TRAINER, OPTIMIZER, weights):
+        if name not in manifest.files:
+            raise CheckpointError(f"{path / MANIFEST} does not list {name}; not a checkpoint of a learner")
+    for name, entry in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if (size := file.stat().st_size) != entry.bytes:
+            raise CheckpointError(f"{file} has {size} bytes, its manifest says {entry.bytes}")
+        try:
+            digest = _sha256(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if digest != entry.sha256:
+            raise CheckpointError(f"{file} has changed: its checksum is not that of its manifest")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises CheckpointError."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not written by a learner, or tampered with") from error
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest.format}, this version reads {FORMAT}")
+    return manifest
+
+
+def prune(root: Path, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
+    """Delete all checkpoints but the `keep` newest and those of the `pinned` steps; returns the deleted ones. What is
+    damaged stays, and is none of the newest: somebody may still mend it."""
+    if keep < 1:
+        raise ValueError(f"keep {keep}; at least the newest checkpoint is kept")
+    versions: list[tuple[WeightVersion, Path]] = []
+    for path in _checkpoints(root):
+        if _looks_whole(path):
+            versions.append((read_manifest(path).version, path))
+        else:
+            _log.warning("%s is damaged, and left alone", path)
+    old = [path for version, path in sorted(versions)[:-keep] if version.step not in pinned]
+    for path in old:
+        _delete(path)
+    return old
+
+
+def target_folder(root: Path, version: WeightVersion) -> Path:
+    """Where a checkpoint of this version belongs; another branch's checkpoint of the same step keeps the plain one."""
+    plain = root / f"step_{version.step:06d}"
+    try:
+        taken = plain.exists() and read_manifest(plain).version != version
+    except CheckpointError:
+        taken = False  # unusable: it will be set aside
+    return root / f"{plain.name}_epoch_{version.epoch}" if taken else plain
+
+
+def write_manifest(folder: Path, version: WeightVersion) -> None:
+    """Flush every file, then the list of them, then the folder."""
+    files: dict[str, FileEntry] = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST):
+        flush(file)
+        files[file.relative_to(folder).as_posix()] = FileEntry(_sha256(file), file.stat().st_size)
+    manifest = folder / MANIFEST
+    manifest.write_bytes(msgspec.json.encode(Manifest(FORMAT, version, files)))
+    flush(manifest)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
+    """fsync a file, or a folder (its list of names)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _looks_whole(path: Path) -> bool:
+    """Its manifest can be read, and every file has the length that is written there."""
+    try:
+        files = read_manifest(path).files
+        return all((path / name).stat().st_size == entry.bytes for name, entry in files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def defect(path: Path) -> str | None:
+    """Why it cannot be used; None: it can."""
+    try:
+        verify(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    if root.is_dir():
+        yield from sorted(path for path in root.iterdir() if path.is_dir())
+
+
+def _checkpoints(root: Path) -> Iterator[Path]:
+    return (path for path in _folders(root) if _NAME.fullmatch(path.name))
+
+
+def _delete(path: Path) -> None:
+    """A reader sees the folder whole or not at all, whenever this process dies."""
+    trash = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
+    path.rename(trash)
+    shutil.rmtree(trash)
+
+
+def sweep(root: Path) -> None:
+    """Remove what a killed learner left behind: nobody else writes here."""
+    for path in _folders(root):
+        if path.name.startswith((TEMPORARY, _TRASH)):
+            _log.info("removing %s, left behind by a learner that was killed", path)
+            shutil.rmtree(path)

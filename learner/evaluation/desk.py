@@ -1,0 +1,91 @@
+"""The evaluations under way: offers their tasks, asks for results until they are complete, hands out the figures.
+
+One thread (the loop's). Evaluation rollouts run on the same actors as training, so an evaluation in the middle of the
+run may be sampled under more than one version; its figures say which."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from learner.evaluation.evaluation import Evaluation, EvaluationResult
+from protocol.messages import EvalResult, Message, TasksOffered, WeightVersion
+
+log = logging.getLogger(__name__)
+
+REPEAT_S: Final = 1.0
+"""How often results are asked for; the buffer also sends them as they come."""
+TASKS_PER_MESSAGE: Final = 256
+
+Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
+
+
+class EvalDesk:
+    """Owner of every evaluation from its start to its figures."""
+
+    def __init__(
+        self,
+        make: Callable[[WeightVersion], Evaluation],
+        send: Send,
+        on_result: Callable[[EvaluationResult], None],
+    ) -> None:
+        """`make` builds the evaluation of one version; `on_result` gets the figures, in order of completion."""
+        self._make = make
+        self._send = send
+        self._on_result = on_result
+        self._active: list[Evaluation] = []
+        self._asked_s = -math.inf
+
+    @property
+    def active(self) -> int:
+        return len(self._active)
+
+    def start(self, version: WeightVersion) -> None:
+        evaluation = self._make(version)
+        offers = evaluation.tasks()
+        for first in range(0, len(offers), TASKS_PER_MESSAGE):
+            part = offers[first : first + TASKS_PER_MESSAGE]
+            self._send(TasksOffered(tasks=tuple(o.task for o in part)), [o.frame for o in part])
+        self._active.append(evaluation)
+        self._asked_s = -math.inf
+        self._close_done()
+
+    def add(self, result: EvalResult, arrays: tuple[np.ndarray[Any, Any], ...]) -> None:
+        """File what the buffer sent; an evaluation that is not under way any more (a repeat) is left aside."""
+        for evaluation in self._active:
+            if result.eval_id in evaluation.eval_ids:
+                evaluation.add(result, arrays)
+                self._close_done()
+                return
+        log.info("a result of evaluation %s, which is complete", result.eval_id)
+
+    def ask(self) -> None:
+        """Ask for what is missing, at most once in REPEAT_S."""
+        now_s = time.monotonic()
+        if not self._active or now_s - self._asked_s < REPEAT_S:
+            return
+        self._asked_s = now_s
+        for evaluation in self._active:
+            for wanted in evaluation.wanted():
+                self._send(wanted, ())
+
+    def give_up(self) -> None:
+        """Take the figures of what is there: the learner cannot wait any longer. Their `missing` says how many lack."""
+        for evaluation in self._active:
+            self._finish(evaluation.result())
+        self._active.clear()
+
+    def _close_done(self) -> None:
+        for evaluation in [e for e in self._active if e.done]:
+            self._active.remove(evaluation)
+            self._finish(evaluation.result())
+
+    def _finish(self, result: EvaluationResult) -> None:
+        if result.missing or result.failed:
+            log.warning("evaluation at step %d: %d missing, %d failed", result.step, result.missing, result.failed)
+        self._on_result(result)

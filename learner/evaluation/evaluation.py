@@ -1,0 +1,267 @@
+"""Evaluation rollouts: the tasks of one evaluation, what came back of them, and the figures.
+
+One evaluation has two halves, each known to the buffer by its own eval id:
+    "000040-greedy"    the first `eval_greedy` prompts of the evaluation set at temperature 0
+    "000040-sampled"   the first `eval_sampled` at temperature 1, without top-p and top-k
+(after a restart of the learner with the weight epoch in front: "e1-000040-greedy"). No sockets here: the learner's
+loop offers `tasks()`, repeats `wanted()` until `done`, and hands every EvalResult to `add`.
+
+The same prompt has the same seed in every evaluation of a run, which takes part of the sampling noise out of the
+difference between two of them. Suffix N: tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from engines.base import Int32s
+from learner.evaluation.figures import EvalRollout, TagFigures, accuracy, figures_by_tag, mean, ratio, reverse_kl
+from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
+from learner.prompts.privileged import NONE, teacher_prompt
+from learner.prompts.records import PromptRecord
+from learner.prompts.rendering import render
+from learner.prompts.tasks import TaskOffer, derive_seed
+from models.tokenizer import TokenizerError
+from protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVersion
+
+Half: TypeAlias = Literal["greedy", "sampled"]
+HALVES: tuple[Half, ...] = ("greedy", "sampled")
+_MAX_STEPS = 10_000_000
+
+
+class EvalSample(msgspec.Struct, frozen=True):
+    """One generation, as text."""
+
+    half: Half
+    task_id: int
+    prompt: str
+    completion: str
+    ground_truth: str | None
+    reward: float | None
+    finish_reason: str | None
+
+
+class EvaluationResult(msgspec.Struct, frozen=True):
+    """Figures of one evaluation. None = cannot be said: no graded rollout, or no teacher."""
+
+    step: int
+    accuracy_greedy: float | None
+    """Share of graded greedy rollouts with reward >= 0.5."""
+    accuracy_sampled: float | None
+    reward_greedy: float | None
+    """Mean reward of the graded rollouts."""
+    reward_sampled: float | None
+    reverse_kl: float | None
+    """Per token: mean over the sampled tokens of the temperature-1 half of (behaviour log-prob - teacher log-prob),
+    the latter averaged over the teachers. Not finite if any log-prob is not."""
+    mean_length_greedy: float | None
+    """Sampled tokens per rollout."""
+    mean_length_sampled: float | None
+    n_greedy: int
+    """Rollouts received."""
+    n_sampled: int
+    ungraded: int
+    """Received, but without a reward; not part of the accuracies."""
+    failed: int
+    """Given up by the buffer: no figure contains them."""
+    missing: int
+    """Neither received nor given up: 0 unless the learner stopped waiting."""
+    duplicates: int
+    """Results of a rollout that was received already; ignored."""
+    version_min: WeightVersion | None
+    """Oldest weights that sampled any token of it."""
+    version_mean_step: float | None
+    """Mean over its tokens of the step of the weights that sampled them."""
+    samples: tuple[EvalSample, ...] = ()
+    tags: dict[str, TagFigures] = {}
+    """By tag, where the tasks have more than one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPrompt:
+    """A prompt of the evaluation set."""
+
+    ids: Int32s
+    tag: str
+    ground_truth: str | None
+    teacher_ids: Int32s = field(default_factory=lambda: NONE)
+    """What teachers read in its place; empty: the same."""
+
+
+class EvalSet(NamedTuple):
+    """Evaluation prompts in order, and how many were left out (prompt longer than max_prompt_tokens, or none for the
+    teachers)."""
+
+    prompts: tuple[EvalPrompt, ...]
+    dropped: int
+
+
+def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> EvalSet:
+    """Prompt ids of the evaluation set. Raises TokenizerError naming the row that cannot be rendered."""
+    prompts: list[EvalPrompt] = []
+    for record in records:
+        try:
+            ids = render(record, tokenizer, config)
+            teachers = teacher_prompt(record, tokenizer, config)
+        except TokenizerError as error:
+            raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
+        if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason:
+            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids))
+    return EvalSet(tuple(prompts), len(records) - len(prompts))
+
+
+class Evaluation:
+    """One evaluation at one version. Owned by one thread of the learner."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        prompts: Sequence[EvalPrompt],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        version: WeightVersion,
+        seed: int,
+    ) -> None:
+        """`seed` is the run's. An evaluation without prompts is done at once; its figures are None."""
+        if version.step >= _MAX_STEPS:
+            raise ValueError(f"step {version.step} does not fit into evaluation task ids, expected < {_MAX_STEPS}")
+        self._config = config
+        self._tokenizer = tokenizer
+        self._version = version
+        epoch = f"e{version.epoch}-" if version.epoch else ""
+        self._half_of: dict[str, Half] = {f"{epoch}{version.step:06d}-{half}": half for half in HALVES}
+        wanted = {"greedy": config.eval_greedy, "sampled": config.eval_sampled}
+        self._offers = {
+            eval_id: tuple(self._offer(eval_id, i, prompt, seed) for i, prompt in enumerate(prompts[: wanted[half]]))
+            for eval_id, half in self._half_of.items()
+        }
+        self._task_of = {offer.task.task_id: offer.task for offers in self._offers.values() for offer in offers}
+        self._received: dict[str, dict[int, EvalRollout]] = {eval_id: {} for eval_id in self._offers}
+        self._failed = dict.fromkeys(self._offers, 0)
+        self._duplicates = 0
+
+    @property
+    def eval_ids(self) -> tuple[str, ...]:
+        """Of the halves that have tasks."""
+        return tuple(eval_id for eval_id, offers in self._offers.items() if offers)
+
+    def tasks(self) -> list[TaskOffer]:
+        """All tasks of both halves, greedy first; ids are unique among all evaluations of a run."""
+        return [offer for offers in self._offers.values() for offer in offers]
+
+    def wanted(self) -> list[EvalWanted]:
+        """What to ask the buffer for now: one message per half that is not complete."""
+        return [
+            EvalWanted(eval_id=eval_id, have=tuple(r.rollout_id for r in self._received[eval_id].values()))
+            for eval_id in self.eval_ids
+            if not self._complete(eval_id)
+        ]
+
+    @property
+    def done(self) -> bool:
+        """Every rollout was received or given up."""
+        return all(self._complete(eval_id) for eval_id in self.eval_ids)
+
+    def add(self, result: EvalResult, arrays: Sequence[np.ndarray]) -> None:
+        """Take an EvalResult and its frames, four per item (`protocol.messages.BatchItem`). A rollout that was
+        received before is counted and ignored. Raises ValueError for an eval id or a task of another evaluation."""
+        if result.eval_id not in self._offers:
+            raise ValueError(f"result of evaluation {result.eval_id!r}, expected one of {list(self._offers)}")
+        if len(arrays) != 4 * len(result.items):
+            raise ValueError(f"{len(result.items)} items need {4 * len(result.items)} frames, got {len(arrays)}")
+        received = self._received[result.eval_id]
+        for i, item in enumerate(result.items):
+            task = self._task_of.get(item.task_id)
+            if task is None or task.eval_id != result.eval_id:
+                raise ValueError(f"task {item.task_id} is not one of evaluation {result.eval_id!r}")
+            if item.task_id in received:
+                self._duplicates += 1
+            else:
+                received[item.task_id] = EvalRollout.of(item, arrays[4 * i : 4 * i + 4])
+        self._failed[result.eval_id] = max(self._failed[result.eval_id], result.failed)
+
+    def result(self) -> EvaluationResult:
+        """The figures of what is there; `missing` says whether that is all."""
+        greedy, sampled = ([*self._received[eval_id].values()] for eval_id in self._half_of)
+        both = [*greedy, *sampled]
+        failed = sum(self._failed.values())
+        return EvaluationResult(
+            step=self._version.step,
+            accuracy_greedy=accuracy(greedy),
+            accuracy_sampled=accuracy(sampled),
+            reward_greedy=mean([r.reward for r in greedy if r.reward is not None]),
+            reward_sampled=mean([r.reward for r in sampled if r.reward is not None]),
+            reverse_kl=reverse_kl(sampled),
+            mean_length_greedy=mean([len(r.behaviour_N) for r in greedy]),
+            mean_length_sampled=mean([len(r.behaviour_N) for r in sampled]),
+            n_greedy=len(greedy),
+            n_sampled=len(sampled),
+            ungraded=sum(r.reward is None for r in both),
+            failed=failed,
+            missing=max(0, len(self._task_of) - len(both) - failed),
+            duplicates=self._duplicates,
+            version_min=min((r.version_min for r in both if r.version_min is not None), default=None),
+            version_mean_step=ratio(sum(r.version_steps for r in both), sum(r.version_tokens for r in both)),
+            samples=self._samples(),
+            tags=figures_by_tag((task.tag for task in self._task_of.values()), greedy, sampled),
+        )
+
+    def _offer(self, eval_id: str, i: int, prompt: EvalPrompt, seed: int) -> TaskOffer:
+        half = self._half_of[eval_id]
+        # Scores of greedy tokens would say nothing about the divergence: leave the teachers alone.
+        teachers = self._config.teachers_for(prompt.tag) if half == "sampled" else ()
+        teacher_ids = prompt.teacher_ids if teachers else NONE
+        block = (self._version.epoch * _MAX_STEPS + self._version.step) * len(HALVES) + HALVES.index(half)
+        task = Task(
+            task_id=block * MAX_EVAL_PROMPTS + i,
+            kind="eval",
+            group_size=1,
+            sampling=Sampling(
+                temperature=0.0 if half == "greedy" else 1.0,
+                max_new_tokens=self._config.max_new_tokens,
+                seed=derive_seed(seed, "eval", i),
+            ),
+            env=self._config.env,
+            tag=prompt.tag,
+            teachers=teachers,
+            ground_truth=prompt.ground_truth,
+            teacher_prompt_tokens=len(teacher_ids),
+            eval_id=eval_id,
+        )
+        return TaskOffer(task, prompt.ids, teacher_ids)
+
+    def _complete(self, eval_id: str) -> bool:
+        return len(self._received[eval_id]) + self._failed[eval_id] >= len(self._offers[eval_id])
+
+    def _samples(self) -> tuple[EvalSample, ...]:
+        """The first prompts of each half that were answered: the same ones every time."""
+        shown: list[EvalSample] = []
+        for eval_id, half in self._half_of.items():
+            received = self._received[eval_id]
+            for task_id in sorted(received)[: self._config.eval_samples_shown]:
+                rollout, n_prompt = received[task_id], len(self._prompt_ids(eval_id, task_id))
+                shown.append(
+                    EvalSample(
+                        half=half,
+                        task_id=task_id,
+                        prompt=self._text(rollout.ids_N[:n_prompt]),
+                        completion=self._text(rollout.ids_N[n_prompt:]),
+                        ground_truth=self._task_of[task_id].ground_truth,
+                        reward=rollout.reward,
+                        finish_reason=rollout.finish_reason,
+                    )
+                )
+        return tuple(shown)
+
+    def _prompt_ids(self, eval_id: str, task_id: int) -> Int32s:
+        return self._offers[eval_id][task_id % MAX_EVAL_PROMPTS].prompt_ids
+
+    def _text(self, ids_N: npt.NDArray[np.int32]) -> str:
+        return str(self._tokenizer.decode(ids_N.tolist(), skip_special_tokens=False))

@@ -1,0 +1,199 @@
+"""The objective on packed 1-D tensors: pure functions, no model.
+
+    cost_t = cost(sg[s_t], q_t)                     per teacher      learner.objectives.sampled; k1: s - q
+    A_t    = A_reward - sum over the token's teachers of coef * cost_t       learner.objectives.combine
+    w_t    = sg[weight of exp(s_t - mu_t)]                                    learner.importance
+    loss   = -sum_t share_t * w_t * A_t * s_t / divisor                      learner.objectives.aggregation
+
+A divergence between distributions is no cost of a sampled token: then A = A_reward here, and it is added in
+`learner.step.step_loss`.
+
+s: the current student's log-prob of the sampled token (the only thing with a gradient); mu: as reported by the engine
+that sampled it; q: a teacher's. Discount 0 for costs: a token answers only for itself. Divisor: by default the trained
+tokens of the WHOLE batch, not of a microbatch, with share 1.
+
+Legend: N trained tokens of a microbatch, M teachers of the batch, R rollouts of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from learner.config import DomainScale, KlStudent, LearnerConfig
+from learner.objectives import registry
+from learner.objectives.aggregation import AggregationFn, AggregationOptions
+from learner.objectives.combine import combined_advantage
+from learner.objectives.importance import ImportanceFn, ImportanceOptions, TokenRatios
+from learner.objectives.registry import find_member
+from learner.objectives.reward_signal import RewardSignal, make_signal
+from learner.objectives.sampled import CostFn
+from learner.offline.config import OfflineConfig
+from learner.prompts.config import TaskConfig
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What a loss knows of the trained tokens of a microbatch, beside the student's log-probs."""
+
+    behaviour_N: Tensor
+    """mu."""
+    teacher_MN: Tensor
+    """q; any finite number where not routed."""
+    routed_MN: Tensor
+    """bool: this teacher grades this token. A column of False: no teacher, the advantage is the reward's."""
+    coef_M: Tensor
+    reward_advantage_N: Tensor
+    """0 where rewards are not trained on."""
+    share_N: Tensor
+    """What the token counts in the aggregation."""
+    sequence_N: Tensor
+    """int64: index of the token's rollout in the batch."""
+    n_sequences: int
+    """R."""
+    cost_scale_N: Tensor | None = None
+    """What costs are divided by (learner.objectives.domain_scale); None = 1."""
+    proximal_N: Tensor | None = None
+    """s at the first of several updates on one batch; None: this is the first."""
+
+    def at(self, place: slice) -> TokenInputs:
+        """Of some of the tokens."""
+        return replace(
+            self,
+            behaviour_N=self.behaviour_N[place],
+            teacher_MN=self.teacher_MN[:, place],
+            routed_MN=self.routed_MN[:, place],
+            reward_advantage_N=self.reward_advantage_N[place],
+            share_N=self.share_N[place],
+            sequence_N=self.sequence_N[place],
+            cost_scale_N=None if self.cost_scale_N is None else self.cost_scale_N[place],
+            proximal_N=None if self.proximal_N is None else self.proximal_N[place],
+        )
+
+    def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
+        """`student_N` has no gradient; advantage 0 where it is not looked at."""
+        advantage_N = torch.zeros_like(student_N) if advantage_N is None else advantage_N
+        return TokenRatios(student_N, self.behaviour_N, advantage_N, self.sequence_N, self.n_sequences, self.proximal_N)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The members chosen from the registries, and their numbers."""
+
+    cost: CostFn
+    coef: float
+    teacher_coefs: Mapping[str, float]
+    kl_student: KlStudent
+    importance: ImportanceFn
+    options: ImportanceOptions
+    signal: RewardSignal
+    aggregation: AggregationFn
+    aggregation_options: AggregationOptions
+    domain_scale: DomainScale = "none"
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Everything per token; only `loss` has a gradient."""
+
+    loss: Tensor
+    """Scalar: these tokens' share of the batch's loss (shares add up), the sum of slope * s."""
+    slope_N: Tensor
+    """d loss / d s."""
+    divergence_N: Tensor
+    """Cost of the token, summed over its teachers without their coefficients."""
+    student_N: Tensor
+    """sg[s]."""
+    ratio_N: Tensor
+    weights_N: Tensor
+    cut_N: Tensor
+    reverse_kl_N: Tensor
+    """sg[s] - q, summed over the token's teachers; 0 where it has none."""
+    advantage_N: Tensor
+
+    def at(self, place: slice) -> LossTerms:
+        """Of some of the tokens; `loss` remains that of all."""
+        return LossTerms(self.loss, *(getattr(self, name)[place] for name in _PER_TOKEN))
+
+    @staticmethod
+    def joined(parts: Sequence[LossTerms]) -> LossTerms:
+        """Tokens one behind the other. No loss: it is the sum of what belongs to it, which may be more than these."""
+        columns = (torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN)
+        return LossTerms(parts[0].loss.new_full((), torch.nan), *columns)
+
+
+def make_objective(config: LearnerConfig) -> Objective:
+    """Look the configured names up. Raises ValueError naming the members there are."""
+    sampled = registry.divergence_group(config.divergence) is registry.DIVERGENCES
+    return Objective(
+        cost=cast(CostFn, find_member(registry.DIVERGENCES, config.divergence)) if sampled else no_cost,
+        coef=config.coef,
+        teacher_coefs=config.teacher_coefs,
+        kl_student=config.kl_student,
+        importance=cast(ImportanceFn, find_member(registry.IMPORTANCE, config.importance)),
+        options=ImportanceOptions(config.ratio_cap, *config.ratio_bounds, config.ratio_dual),
+        signal=make_signal(config),
+        aggregation=cast(AggregationFn, find_member(registry.AGGREGATIONS, config.aggregation)),
+        aggregation_options=AggregationOptions(max_new_tokens=config.tasks.max_new_tokens),
+        domain_scale=config.domain_scale,
+    )
+
+
+def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
+    """Of a sampled token, where the divergence is one between distributions."""
+    return torch.zeros_like(teacher)
+
+
+def offline_config(config: LearnerConfig) -> LearnerConfig:
+    """The learner's settings as rollouts see them that the teacher wrote: no rewards, and how the student samples is
+    nothing to them."""
+    offline = config.offline
+    return msgspec.structs.replace(
+        config,
+        divergence=offline.divergence,
+        importance=offline.importance,
+        coef=offline.coef,
+        teacher_coefs={},
+        domain_scale="none",
+        context_weight="none",
+        kl_student="current",
+        advantage="none",
+        tasks=TaskConfig(),
+        offline=OfflineConfig(),
+    )
+
+
+def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:
+    """The objective above. `student_N` may carry a gradient; `divisor` >= 1, of the whole batch."""
+    current_N = student_N.detach()
+    compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
+    cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
+    scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
+    advantage_N = combined_advantage(
+        inputs.reward_advantage_N.to(current_N.dtype),
+        cost_MN / scale,
+        inputs.routed_MN,
+        inputs.coef_M.to(current_N.dtype),
+    )
+    ratios = inputs.ratios(current_N, advantage_N)
+    weights_N, cut_N = objective.importance(ratios, objective.options)
+    slope_N = -(weights_N * advantage_N * inputs.share_N.to(current_N.dtype)) / divisor
+    return LossTerms(
+        loss=(slope_N * student_N).sum(),
+        slope_N=slope_N,
+        divergence_N=torch.where(inputs.routed_MN, cost_MN, 0.0).sum(dim=0),
+        student_N=current_N,
+        ratio_N=ratios.ratio(),
+        weights_N=weights_N,
+        cut_N=cut_N,
+        reverse_kl_N=torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0),
+        advantage_N=advantage_N,
+    )
+
+
+_PER_TOKEN = tuple(field.name for field in fields(LossTerms) if field.name != "loss")

@@ -1,0 +1,308 @@
+"""Prompt sources: rows of a JSONL file, of Parquet files, or of a `datasets` folder, read one at a time.
+
+Nothing is held as Python objects: JSONL keeps one byte offset per row, Parquet the row groups read last, `datasets`
+its memory map. `open_prompts` reads many rows before it returns, so that a wrong file fails in the first seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.prompts.records import (
+    FIELDS,
+    DataError,
+    PromptRecord,
+    check_columns,
+    json_columns,
+    record_from_columns,
+    record_from_json,
+)
+
+CACHED_BLOCKS = 8
+"""Parquet row groups held in memory; a shuffle mixes the rows of this many at a time (`learner.tasks`)."""
+_CHUNK_BYTES = 16 << 20
+_ENDS_BYTES = 64 << 10
+
+
+class PromptSource(Protocol):
+    """Rows 0..len-1, in the order of the file."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the files change in size, in number of rows, or at either end."""
+        ...
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Rows of each part that is read as a whole, in order; empty where single rows are cheap to read."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, row: int) -> PromptRecord:
+        """Raises RowError if this row is no record, DataError if the files have changed or cannot be read."""
+        ...
+
+
+def open_prompts(path: str) -> PromptSource:
+    """The source at `path`, told by its contents. Raises DataError, or RowError for a bad row."""
+    if not path:
+        raise DataError("no prompts given: expected a JSONL or Parquet file, or a datasets folder")
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return _open_folder(file)
+    if not file.is_file():
+        raise DataError(f"no file {path!r}{_nearest(file)}; expected a JSONL or Parquet file, or a datasets folder")
+    with file.open("rb") as stream:
+        head = stream.read(256)
+    if head.startswith(b"PAR1"):
+        return ParquetSource((file,))
+    _refuse_other_formats(file, head)
+    return JsonlSource(file)
+
+
+class JsonlSource:
+    """One JSON object per line, UTF-8. Memory: 8 bytes per row. No file stays open between two reads."""
+
+    blocks: tuple[int, ...] = ()
+
+    def __init__(self, file: Path) -> None:
+        self.path = str(file)
+        self._file = file
+        self._stamp = _stamp(file)
+        self._starts_N = _line_starts(file)
+        if len(self._starts_N) == 0:
+            raise DataError(f"{self.path}: no rows: expected one JSON object per line")
+        self.fingerprint = _fingerprint(len(self), (file,))
+        for _ in self._read_many(_rows_to_check(len(self), first=100_000)):
+            pass
+        with file.open("rb") as stream:
+            stream.seek(int(self._starts_N[0]))
+            check_columns(json_columns(stream.readline()), self.path)
+
+    def __len__(self) -> int:
+        return len(self._starts_N)
+
+    def read(self, row: int) -> PromptRecord:
+        return next(self._read_many((row,)))
+
+    def _read_many(self, rows: Iterable[int]) -> Iterator[PromptRecord]:
+        if _stamp(self._file) != self._stamp:
+            raise DataError(
+                f"{self.path}: the file has changed since it was opened; it must stay as it is during a run"
+            )
+        with self._file.open("rb") as stream:
+            for row in rows:
+                stream.seek(int(self._starts_N[row]))
+                yield record_from_json(stream.readline(), row, lambda row=row: self._where(row))
+
+    def _where(self, row: int) -> str:
+        """File and line; the line is counted only when an error has to name it."""
+        line, left = 1, int(self._starts_N[row])
+        with self._file.open("rb") as stream:
+            while left > 0:
+                chunk = stream.read(min(left, _CHUNK_BYTES))
+                line, left = line + chunk.count(b"\n"), left - len(chunk)
+        return f"{self.path}, line {line}"
+
+
+class ParquetSource:
+    """One or more Parquet files, one after another, read by row group through pyarrow."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.path = str(files[0] if len(files) == 1 else files[0].parent)
+        self._files = tuple(files)
+        self._stamps = [_stamp(file) for file in files]
+        self._groups: list[tuple[int, int]] = []  # (file, row group in it), in order
+        rows: list[int] = []
+        for i, file in enumerate(files):
+            for group, n_rows in enumerate(_row_groups(file)):
+                self._groups.append((i, group))
+                rows.append(n_rows)
+        self.blocks = tuple(rows)
+        self._ends_N = np.cumsum(rows, dtype=np.int64)
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        if len(self) == 0:
+            raise DataError(f"{self.path}: no rows")
+        self.fingerprint = _fingerprint(len(self), files)
+        for row in range(min(len(self), 1_000)):  # the schema was checked: this is for nulls and blanks
+            self.read(row)
+
+    def __len__(self) -> int:
+        return int(self._ends_N[-1]) if len(self._ends_N) else 0
+
+    def read(self, row: int) -> PromptRecord:
+        block = int(np.searchsorted(self._ends_N, row, side="right"))
+        offset = row - (int(self._ends_N[block - 1]) if block else 0)
+        columns: dict[str, Any] = self._table(block).slice(offset, 1).to_pylist()[0]
+        return record_from_columns(columns, row, lambda: f"{self.path}, row {row}")
+
+    def _table(self, block: int) -> Any:
+        """Row group `block` as a pyarrow Table of the columns we read."""
+        if block in self._cache:
+            self._cache.move_to_end(block)
+            return self._cache[block]
+        i, group = self._groups[block]
+        file = self._files[i]
+        if _stamp(file) != self._stamps[i]:
+            raise DataError(f"{file}: the file has changed since it was opened; it must stay as it is during a run")
+        with _parquet_file(file) as parquet:
+            columns = [name for name in parquet.schema_arrow.names if name in FIELDS]
+            table = parquet.read_row_group(group, columns=columns, use_threads=False)
+        self._cache[block] = table
+        while len(self._cache) > CACHED_BLOCKS:
+            self._cache.popitem(last=False)
+        return table
+
+
+class DatasetsSource:
+    """A folder written by `datasets.Dataset.save_to_disk`, memory-mapped by that library."""
+
+    blocks: tuple[int, ...] = ()
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from datasets import load_from_disk
+        except ImportError as error:
+            raise DataError(
+                f"{folder} is a datasets folder; reading it needs: pip install 'stillhouse[data]'"
+            ) from error
+        self.path = str(folder)
+        try:
+            dataset: Any = load_from_disk(str(folder))
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{folder}: datasets cannot load it: {error}") from error
+        check_columns(dataset.column_names, self.path)
+        self._rows: Any = dataset.select_columns([name for name in dataset.column_names if name in FIELDS])
+        if len(self) == 0:
+            raise DataError(f"{self.path}: no rows")
+        self.fingerprint = _fingerprint(len(self), (folder / "state.json",))
+        for row in _rows_to_check(len(self), first=2_000):
+            self.read(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, row: int) -> PromptRecord:
+        return record_from_columns(self._rows[row], row, lambda: f"{self.path}, row {row}")
+
+
+def _open_folder(folder: Path) -> PromptSource:
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return DatasetsSource(folder)
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
+        if len(splits) == 1:
+            return DatasetsSource(folder / splits[0])
+        raise DataError(
+            f"{folder} holds the splits {splits}: name one of them, e.g. {folder / (splits or ['train'])[0]}"
+        )
+    if files := sorted(folder.glob("*.parquet")):
+        return ParquetSource(files)
+    found = sorted(entry.name for entry in folder.iterdir())[:12]
+    raise DataError(
+        f"{folder}: expected a folder written by datasets' save_to_disk (state.json, dataset_info.json) or one of "
+        f"*.parquet files, found {found or 'nothing'}"
+    )
+
+
+def _refuse_other_formats(file: Path, head: bytes) -> None:
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if file.suffix in (".parquet", ".pq"):
+        raise DataError(f"{file}: not a Parquet file: it begins with {head[:8]!r}, expected b'PAR1'")
+    if not text:
+        raise DataError(f"{file}: no rows: expected one JSON object per line")
+    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK")):
+        raise DataError(f"{file}: compressed; unpack it first (rows are read by their place in the file)")
+    if text.startswith(b"["):
+        raise DataError(f"{file}: one JSON array; expected one JSON object per line (convert: jq -c '.[]' FILE)")
+    if not text.startswith(b"{"):
+        raise DataError(
+            f"{file}: neither JSONL nor Parquet: it begins with {head[:24]!r}; expected one JSON object per line, "
+            "in UTF-8, or a Parquet file"
+        )
+
+
+def _line_starts(file: Path) -> npt.NDArray[np.int64]:
+    """Byte offsets [n] of the lines that are not blank."""
+    size = file.stat().st_size
+    pieces = [np.zeros(1, dtype=np.int64)]
+    at = 0
+    with file.open("rb", buffering=0) as stream:
+        has_mark = stream.read(3) == b"\xef\xbb\xbf"
+        stream.seek(0)
+        while chunk := stream.read(_CHUNK_BYTES):
+            pieces.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")) + (at + 1))
+            at += len(chunk)
+        starts_N = np.concatenate(pieces)
+        starts_N = starts_N[starts_N < size]
+        if has_mark:
+            starts_N[0] = 3  # a byte-order mark is not part of the first object
+        lengths_N = np.diff(starts_N, append=size)
+        keep_N = np.ones(len(starts_N), dtype=bool)
+        for i in np.flatnonzero(lengths_N < 3):  # "\n", "\r\n": too short for an object, blank or an error to be named
+            stream.seek(int(starts_N[i]))
+            keep_N[i] = bool(stream.read(int(lengths_N[i])).strip())
+    return starts_N[keep_N]
+
+
+def _rows_to_check(n_rows: int, *, first: int, spread: int = 2_000) -> Iterable[int]:
+    """The first rows, and some at equal distances over all the others."""
+    yield from range(min(first, n_rows))
+    if n_rows > first:
+        yield from np.unique(np.linspace(first, n_rows - 1, spread, dtype=np.int64)).tolist()
+
+
+def _row_groups(file: Path) -> list[int]:
+    """Rows of each row group. Raises DataError for a broken file or missing columns."""
+    with _parquet_file(file) as parquet:
+        check_columns(parquet.schema_arrow.names, str(file))
+        metadata = parquet.metadata
+        return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+def _parquet_file(file: Path) -> Any:
+    """An open pyarrow ParquetFile (a context manager)."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(f"{file} is a Parquet file; reading it needs: pip install 'stillhouse[data]'") from error
+    try:
+        return parquet.ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file}: not a whole Parquet file: {error}") from error
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _fingerprint(n_rows: int, files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(f"rows {n_rows}".encode())
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            digest.update(f"size {size}".encode() + stream.read(_ENDS_BYTES))
+            stream.seek(max(0, size - _ENDS_BYTES))
+            digest.update(stream.read(_ENDS_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _nearest(file: Path) -> str:
+    if not file.parent.is_dir():
+        return f" (and no folder {str(file.parent)!r})"
+    close = difflib.get_close_matches(file.name, [entry.name for entry in file.parent.iterdir()], n=1)
+    return f"; did you mean {str(file.parent / close[0])!r}?" if close else ""

@@ -1,0 +1,141 @@
+"""One row of a prompt file as a typed record, and the errors that say what is wrong with a row or a file.
+
+    {"prompt": "8293+4758=", "tag": "addition", "ground_truth": "13051"}
+    {"messages": [{"role": "user", "content": "8293+4758="}], "ground_truth": "13051"}
+
+A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`; `tag`, `ground_truth` and
+`hint` (text for teachers only, see `learner.prompts.privileged`) are optional, other columns are not read. A
+`ground_truth` that is not text becomes its JSON (42 -> "42").
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+FIELDS = ("prompt", "messages", "tag", "ground_truth", "hint")
+
+_log = logging.getLogger(__name__)
+
+
+class DataError(ValueError):
+    """Prompts cannot be read from this path; the message names the file and says what was expected."""
+
+
+class RowError(DataError):
+    """One row is no record; the message names file and line (or row)."""
+
+
+class PromptRecord(msgspec.Struct, frozen=True):
+    """One row. Exactly one of `prompt` and `messages` is not None."""
+
+    row: int
+    """Index among the rows of the source, from 0 (blank lines are not rows)."""
+    prompt: str | None
+    messages: tuple[dict[str, Any], ...] | None
+    tag: str = ""
+    ground_truth: str | None = None
+    hint: str | None = None
+
+
+class _Fields(msgspec.Struct):
+    prompt: str | list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tag: str | None = None
+    ground_truth: Any = None
+    hint: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Fields)
+
+
+def record_from_json(line: bytes, row: int, where: Callable[[], str]) -> PromptRecord:
+    """Raises RowError naming `where()` for anything but a JSON object with the fields above."""
+    try:
+        fields = _decoder.decode(line)
+    except msgspec.ValidationError as error:
+        raise RowError(f"{where()}: {error}; got {_excerpt(line)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RowError(f"{where()}: not a JSON object on one line ({error}); got {_excerpt(line)}") from error
+    return _record(fields, row, where, lambda: json_columns(line))
+
+
+def record_from_columns(columns: Mapping[str, Any], row: int, where: Callable[[], str]) -> PromptRecord:
+    """The same for a row of a table. Raises RowError."""
+    try:
+        fields = msgspec.convert(columns, _Fields)
+    except msgspec.ValidationError as error:
+        raise RowError(f"{where()}: {error}") from error
+    return _record(fields, row, where, lambda: list(columns))
+
+
+def json_columns(line: bytes) -> list[str]:
+    """Field names of one JSON object."""
+    return list(msgspec.json.decode(line, type=dict[str, Any]))
+
+
+def check_columns(found: Sequence[str], where: str) -> None:
+    """Raises DataError unless a column `prompt` or `messages` is there; warns of misspelt optional ones."""
+    if "prompt" not in found and "messages" not in found:
+        raise DataError(f"{where}: {_no_prompt(found)}")
+    for field in ("tag", "ground_truth", "hint"):
+        close = difflib.get_close_matches(field, [name for name in found if name not in FIELDS], n=1, cutoff=0.75)
+        if field not in found and close:
+            _log.warning("%s: column %r is not read; the field is called %r", where, close[0], field)
+
+
+def _record(fields: _Fields, row: int, where: Callable[[], str], found: Callable[[], Sequence[str]]) -> PromptRecord:
+    prompt, messages = fields.prompt, fields.messages
+    if prompt is not None and messages is not None:
+        raise RowError(f"{where()}: both 'prompt' and 'messages' are given; expected one of them, leave the other out")
+    if isinstance(prompt, list):
+        prompt, messages = None, prompt
+    if messages is not None:
+        return PromptRecord(
+            row, None, _turns(messages, where), fields.tag or "", _as_text(fields.ground_truth), fields.hint
+        )
+    if prompt is None:
+        raise RowError(f"{where()}: {_no_prompt(found())}")
+    if not prompt.strip():
+        raise RowError(f"{where()}: 'prompt' is blank; expected text for the student to continue or answer")
+    return PromptRecord(row, prompt, None, fields.tag or "", _as_text(fields.ground_truth), fields.hint)
+
+
+def _turns(messages: list[dict[str, Any]], where: Callable[[], str]) -> tuple[dict[str, Any], ...]:
+    if not messages:
+        raise RowError(f"{where()}: 'messages' is empty; expected at least one turn")
+    for turn in messages:
+        if not isinstance(turn.get("role"), str):
+            raise RowError(f"{where()}: every message needs a 'role' and a 'content', got keys {sorted(turn)}")
+    if messages[-1]["role"] == "assistant":
+        raise RowError(
+            f"{where()}: 'messages' end with an assistant turn, which the student would only copy; "
+            "leave the answer out (its place is 'ground_truth')"
+        )
+    # Tables fill keys that a turn does not have with null; chat templates test for the key.
+    return tuple({k: v for k, v in turn.items() if v is not None or k == "content"} for turn in messages)
+
+
+def _as_text(ground_truth: Any) -> str | None:
+    if ground_truth is None or isinstance(ground_truth, str):
+        return ground_truth
+    return msgspec.json.encode(ground_truth).decode()
+
+
+def _no_prompt(found: Sequence[str]) -> str:
+    text = f"no 'prompt' and no 'messages'; found {', '.join(map(repr, found)) or 'nothing'}"
+    for name in found:
+        if name in ("prompt", "messages"):
+            return f"{text}, but it is null"
+        if close := difflib.get_close_matches(name.lower(), ("prompt", "messages"), n=1):
+            return f"{text}; rename {name!r} to {close[0]!r}?"
+    return f"{text}; expected one of: 'prompt' (text), 'messages' (list of chat turns)"
+
+
+def _excerpt(line: bytes, limit_bytes: int = 80) -> str:
+    text = line.strip().decode("utf-8", errors="replace")
+    return repr(text if len(text) <= limit_bytes else text[:limit_bytes] + "...")

@@ -1,0 +1,142 @@
+"""Which samples of the train tasks are settled on the branch of versions that the learner is on. No I/O, no torch.
+
+A checkpoint holds this book, and with it decides what a learner that goes on from it trains: each sample that is not
+settled here, and no other. A sample is settled once. Tasks below `next_task_id` that are not open are settled as a
+whole; of later ones a sample may be settled ahead, when the buffer still held it from a learner that had come further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Self
+
+from protocol.messages import OpenTask, PartialSample, Settled
+
+NON_FINITE: Final = "non_finite"
+"""Why a sample that the buffer gave for training is masked (`learner.step.finite_step`)."""
+
+
+class Trained(NamedTuple):
+    """Tokens of one rollout that a step trained."""
+
+    task_id: int
+    sample_index: int
+    rollout_id: str
+    n_tokens: int
+
+
+class Account(NamedTuple):
+    """What became of samples in one step."""
+
+    settled: tuple[Settled, ...]
+    tasks_done: tuple[int, ...]
+    """Tasks of which these were the last samples."""
+
+
+class SettledTwice(ValueError):
+    """The buffer reports a sample that is settled already: something was counted twice."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Of one task."""
+
+    settled: set[int] = field(default_factory=set[int])
+    partial: dict[int, PartialSample] = field(default_factory=dict[int, PartialSample])
+
+
+class SampleBook:
+    """`group_size` of each open task below `next_task_id`, and how far each task that is not settled has come."""
+
+    def __init__(self) -> None:
+        self.next_task_id = 0
+        self._open: dict[int, int] = {}
+        """Group size by task id, in the order of the ids."""
+        self._progress: dict[int, _Progress] = {}
+        """Of tasks with a sample that is settled or trained in part."""
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """Tasks below `next_task_id` that are not settled, ascending."""
+        return tuple(self._open)
+
+    def begin(self, group_size: int) -> int | None:
+        """The stream comes to its next task; returns its id, or None when all of its samples are settled ahead."""
+        task_id, self.next_task_id = self.next_task_id, self.next_task_id + 1
+        if task_id in self._progress and len(self._progress[task_id].settled) == group_size:
+            del self._progress[task_id]
+            return None
+        self._open[task_id] = group_size
+        return task_id
+
+    def step(
+        self, trained: Iterable[Trained], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
+    ) -> Account:
+        """One optimizer step trained these tokens and settled these samples, as the buffer foresaw; `left_out` are
+        those (task id, sample index) that it could not train. Raises SettledTwice, and changes nothing then."""
+        self._expect_open(settled)
+        for one in trained:
+            self._add(one)
+        account, done = list[Settled](), list[int]()
+        for sample in settled:
+            account.append(self._fate(sample, left_out))
+            progress = self._progress.setdefault(sample.task_id, _Progress())
+            progress.settled.add(sample.sample_index)
+            progress.partial.pop(sample.sample_index, None)
+            if len(progress.settled) == self._open.get(sample.task_id):
+                del self._open[sample.task_id], self._progress[sample.task_id]
+                done.append(sample.task_id)
+        return Account(tuple(account), tuple(done))
+
+    def _fate(self, sample: Settled, left_out: Collection[tuple[int, int]]) -> Settled:
+        if sample.fate != "trained" or (sample.task_id, sample.sample_index) not in left_out:
+            return sample
+        progress = self._progress.get(sample.task_id)
+        before = progress is not None and sample.sample_index in progress.partial
+        return Settled(sample.task_id, sample.sample_index, "trained" if before else "masked", NON_FINITE)
+
+    @property
+    def progress(self) -> tuple[OpenTask, ...]:
+        """Tasks that are not settled, those included of which no sample is, and later ones of which a sample is; in the
+        order of their ids."""
+        tasks = sorted({*self._open, *self._progress})
+        return tuple(_open_task(task_id, self._progress.get(task_id, _Progress())) for task_id in tasks)
+
+    @classmethod
+    def restored(cls, next_task_id: int, group_sizes: Mapping[int, int], progress: Iterable[OpenTask]) -> Self:
+        """The book that `next_task_id`, the group sizes of the tasks in `open`, and `progress` were taken of."""
+        book = cls()
+        book.next_task_id = next_task_id
+        book._open = dict(group_sizes)
+        for task in progress:
+            partial = {sample.sample_index: sample for sample in task.partial}
+            book._progress[task.task_id] = _Progress(set(task.settled), partial)
+        return book
+
+    def _expect_open(self, settled: Sequence[Settled]) -> None:
+        seen = set[tuple[int, int]]()
+        for sample in settled:
+            key = (sample.task_id, sample.sample_index)
+            progress = self._progress.get(sample.task_id)
+            known = progress is not None and sample.sample_index in progress.settled
+            gone = sample.task_id < self.next_task_id and sample.task_id not in self._open
+            if gone or known or key in seen:
+                raise SettledTwice(
+                    f"sample {sample.sample_index} of task {sample.task_id} is settled twice, now as {sample.fate}; "
+                    f"{len(self._open)} tasks are open, the next fresh one is {self.next_task_id}"
+                )
+            seen.add(key)
+
+    def _add(self, one: Trained) -> None:
+        if not one.n_tokens:
+            return
+        partial = self._progress.setdefault(one.task_id, _Progress()).partial
+        before = partial.get(one.sample_index)
+        n_before = before.n_trained if before is not None else 0
+        partial[one.sample_index] = PartialSample(one.sample_index, one.rollout_id, n_before + one.n_tokens)
+
+
+def _open_task(task_id: int, progress: _Progress) -> OpenTask:
+    partial = tuple(sample for _, sample in sorted(progress.partial.items()))
+    return OpenTask(task_id, tuple(sorted(progress.settled)), partial)

@@ -1,0 +1,305 @@
+"""What the learner records: TensorBoard events, and the same figures as JSON lines.
+
+`metrics.jsonl` has one object per line, `kind` says of what:
+    step     one optimizer step; `step` is the number it made (the first one makes 1)
+    eval     one evaluation, at `step`
+    resume   the learner began again from the checkpoint of version (`parent_epoch`, `step`), under the new `epoch`.
+             Lines above of the branch that it left are kept as they are; `read_metrics` leaves them out.
+Keys of a line are the TensorBoard tags (`train/loss`). Evaluation generations are in `samples.jsonl`.
+
+A number that is not finite is written as such: "NaN", "Infinity", "-Infinity" (strings, since JSON has no such
+numbers; `float()` reads them), NaN in TensorBoard; and it is counted in `health/nonfinite_total`.
+
+Reports never end the training: rows that cannot be written (disk full) are counted, in `health/unwritten_rows_total` of
+the rows that can, and are not written later; what comes after them is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+import numpy as np
+from torch.utils.tensorboard.summary import histogram_raw, scalar, text
+
+from learner.evaluation.evaluation import EvalSample, EvaluationResult
+from learner.reports.event_file import EventFile
+from learner.reports.rates import TokenRates
+from learner.reports.wait_clock import WaitReport
+from protocol.messages import LedgerCounts, Snapshot, WeightVersion
+from recording.append_file import AppendFile, Unwritten
+from recording.branches import Branches
+
+METRICS_FILE: Final = "metrics.jsonl"
+SAMPLES_FILE: Final = "samples.jsonl"
+TENSORBOARD_FOLDER: Final = "tensorboard"
+_BLOCK_BYTES: Final = 64 << 10
+
+Row = dict[str, Any]
+log = logging.getLogger(__name__)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What every line has."""
+
+    kind: str
+    step: int
+    epoch: int
+
+
+class MetricsWriter:
+    """One per run folder, owned by one thread. A context manager; `close` is idempotent."""
+
+    def __init__(
+        self, folder: Path, *, resume: WeightVersion | None = None, parent: WeightVersion | None = None
+    ) -> None:
+        """`resume` is the version that the learner begins with, of a new epoch: writing goes on in the files that are
+        there. `parent`: of the checkpoint; None = its epoch is the last one in the file. Raises FileExistsError if
+        there are metrics of a run and `resume` is None. What cannot be written is counted in `unwritten`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics_file, samples_file = folder / METRICS_FILE, folder / SAMPLES_FILE
+        if resume is None and metrics_file.exists() and metrics_file.stat().st_size:
+            raise FileExistsError(f"{metrics_file} holds another run's metrics; resume it, or take a new folder")
+        torn_bytes = _cut_torn_line(metrics_file)
+        _cut_torn_line(samples_file)
+        self.unwritten = Unwritten()
+        self._rates = TokenRates()
+        self._nonfinite_total = 0
+        self._epoch = resume.epoch if resume else 0
+        # Without its resume line the lines of two branches would be one to a reader: it is owed before any other.
+        resumed = None
+        if resume is not None:
+            left = {} if parent is None else {"parent_epoch": parent.epoch}
+            resumed = self._row("resume", resume.step, {**left, "torn_bytes": torn_bytes})
+        self._metrics = AppendFile(metrics_file, self.unwritten, first=_json_line(resumed) if resumed else b"")
+        self._samples = AppendFile(samples_file, self.unwritten)
+        self._board = EventFile(
+            folder / TENSORBOARD_FOLDER, self.unwritten, purge_step=resume.step + 1 if resume else None
+        )
+
+    @property
+    def nonfinite_total(self) -> int:
+        """Numbers written that were NaN or infinite."""
+        return self._nonfinite_total
+
+    def step(
+        self,
+        step: int,
+        train: Mapping[str, float],
+        *,
+        staleness: Mapping[int, int],
+        waits: WaitReport,
+        snapshot: Snapshot | None,
+        weights: Mapping[str, float],
+        tasks_dropped: Mapping[str, int],
+        tasks_done: Sequence[int] = (),
+        others: Mapping[str, float] | None = None,
+    ) -> Row:
+        """Record optimizer step `step`; returns its line.
+
+        `train`: figures of the step (reverse_kl, loss, ratio_mean, ratio_max, truncated_fraction, ess, ...), as
+        `train/<name>`. `staleness`: the batch's distance -> tokens. `waits`: wall time of this step. `snapshot`: the
+        buffer's; None where there is none (`replay.training`). `others`: further ones by their tags. `weights`: figures
+        of the last publication (broadcast_s, ...), as `weights/<name>`. `tasks_dropped`: prompts dropped by reason.
+        `tasks_done`: ids of the tasks that this step settled; in the line only, the account of what was consumed."""
+        scalars = {
+            **{f"train/{name}": value for name, value in train.items()},
+            **_staleness_scalars(staleness),
+            **_wait_scalars(waits),
+            **(self._buffer_scalars(snapshot) if snapshot is not None else {}),
+            **{f"tasks/dropped_{reason}_total": n for reason, n in tasks_dropped.items()},
+            **{f"weights/{name}": value for name, value in weights.items()},
+            **(others or {}),
+        }
+        extra = {
+            "staleness": {str(distance): n for distance, n in sorted(staleness.items())},
+            "tasks_done": list(tasks_done),
+        }
+        return self._record("step", step, scalars, extra, _histogram("staleness/tokens", staleness))
+
+    def evaluation(self, result: EvaluationResult) -> Row:
+        """Record one evaluation, and its samples as text; returns its line. Figures of a tag are `eval/<tag>/<name>`.
+        What could not be measured is null in the line and left out of TensorBoard."""
+        plain = msgspec.to_builtins(result)
+        figures = {name: value for name, value in plain.items() if name not in ("step", "samples", "tags")}
+        figures |= {f"{tag}/{name}": value for tag, own in plain["tags"].items() for name, value in own.items()}
+        version_min = result.version_min
+        figures["version_min"] = None if version_min is None else version_min.step
+        lines = [_json_line({"step": result.step, **msgspec.to_builtins(sample)}) for sample in result.samples]
+        self._samples.append(b"".join(lines), rows=len(lines))
+        shown = [text("eval/samples", _samples_table(result.samples))] if result.samples else []
+        scalars = {f"eval/{name}": value for name, value in figures.items() if value is not None}
+        nothing = {f"eval/{name}": None for name, value in figures.items() if value is None}
+        return self._record("eval", result.step, scalars, nothing, shown)
+
+    def close(self) -> None:
+        self._board.close()
+        self._metrics.close()
+        self._samples.close()
+        self.unwritten.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _buffer_scalars(self, snapshot: Snapshot) -> dict[str, float]:
+        return {
+            **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.update(snapshot).items()},
+            **{f"queue/{name}": depth for name, depth in snapshot.queues.items()},
+            **_ledger_scalars(snapshot.ledger.tokens),
+            **{f"failed_rollouts/{each.reason}_total": each.n for each in snapshot.failures},
+        }
+
+    def _record(self, kind: str, step: int, scalars: Mapping[str, float], extra: Row, summaries: Sequence[Any]) -> Row:
+        """`summaries`: what TensorBoard gets besides the scalars. The line comes first, in one write: a killed learner
+        leaves whole ones and at most one torn one at the end."""
+        self._nonfinite_total += sum(not math.isfinite(value) for value in scalars.values())
+        health = {
+            "health/nonfinite_total": self._nonfinite_total,
+            "health/unwritten_rows_total": self.unwritten.rows_total,
+        }
+        scalars = {**scalars, **health}
+        row = self._row(kind, step, {**scalars, **extra})
+        self._metrics.append(_json_line(row), rows=1)
+        self._board.add([*summaries, *(scalar(tag, float(value)) for tag, value in scalars.items())], step)
+        return row
+
+    def _row(self, kind: str, step: int, figures: Row) -> Row:
+        return {"kind": kind, "step": step, "epoch": self._epoch, "unix_s": time.time(), **figures}
+
+
+def newest_epoch(folder: Path) -> int | None:
+    """Of what a run wrote there; None: nothing yet."""
+    file = folder / METRICS_FILE
+    if not file.exists() or not file.stat().st_size:
+        return None
+    return max((row["epoch"] for row in _read_lines(file)), default=0)
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """The step and eval lines of a run's folder that belong to the branch that was kept, in the order of writing; of
+    two of one kind and step (an evaluation repeated after a resume) the later one. A torn last line is left out."""
+    rows, branches = list[Row](), Branches()
+    for row in _read_lines(folder / METRICS_FILE):
+        version = WeightVersion(row["epoch"], row["step"])
+        if row["kind"] == "resume":
+            parent_epoch = row.get("parent_epoch")
+            branches.fork(version, None if parent_epoch is None else WeightVersion(parent_epoch, version.step))
+        else:
+            rows.append(row)
+    kept: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        if branches.keeps(WeightVersion(row["epoch"], row["step"])):
+            kept.pop((row["kind"], row["step"]), None)
+            kept[row["kind"], row["step"]] = row
+    return list(kept.values())
+
+
+def _read_lines(file: Path) -> Iterator[Row]:
+    """Whole lines. One that is damaged is left out, and the log says which: reports never end the training."""
+    damaged: list[int] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                row: Row = json.loads(line)
+                msgspec.convert(row, _Place)
+            except (ValueError, msgspec.ValidationError):
+                damaged.append(number)
+                continue
+            yield row
+    if damaged:
+        log.warning("%s: %d damaged lines are left out, the first is line %d", file, len(damaged), damaged[0])
+
+
+def _histogram(tag: str, counts: Mapping[int, int]) -> list[Any]:
+    """Of TensorBoard: one bucket per distance, from half below to half above it. Nothing of no token."""
+    if not sum(counts.values()):
+        return []
+    distances = np.arange(min(counts), max(counts) + 1)
+    tokens = np.array([counts.get(int(distance), 0) for distance in distances])
+    summary = histogram_raw(
+        tag,
+        min=int(distances[0]),
+        max=int(distances[-1]),
+        num=int(tokens.sum()),
+        sum=int((tokens * distances).sum()),
+        sum_squares=int((tokens * distances**2).sum()),
+        bucket_limits=(distances + 0.5).tolist(),
+        bucket_counts=tokens.tolist(),
+    )
+    return [summary]
+
+
+def _staleness_scalars(staleness: Mapping[int, int]) -> dict[str, float]:
+    tokens = sum(staleness.values())
+    if tokens == 0:
+        return {}
+    mean = sum(distance * n for distance, n in staleness.items()) / tokens
+    return {"staleness/mean": mean, "staleness/max": max(d for d, n in staleness.items() if n)}
+
+
+def _wait_scalars(waits: WaitReport) -> dict[str, float]:
+    scalars: dict[str, float] = {"time/step_s": waits.wall_s, "time/busy_s": waits.busy_s}
+    scalars.update({f"wait/{cause}_s": wait_s for cause, wait_s in waits.wait_s.items()})
+    return scalars
+
+
+def _ledger_scalars(tokens: LedgerCounts) -> dict[str, float]:
+    """Running totals of the run, in sampled tokens."""
+    scalars: dict[str, float] = {"tokens/accepted_total": tokens.accepted, "tokens/trained_total": tokens.trained}
+    scalars.update({f"masked/{reason}_total": n for reason, n in tokens.masked.items()})
+    scalars.update({f"dropped/{reason}_total": n for reason, n in tokens.dropped.items()})
+    return scalars
+
+
+def _samples_table(samples: tuple[EvalSample, ...]) -> str:
+    """Markdown, as TensorBoard shows it; four spaces keep the text as it is."""
+    parts: list[str] = []
+    for sample in samples:
+        graded = "not graded" if sample.reward is None else f"reward {sample.reward:g}"
+        expected = "" if sample.ground_truth is None else f", expected {sample.ground_truth!r}"
+        head = f"**{sample.half}** {graded}{expected}, ended by {sample.finish_reason}"
+        text = (sample.prompt + "⟶" + sample.completion).replace("\n", "\n    ")
+        parts.append(f"{head}\n\n    {text}")
+    return "\n\n".join(parts)
+
+
+def _json_line(row: Row) -> bytes:
+    named = {key: _named(value) if isinstance(value, float) else value for key, value in row.items()}
+    return (json.dumps(named, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _named(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _cut_torn_line(file: Path) -> int:
+    """Remove what follows the last line break, the rest of a line that a killed learner did not finish; bytes cut."""
+    if not file.exists():
+        return 0
+    with file.open("r+b") as stream:
+        size = at = stream.seek(0, io.SEEK_END)
+        whole = 0
+        while at > 0 and whole == 0:
+            start = max(0, at - _BLOCK_BYTES)
+            stream.seek(start)
+            whole = start + stream.read(at - start).rfind(b"\n") + 1
+            whole, at = (whole, start) if whole > start else (0, start)
+        stream.truncate(whole)
+    return size - whole

@@ -1,0 +1,211 @@
+"""The value function of a trainer: its head and optimizer, and what they add to a step.
+
+    before the updates   v_t of the whole batch, without gradient     -> advantages, returns    objectives.reward_signal
+    in each microbatch   coef * sum_t share_t * value_loss_t / divisor    beside the student's loss, same divisor
+    after it             the head's own AdamW, learning rate and norm to clip at
+
+The head reads the hidden state that predicts a token. It is the learner's alone: in its checkpoints, never in the
+weights that actors get, nor in what is exported.
+
+Legend: N trained tokens of a microbatch, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from learner.batch.packing import Microbatch, PackedBatch, TrainItem
+from learner.config import LearnerConfig
+from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
+from learner.objectives.reward_signal import ValueTargets
+from learner.objectives.values import ValueHead, value_loss
+from learner.reports.step_metrics import ValueMetrics
+from learner.step.nonfinite import refuse_nonfinite
+from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw
+from models.transfer import read, upload
+
+log = logging.getLogger(__name__)
+
+_HEAD, _OPTIMIZER = "head/", "optimizer/"
+
+
+class CriticStateError(ValueError):
+    """The saved value head is not one that this run can go on with; the message says why."""
+
+
+class ValueTerms(NamedTuple):
+    loss: Tensor
+    """Scalar with a gradient: these tokens' share of the batch's value loss."""
+    error_N: Tensor
+    """[N] float, no gradient: `value_loss`, 0 where not judged."""
+
+    @classmethod
+    def nothing(cls, states_NH: Tensor) -> ValueTerms:
+        zero = states_NH.new_zeros(())
+        return cls(zero, zero.expand(len(states_NH)))
+
+
+class Critic(Protocol):
+    """A value function, or none."""
+
+    def values(self, states_NH: Tensor) -> Tensor:
+        """[N] without gradient."""
+        ...
+
+    def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms: ...
+
+    def gradients(self) -> list[Tensor]: ...
+
+    def update(self, step: int) -> None:
+        """From the gradients that are there, clipped; at the learning rate of optimizer step `step`."""
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies on the CPU; empty where there is nothing."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state_dict` was taken. Raises CriticStateError, changing nothing."""
+        ...
+
+
+class NoCritic:
+    """No value function: its part of the loss is 0."""
+
+    def values(self, states_NH: Tensor) -> Tensor:
+        raise TypeError("learner.advantage of single tokens without a value head")
+
+    def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms:
+        return ValueTerms.nothing(states_NH)
+
+    def gradients(self) -> list[Tensor]:
+        return []
+
+    def update(self, step: int) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            log.warning("the checkpoint has a value head, which this run's learner.advantage has no use for: left out")
+
+
+class ValueCritic:
+    """A linear value head with an optimizer of its own, so that the student's gradient is neither clipped nor scaled
+    by how wrong the values are. No weight decay."""
+
+    def __init__(
+        self, hidden_size: int, config: LearnerConfig, *, total_steps: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.head = ValueHead(hidden_size, through_backbone=config.value.through_backbone).to(device, dtype)
+        self._config = config
+        self._rates = msgspec.structs.replace(config, lr=config.value.lr)
+        self._total_steps = total_steps
+        self._optimizer = torch.optim.AdamW(
+            self.head.parameters(), lr=config.value.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
+        )
+
+    def values(self, states_NH: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.head(states_NH)
+
+    def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms:
+        if targets is None or not bool(targets.judged_N.any()):
+            return ValueTerms.nothing(states_NH)
+        value_N: Tensor = self.head(states_NH)
+        old_N, return_N = (upload(x, value_N.device).to(value_N.dtype) for x in (targets.old_N, targets.return_N))
+        error_N = value_loss(value_N, old_N, return_N, clip=self._config.value.clip)
+        error_N = torch.where(upload(targets.judged_N, value_N.device), error_N, 0.0)
+        loss = self._config.value.coef * (share_N.to(value_N) * error_N).sum() / divisor
+        return ValueTerms(loss, error_N.detach())
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.head.parameters() if p.grad is not None]
+
+    def update(self, step: int) -> None:
+        if self._config.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), self._config.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._rates, step, self._total_steps)
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        moments = dump_adamw(self.head, self._optimizer, steps_done=0).tensors
+        head = {f"{_HEAD}{name}": p.detach().cpu().clone() for name, p in self.head.named_parameters()}
+        return head | {f"{_OPTIMIZER}{name}": tensor for name, tensor in moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if not state:
+            raise CriticStateError(
+                "the checkpoint has no value head, which learner.advantage = "
+                f"{self._config.advantage!r} needs: the run was started with another advantage. Go on with that one, "
+                "or start a new run with the checkpoint as --student, whose head begins at 0"
+            )
+        head = {name.removeprefix(_HEAD): tensor for name, tensor in state.items() if name.startswith(_HEAD)}
+        moments = {name.removeprefix(_OPTIMIZER): t for name, t in state.items() if name.startswith(_OPTIMIZER)}
+        own = dict(self.head.named_parameters())
+        got, wanted = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (head, own))
+        if got != wanted:
+            raise CriticStateError(f"the saved value head has {got}; expected {wanted}: it belongs to another student")
+        never = tuple(name for name in own if f"step/{name}" not in moments)
+        try:
+            load_adamw(self.head, self._optimizer, AdamWState(moments, never, 0))
+        except ValueError as error:
+            raise CriticStateError(f"the saved value head: {error}") from error
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(head[name])
+
+
+def make_critic(
+    hidden_size: int, config: LearnerConfig, *, total_steps: int, dtype: torch.dtype, device: torch.device
+) -> Critic:
+    """Where the configured advantage wants values; without torch's random generators."""
+    if advantage_group(config.advantage) is not TOKEN_ADVANTAGES:
+        return NoCritic()
+    return ValueCritic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
+
+
+def value_metrics(targets: ValueTargets, error_sum: float, grad_norm: float) -> ValueMetrics:
+    """Of a batch. `error_sum`: of `value_loss`, over its tokens."""
+    value_N, return_N = targets.old_N[targets.judged_N], targets.return_N[targets.judged_N]
+    n = len(value_N)
+    if not n:
+        return ValueMetrics(0, None, None, None, None, grad_norm)
+    spread, left = float(return_N.var(correction=0)), float((return_N - value_N).var(correction=0))
+    explained = 1.0 - left / spread if spread > 0 else None
+    return ValueMetrics(n, error_sum / n, explained, float(return_N.mean()), float(value_N.mean()), grad_norm)
+
+
+def batch_values(
+    critic: Critic,
+    states_of: Callable[[Microbatch], Tensor],
+    batch: PackedBatch,
+    items: Sequence[TrainItem],
+    *,
+    update: str,
+) -> Tensor:
+    """Of every trained token of the batch, in the order of its items, [N] float64 on the CPU: one forward pass without
+    gradient and without the head's products, about a third of what a training pass takes in the layers. Raises
+    NonFiniteError: one value that is no number would be in the advantage of every token."""
+    value_N = torch.empty(batch.n_trained, dtype=torch.float64)
+    with torch.no_grad():
+        made = [critic.values(states_of(microbatch)) for microbatch in batch.microbatches]
+    for microbatch, own_N in zip(batch.microbatches, read(torch.cat(made)).split(list(map(len, made))), strict=True):
+        refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
+        value_N[torch.from_numpy(microbatch.token_N)] = own_N.double()
+    return value_N

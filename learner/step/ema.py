@@ -1,0 +1,99 @@
+"""The student's exponential moving average, as weights for its teachers (self-distillation).
+
+    after each step         e <- decay * e + (1 - decay) * w        float32, on the CPU or beside the student
+    every so many steps     snapshot file -> TeacherWeights -> buffer -> the teachers, which read it between two batches
+
+With adapters w are the merged weights: an average of products is not the product of averages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from learner.step.ema_config import EmaConfig
+from protocol.messages import WeightsRef, WeightVersion
+from weights.snapshot import write_snapshot
+from weights.staged_weights import Weight, tensor_of
+
+log = logging.getLogger(__name__)
+
+
+class StudentEma:
+    """Owns the average. One thread only; writing a snapshot holds the training up."""
+
+    def __init__(
+        self,
+        config: EmaConfig,
+        weights: Iterable[tuple[str, Weight]],
+        *,
+        folder: Path,
+        send: Callable[[WeightsRef], None],
+    ) -> None:
+        """Begins with `weights`. `folder`: of the snapshots. `send`: tells the teachers of one."""
+        self._config = config
+        self._folder = folder
+        self._send = send
+        self._average = {name: self._own(tensor_of(weight)) for name, weight in weights}
+        self._sent_total = 0
+        self._failed_total = 0
+        self._sent_step = 0
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For the metrics: snapshots that went out, those that could not be written, and the step of the newest."""
+        return {
+            "ema_snapshots_total": float(self._sent_total),
+            "ema_failures_total": float(self._failed_total),
+            "ema_step": float(self._sent_step),
+        }
+
+    def update(self, weights: Iterable[tuple[str, Weight]]) -> None:
+        """Take in the weights of one step more."""
+        with torch.no_grad():
+            for name, weight in weights:
+                average = self._average[name]
+                average.lerp_(tensor_of(weight).to(average), 1.0 - self._config.decay)
+
+    def step(self, version: WeightVersion, weights: Iterable[tuple[str, Weight]]) -> None:
+        """After each optimizer step: `update`, and `publish` when it is time."""
+        self.update(weights)
+        if version.step % self._config.every == 0:
+            self.publish(version)
+
+    def publish(self, version: WeightVersion) -> None:
+        """Write a snapshot and tell the teachers. One that cannot be written is counted: they keep what they have."""
+        try:
+            ref = write_snapshot(self._folder, version, self._average.items(), keep=self._config.keep_snapshots)
+        except OSError as error:
+            self._failed_total += 1
+            log.error("no average of version %s for the teachers (%d so far): %s", version, self._failed_total, error)
+            return
+        self._sent_total += 1
+        self._sent_step = version.step
+        self._send(ref)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies on the CPU, by name."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._average.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state_dict` was taken. Raises ValueError, changing nothing, for other names or shapes."""
+        got = {name: tensor.shape for name, tensor in state.items()}
+        wanted = {name: tensor.shape for name, tensor in self._average.items()}
+        if got != wanted:
+            differing = sorted(name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name))
+            raise ValueError(
+                f"the saved average does not fit the student in {len(differing)} tensors, e.g. {differing[:4]}; was "
+                "the run started without learner.ema, or with another student?"
+            )
+        for name, tensor in state.items():
+            self._average[name].copy_(tensor)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        device = tensor.device if self._config.device == "learner" else "cpu"
+        return tensor.detach().to(device=device, dtype=torch.float32, copy=True)

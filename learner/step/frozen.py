@@ -1,0 +1,62 @@
+"""A trainer that trains nothing: the steps of a run whose student only writes (python -m launch.write)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from learner.batch.packing import EmptyBatchError, TrainItem
+from learner.reports.step_metrics import StepMetrics, StepSums
+from learner.step.train_step import Trainer
+
+
+class FrozenTrainer(Trainer):
+    """Weights stay as they are: no forward pass, no gradient. The clock goes on, and so does the run."""
+
+    def step(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
+        """Figures as of a student that is the policy which sampled: s = mu. The entropy is estimated by -mu.
+
+        Raises EmptyBatchError and BatchError as a step does."""
+        started_s = time.perf_counter()
+        self._check_ids([*items, *offline])
+        sums = StepSums.zero()
+        for train_item in items:
+            sums = sums.plus(_sums(train_item))
+        if not sums.tokens:
+            raise EmptyBatchError(f"none of the {len(items)} items has a token to train; expected at least one")
+        self.steps_done += 1
+        return StepMetrics.of(
+            sums,
+            lr=0.0,
+            grad_norm=0.0,
+            items=len(items),
+            items_idle=sum(train_item.n_trained == 0 for train_item in items),
+            items_unrewarded=sum(t.n_trained > 0 and t.item.reward is None for t in items),
+            microbatches=0,
+            input_tokens=0,
+            step_s=time.perf_counter() - started_s,
+        )
+
+
+def _sums(train_item: TrainItem) -> StepSums:
+    n = train_item.n_trained
+    mu_N = train_item.behaviour_L[train_item.train_mask_L].astype(np.float64)
+    q_MN = train_item.teacher_ML[:, train_item.train_mask_L].astype(np.float64)
+    return StepSums(
+        tokens=n,
+        loss=0.0,
+        divergence=0.0,
+        reverse_kl=float((mu_N - q_MN).sum()),
+        graded=float(n if len(q_MN) else 0),
+        ratio=float(n),
+        ratio_squared=float(n),
+        cut=0.0,
+        weight=float(n),
+        entropy=-float(mu_N.sum()),
+        logprob=float(mu_N.sum()),
+        advantage=0.0,
+        value_error=0.0,
+        ratio_max=1.0,
+    )

@@ -1,0 +1,179 @@
+"""LoRA by peft: adapters are put into the student's own layers, so that every forward has them, the packed one too.
+
+    trained, kept by the optimizer    lora_A, lora_B of each target                   float32
+    sent to actors                    W + alpha / rank * B A, under the student's names, worked out one matrix at a time
+    in a checkpoint                   the adapters in peft's format, and which student they belong to (base.json)
+
+There is no dropout: what is trained must be the policy that samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils.save_and_load import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from learner.step.lora_config import LoraConfig
+from weights.server_checks import checksum_of
+from weights.staged_weights import Merged
+
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+BASE: Final = "base.json"
+_ADAPTER: Final = "default"
+"""Peft's name for the only adapter of a model."""
+_BASE_LAYER: Final = ".base_layer"
+"""What peft puts into the name of a parameter whose layer has an adapter."""
+_NAMES_IN_ERROR: Final = 8
+
+
+class LoraError(ValueError):
+    """These adapters cannot be put on this student, or do not belong to it."""
+
+
+class BaseModel(msgspec.Struct, frozen=True):
+    """base.json: the weights that the adapters were trained on."""
+
+    path: str
+    sha256: str
+    """Over names, shapes, dtypes and values of all its parameters."""
+
+
+class Adapters:
+    """The adapters of one student. Puts them in on construction: B is 0, so that the student writes as before."""
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, *, base: str) -> None:
+        """`base`: where the student was loaded from. Draws A from torch's global generator. Only the adapters have
+        gradients afterwards. Raises LoraError for targets that are not there or cannot have an adapter."""
+        _check_targets(model, config.targets)
+        names = [name for name, _ in model.named_parameters()]
+        self.base = BaseModel(base, fingerprint(model))
+        settings = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=cast(int, config.alpha),
+            target_modules=list(config.targets) or "all-linear",
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        with warnings.catch_warnings():
+            # peft 0.21 asks transformers 5 by a name that is deprecated there.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            self._wrapped = cast(peft.PeftModel, peft.get_peft_model(model, settings))
+        settings.base_model_name_or_path = base
+        self._layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+        self._model = model
+        published = [name for name, _ in self.published()]
+        if published != names:
+            changed = sorted(set(published) ^ set(names))[:_NAMES_IN_ERROR]
+            raise LoraError(f"peft {peft.__version__} changes the names of parameters: {changed}; LoRA cannot be used")
+
+    def __repr__(self) -> str:
+        return f"Adapters(layers={len(self._layers)}, trained={self.n_trained})"
+
+    @property
+    def n_trained(self) -> int:
+        """Numbers that are trained."""
+        return sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+
+    def published(self) -> Iterator[tuple[str, Tensor | Merged]]:
+        """The student's parameters by its own names, in its own order; one with an adapter is added up when asked."""
+        for name, parameter in self._model.named_parameters():
+            if ".lora_" in name:
+                continue
+            layer_name, in_adapted, leaf = name.rpartition(f"{_BASE_LAYER}.")
+            if in_adapted and leaf == "weight":
+                layer = self._layers[layer_name]
+                yield f"{layer_name}.{leaf}", Merged(parameter.detach(), functools.partial(_delta, layer))
+            else:
+                yield name.replace(f"{_BASE_LAYER}.", "."), parameter
+
+    def save(self, folder: Path) -> None:
+        """Write the adapters in peft's format (`PeftModel.from_pretrained(base, folder)` loads them), and base.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / ADAPTER_WEIGHTS)
+        settings = self._wrapped.peft_config[_ADAPTER]
+        settings.inference_mode = True  # as peft's own files say: who loads them does not train
+        settings.save_pretrained(str(folder))
+        settings.inference_mode = False
+        (folder / BASE).write_bytes(msgspec.json.encode(self.base))
+
+    def load(self, folder: Path) -> None:
+        """Replace the adapters' values by saved ones. Raises LoraError when those are of another student or have other
+        names or shapes; nothing is changed then."""
+        try:
+            base = msgspec.json.decode((folder / BASE).read_bytes(), type=BaseModel)
+            tensors = load_file(folder / ADAPTER_WEIGHTS)
+        except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+            raise LoraError(f"{folder}: no adapters of a learner: {error}") from error
+        if base.sha256 != self.base.sha256:
+            raise LoraError(
+                f"{folder}: its adapters belong to {base.path} with sha256 {base.sha256[:16]}; the student "
+                f"{self.base.path} has {self.base.sha256[:16]}: expected the same weights (models.student)"
+            )
+        wanted = {n: t.shape for n, t in get_peft_model_state_dict(self._wrapped, save_embedding_layers=False).items()}
+        got = {name: tensor.shape for name, tensor in tensors.items()}
+        if wanted != got:
+            differing = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+            raise LoraError(
+                f"{folder}: {len(differing)} of its {len(got)} adapter matrices do not fit learner.lora, e.g. "
+                f"{differing[:_NAMES_IN_ERROR]}; go on with the rank and targets that it was trained with"
+            )
+        set_peft_model_state_dict(self._wrapped, tensors)
+
+    def merge(self) -> PreTrainedModel:
+        """Add the adapters into the weights for good, in place, and take them out: the student as actors have it. These
+        adapters are of no more use."""
+        self._layers = {}
+        return cast(PreTrainedModel, self._wrapped.merge_and_unload())  # pyright: ignore[reportCallIssue]
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """sha256 over names, shapes, dtypes and values of the parameters, hexadecimal. One pass over all weights."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        value = checksum_of(parameter.detach().cpu())
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {value}\n".encode())
+    return digest.hexdigest()
+
+
+def _delta(layer: LoraLayer) -> Tensor:
+    """What the adapter adds to the layer's weight, of its shape."""
+    with torch.no_grad():
+        return cast(Any, layer).get_delta_weight(_ADAPTER)
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    """Each target must be the end of the name of a layer, and of such layers only as peft and the packed forward can
+    have with an adapter."""
+    modules = dict(model.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear | Conv1D)]
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    read_directly = (model.get_input_embeddings(), model.get_output_embeddings())
+    for target in targets:
+        hit = [name for name in modules if name == target or name.endswith(f".{target}")]
+        if not hit:
+            raise LoraError(f"lora.targets: no layer of {type(model).__name__} is called {target!r}; it has {ends}")
+        for name in hit:
+            if modules[name] in read_directly:
+                raise LoraError(
+                    f"lora.targets: {target!r} is {name}, the embedding or the output head, whose weight the loss "
+                    f"reads itself, past any adapter; expected others of {ends}"
+                )
+            if name not in linear:
+                kind = type(modules[name]).__name__
+                raise LoraError(f"lora.targets: {target!r} is {name}, a {kind}; expected linear layers: {ends}")

@@ -1,0 +1,276 @@
+"""The loss of one microbatch and its gradients, in one pass over chunks of its trained tokens (models.one_pass).
+
+    z     the student's logits, C positions at a time
+    s     log-prob of the sampled token     -> slope = d loss / d s       learner.objectives.losses
+    D_m   between softmax(z) and teacher m  -> its gradient by z          learner.objectives.head_divergence
+
+    loss  = sum_t slope_t * s_t + sum_m weight_mt * D_mt       dz = slope (onehot - softmax(z)) + sum_m weight_m dD_m/dz
+
+What a run needs of this is chosen once, from its configuration (`make_step_loss`): where weights are a token's own,
+they are worked out with its logits; where they look at the whole rollout, one pass without gradient goes before.
+
+Legend: N trained tokens of a microbatch, C those of a chunk, V rows of the head, M teachers, R rows of one teacher, S
+draws per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from learner.batch.packing import Microbatch, TrainItem, UnreadableScores
+from learner.batch.top_k import TopKError, TopRows, read_payloads
+from learner.config import LearnerConfig
+from learner.objectives.distributions import DistributionFn, DistributionOptions
+from learner.objectives.draws import uniforms
+from learner.objectives.head_divergence import TopKTeacher
+from learner.objectives.importance import TOKEN_LOCAL, context_weights
+from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
+from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member, needs_top_k
+from models.logprobs import LmHead, token_scores
+from models.one_pass import one_pass_loss
+from models.transfer import upload
+
+
+class ChunkPart(NamedTuple):
+    """What one teacher's divergence adds at the R positions `rows_R` of a chunk; its columns are the vocabulary's."""
+
+    rows_R: Tensor
+    divergence_R: Tensor
+    weight_R: Tensor
+    grad_RV: Tensor
+    """Of weight * divergence, by the logits."""
+
+
+ChunkParts: TypeAlias = Callable[[Tensor, slice], list[ChunkPart]]
+"""(logits of a chunk, where in N) -> what to add. Leaves the logits alone."""
+
+
+class Between(Protocol):
+    """Divergences between distributions, or none."""
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Its weights depend on the log-probs of the whole rollout."""
+        ...
+
+    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
+        """The items with what their payloads say; random numbers are those of `step`. Raises UnreadableScores."""
+        ...
+
+    def prepare(
+        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
+    ) -> ChunkParts:
+        """For one microbatch. `student_N`: s where `needs_logprobs`."""
+        ...
+
+
+class SampledOnly:
+    """No divergence between distributions."""
+
+    needs_logprobs = False
+
+    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
+        return items
+
+    def prepare(
+        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
+    ) -> ChunkParts:
+        return lambda z_CV, place: []
+
+
+@dataclass(frozen=True)
+class BetweenDistributions:
+    """sum over the token's teachers of coef * share * w * D / divisor. D is a function of the context alone, so that w
+    corrects the context (`learner.objectives.importance.context_weights`), never the token."""
+
+    divergence: DistributionFn
+    options: DistributionOptions
+    vocab_tokens: int
+    """Ids that exist; rows of the head behind them are in neither distribution."""
+    context_cap: float | None
+    """None: w = 1."""
+    samples: int
+    """S; 0 where the divergence draws none."""
+    seed: int
+
+    @property
+    def needs_logprobs(self) -> bool:
+        return self.context_cap is not None
+
+    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
+        ready: list[TrainItem] = []
+        for train_item in items:
+            trained = np.flatnonzero(train_item.train_mask_L)
+            if not len(trained):
+                ready.append(train_item)
+                continue
+            try:
+                top = read_payloads(train_item.item, train_item.payloads, trained, self.vocab_tokens)
+            except TopKError as error:
+                rollout_id = train_item.item.rollout_id
+                raise UnreadableScores(f"rollout {rollout_id!r}: {error}", [rollout_id]) from error
+            if self.samples:
+                top = {name: self._with_draws(rows, step, train_item, name, trained) for name, rows in top.items()}
+            ready.append(replace(train_item, top=top))
+        return ready
+
+    def _with_draws(
+        self, rows: TopRows, step: int, train_item: TrainItem, teacher: str, trained: npt.NDArray[np.int64]
+    ) -> TopRows:
+        rollout_id = train_item.item.rollout_id
+        return replace(rows, uniform_RS=uniforms(self.seed, step, rollout_id, teacher, trained, self.samples))
+
+    def prepare(
+        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
+    ) -> ChunkParts:
+        device = inputs.behaviour_N.device
+        weight_N = inputs.share_N.double() / divisor
+        if self.context_cap is not None and student_N is not None:
+            weight_N = weight_N * context_weights(inputs.ratios(student_N), self.context_cap).double()
+        teachers = [_teacher(rows, self.vocab_tokens, device) for rows in microbatch.top]
+        uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
+        # Where rows begin and end is worked out on the host: asking a GPU would make it wait, chunk by chunk.
+        places_M = [np.flatnonzero(routed_N) for routed_N in microbatch.routed_MN]
+        rows_M = [upload(places_R, device) for places_R in places_M]
+
+        def parts(z_CV: Tensor, place: slice) -> list[ChunkPart]:
+            found: list[ChunkPart] = []
+            each = zip(teachers, uniforms_M, places_M, rows_M, inputs.coef_M, strict=True)
+            for teacher, uniform_RS, places_R, rows_R, coef in each:
+                first, last = (int(np.searchsorted(places_R, end)) for end in (place.start, place.stop))
+                if first == last:
+                    continue
+                own_R = rows_R[first:last]
+                student_RV = z_CV.index_select(0, own_R - place.start)[:, : self.vocab_tokens]
+                options = replace(self.options, uniform_CS=uniform_RS[first:last])
+                divergence_R, grad_RV = teacher.compare(student_RV, slice(first, last), self.divergence, options)
+                weight_R = (coef * weight_N[own_R]).to(z_CV.dtype)
+                grad_RV.mul_(weight_R[:, None])
+                found.append(ChunkPart(own_R - place.start, divergence_R, weight_R, grad_RV))
+            return found
+
+        return parts
+
+
+class MicrobatchTerms(NamedTuple):
+    """`loss` has the gradient, in hidden states and head; the rest is for the metrics."""
+
+    loss: Tensor
+    terms: LossTerms
+    entropy_N: Tensor
+    """Of the student at each position, nats, over all rows of the head."""
+
+
+class StepLoss:
+    """Objective, divergences and how they are worked out together."""
+
+    def __init__(self, objective: Objective, between: Between, *, chunk_tokens: int) -> None:
+        self.objective = objective
+        self.read = between.read
+        self._between = between
+        self._chunk_tokens = chunk_tokens
+        ahead = between.needs_logprobs or objective.importance not in TOKEN_LOCAL
+        self._logprobs: Callable[[LmHead, Tensor, Tensor], Tensor | None] = self._made_ahead if ahead else _not_made
+
+    def __call__(
+        self,
+        head: LmHead,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        inputs: TokenInputs,
+        microbatch: Microbatch,
+        divisor: int,
+    ) -> MicrobatchTerms:
+        """`divisor` is of the whole batch."""
+        student_N = self._logprobs(head, hidden_NH, targets_N)
+        parts = self._between.prepare(inputs, microbatch, student_N, divisor)
+        chunks = _Chunks(targets_N, _terms_of(student_N, inputs, self.objective, divisor), parts)
+        loss = one_pass_loss(head, hidden_NH, chunks, chunk_tokens=self._chunk_tokens)
+        return MicrobatchTerms(loss, LossTerms.joined(chunks.terms), torch.cat(chunks.entropies))
+
+    def _made_ahead(self, head: LmHead, hidden_NH: Tensor, targets_N: Tensor) -> Tensor | None:
+        with torch.no_grad():
+            return token_scores(head, hidden_NH, targets_N, chunk_tokens=self._chunk_tokens).logprobs_T
+
+
+def make_step_loss(config: LearnerConfig, *, vocab_tokens: int, rows: int, seed: int) -> StepLoss:
+    """`rows` of the student's head; `seed` of the run. Raises ValueError for names that cannot be loaded, and
+    for a divergence between distributions where the head has fewer rows than there are tokens."""
+    objective = make_objective(config)
+    between: Between = SampledOnly()
+    if needs_top_k(config.divergence):
+        if not 1 <= vocab_tokens <= rows:
+            raise ValueError(f"{vocab_tokens} tokens in the vocabulary, {rows} rows in the student's head")
+        between = BetweenDistributions(
+            cast(DistributionFn, find_member(DISTRIBUTION_DIVERGENCES, config.divergence)),
+            DistributionOptions(weight=config.mixed_weight, beta=config.jsd_beta),
+            vocab_tokens,
+            config.ratio_cap if config.context_weight == "truncated" else None,
+            config.samples if config.divergence == "multi_sample" else 0,
+            seed,
+        )
+    return StepLoss(objective, between, chunk_tokens=config.logprob_chunk_tokens)
+
+
+_TermsOf: TypeAlias = Callable[[Tensor, slice], LossTerms]
+"""(log-probs of a chunk's tokens, where in N) -> their terms."""
+
+
+def _terms_of(student_N: Tensor | None, inputs: TokenInputs, objective: Objective, divisor: int) -> _TermsOf:
+    """From the chunk's own log-probs; or, where all are known, of the whole microbatch at once."""
+    if student_N is None:
+        return lambda logprobs_C, place: token_loss(logprobs_C, inputs.at(place), objective, divisor)
+    whole = token_loss(student_N, inputs, objective, divisor)
+    return lambda logprobs_C, place: whole.at(place)
+
+
+def _not_made(head: LmHead, hidden_NH: Tensor, targets_N: Tensor) -> Tensor | None:
+    return None
+
+
+class _Chunks:
+    """The chunk loss for `one_pass_loss`. Keeps what the metrics need."""
+
+    def __init__(self, targets_N: Tensor, terms_of: _TermsOf, parts: ChunkParts) -> None:
+        self._targets_N = targets_N
+        self._terms_of = terms_of
+        self._parts = parts
+        self.terms: list[LossTerms] = []
+        self.entropies: list[Tensor] = []
+
+    def __call__(self, z_CV: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+        parts = self._parts(z_CV, place)
+        targets_C1 = self._targets_N[place, None]
+        z_CV.sub_(z_CV.amax(dim=1, keepdim=True))
+        chosen_C1 = z_CV.gather(1, targets_C1)
+        exp_CV = z_CV.exp()
+        total_C1 = exp_CV.sum(dim=1, keepdim=True)
+        log_total_C1 = total_C1.log()
+        entropy_C1 = log_total_C1 - z_CV.mul_(exp_CV).sum(dim=1, keepdim=True) / total_C1
+        terms = self._terms_of((chosen_C1 - log_total_C1).squeeze(1), place)
+        slope_C1 = terms.slope_N.to(exp_CV.dtype)[:, None]
+        loss_C = terms.slope_N * terms.student_N
+        grad_CV = exp_CV.mul_(-slope_C1 / total_C1).scatter_add_(1, targets_C1, slope_C1)
+        divergence_C = terms.divergence_N.clone()
+        for part in parts:
+            loss_C = loss_C.index_add(0, part.rows_R, (part.weight_R * part.divergence_R).to(loss_C.dtype))
+            divergence_C.index_add_(0, part.rows_R, part.divergence_R.to(divergence_C.dtype))
+            grad_CV[:, : part.grad_RV.shape[1]].index_add_(0, part.rows_R, part.grad_RV)
+        self.terms.append(replace(terms, divergence_N=divergence_C))
+        self.entropies.append(entropy_C1.squeeze(1))
+        return loss_C, grad_CV
+
+
+def _teacher(rows: TopRows, vocab_tokens: int, device: torch.device) -> TopKTeacher:
+    """Checked before it goes to the device. Raises ValueError."""
+    arrays = (rows.ids_RK, rows.logprobs_RK, rows.tail_R, rows.counts_R)
+    teacher = TopKTeacher(*(torch.from_numpy(np.require(array, requirements="W")) for array in arrays))
+    teacher.check(len(rows.counts_R), vocab_tokens)
+    return teacher.to(device)

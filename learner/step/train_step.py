@@ -1,0 +1,298 @@
+"""One optimizer step on one batch: pack, forward, loss, backward, clip, AdamW. The run's clock is `Trainer.steps_done`.
+
+    items --pack--> microbatches --each: packed_hidden, head and loss at the predictors, backward-->
+    gradients of the whole batch --clip--> AdamW at the scheduled learning rate --> steps_done + 1
+                                           `updates_per_batch` times, from the first arrow on
+
+The loss is normalised over the whole batch, so neither `pack_tokens` nor the order of the items changes the gradient. A
+step either happens or raises and leaves weights and optimizer as they were. Of several updates on one batch that goes
+for the first; a later one that is not finite is not made, and ends the step with those before it (`updates_lost`).
+
+Rollouts that the teacher wrote have an objective of their own (learner.offline): they are packed apart and share the
+divisor.
+
+Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V vocabulary, M teachers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch.packing import BatchError, EmptyBatchError, Microbatch, TrainItem, pack
+from learner.config import LearnerConfig
+from learner.objectives.batch_terms import batch_terms
+from learner.objectives.losses import offline_config
+from learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
+from learner.step.batch_part import BatchPart
+from learner.step.critic import batch_values, make_critic, value_metrics
+from learner.step.nonfinite import NonFiniteError
+from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
+from learner.step.step_loss import make_step_loss
+from learner.step.step_pass import N_FIGURES, PassLeft, StepPass
+from learner.step.student_pass import predictor_states
+from models.loading import resolve_dtype
+from models.logprobs import lm_head
+from models.transfer import read, upload
+from weights.staged_weights import Weight
+
+if TYPE_CHECKING:
+    from learner.step.lora import Adapters  # loads peft
+
+__all__ = ["BatchError", "EmptyBatchError", "NonFiniteError", "Trainer"]
+
+log = logging.getLogger(__name__)
+
+
+class _Update(NamedTuple):
+    sums: list[StepSums]
+    """Of each part."""
+    grad_norm: float
+    value_grad_norm: float
+
+
+class Trainer:
+    """Owns the model's parameters and the optimizer. One thread only.
+
+    `model` is loaded with `load_causal_lm(..., attention="packed", dtype="float32", train=True)`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        *,
+        total_steps: int,
+        adapters: Adapters | None = None,
+        vocab_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`adapters`: put on `model` already; they alone are trained. `vocab_tokens`: ids that the tokenizer has, where
+        the model's embedding is padded past them. `seed`: of the run, for what is drawn. Raises ValueError: total_steps
+        below 1, no trainable parameter, parameters that are not float32 or float64 (they are the master weights:
+        AdamW's small updates vanish in bfloat16, which config.dtype is for), names of the objective that cannot be
+        loaded."""
+        if total_steps < 1:
+            raise ValueError(f"total_steps {total_steps}; expected at least 1")
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        if not dtypes or not dtypes <= {torch.float32, torch.float64}:
+            raise ValueError(
+                f"trainable parameters have dtypes {dtypes or 'none'}; load the model with train=True and dtype="
+                "'float32' (learner.dtype = bfloat16 affects matrix products only)"
+            )
+        self.model = model
+        self.adapters = adapters
+        self.config = config
+        self.total_steps = total_steps
+        self.steps_done = 0
+        rows = lm_head(model).weight_VH.shape[0]
+        n_vocab = rows if vocab_tokens is None else vocab_tokens
+        self._loss = make_step_loss(config, vocab_tokens=n_vocab, rows=rows, seed=seed)
+        self._offline_loss = make_step_loss(offline_config(config), vocab_tokens=n_vocab, rows=rows, seed=seed)
+        self._optimizer = make_adamw(model, config)
+        hidden_size, device = lm_head(model).weight_VH.shape[1], lm_head(model).weight_VH.device
+        self.bfloat16: Final = resolve_dtype(config.dtype, device.type) == "bfloat16"
+        """Of matrix products; the parameters stay as they are."""
+        dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
+        self.critic = make_critic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
+
+    @property
+    def next_lr(self) -> float:
+        """Learning rate of the step to come."""
+        return learning_rate(self.config, self.steps_done, self.total_steps)
+
+    def step(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
+        """Train every token that the items' masks name, in `config.updates_per_batch` optimizer updates at one learning
+        rate. `offline`: rollouts that the student did not write, under the objective of `config.offline`. The figures
+        are those of the first update, which is of the policy that the step began with, but for `updates`.
+
+        Raises EmptyBatchError when there is none, NonFiniteError when a number of the first update is not finite,
+        BatchError for token ids outside the vocabulary; weights, optimizer and clock are then as before.
+        """
+        started_s = time.perf_counter()
+        parts, lr = self._parts(items, offline), self.next_lr
+        updates = self._updates(parts)
+        self.steps_done += 1
+        (sums, *sums_offline), batch, whole = updates[0].sums, parts[0].batch, parts[0].whole
+        value_norm = updates[0].value_grad_norm
+        asked, last = self.config.updates_per_batch, updates[-1]
+        return StepMetrics.of(
+            sums,
+            lr=lr,
+            grad_norm=updates[0].grad_norm,
+            items=len(items),
+            items_idle=batch.n_items_idle,
+            items_unrewarded=whole.items_unrewarded,
+            microbatches=sum(len(part.batch.microbatches) for part in parts),
+            input_tokens=sum(part.batch.n_inputs for part in parts),
+            step_s=time.perf_counter() - started_s,
+            offline=OfflineMetrics.of(sums_offline[0], items=len(offline)) if sums_offline else None,
+            offline_loss=sum(part.loss for part in sums_offline),
+            value=None if whole.values is None else value_metrics(whole.values, sums.value_error, value_norm),
+            updates=UpdatesMetrics.of(sums, last.sums[0], len(updates), asked, last.grad_norm) if asked > 1 else None,
+        )
+
+    def weights(self) -> Iterable[tuple[str, Weight]]:
+        """The student as actors shall have it, by the names of its architecture; adapters are merged in."""
+        return self.model.named_parameters() if self.adapters is None else self.adapters.published()
+
+    def skip(self) -> None:
+        """A step that could not be made counts all the same: the clock goes on, weights and moments stay."""
+        self.steps_done += 1
+
+    def gradient(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> list[Tensor]:
+        """The gradient of the same step, before clipping, by parameter; no step is made."""
+        try:
+            parts, update = self._parts(items, offline), self._update_name(1)
+            self._sums(parts, self._accumulate(parts), (), update)
+            return [p.grad.detach().clone() for p in self.model.parameters() if p.grad is not None]
+        finally:
+            self._zero_grad()
+
+    def state_dict(self) -> AdamWState:
+        """Optimizer moments by parameter name, and the clock. The weights are the model's own, `critic` has its own."""
+        return dump_adamw(self.model, self._optimizer, steps_done=self.steps_done)
+
+    def load_state_dict(self, state: AdamWState) -> None:
+        """Go on where `state_dict` was taken. Raises ValueError naming parameters that are missing, unknown or of
+        another shape."""
+        load_adamw(self.model, self._optimizer, state)
+        self.steps_done = state.steps_done
+
+    def _parts(self, items: Sequence[TrainItem], offline: Sequence[TrainItem]) -> list[BatchPart]:
+        """The student's own items first. Raises EmptyBatchError and BatchError."""
+        self._check_ids([*items, *offline])
+        items, offline = self._loss.read(items, self.steps_done), self._offline_loss.read(offline, self.steps_done)
+        own, first = pack(items, self.config.pack_tokens), self._update_name(1)
+
+        def states_of(microbatch: Microbatch) -> Tensor:
+            return predictor_states(self.model, microbatch, bfloat16=self.bfloat16).exact_NH
+
+        def values() -> Tensor:
+            return batch_values(self.critic, states_of, own, items, update=first)
+
+        whole = batch_terms(items, self._loss.objective, offline, values=values)
+        parts = [BatchPart(items, own, whole.part(slice(len(items))), self._loss)]
+        if offline:
+            theirs = pack(offline, self.config.pack_tokens)
+            parts.append(BatchPart(offline, theirs, whole.part(slice(len(items), None)), self._offline_loss))
+        return parts
+
+    def _updates(self, parts: Sequence[BatchPart]) -> list[_Update]:
+        """Those that were made. Raises NonFiniteError where the first is not finite."""
+        asked, made = self.config.updates_per_batch, list[_Update]()
+        try:
+            while len(made) < asked:
+                made.append(self._update(parts, self._update_name(len(made) + 1)))
+        except NonFiniteError as error:
+            if not made:
+                raise
+            log.error("%s; the step ends with %d of %d updates", error, len(made), asked)
+        finally:
+            self._zero_grad()
+        return made
+
+    def _update(self, parts: Sequence[BatchPart], name: str) -> _Update:
+        left = self._accumulate(parts)
+        norm, value_norm = self._norms()
+        sums, (norm_read, value_norm_read) = self._sums(parts, left, (norm, value_norm), name)
+        if not (math.isfinite(norm_read) and math.isfinite(value_norm_read)):
+            raise self._nonfinite_gradient(parts, name)
+        if self.config.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.next_lr
+        self._optimizer.step()
+        self.critic.update(self.steps_done)
+        self._zero_grad()
+        return _Update(sums, norm_read, value_norm_read)
+
+    def _update_name(self, number: int) -> str:
+        """For messages."""
+        return f"step {self.steps_done + 1}" if number == 1 else f"step {self.steps_done + 1}, update {number}"
+
+    def _accumulate(self, parts: Sequence[BatchPart]) -> list[list[PassLeft]]:
+        """Add the gradients of all microbatches up, finite or not; what each part's passes left. The host only queues
+        work here: on a GPU it would wait for each microbatch if it looked at one."""
+        return [self._accumulate_part(part) for part in parts]
+
+    def _accumulate_part(self, part: BatchPart) -> list[PassLeft]:
+        left: list[PassLeft] = []
+        for microbatch in part.batch.microbatches:
+            forward = self._forward(microbatch, part)
+            forward.loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            left.append(forward.left(microbatch))
+        return left
+
+    def _sums(
+        self, parts: Sequence[BatchPart], left: list[list[PassLeft]], further: Sequence[Tensor], update: str
+    ) -> tuple[list[StepSums], list[float]]:
+        """The sums of each part and the `further` scalars, in one transfer from the device. Raises NonFiniteError."""
+        passes = [made.figures for of_part in left for made in of_part]
+        device = passes[0].device
+        numbers = read(torch.cat([*passes, *(upload(scalar.double()[None], device) for scalar in further)])).tolist()
+        of_pass = iter(numbers[i : i + N_FIGURES] for i in range(0, len(passes) * N_FIGURES, N_FIGURES))
+        sums: list[StepSums] = []
+        for part, of_part in zip(parts, left, strict=True):
+            total = StepSums.zero()
+            for made in of_part:
+                total = total.plus(made.sums(next(of_pass), part.items, update=update))
+            sums.append(total)
+            if self.config.updates_per_batch > 1 and part.proximal_N is None:
+                part.keep_proximal([made.student_N for made in of_part])
+        return sums, numbers[len(passes) * N_FIGURES :]
+
+    def _forward(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
+        """The loss of the N trained tokens, from the student's distributions at temperature 1, and of their values."""
+        head, hidden_NH, exact_NH = predictor_states(self.model, microbatch, bfloat16=self.bfloat16)
+        inputs, divisor = part.inputs(microbatch, exact_NH.device), part.whole.divisor
+        targets_N = upload(microbatch.target_N, exact_NH.device)
+        student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor)
+        return StepPass(inputs, student, self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor))
+
+    def _norms(self) -> tuple[Tensor, Tensor]:
+        """Of the student's gradient, which is clipped by it, and of the critic's. Scalars, not read."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients), torch.nn.utils.get_total_norm(self.critic.gradients())
+
+    def _nonfinite_gradient(self, parts: Sequence[BatchPart], update: str) -> NonFiniteError:
+        """Find the culprits: the backward pass once more, one item at a time. Slow, and only on the way out."""
+        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        named += [("the value head", gradient) for gradient in self.critic.gradients()]
+        parameters = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
+        culprits: list[str] = []
+        for part, index in ((p, i) for p in parts for i in range(len(p.items))):
+            train_item = part.items[index]
+            if not train_item.n_trained:
+                continue
+            self._zero_grad()
+            alone = part.alone(index, self.config.pack_tokens)
+            self._forward(alone.batch.microbatches[0], alone).loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None] + self.critic.gradients()
+            if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
+                culprits.append(train_item.item.rollout_id)
+        return NonFiniteError(
+            f"{update}: the gradient of {len(parameters)} parameters is not finite (first: {parameters[:3]}); by "
+            f"themselves it is caused by the rollouts {culprits or 'none, only by their sum'}; it was not made",
+            culprits,
+        )
+
+    def _zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+        self.critic.zero_grad()
+
+    def _check_ids(self, items: Sequence[TrainItem]) -> None:
+        vocab_rows = lm_head(self.model).weight_VH.shape[0]
+        used = [(t.item.rollout_id, t.tokens_L) for t in items if t.n_trained]
+        wrong = [rollout_id for rollout_id, ids_L in used if ids_L.min() < 0 or ids_L.max() >= vocab_rows]
+        if wrong:
+            raise BatchError(
+                f"token ids outside the student's vocabulary of {vocab_rows} in the rollouts {wrong}", wrong
+            )

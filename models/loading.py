@@ -1,0 +1,223 @@
+"""Load and save Hugging Face causal language models; every reason not to is named before any weight is read.
+
+`attention` chooses who computes attention inside the model:
+    "sdpa"    transformers' own, for `model.generate` and plain forwards on padded batches
+    "packed"  `models.packed`: many sequences in one row without padding (scoring, learning)
+    "decode"  the generation engine's, registered by the module that defines it
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from models import packed
+from models.dtypes import DtypeName, LoadDtype
+
+Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
+Dtype: TypeAlias = DtypeName | Literal["float64"]
+
+IMPLEMENTATIONS: dict[Attention, str] = {
+    "sdpa": "sdpa",
+    "packed": packed.IMPLEMENTATION,
+    "decode": "stillhouse_decode",
+}
+"""Our names -> the names under which transformers knows the attention functions."""
+
+_log = logging.getLogger(__name__)
+
+
+class ModelError(ValueError):
+    """This path cannot be used as a causal language model here; the message says why and what to do."""
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: Dtype | torch.dtype,
+    attention: Attention,
+    train: bool = False,
+) -> PreTrainedModel:
+    """Load a causal LM from a local folder or a hub name.
+
+    The model comes back in eval mode (dropout is not part of the policy whose log-probs we compare), with gradients
+    on its parameters only when `train`. With `attention="packed"` a probe has compared it to its own plain forward.
+
+    Raises ModelError: path missing, no config.json, not a causal LM, weights missing from the checkpoint, vocabulary
+    and embedding that do not fit, attention that is not registered; `models.packed.PackingError`: "packed" asked of
+    an architecture that cannot be packed.
+    """
+    name = resolve_path(path)
+    config = load_config(name)
+    torch_dtype = _torch_dtype(dtype)
+    implementation = IMPLEMENTATIONS[attention]
+    if implementation not in ALL_ATTENTION_FUNCTIONS:
+        raise ModelError(
+            f"attention={attention!r} needs the attention function {implementation!r}, which is not registered; "
+            "import the module that defines it before loading a model"
+        )
+    if attention == "packed":
+        packed.refuse_unpackable(config)
+    model = _from_pretrained(name, torch_dtype, implementation)
+    _check_embeddings(name, model)
+    make_current(torch.device(device))
+    model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    model.eval()
+    model.requires_grad_(train)
+    if attention == "packed":
+        packed.probe(model)
+    return model
+
+
+def make_current(device: torch.device) -> None:
+    """This thread's GPU, where it is one. Whatever names no GPU would otherwise make a context on the first one, which
+    takes half a GB there from whom it belongs to."""
+    if device.type == "cuda" and device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        torch.cuda.set_device(device)
+
+
+def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write config, safetensors weights, generation config and tokenizer into `folder` (made if missing), so that
+    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load the folder itself."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with _no_progress_bars():
+        model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" -> "cuda" where there is one, else "cpu"; anything else as it is."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: LoadDtype, device: str) -> DtypeName:
+    """ "auto" -> bfloat16 on CUDA, float32 elsewhere; anything else as it is."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+def resolve_path(path: str | Path) -> str:
+    """A local folder with a config.json (absolute), or a hub name as it is. Raises ModelError, touches no network."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            found = sorted(entry.name for entry in local.iterdir())[:8]
+            raise ModelError(
+                f"{local} has no config.json (it holds: {', '.join(found) or 'nothing'}); expected a folder"
+                " written by save_pretrained"
+            )
+        return str(local.resolve())
+    if local.is_file():
+        raise ModelError(f"{local} is a file; expected the folder that holds config.json and the safetensors files")
+    name = str(path)
+    looks_local = isinstance(path, Path) or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name
+    if looks_local:
+        raise ModelError(f"model folder {name!r} does not exist (working directory: {Path.cwd()})")
+    return name
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Read config.json of a resolved path or hub name and refuse what is not a decoder-only causal LM."""
+    try:
+        config = cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # the last three: fields that cannot be
+        hint = "" if Path(name).is_dir() else f"; no local folder of that name either{_offline_hint()}"
+        raise ModelError(f"cannot read the model configuration of {name!r}: {error}{hint}") from error
+    known = _flat_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    architectures: list[str] = getattr(config, "architectures", None) or []
+    if architectures and not any(architecture in known for architecture in architectures):
+        raise ModelError(f"{name!r} is a {', '.join(architectures)}; expected a causal language model (…ForCausalLM)")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name!r} has model_type {config.model_type!r}, for which transformers has no causal LM")
+    return config
+
+
+def _from_pretrained(name: str, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+    try:
+        with _no_progress_bars():
+            loaded = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, attn_implementation=implementation, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"cannot load the weights of {name!r}: {error}{_offline_hint()}") from error
+    model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    missing = sorted(str(key) for key in report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{name!r} lacks {len(missing)} tensors that its config.json asks for, e.g. {missing[:4]}; the model would "
+            "run on random numbers there"
+        )
+    if unexpected := sorted(str(key) for key in report["unexpected_keys"]):
+        _log.warning("%s: %d tensors in the checkpoint are not used, e.g. %s", name, len(unexpected), unexpected[:4])
+    return model
+
+
+def _check_embeddings(name: str, model: PreTrainedModel) -> None:
+    """Embedding and head rows must agree, and every id of the folder's tokenizer must have a row."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, torch.nn.Embedding) or not isinstance(head, torch.nn.Linear):
+        raise ModelError(
+            f"{name!r}: expected a token embedding and a linear LM head, got {type(embedding).__name__} and "
+            f"{type(head).__name__}"
+        )
+    rows, head_rows = embedding.weight.shape[0], head.weight.shape[0]
+    if rows != head_rows:
+        raise ModelError(f"{name!r}: {rows} embedding rows against {head_rows} LM head rows; expected the same number")
+    tokenizer_file = Path(name) / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        return
+    vocabulary = Tokenizer.from_file(str(tokenizer_file)).get_vocab(with_added_tokens=True)
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ModelError(
+            f"{name!r}: its tokenizer has id {largest} ({token!r}), its embedding only {rows} rows; the tokenizer "
+            "belongs to another model, or resize_token_embeddings was forgotten"
+        )
+
+
+def _torch_dtype(dtype: Dtype | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float64": torch.float64,
+    }[dtype]
+
+
+def _flat_names(mapping: Any) -> set[str]:
+    names: set[str] = set()
+    for value in mapping.values():
+        names.update([value] if isinstance(value, str) else value)
+    return names
+
+
+def _offline_hint() -> str:
+    return " (HF_HUB_OFFLINE is set: only the local cache was asked)" if os.environ.get("HF_HUB_OFFLINE") else ""
+
+
+class _no_progress_bars:  # noqa: N801 - a context manager, read like a function
+    """Weights load in a worker whose log is a file: no progress bars there. Restores the former setting."""
+
+    def __enter__(self) -> None:
+        self._were_on = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        if self._were_on:
+            transformers.utils.logging.enable_progress_bar()

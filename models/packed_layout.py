@@ -1,0 +1,131 @@
+"""How sequences share one row of T tokens: which pack they go into, which attention bucket, and the moves between.
+
+Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket, L its longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from models.transfer import upload
+
+_BUCKET_SLACK = 0.8
+"""A bucket takes sequences down to this share of its longest one: at most a fifth of its rows is padding."""
+_BUCKET_SLACK_TOKENS = 8
+"""...or down to this many tokens shorter, so that very short sequences do not each get a kernel call."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences that one attention call handles: tokens [start, end) of the row, B sequences of up to L tokens."""
+
+    start: int
+    end: int
+    n_sequences: int
+    longest: int
+    real_S: Tensor | None
+    """Where each token lies in the padded [B * L]; None when all lengths are equal and nothing is padded."""
+    source_BL: Tensor | None
+    """The inverse: for each padded place the token (relative to start) it is filled with; padding repeats one."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one row of T tokens divides into sequences; made once per forward, read by every layer."""
+
+    lengths: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    positions_T: Tensor
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.lengths)} sequences, {sum(self.lengths)} tokens, {len(self.buckets)} buckets)"
+
+
+def make_layout(lengths: Sequence[int], device: torch.device) -> Layout:
+    """Buckets over sequences that are sorted from long to short."""
+    buckets: list[Bucket] = []
+    first, start = 0, 0
+    while first < len(lengths):
+        longest = lengths[first]
+        floor = min(math.ceil(longest * _BUCKET_SLACK), longest - _BUCKET_SLACK_TOKENS)
+        last = first
+        while last < len(lengths) and lengths[last] >= floor:
+            last += 1
+        buckets.append(_bucket(start, lengths[first:last], device))
+        first, start = last, buckets[-1].end
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return Layout(tuple(lengths), tuple(buckets), upload(positions, device))
+
+
+def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(sorted <- given, given <- sorted) token indices."""
+    firsts = [0]
+    for size in sizes:
+        firsts.append(firsts[-1] + size)
+    to_sorted_T = torch.cat([torch.arange(firsts[i], firsts[i] + sizes[i]) for i in order])
+    to_given_T = torch.empty_like(to_sorted_T)
+    to_given_T[to_sorted_T] = torch.arange(to_sorted_T.shape[0])
+    return upload(to_sorted_T, device), upload(to_given_T, device)
+
+
+def first_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Divide items among packs of at most `budget_tokens`: longest first, each into the first pack with room.
+
+    Returns indices per pack, each pack from long to short. An item over the budget gets a pack of its own; nothing is
+    dropped. Raises ValueError for a budget below 1.
+    """
+    if budget_tokens < 1:
+        raise ValueError(f"pack budget {budget_tokens} tokens; expected at least 1")
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((p for p, free in enumerate(room) if free >= lengths[index]), None)
+        if place is None:
+            packs.append([])
+            room.append(budget_tokens)
+            place = len(packs) - 1
+        packs[place].append(index)
+        room[place] -= lengths[index]
+    return packs
+
+
+class Gather(torch.autograd.Function):
+    """rows[index], where the backward is a gather too (index_add is several times slower on a CPU).
+
+    `inverse` maps back. With `onto`, every input row appears at inverse[i] and what appears twice is padding, whose
+    gradient is known to be zero (nothing downstream reads it); without, the input rows not listed get zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, onto: bool) -> Tensor:  # pyright: ignore
+        ctx.save_for_backward(index, inverse)
+        ctx.onto, ctx.n_rows = onto, rows.shape[0]
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        index, inverse = cast(tuple[Tensor, Tensor], ctx.saved_tensors)
+        if ctx.onto:
+            return grad.index_select(0, inverse), None, None, None
+        full = grad.new_zeros((ctx.n_rows, *grad.shape[1:]))
+        full.index_copy_(0, index, grad)
+        return full, None, None, None
+
+
+def _bucket(start: int, lengths: Sequence[int], device: torch.device) -> Bucket:
+    n_sequences, longest, total = len(lengths), lengths[0], sum(lengths)
+    if total == n_sequences * longest:
+        return Bucket(start, start + total, n_sequences, longest, None, None)
+    lengths_B = torch.tensor(lengths)
+    first_B = lengths_B.cumsum(0) - lengths_B
+    column_L = torch.arange(longest)
+    source_BL = first_B[:, None] + torch.minimum(column_L[None, :], lengths_B[:, None] - 1)
+    real_BL = column_L[None, :] < lengths_B[:, None]
+    real_S, source_BL = real_BL.reshape(-1).nonzero().squeeze(1), source_BL.reshape(-1)
+    return Bucket(start, start + total, n_sequences, longest, upload(real_S, device), upload(source_BL, device))

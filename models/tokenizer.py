@@ -1,0 +1,170 @@
+"""Tokenizers: loading them, the ids that end a turn, the fingerprint peers compare, and prompts as token ids.
+
+A chat template is applied here and nowhere else, once per prompt, by the learner; every other role gets token ids.
+Needs transformers, and with it torch; workers that must do without have `models.tokenizer_file`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+from jinja2.exceptions import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from models.files import TokenizerError, first_line, model_source
+from protocol.fingerprint import vocab_fingerprint
+
+ChatTemplateMode: TypeAlias = Literal["auto", "off"]
+"""auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised as it stands."""
+
+
+class Promptlike(Protocol):
+    """What `render_prompt` reads of a record: exactly one of the two is not None."""
+
+    @property
+    def prompt(self) -> str | None: ...
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]] | None: ...
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, or of a model hub name.
+
+    Raises TokenizerError within seconds when there is none: wrong path (with the nearest name), a folder without
+    tokenizer files, a hub name that is neither cached nor reachable, files that do not load."""
+    name, local_only = model_source(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_only)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TokenizerError(f"tokenizer of {name!r} does not load: {first_line(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TokenizerError(f"{name!r} gave a {type(tokenizer).__name__}, expected a Hugging Face tokenizer")
+    return tokenizer
+
+
+def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a turn, ascending: those of generation_config.json (of config.json where it is missing, as
+    `model.generate` does), and the tokenizer's own end-of-sequence token.
+
+    Raises TokenizerError when there is none: every rollout would run into its length limit."""
+    ids = set(_as_ids(_generation_eos(path)))
+    ids.update(_as_ids(tokenizer.eos_token_id))
+    if not ids:
+        raise TokenizerError(
+            f"{str(path)!r} names no end-of-sequence token: expected eos_token_id in generation_config.json or "
+            "config.json, or an eos_token in tokenizer_config.json"
+        )
+    return tuple(sorted(ids))
+
+
+def token_map_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the token-to-id map, added tokens included: equal only if every token has the same id."""
+    return vocab_fingerprint(tokenizer.get_vocab())
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    record: Promptlike,
+    system: str | None = None,
+    *,
+    chat_template: ChatTemplateMode = "auto",
+) -> npt.NDArray[np.int32]:
+    """Token ids int32 [n_prompt] of one record, up to where the student begins to write.
+
+    `messages` go through the chat template as they are; a `prompt` becomes one user turn (see `ChatTemplateMode`).
+    `system` is put in front unless the messages begin with a system turn of their own.
+
+    Raises TokenizerError for: no template where one is needed, a prompt that was rendered before, messages that end
+    with the answer, a template that refuses the messages, and an empty result."""
+    if record.messages is not None:
+        turns = _with_system([dict(turn) for turn in record.messages], system)
+        if not turns or turns[-1].get("role") == "assistant":
+            raise TokenizerError(
+                f"messages must end with the turn to be answered, got roles {[t.get('role') for t in turns]}; "
+                "leave the answer out (ground_truth is the place for it)"
+            )
+        return _as_array(_apply_template(tokenizer, turns, chat_template), record)
+    if record.prompt is None:
+        raise TokenizerError("a record needs a prompt or messages, got neither")
+    if chat_template == "auto" and tokenizer.chat_template is not None:
+        turns = _with_system([{"role": "user", "content": record.prompt}], system)
+        ids = _apply_template(tokenizer, turns, chat_template)
+        _refuse_second_rendering(tokenizer, record.prompt, ids)
+        return _as_array(ids, record)
+    if system is not None:
+        raise TokenizerError(
+            "a system prompt needs a chat template, got "
+            + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
+            + "; put the text into the prompts, or take the system prompt out"
+        )
+    return _as_array(tokenizer(record.prompt)["input_ids"], record)
+
+
+def _generation_eos(path: str | Path) -> object:
+    name, local_only = model_source(path)
+    try:
+        return GenerationConfig.from_pretrained(name, local_files_only=local_only).eos_token_id
+    except OSError:
+        pass  # no generation_config.json: the model's config says it
+    try:
+        return getattr(AutoConfig.from_pretrained(name, local_files_only=local_only), "eos_token_id", None)
+    except (OSError, ValueError):
+        return None  # a folder with a tokenizer only: what the tokenizer names is all there is
+
+
+def _as_ids(value: object) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, int):
+        return [value]
+    if isinstance(value, Sequence) and all(isinstance(item, int) for item in value):
+        return list(value)
+    raise TokenizerError(f"eos_token_id must be an id or a list of ids, got {value!r}")
+
+
+def _with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    if system is None or (turns and turns[0].get("role") == "system"):
+        return turns
+    return [{"role": "system", "content": system}, *turns]
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], chat_template: ChatTemplateMode
+) -> list[int]:
+    if chat_template == "off" or tokenizer.chat_template is None:
+        raise TokenizerError(
+            "messages need a chat template, got "
+            + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
+            + "; give text in the field 'prompt' instead"
+        )
+    try:
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except (TemplateError, TypeError, KeyError) as error:
+        roles = [turn.get("role") for turn in turns]
+        raise TokenizerError(
+            f"the chat template refuses these messages (roles {roles}): {first_line(error)}"
+        ) from error
+    return cast("list[int]", ids)  # one conversation, tokenize=True: a flat list of ids
+
+
+def _refuse_second_rendering(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: list[int]) -> None:
+    """A prompt that begins with the very token the template begins with was rendered by somebody else already."""
+    special = {str(token) for token in tokenizer.all_special_tokens}
+    text = prompt.lstrip()
+    doubled = next((token for token in special if text.startswith(token)), None)
+    if doubled is not None and tokenizer.convert_ids_to_tokens(ids[:1]) == [doubled]:
+        raise TokenizerError(
+            f"the prompt begins with {doubled!r}, as the chat template does: it seems to be rendered already; "
+            "give plain text, or set chat_template=off"
+        )
+
+
+def _as_array(ids: Sequence[int], record: Promptlike) -> npt.NDArray[np.int32]:
+    if len(ids) == 0:
+        raise TokenizerError(f"the prompt renders to no tokens at all: {record.prompt!r}")
+    return np.asarray(ids, dtype=np.int32)

@@ -1,0 +1,176 @@
+"""Appends every batch that a learner trained to a file (`recording.format`). One thread, the loop's.
+
+Recording never ends the training: a batch that cannot be written is counted by reason, and the reader of the file sees
+that its step is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from protocol.codec import frame_specs
+from protocol.messages import Batch, Settled, WeightVersion
+from recording.append_file import AppendFile, Unwritten
+from recording.format import (
+    MAGIC,
+    Array,
+    Found,
+    RecordError,
+    RecordHeader,
+    Rollout,
+    encode_batch,
+    encode_header,
+    encode_resumed,
+    scan,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_NAME: Final = "batches.record"
+"""In a folder."""
+
+
+class BatchRecorder:
+    """Owner of one file of recorded batches."""
+
+    def __init__(
+        self,
+        path: Path,
+        header: RecordHeader,
+        unwritten: Unwritten,
+        *,
+        resume: WeightVersion | None = None,
+        parent: WeightVersion | None = None,
+        max_bytes: int = 0,
+    ) -> None:
+        """`resume`: the version that the learner begins with, `parent`: that of the checkpoint (as in LearnerStarted);
+        its run's file is gone on with, and batches of the branch that was left no longer count. `max_bytes`: the file
+        grows no further; 0 = it may.
+
+        Raises RecordError: without `resume` for a file that is not empty, with it for one of another run or of another
+        vocabulary, or a damaged one."""
+        path = record_path(path)
+        self._path = path
+        self._max_bytes = max_bytes
+        self._full = False
+        self._skipped: Counter[str] = Counter()
+        self._batches_total = 0
+        resumed = b"" if resume is None else encode_resumed(resume, parent)
+        first = encode_header(header) + resumed
+        if path.exists() and path.stat().st_size:
+            if resume is None:
+                raise RecordError(f"{path} holds another run's batches; name another file for learner.record")
+            if _cut_torn_record(path, header):
+                first = resumed
+        self._file = AppendFile(path, unwritten, first=first)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Running totals of this process, for the metrics."""
+        skipped = {f"record/skipped_{reason}_total": float(n) for reason, n in self._skipped.items()}
+        return {"record/batches_total": float(self._batches_total), **skipped}
+
+    def add(
+        self,
+        batch: Batch,
+        settled: tuple[Settled, ...],
+        tasks_done: tuple[int, ...],
+        masked: tuple[str, ...],
+        arrays: Sequence[Array],
+        offline: Sequence[Rollout] = (),
+    ) -> None:
+        """Record what one step trained: the buffer's batch less the rollouts `masked`, and what was mixed into it; and
+        what became of samples."""
+        rollouts = [*rollouts_of(batch, arrays), *offline]
+        data = encode_batch(
+            batch.batch_id,
+            batch.version,
+            rollouts,
+            staleness=batch.staleness,
+            tasks_done=tasks_done,
+            settled=settled,
+            masked=masked,
+        )
+        if self._max_bytes and not self._full and _size(self._path) + len(data) > self._max_bytes:
+            self._full = True
+            log.warning("%s has reached %d bytes; no further batch is recorded", self._path, self._max_bytes)
+        if self._full:
+            self._skipped["max_bytes"] += 1
+        elif self._file.append(data, rows=1):
+            self._batches_total += 1
+        else:
+            self._skipped["unwritable"] += 1
+
+    def sync(self) -> None:
+        """What was recorded survives the loss of power from here on. Called before a checkpoint: a learner that goes
+        on from that finds all that led to it."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            log.error("%s may not survive the loss of power: %s", self._path, error)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def record_path(path: Path) -> Path:
+    """The file that is meant: a folder means one in it."""
+    return path / DEFAULT_NAME if path.is_dir() else path
+
+
+def rollouts_of(batch: Batch, arrays: Sequence[Array]) -> Iterator[Rollout]:
+    """The items of a batch, each with its own frames, however many the protocol gives it."""
+    at = 0
+    for item in batch.items:
+        n_frames = len(frame_specs(msgspec.structs.replace(batch, items=(item,))))
+        yield Rollout(item, tuple(arrays[at : at + n_frames]))
+        at += n_frames
+    if at != len(arrays):
+        raise ValueError(f"{len(arrays)} frames for items that have {at}")
+
+
+def _cut_torn_record(path: Path, header: RecordHeader) -> bool:
+    """Remove what follows the last whole record of the run's own file; False when not even its header was whole."""
+    with path.open("r+b") as stream:
+        size = path.stat().st_size
+        last: Found | None = None
+        for found in scan(stream, size, str(path)):
+            if last is None:
+                _expect_same(path, found, header)
+            last = found
+        whole = last.end if last is not None else 0
+        if whole < size:
+            log.warning("%s: %d bytes of a record that was not finished are cut off", path, size - whole)
+            stream.truncate(whole)
+    return last is not None
+
+
+def _expect_same(path: Path, found: Found, ours: RecordHeader) -> None:
+    theirs = found.kept
+    if not isinstance(theirs, RecordHeader):
+        raise RecordError(f"{path} does not begin with a header; name another file for learner.record")
+    for what in ("run", "vocab_fingerprint", "writer"):
+        got, expected = getattr(theirs, what), getattr(ours, what)
+        if got != expected:
+            raise RecordError(
+                f"{path} is the record of another run ({what}: got {got!r}, expected {expected!r}); name another file "
+                "for learner.record"
+            )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return len(MAGIC)

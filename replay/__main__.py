@@ -1,0 +1,245 @@
+"""Train from a file of recorded batches, with no actors, no teachers and no buffer:
+
+    python -m replay FILE [--epochs N] [--order recorded|shuffled] [--KEY VALUE ...]
+    python -m replay FILE --resume [--run-dir DIR]
+    python -m replay FILE --compare k1,k2,k3
+
+The configuration is that of the run that was recorded, under what is said here. Exit codes as of launch.run; Ctrl-C
+ends after the step under way and its checkpoint, a second one at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from launch.checks import preflight
+from launch.checks.preflight import replace
+from launch.config.command_line import CommandLine, parse_arguments, resolve_config
+from launch.config.run import RunConfig
+from launch.config.tree import Plain, get, merge
+from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
+from launch.report.terminal import lasting_output
+from launch.runfolder import choose_path
+from recording.format import RecordError, RecordHeader
+from recording.reader import Recording
+from replay.order import ORDERS, Order
+from replay.plan import ReplayPlan, check_asked, check_config, check_file, read_plan
+
+COMPARED_BATCHES: Final = 8
+USAGE: Final = f"""\
+usage: python -m replay FILE [--objective NAME] [--epochs N] [--order recorded|shuffled] [--run-dir DIR]
+                                    [--KEY VALUE ...]
+       python -m replay FILE --resume [--run-dir DIR]
+       python -m replay FILE --compare NAME,NAME[,...] [--batches N]
+
+Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (python -m launch.write).
+Keys are those of launch/cluster.py and begin with what the recorded run had; for a file that the teacher wrote, with
+learner.divergence seq_kd and learner.importance none. Evaluations run in this process; --learner.eval_every 0: none.
+
+  --epochs N        times that every batch is trained [1]
+  --order ORDER     of the batches: recorded, or shuffled by --seed [recorded]
+  --resume          go on from the last checkpoint in DIR [runs/latest], to the outcome of an undisturbed replay
+  --objective NAME  the same as --learner.divergence NAME
+  --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
+  --batches N       so many of them [{COMPARED_BATCHES}]
+"""
+_OWN: Final = ("epochs", "order", "objective", "compare", "batches")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The command line."""
+
+    file: Path
+    epochs: int | None
+    order: Order | None
+    """None: as a new replay has it, or as the one that is gone on with."""
+    compare: tuple[str, ...]
+    batches: int
+    line: CommandLine
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    with lasting_output():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE)
+        return 0
+    try:
+        asked = parse(arguments)
+        with Recording(asked.file) as recording:
+            folder = choose_path(asked.line.run_dir, resume=True, name=asked.line.name) if asked.line.resume else None
+            config, plan = prepare(asked, recording) if folder is None else prepare_resumed(asked, recording, folder)
+            for note in notes(recording):
+                print(f"stillhouse: {note}", file=sys.stderr)
+            from replay import run as replaying  # torch, and only now: what is wrong above is said at once
+
+            if asked.compare:
+                return replaying.compare_estimators(recording, config, asked.compare, asked.batches)
+            return replaying.train(
+                recording,
+                config,
+                plan,
+                run_dir=folder or asked.line.run_dir,
+                name=asked.line.name,
+                resume=folder is not None,
+            )
+    except (LaunchError, RecordError) as error:
+        return refuse(error)
+    except KeyboardInterrupt:
+        print("stillhouse: stopped", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+
+
+def parse(arguments: Sequence[str]) -> Asked:
+    """Raises ConfigError with all that is wrong."""
+    words, own, others, mistakes = list(arguments), dict[str, str](), list[str](), list[str]()
+    file = words.pop(0) if words and not words[0].startswith("--") else None
+    if file is None:
+        mistakes.append("expected the file of recorded batches first; --help says more")
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in _OWN:
+            others.append(word)
+            continue
+        if not equals:
+            text = words.pop(0) if words and not words[0].startswith("--") else ""
+        own[name] = text
+    if "objective" in own:
+        others.append(f"--learner.divergence={own['objective']}")
+    try:
+        line = parse_arguments(others)
+        if line.resume and "compare" in own:
+            mistakes.append("--resume: nothing is trained by --compare, so there is nothing to go on with")
+    except ConfigError as error:
+        line = CommandLine()
+        mistakes += error.mistakes
+    epochs = _positive(own, "epochs", 1, mistakes) if "epochs" in own else None
+    batches = _positive(own, "batches", COMPARED_BATCHES, mistakes)
+    order, compare = own.get("order"), own.get("compare")
+    if order not in (None, *ORDERS):
+        mistakes.append(f"--order: got {order!r}, expected one of {', '.join(ORDERS)}")
+    names = tuple(name for name in (compare or "").split(",") if name)
+    if compare is not None and not names:
+        mistakes.append("--compare: expected names of divergences, e.g. k1,k2,k3")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return Asked(
+        file=Path(cast(str, file)).expanduser(),
+        epochs=epochs,
+        order=cast(Order | None, order),
+        compare=names,
+        batches=batches,
+        line=line,
+    )
+
+
+def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
+    """A new one: what the recorded run had, under what is said now. Raises ConfigError."""
+    config = resolve_config(asked.line, _base(recording.header))
+    if asked.compare:
+        config = replace(config, learner=replace(config.learner, eval_every=0))
+    plan = ReplayPlan.of(recording, epochs=asked.epochs or 1, order=asked.order or "recorded")
+    as_recorded = plan.epochs == 1 and plan.order == "recorded" and recording.header.writer == "student"
+    steps_given = any(key.name == "steps" for key, _ in asked.line.overrides)
+    if not (as_recorded or steps_given):  # else the schedule of the learning rate is that of the recorded run
+        config = replace(config, steps=plan.epochs * plan.batches)
+    if not config.learner.eval_every:  # then neither the teacher nor the prompts have to be on this machine
+        tasks = replace(config.learner.tasks, prompts="", eval_prompts="")
+        config = replace(
+            config,
+            models=replace(config.models, teacher=config.models.student),
+            learner=replace(config.learner, tasks=tasks),
+        )
+    return looked_at(config), plan
+
+
+def prepare_resumed(asked: Asked, recording: Recording, folder: Path) -> tuple[RunConfig, ReplayPlan]:
+    """The one in `folder`: its plan and its configuration. Raises ConfigError for anything else."""
+    plan = read_plan(folder)
+    check_file(plan, recording)
+    check_asked(plan, epochs=asked.epochs, order=asked.order)
+    config = looked_at(resolve_config(asked.line))
+    check_config(config, folder)
+    return config, plan
+
+
+def looked_at(config: RunConfig) -> RunConfig:
+    """With models and prompts as preflight finds them. Raises ConfigError."""
+    checked = preflight.check(config)
+    for warning in checked.warnings:
+        print(f"stillhouse: warning: {warning}", file=sys.stderr)
+    return checked.config
+
+
+def notes(recording: Recording) -> list[str]:
+    """What one should know of a file before believing in what is made of it."""
+    told: list[str] = []
+    if recording.torn_bytes:
+        told.append(f"{recording.torn_bytes} bytes at its end are of a record that was not finished, and left out")
+    if recording.abandoned:
+        told.append(f"{recording.abandoned} batches are of a branch that its run did not go on from, and left out")
+    if recording.missing:
+        told.append(f"{recording.missing} steps are missing: the disk was full, or learner.record_max_bytes reached")
+    if recording.first_step:
+        told.append(f"it begins at step {recording.first_step}; --student can name the checkpoint of that step")
+    if _average(recording.header).get("decay"):
+        told.append("its teachers were the student's average; evaluations compare with the model that they began with")
+    return [f"{recording.path}: {text}" for text in told]
+
+
+def _base(header: RecordHeader) -> Plain:
+    """The configuration to begin with. Engines are the embedded ones, nothing is recorded again."""
+    here: Plain = {
+        "actors": 1,  # of a run that workers joined there may be none in its own configuration
+        "learner": {"record": "", "frozen": False, "ema": {"decay": 0.0}, "publish": {"backend": "gloo"}},
+        "actor": {"engine": "torch", "urls": []},
+        "teacher": {"engine": "torch", "urls": []},
+    }
+    recorded = copy.deepcopy(header.config)  # overrides are laid into what comes out of this
+    pools = cast(dict[str, Any], recorded.get("pools") or {})
+    if not pools:  # the evaluations'
+        here["teachers"] = 0 if get(recorded, "learner.tasks.routes") == {} else 1
+    here["pools"] = {name: {"engine": "torch", "urls": []} for name in pools}
+    if pools:
+        recorded = {name: value for name, value in recorded.items() if name != "teachers"}  # it is counted again
+    if header.writer == "student":
+        return merge(recorded, here)
+    learner = cast(dict[str, Any], recorded.get("learner", {}))
+    models = cast(dict[str, Any], recorded.get("models", {}))
+    off_policy: Plain = {
+        "seed": recorded.get("seed", 0),
+        "models": {"teacher": models.get("teacher", "")},
+        "learner": {"tasks": learner.get("tasks", {}), "divergence": "seq_kd", "importance": "none"},
+        "actor": recorded.get("actor", {}),
+        "teacher": recorded.get("teacher", {}),
+        "pools": pools,
+    }
+    return merge(off_policy, here)
+
+
+def _average(header: RecordHeader) -> dict[str, Any]:
+    """learner.ema."""
+    return cast(dict[str, dict[str, Any]], header.config).get("learner", {}).get("ema", {})
+
+
+def _positive(own: dict[str, str], name: str, default: int, mistakes: list[str]) -> int:
+    text = own.get(name, str(default))
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    mistakes.append(f"--{name}: got {text!r}, expected a number of at least 1")
+    return default
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""What a replay was begun with, kept in its folder, and whether it may go on with what is asked for now. No torch.
+
+A replay that goes on gives what it would have given undisturbed. So it goes on with the same batches in the same order
+under the same configuration, or not at all; only when it keeps checkpoints, and how many, may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from launch.config.files import read_config
+from launch.config.run import RunConfig
+from launch.config.tree import get, keys_of
+from launch.errors import ConfigError
+from launch.runfolder import write_atomic
+from recording.reader import Recording
+from replay.order import Order
+
+PLAN_FILE: Final = "replay_plan.json"
+MAY_CHANGE: Final = ("learner.checkpoint_every", "learner.keep_checkpoints", "learner.stall_timeout_s")
+
+
+class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """replay_plan.json: which batches are trained, and in which order."""
+
+    file: str
+    recording: str
+    """Recording.digest: the file may be elsewhere by now."""
+    run: str
+    batches: int
+    epochs: int
+    order: Order
+
+    @classmethod
+    def of(cls, recording: Recording, *, epochs: int, order: Order) -> ReplayPlan:
+        return cls(
+            file=str(recording.path),
+            recording=recording.digest,
+            run=recording.header.run,
+            batches=len(recording.batches),
+            epochs=epochs,
+            order=order,
+        )
+
+    def write(self, folder: Path) -> None:
+        write_atomic(folder / PLAN_FILE, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def read_plan(folder: Path) -> ReplayPlan:
+    """Raises ConfigError: no replay's folder."""
+    file = folder / PLAN_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"--resume: {folder} holds no replay (no {PLAN_FILE} in it); expected the folder of one (--run-dir DIR). A "
+            "run is gone on with by launch/cluster.py --resume"
+        )
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ReplayPlan)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--resume: {file} is not a replay's plan of this version: {error}") from error
+
+
+def check_file(plan: ReplayPlan, recording: Recording) -> None:
+    """Raises ConfigError for a file with other batches than the replay was begun with."""
+    if recording.digest != plan.recording:
+        raise ConfigError(
+            f"--resume: got {recording.path} ({len(recording.batches)} batches of the run {recording.header.run}), "
+            f"expected {plan.file} as it was then ({plan.batches} batches of the run {plan.run}), or a copy of it; "
+            "nothing was changed"
+        )
+
+
+def check_asked(plan: ReplayPlan, *, epochs: int | None, order: Order | None) -> None:
+    """What the command line says of the order, None where it says nothing. Raises ConfigError."""
+    pairs = {"epochs": (epochs, plan.epochs), "order": (order, plan.order)}
+    mistakes = [
+        f"--{name}: got {got}, expected {was}, as the replay was begun (or leave it out)"
+        for name, (got, was) in pairs.items()
+        if got not in (None, was)
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+def check_config(config: RunConfig, folder: Path) -> None:
+    """`config`: with paths resolved, as that in the folder. Raises ConfigError naming what differs."""
+    if mistakes := list(_differences(config, read_config(folder / "config.yaml"))):
+        raise ConfigError(
+            *mistakes,
+            f"--resume: {folder} goes on as it was begun, so that it gives what it would have given undisturbed; begin "
+            "another replay for other settings. Nothing was changed",
+        )
+
+
+def _differences(config: RunConfig, former: RunConfig) -> Iterator[str]:
+    now, then = msgspec.to_builtins(config), msgspec.to_builtins(former)
+    for key in keys_of(RunConfig):
+        got, was = get(now, key.name), get(then, key.name)
+        if got != was and key.name not in MAY_CHANGE:
+            yield f"{key.name}: got {got!r}, expected {was!r}, as in its config.yaml"

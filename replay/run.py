@@ -1,0 +1,322 @@
+"""What `replay` does once its command line is understood: a run folder, a trainer, evaluations in this process,
+or gradients side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from launch.config.files import write_config
+from launch.config.run import RunConfig
+from launch.errors import ConfigError
+from launch.report.local_evaluation import LocalEvaluator
+from launch.runfolder import RunFolder, write_atomic
+from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from learner.checkpoints.rng import RngState, capture_rng, restore_rng
+from learner.evaluation.evaluation import Evaluation, EvaluationResult, render_eval_set
+from learner.evaluation.figures import describe
+from learner.make_trainer import make_trainer
+from learner.objectives.registry import needs_top_k
+from learner.offline.config import check_seq_kd
+from learner.prompts.tasks import load_prompts
+from learner.reports.metrics import MetricsWriter, newest_epoch
+from learner.reports.step_metrics import StepMetrics
+from learner.step.train_step import Trainer
+from models.tokenizer import load_tokenizer, token_map_fingerprint
+from protocol.fingerprint import vocab_tokens
+from protocol.messages import WeightVersion
+from recording.reader import Recording
+from replay.compare import compare
+from replay.order import turns
+from replay.plan import ReplayPlan
+from replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
+
+log = logging.getLogger(__name__)
+
+SUMMARY_FILE: Final = "replay.json"
+EVAL_FIELDS: Final = ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl", "n_greedy", "n_sampled", "tags")
+"""Of each EvaluationResult, what it carries."""
+
+
+class StopAsked(Exception):
+    """A signal came; the step under way is done."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+class Start(NamedTuple):
+    """What a replay begins with: the student as given, or a checkpoint."""
+
+    trainer: Trainer
+    progress: ReplayProgress
+    rng: RngState | None
+    """None: as the seed says."""
+
+
+def train(
+    recording: Recording, config: RunConfig, plan: ReplayPlan, *, run_dir: Path | None, name: str, resume: bool
+) -> int:
+    """Train, evaluate, keep checkpoints in a run folder; `resume`: go on in the one at `run_dir`, of which plan and
+    configuration have been looked at. The exit code."""
+    torch.set_num_threads(config.launch.threads_per_worker)
+    torch.manual_seed(config.seed)
+    began_s = time.monotonic()
+    tokenizer = load_tokenizer(config.models.student)
+    recording.expect_vocabulary(token_map_fingerprint(tokenizer))
+    if needs_top_k(config.learner.divergence):
+        recording.expect_top_k(config.learner.divergence)
+    start = _start(config, tokenizer, run_dir if resume else None)
+    trainer = start.trainer
+    with closing(RunFolder.open(run_dir, resume=resume, name=name)) as folder, ExitStack() as stack:
+        write_config(config, folder.config_path)
+        plan.write(folder.path)
+        _say(_headline(recording, config, folder, plan, steps_done=trainer.steps_done))
+        stop = stack.enter_context(_stop_asked())
+        epoch = newest_epoch(folder.path)
+        gone_on = None if epoch is None else WeightVersion(epoch + 1, trainer.steps_done)
+        metrics = stack.enter_context(MetricsWriter(folder.path, resume=gone_on))
+        replay = Replay(
+            recording,
+            trainer,
+            metrics,
+            config.learner,
+            steps=config.steps,
+            evaluate=_evaluations(config, tokenizer, trainer, stack, stop),
+            save_checkpoint=_checkpoints(config, tokenizer, trainer, folder),
+            progress=start.progress,
+            after_step=lambda step, progress: _after_step(step, progress, config, stop),
+        )
+        code, reason = 0, "all batches trained"
+        try:
+            if start.rng is not None:
+                restore_rng(start.rng)
+            order = turns(plan.batches, epochs=plan.epochs, order=plan.order, seed=config.seed)
+            replay.run(islice(order, trainer.steps_done, None))
+        except StopAsked as asked:
+            code, reason = asked.exit_code, str(asked)
+            replay.checkpoint()
+        except BaseException as error:
+            _end(folder, recording, trainer, replay.progress, 1, f"{type(error).__name__}: {error}", began_s)
+            raise
+        _end(folder, recording, trainer, replay.progress, code, reason, began_s)
+        return code
+
+
+def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> Start:
+    """`folder`: of the replay to go on with, whose last checkpoint it is that can be read; where there is none, it
+    begins again. Raises ConfigError where there are some, and none can be read."""
+    try:
+        found = go_on_from(folder / CHECKPOINTS) if folder is not None else None
+    except CheckpointError as error:
+        raise ConfigError(*str(error).splitlines()) from error
+    for skipped in found.damaged if found is not None else ():
+        _say(f"{skipped}; it is kept as {set_aside(skipped.path)}")
+    checkpoint = found.path if found is not None else None
+    trainer = make_trainer(
+        config.models.student,
+        config.learner,
+        steps=config.steps,
+        vocab_tokens=_vocab(tokenizer),
+        seed=config.seed,
+        checkpoint=checkpoint,
+    )
+    if checkpoint is None:
+        return Start(trainer, ReplayProgress(), None)
+    state = load_checkpoint(checkpoint)
+    trainer.load_state_dict(state.optimizer)
+    trainer.critic.load_state_dict(state.value_head)
+    return Start(trainer, ReplayProgress.of_state(state.tasks), state.rng)
+
+
+def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[str], n_batches: int) -> int:
+    """Print what each divergence makes of the first batches, under the student as it is given."""
+    mistakes: list[str] = []
+    for name in names:
+        try:
+            if needs_top_k(name):
+                recording.expect_top_k(name)
+            check_seq_kd("learner.", name, config.learner.importance)
+        except ValueError as error:
+            mistakes.append(f"--compare: {error}")
+    if mistakes:
+        raise ConfigError(*mistakes)
+    torch.set_num_threads(config.launch.threads_per_worker)
+    tokenizer = load_tokenizer(config.models.student)
+    recording.expect_vocabulary(token_map_fingerprint(tokenizer))
+    torch.manual_seed(config.seed)
+    n_vocab = _vocab(tokenizer)
+    first = make_trainer(
+        config.models.student, config.learner, steps=config.steps, vocab_tokens=n_vocab, seed=config.seed
+    )
+    trainers = {
+        name: Trainer(
+            first.model,
+            msgspec.structs.replace(config.learner, divergence=name),
+            total_steps=config.steps,
+            adapters=first.adapters,
+            vocab_tokens=n_vocab,
+            seed=config.seed,
+        )
+        for name in names
+    }
+
+    def gradient_of(name: str, batch: ReplayBatch) -> list[Tensor]:
+        return trainers[name].gradient(batch.own, batch.offline)
+
+    batches = [read_batch(recording, kept) for kept in recording.batches[:n_batches]]
+    table = Table("divergence", "|mean gradient|", "noise of a batch", f"cosine with {names[0]}")
+    for row in compare(names, batches, gradient_of):
+        table.add_row(row.name, f"{row.norm:.4g}", f"{row.noise:.4g}", f"{row.cosine:.4f}")
+    _say(
+        f"{len(batches)} batches of {recording.path}, student {config.models.student}, importance "
+        f"{config.learner.importance}; gradients before clipping"
+    )
+    Console().print(table)
+    return 0
+
+
+def _evaluations(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, stack: ExitStack, stop: list[int]
+) -> Callable[[int], EvaluationResult] | None:
+    """`evaluate(step)`; both models are loaded only when there are evaluations."""
+    if not config.learner.eval_every:
+        return None
+    tasks = config.learner.tasks
+    rendered = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks)
+    evaluator = LocalEvaluator(config, check=lambda: _raise_if_asked(stop))
+    stack.callback(evaluator.close)
+
+    def evaluate(step: int) -> EvaluationResult:
+        version = WeightVersion(0, step)
+        evaluation = Evaluation(tasks, rendered.prompts, tokenizer, version=version, seed=config.seed)
+        result = evaluator.run(evaluation, version, trainer.weights())
+        _say(f"evaluation at step {step}: {describe(result)}")
+        for tag, figures in result.tags.items():
+            _say(f"  {tag}: {describe(figures)}")
+        return result
+
+    return evaluate
+
+
+def _checkpoints(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, folder: RunFolder
+) -> Callable[[int, StepMetrics, ReplayProgress], None]:
+    def save(step: int, figures: StepMetrics, progress: ReplayProgress) -> None:
+        state = LearnerState(
+            version=WeightVersion(0, step),
+            optimizer=trainer.state_dict(),
+            value_head=trainer.critic.state_dict(),
+            tasks=progress.state(),
+            ledger=None,
+            rng=capture_rng(),
+            metrics=dict(figures.as_dict()),
+        )
+        keep = config.learner.keep_checkpoints
+        root = folder.path / CHECKPOINTS
+        save_checkpoint(root, trainer.model, tokenizer, state, keep=keep, adapters=trainer.adapters)
+
+    return save
+
+
+def _after_step(step: int, progress: ReplayProgress, config: RunConfig, stop: list[int]) -> None:
+    figures = progress.last
+    if figures is not None and step % max(1, min(20, config.steps // 10)) == 0:
+        kl = "" if figures.reverse_kl is None else f"reverse KL {figures.reverse_kl:.4f}, "
+        _say(
+            f"step {step}/{config.steps}, epoch {progress.epoch}: loss {figures.loss:.4f}, {kl}log-prob "
+            f"{figures.logprob:.4f}, gradient {figures.grad_norm:.3g}"
+        )
+    _raise_if_asked(stop)
+
+
+@contextlib.contextmanager
+def _stop_asked() -> Generator[list[int]]:
+    """While entered, the first SIGINT or SIGTERM is noted in the list; after it they do what they always do."""
+    asked: list[int] = []
+    former = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        asked.append(signum)
+        _restore()
+
+    def _restore() -> None:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+    for signum in former:
+        signal.signal(signum, note)
+    try:
+        yield asked
+    finally:
+        _restore()
+
+
+def _raise_if_asked(stop: list[int]) -> None:
+    if stop:
+        raise StopAsked(stop[0])
+
+
+def _headline(recording: Recording, config: RunConfig, folder: RunFolder, plan: ReplayPlan, *, steps_done: int) -> str:
+    header, learner = recording.header, config.learner
+    going_on = f", going on from step {steps_done}" if folder.record.launches > 1 else ""
+    return (
+        f"replay of {len(recording.batches)} batches of the run {header.run} (written by the {header.writer}, "
+        f"configuration {header.config_digest[:12]}), {plan.epochs} epochs, {plan.order}{going_on}: "
+        f"{config.models.student}, divergence {learner.divergence}, importance {learner.importance}, "
+        f"lr {learner.lr:g}, {config.steps} steps; all of it in {folder.path}"
+    )
+
+
+def _end(
+    folder: RunFolder,
+    recording: Recording,
+    trainer: Trainer,
+    progress: ReplayProgress,
+    code: int,
+    reason: str,
+    began_s: float,
+) -> None:
+    """replay.json, run.json, and the last line."""
+    account = {
+        "file": str(recording.path),
+        "run": recording.header.run,
+        "writer": recording.header.writer,
+        "steps": trainer.steps_done,
+        "tokens_trained": progress.tokens_trained,
+        "reason": reason,
+        "exit_code": code,
+        "wall_s": time.monotonic() - began_s,
+        "reverse_kl_first": progress.reverse_kl_first,
+        "reverse_kl_last": progress.reverse_kl_last,
+        "eval": [{name: getattr(result, name) for name in EVAL_FIELDS} for result in progress.evaluations],
+    }
+    write_atomic(folder.path / SUMMARY_FILE, msgspec.json.format(msgspec.json.encode(account), indent=2) + b"\n")
+    folder.finish(code)
+    _say(f"{trainer.steps_done} steps, {reason}; {folder.path}")
+
+
+def _vocab(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Ids that it has."""
+    return vocab_tokens(tokenizer.get_vocab())
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

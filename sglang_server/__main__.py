@@ -1,0 +1,58 @@
+"""Serve models on a CPU until Ctrl-C:
+
+    python -m sglang_server [--port P] [--log-dir DIR] MODEL [MODEL ...] [-- SERVER ARGS]
+
+The first server gets the port P, the next one P + 1, ... Prints a line per server when it is ready: name, url, pid."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from sglang_server.servers import Server, Servers
+
+GLOO_ON_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Weights come over the interface that the servers listen on; gloo would look up the host's name."""
+
+
+def main(arguments: list[str]) -> int:
+    own, extra = arguments, list[str]()
+    if "--" in arguments:
+        cut = arguments.index("--")
+        own, extra = arguments[:cut], arguments[cut + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m sglang_server", description=__doc__)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder of a checkpoint; repeat it for more servers")
+    parser.add_argument("--port", type=int, default=0, help="of the first server; 0 = free ports")
+    parser.add_argument("--log-dir", type=Path, default=None, help="server logs; default: a new temporary folder")
+    options = parser.parse_args(own)
+    log_dir: Path = options.log_dir or Path(tempfile.mkdtemp(prefix="sglang-cpu-"))
+    signal.signal(signal.SIGTERM, _leave)
+    with Servers(log_dir, environment=GLOO_ON_LOOPBACK if "GLOO_SOCKET_IFNAME" not in os.environ else None) as servers:
+        print(f"warm after {servers.warm_s} s; logs in {log_dir}", flush=True)
+        started: list[Server] = []
+        for index, model in enumerate(options.models):
+            port = options.port + index if options.port else 0
+            started.append(servers.start(f"server-{index}", model, extra, port=port))
+        servers.wait_ready(started, timeout_s=120.0)
+        for server in started:
+            print(f"{server.name}  {server.url}  pid {server.pid}", flush=True)
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            print("ending the servers", flush=True)
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """SIGTERM: end the servers on the way out."""
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

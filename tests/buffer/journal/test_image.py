@@ -1,0 +1,139 @@
+"""Images and turns: what is restored is the same state, and goes on in the same way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict, deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from buffer.core import Core
+from buffer.journal.freezer import FreezeError, Freezer, ThawError
+from buffer.journal.image import make_image, release_hash, restore_image
+from buffer.turns import Joined, Left, Turn, decode_turn, encode_turn
+from protocol import messages as m
+from protocol.codec import Received
+from protocol.messages import WeightVersion
+from protocol.server import FromPeer
+from tests.buffer.driver import Driver
+from tests.buffer.shadow import ShadowedState, new_book, restored
+from tests.patience import PATIENCE_S
+from tests.sim.buffer import sim as buffer_sim
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_state_that_lives_from_turns_and_images_sends_the_same_bytes_in_any_course_of_events(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.sim.buffer.world.BufferState", ShadowedState)
+    totals = buffer_sim.run(5_000, seed, check_every=200)
+    for happened in ("tokens_trained", "learner_restarts", "tokens_evaluated", "hedges_won", "breaker_probes"):
+        assert totals[happened] > 0, f"the simulation never got to {happened}"
+
+
+def test_an_image_is_the_same_bytes_whatever_the_hash_seed() -> None:
+    code = (
+        "import hashlib; from random import Random; from buffer.core import Core;"
+        "from tests.sim.buffer import sim as buffer_sim;"
+        "from tests.sim.buffer.actions import ACTIONS; from buffer.journal.image import make_image;"
+        "from tests.buffer.shadow import new_book; rng = Random(5); world = buffer_sim.random_world(rng, 1000);"
+        "[rng.choice(ACTIONS)[0](world, rng) for _ in range(1500)];"
+        "print(hashlib.sha256(make_image(Core(world.state), new_book(), 1.0)).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[3])},
+            capture_output=True,
+            check=True,
+            timeout=PATIENCE_S,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(digests) == 1 and digests != {b""}
+
+
+def test_what_was_lent_and_what_waits_is_still_so_after_restoring() -> None:
+    driver = Driver(batch=1, staleness=3)
+    driver.offer(0, 1, 2, 3)
+    driver.roll(0)
+    batch = driver.want(0)
+    assert batch is not None
+    driver.write("train-1-0-0", 3)
+    driver.state = restored(Core(driver.state), 1.0).state
+    driver.trained(batch)
+    driver.score()
+    assert driver.ledger.tokens.trained == 2 and driver.ledger.tokens.in_flight + driver.ledger.tokens.waiting == 3
+    again = driver.write("train-1-0-0", 1, final=True)
+    assert again is not None and again.status == "accepted"
+
+
+def test_another_class_of_a_field_is_refused() -> None:
+    image = make_image(Core(Driver().state), new_book(), 0.0)
+    newest_s, core, book = msgspec.msgpack.decode(image)
+    spoilt = msgspec.msgpack.encode([newest_s, core.replace(b"TaskBook", b"TaskBock"), book])
+    with pytest.raises(ThawError, match="TaskBock"):
+        restore_image(spoilt, new_book())
+
+
+def test_the_release_is_the_same_for_all_processes() -> None:
+    code = "from buffer.journal.image import release_hash; print(release_hash())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.strip()
+    assert told == release_hash()
+
+
+# ------------------------------------------------------------------------------------------------------- freezer
+
+
+class Node:
+    def __init__(self, **fields: object) -> None:
+        self.__dict__.update(fields)
+
+    def method(self) -> str:
+        return "called"
+
+
+def freezer() -> Freezer:
+    return Freezer({Node: None}, (WeightVersion,))
+
+
+def test_identity_order_and_kinds_of_containers_are_kept() -> None:
+    leaf = Node(a=None)
+    leaf.__dict__["a"] = np.arange(3, dtype=np.int16)
+    root = Node(a=[leaf, leaf, OrderedDict(b=1), deque([1.5]), {3, 1}, {"x": (leaf, b"\0")}, WeightVersion(1, 2)])
+    got = freezer().thaw(freezer().freeze(root)).a
+    assert got[0] is got[1] is got[5]["x"][0]
+    np.testing.assert_array_equal(got[0].a, [0, 1, 2])
+    assert got[0].a.dtype == np.int16
+    assert got[2:5] == [OrderedDict(b=1), deque([1.5]), {3, 1}] and type(got[2]) is OrderedDict
+    assert got[5]["x"][1] == b"\0" and got[6] == WeightVersion(1, 2)
+
+
+def test_a_method_belongs_to_the_restored_object() -> None:
+    root = Node(a=None)
+    root.__dict__["a"] = root.method
+    got = freezer().thaw(freezer().freeze(root))
+    assert got.a() == "called" and got.a.__self__ is got
+
+
+def test_what_is_not_listed_or_has_two_owners_is_an_error() -> None:
+    with pytest.raises(FreezeError, match="object is not listed"):
+        freezer().freeze(Node(a=object()))
+    shared = [1]
+    with pytest.raises(FreezeError, match="two owners"):
+        freezer().freeze(Node(a=[shared, shared]))
+
+
+def test_a_turn_is_read_as_it_was_written() -> None:
+    hello = m.Hello("actor", "a", "1", "run", "ab")
+    scores = Received(m.Scores((1,)), (np.array([0.5], np.float32),))
+    turn = Turn(2.0, (Joined(hello), Left("teacher", "t"), FromPeer("teacher", "t", scores)), 2.5, {"role": 3})
+    got = decode_turn(encode_turn(turn))
+    assert (got.now_s, got.tick_s, got.refused, got.entries[:2]) == (2.0, 2.5, {"role": 3}, turn.entries[:2])
+    said = got.entries[2]
+    assert isinstance(said, FromPeer) and said.received.message == scores.message
+    np.testing.assert_array_equal(said.received.arrays[0], [0.5])

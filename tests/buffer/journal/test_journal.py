@@ -1,0 +1,303 @@
+"""Store, journal and recovery: what was committed is there, what is damaged is said, a full disk stops intake only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import lmdb
+import msgspec
+import pytest
+
+from buffer.config import BufferConfig, Sync
+from buffer.journal.journal import RETRY_S, Journal
+from buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
+from buffer.journal.store import PART_BYTES, Store, StoreCorrupt, StoreUnwritable
+from buffer.turns import Joined, Turn, encode_turn
+from protocol import messages as m
+from protocol.messages import WeightVersion
+from tests.full_disk import fill, small_disk
+from tests.patience import PATIENCE_S
+
+BEGINNING = Beginning(
+    release="r1",
+    run_id="run-1",
+    config=BufferConfig(journal_reserve_mb=1),
+    version=WeightVersion(0, 0),
+    carried=None,
+    vocab_fingerprint=None,
+    vocab_size=None,
+)
+BODIES = [b"one", b"two" * 1000, b"three" * 100_000]
+
+
+def opened(folder: Path) -> tuple[bytes | None, list[bytes]]:
+    store = Store(folder, sync="process")
+    try:
+        return store.image(), list(store.turns())
+    finally:
+        store.close()
+
+
+def filled(folder: Path, bodies: list[bytes] = BODIES) -> None:
+    store = Store(folder, sync="process")
+    store.begin(b"meta")
+    for body in bodies:
+        store.append([body])
+    store.close()
+
+
+def joined_turn(now_s: float, name: str = "a") -> bytes:
+    return encode_turn(Turn(now_s, (Joined(m.Hello("actor", name, "1", "run-1", "ab" * 32)),)))
+
+
+# --------------------------------------------------------------------------------------------------------- store
+
+
+def test_turns_are_read_back_in_order_and_an_image_takes_their_place(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert opened(tmp_path) == (None, BODIES)
+    store = Store(tmp_path, sync="disk")
+    assert (store.image(), list(store.turns())) == (None, BODIES)
+    store.put_image(b"image")
+    store.append([b"four", b"five"])
+    assert store.log_bytes == 8
+    store.close()
+    assert opened(tmp_path) == (b"image", [b"four", b"five"])
+
+
+def test_what_is_larger_than_a_row_is_kept_in_parts(tmp_path: Path) -> None:
+    store = Store(tmp_path, sync="process")
+    long = os.urandom(PART_BYTES) + b"tail"
+    store.append([b"a", long, b"b"])
+    store.put_image(long)
+    store.append([long])
+    store.close()
+    assert opened(tmp_path) == (long, [long])
+
+
+def test_the_file_does_not_grow_with_the_images(tmp_path: Path) -> None:
+    """Turns and images of any size follow one another, of which it holds one image and one log at a time."""
+    log_bytes, image_bytes, rng = 1 << 20, 600_000, Random(1)
+    store = Store(tmp_path, sync="process")
+    store.begin(b"meta")
+    for _ in range(60):
+        while store.log_bytes < log_bytes:
+            store.append([bytes(rng.choice((300, 2_000, 9_000, 15_000, 40_000)))])
+        store.put_image(bytes(image_bytes // 2 + rng.randrange(image_bytes // 2)))
+    file_bytes = store.file_bytes
+    store.close()
+    assert file_bytes < 3 * (log_bytes + image_bytes), "what is free is used again"
+
+
+def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from buffer.journal.store import Store;"
+        "store = Store(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
+        "[store.append([b'%d' % i]) for i in range(100)]; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=PATIENCE_S)
+    assert opened(tmp_path) == (None, [b"%d" % i for i in range(100)])
+
+
+@pytest.mark.parametrize("sync", ["disk", "process"])
+def test_a_commit_waits_for_the_disk_where_that_is_asked_for(tmp_path: Path, sync: Sync) -> None:
+    """No test can cut the power: what LMDB was told is looked at."""
+    config = msgspec.structs.replace(BEGINNING.config, journal_sync=sync)
+    started = start(tmp_path / "journal", msgspec.structs.replace(BEGINNING, config=config))
+    assert started.journal is not None
+    flags = started.journal.store._env.flags()  # pyright: ignore[reportPrivateUsage]
+    assert (flags["sync"], flags["metasync"]) == ((True, True) if sync == "disk" else (False, False))
+    started.journal.close()
+
+
+def test_a_commit_that_a_dying_process_left_half_written_is_dropped(tmp_path: Path) -> None:
+    """All pages of the last commit but the root page, which LMDB writes last, are there, or half of them."""
+    filled(tmp_path)
+    before = (tmp_path / "data.mdb").read_bytes()
+    store = Store(tmp_path, sync="process")
+    assert list(store.turns()) == BODIES
+    store.append([b"four" * 10_000])
+    store.close()
+    after = (tmp_path / "data.mdb").read_bytes()
+    for cut in (len(before), (len(before) + len(after)) // 2, len(after)):
+        (tmp_path / "data.mdb").write_bytes(before[:8192] + after[8192:cut])
+        assert opened(tmp_path) == (None, BODIES)
+
+
+def spoil(transaction: lmdb.Transaction) -> None:
+    body = bytearray(transaction.get(key(1)) or b"")
+    body[100] ^= 1
+    transaction.put(key(1), bytes(body))
+
+
+def lose(transaction: lmdb.Transaction) -> None:
+    transaction.delete(key(1))
+
+
+def cut(transaction: lmdb.Transaction) -> None:
+    n_parts = sum(-(-len(body) // PART_BYTES) for body in BODIES)
+    last = bytearray(transaction.get(key(n_parts - 1)) or b"")
+    assert last[4] == 1
+    last[4] = 0
+    transaction.put(key(n_parts - 1), bytes(last))
+
+
+def key(part: int) -> bytes:
+    return b"l" + part.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("damage", [spoil, lose, cut])
+def test_damage_in_the_middle_is_an_error(tmp_path: Path, damage: Callable[[lmdb.Transaction], None]) -> None:
+    filled(tmp_path)
+    with lmdb.open(str(tmp_path)) as database, database.begin(write=True) as transaction:
+        damage(transaction)
+    with pytest.raises(StoreCorrupt):
+        opened(tmp_path)
+
+
+def test_a_file_that_is_no_database_or_is_cut_off_is_an_error(tmp_path: Path) -> None:
+    filled(tmp_path)
+    file = tmp_path / "data.mdb"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(StoreCorrupt):
+        opened(tmp_path)
+    file.write_bytes(b"no database at all, but long enough to be taken for one" * 1000)
+    with pytest.raises(StoreCorrupt):
+        opened(tmp_path)
+
+
+def test_a_journal_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
+    store = Store(tmp_path, sync="process")
+    store.begin(b"meta")
+    with pytest.raises(StoreUnwritable, match="locked"):
+        Store(tmp_path, sync="process")
+    store.close()
+
+
+def test_its_files_stay_bounded(tmp_path: Path) -> None:
+    store = Store(tmp_path, sync="process")
+    sizes: list[int] = []
+    for _ in range(12):
+        for _ in range(40):
+            store.append([os.urandom(50_000)])
+        store.put_image(os.urandom(500_000))
+        sizes.append(store.file_bytes)
+    assert max(sizes[6:]) <= 1.2 * max(sizes[:6])
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------------ recovery
+
+
+def begun(folder: Path, *bodies: bytes) -> None:
+    started = start(folder, BEGINNING)
+    assert started.journal is not None and started.book is None
+    for body in bodies:
+        started.journal.write(body, 0.0)
+    started.journal.close()
+
+
+def restarted(folder: Path, beginning: Beginning = BEGINNING) -> Started:
+    started = start(folder, beginning)
+    if started.journal is not None:
+        started.journal.close()
+    return started
+
+
+def test_a_restored_core_has_the_peers_and_the_time_of_the_former_one(tmp_path: Path) -> None:
+    begun(tmp_path, joined_turn(5.0), joined_turn(7.5, "b"))
+    started = restarted(tmp_path)
+    assert started.newest_s == 7.5
+    assert started.book is not None and [str(peer) for peer in started.book.sessions] == ["actor a", "actor b"]
+    assert [peer.name for peer in started.core.snapshot(8.0).peers] == ["a", "b"]
+
+
+def test_the_clock_goes_on_where_it_stopped_whatever_the_systems_clock_says() -> None:
+    system = iter([10.0, 10.0, 12.5])
+    clock = CoreClock(1_000_000.0, lambda: next(system))
+    assert (clock(), clock()) == (1_000_000.0, 1_000_002.5)
+    assert CoreClock(None, lambda: 3.0)() == 3.0
+
+
+def test_the_journal_of_another_run_is_removed(tmp_path: Path) -> None:
+    begun(tmp_path, joined_turn(5.0))
+    other = msgspec.structs.replace(BEGINNING, run_id="run-2")
+    (tmp_path / "data.mdb").write_bytes(b"damaged by a loss of power")
+    assert restarted(tmp_path, other).book is None
+    assert restarted(tmp_path, other).newest_s is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"release": "r2"}, "written by release r1 of the buffer's code, this is r2"),
+        ({"config": BufferConfig(journal_reserve_mb=1, max_staleness=7)}, "max_staleness was 4, is 7"),
+    ],
+)
+def test_another_release_or_other_settings_are_refused(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    begun(tmp_path, joined_turn(5.0))
+    with pytest.raises(JournalError, match=told) as raised:
+        start(tmp_path, msgspec.structs.replace(BEGINNING, **change))
+    assert "resume the run from its last checkpoint" in str(raised.value)
+
+
+def test_a_damaged_journal_says_what_to_do(tmp_path: Path) -> None:
+    begun(tmp_path, joined_turn(5.0), b"\xc1 no turn")
+    with pytest.raises(JournalError, match=r"damaged.*remove .* and resume"):
+        start(tmp_path, BEGINNING)
+
+
+def test_without_a_journal_nothing_is_written(tmp_path: Path) -> None:
+    config = BufferConfig(journal=False)
+    started = start(tmp_path / "journal", msgspec.structs.replace(BEGINNING, config=config))
+    assert started.journal is None and not (tmp_path / "journal").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- full disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """4 MiB."""
+    with small_disk(tmp_path / "disk", 4 << 20) as folder:
+        yield folder
+
+
+def test_a_full_disk_is_trouble_but_the_reserve_still_takes_turns(disk: Path) -> None:
+    journal = Journal(disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=1 << 20, memory_bytes=1 << 20)
+    journal.write(b"before", 0.0)
+    others = fill(disk)
+    written = [b"before"]
+    for i in range(20):  # a page or two may still have been free
+        written.append(b"%d" % i * 5000)
+        journal.write(written[-1], 0.1 * i)
+    assert journal.trouble and journal.waiting_bytes == 0, "written, with the space of the reserve"
+    journal.mend(10.0)
+    assert journal.trouble, "the reserve cannot be made again"
+    others.unlink()
+    journal.mend(10.0 + RETRY_S / 2)
+    assert journal.trouble, "not asked again at once"
+    journal.mend(20.0)
+    assert not journal.trouble
+    journal.close()
+    assert opened(disk / "journal")[1] == written
+
+
+def test_without_a_reserve_turns_wait_in_memory_up_to_a_bound_and_are_written_in_order(disk: Path) -> None:
+    journal = Journal(disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=0, memory_bytes=1 << 20)
+    others = fill(disk)
+    written: list[bytes] = []
+    while not journal.blocked:
+        written.append(os.urandom(100_000))
+        journal.write(written[-1], 0.0)
+    assert journal.trouble and 1 << 20 < journal.waiting_bytes <= 1 << 21
+    others.unlink()
+    journal.mend(100.0)
+    assert not journal.trouble and not journal.blocked and journal.waiting_bytes == 0
+    journal.close()
+    assert opened(disk / "journal")[1] == written

@@ -1,0 +1,143 @@
+"""Which tokens of a stream leave when, and under which version; no server needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engines.sglang.features import chunks_are_increments
+from engines.sglang.labels import Labels
+from engines.sglang.stream import Chunk, NewTokens, StreamError, TokenStream
+from protocol.messages import VersionSpan, WeightVersion
+
+START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)
+
+
+def chunk(ids: list[int], stamp: str = "0.0", **meta: Any) -> Chunk:
+    """As it comes off the wire; log-prob of token t is -t."""
+    entries = [[-float(token), token, None] for token in ids]
+    text = msgspec.json.encode(
+        {"output_ids": ids, "meta_info": {"weight_version": stamp, "output_token_logprobs": entries, **meta}}
+    )
+    return msgspec.json.decode(text, type=Chunk)
+
+
+def token_stream(*, incremental: bool = True) -> TokenStream:
+    return TokenStream(incremental=incremental, floor=START, labels=Labels(""))
+
+
+LENGTH: Any = {"finish_reason": {"type": "length", "length": 4}}
+
+
+def test_increments_are_handed_on_as_they_come() -> None:
+    stream = token_stream()
+    first, second = stream.take(chunk([5, 6])), stream.take(chunk([7], **LENGTH))
+
+    assert (first.ids, second.ids) == ([5, 6], [7])
+    assert first.logprobs == [-5.0, -6.0]
+    assert first.spans == [VersionSpan(START, 0, 2)] and second.spans == [VersionSpan(START, 0, 1)]
+    assert stream.finish is not None and stream.finish.type == "length"
+
+
+def test_of_cumulative_chunks_only_what_is_new() -> None:
+    stream = token_stream(incremental=False)
+    got = [stream.take(chunk(ids)) for ids in ([5], [5, 6, 7], [5, 6, 7], [5, 6, 7, 8])]
+
+    assert [new.ids for new in got] == [[5], [6, 7], [], [8]]
+    assert got[1].logprobs == [-6.0, -7.0]
+
+
+def test_a_cumulative_stream_that_changes_its_mind_is_refused() -> None:
+    stream = token_stream(incremental=False)
+    stream.take(chunk([5, 6]))
+    with pytest.raises(StreamError, match="changed its first 2 tokens"):
+        stream.take(chunk([5, 9, 7]))
+
+
+def test_tokens_behind_a_change_of_version_wait_for_the_spans() -> None:
+    stream = token_stream()
+    spans = [{"version": "0.0", "start": 0, "end": 3}, {"version": "0.1", "start": 3, "end": 5}]
+    got = [
+        stream.take(chunk([1, 2])),
+        stream.take(chunk([3, 4], "0.1")),  # stamped late: 3 was sampled under the old weights
+        stream.take(chunk([5], "0.1", weight_versions=spans, **LENGTH)),
+    ]
+
+    assert [new.ids for new in got] == [[1, 2], [], [3, 4, 5]]
+    assert got[2].spans == [VersionSpan(START, 0, 1), VersionSpan(NEXT, 1, 3)]
+
+
+def test_once_held_back_a_matching_stamp_frees_nothing() -> None:
+    stream = token_stream()
+    stream.take(chunk([1], "0.1"))
+
+    assert stream.take(chunk([2], "0.0")).ids == []
+
+
+def test_without_spans_a_version_is_not_guessed() -> None:
+    stream = token_stream()
+    stream.take(chunk([1], "0.1"))
+    with pytest.raises(StreamError, match="does not say which"):
+        stream.take(chunk([2], "0.1", **LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([("0.0", 0, 2)], "do not cover"),
+        ([("0.0", 0, 1), ("0.1", 2, 3)], "do not cover"),
+        ([("0.1", 0, 3)], "were given as sampled under"),
+        ([("0.0", 0, 1), ("0.1", 1, 3)], "were given as sampled under"),
+    ],
+)
+def test_spans_that_contradict_what_was_given_are_an_error(spans: list[tuple[str, int, int]], said: str) -> None:
+    stream = token_stream()
+    stream.take(chunk([1, 2]))
+    with pytest.raises(StreamError, match=said):
+        versions = [{"version": v, "start": start, "end": end} for v, start, end in spans]
+        stream.take(chunk([3], weight_versions=versions, **LENGTH))
+
+
+@pytest.mark.parametrize("entries", [[], [[-1.0, 2, None]], [[None, 1, None]], [[-1.0, 1, None], [-1.0, 1, None]]])
+def test_logprobs_that_do_not_belong_to_the_tokens_are_an_error(entries: list[Any]) -> None:
+    bad = msgspec.convert(
+        {"output_ids": [1], "meta_info": {"weight_version": "0.0", "output_token_logprobs": entries}}, Chunk
+    )
+    with pytest.raises(StreamError, match="log-prob"):
+        token_stream().take(bad)
+
+
+def test_the_placeholder_of_a_refused_request_is_no_token() -> None:
+    stream = token_stream()
+    refusal = {"type": "abort", "message": "too long", "status_code": 400}
+    text = {"output_ids": [0], "meta_info": {"weight_version": "default", "finish_reason": refusal}}
+
+    assert stream.take(msgspec.convert(text, Chunk)).ids == []
+    assert stream.finish is not None and stream.finish.message == "too long"
+
+
+def test_neighbouring_spans_of_one_version_become_one() -> None:
+    tokens = NewTokens()
+    tokens.extend(NewTokens([1, 2], [0.0, 0.0], [VersionSpan(START, 0, 2)]))
+    tokens.extend(NewTokens([3, 4], [0.0, 0.0], [VersionSpan(START, 0, 1), VersionSpan(NEXT, 1, 2)]))
+
+    assert tokens.spans == [VersionSpan(START, 0, 3), VersionSpan(NEXT, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "incremental"),
+    [
+        ([([1], 1), ([2], 2), ([3], 3)], True),
+        ([([1], 1), ([1, 2], 2)], False),
+        ([([1, 2], 2), ([3], 3)], True),  # a busy server: two steps in the first chunk
+        ([([1, 2], 2), ([1, 2, 3], 3)], False),
+        ([([1, 2, 3], 3)], None),
+        ([([1], 1), ([], 1)], None),
+    ],
+)
+def test_the_form_of_a_stream_is_told_by_its_later_chunks(
+    chunks: list[tuple[list[int], int]], incremental: bool | None
+) -> None:
+    assert chunks_are_increments([chunk(ids, completion_tokens=n) for ids, n in chunks]) is incremental

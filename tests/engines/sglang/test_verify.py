@@ -1,0 +1,125 @@
+"""What a server has to prove, against one that only pretends: its answers are written down here."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import pytest
+
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.http import RequestRefused
+from engines.sglang.verify import ServerVerifier
+from protocol.messages import WeightsRef, WeightVersion
+from weights.checks import Canary
+from weights.control import Check
+from weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
+
+V1: Final = WeightVersion(0, 1)
+IDS: Final = (3, 1, 4, 1, 5)
+FILE: Final = WeightsRef(V1, "/weights/0.1/model.safetensors", "sha")
+
+
+class Pretender:
+    """A server, and the engine that talks to it. Its model is one number: the log-prob of every token."""
+
+    url = "http://pretender"
+
+    def __init__(self, weight: float = -1.0) -> None:
+        self.server = self
+        self.features = SimpleNamespace(precision="float32")
+        self.vocab_size = 10
+        self.weight = weight
+        self.checksums: dict[str, str] | None = {"a": "1"}
+        self.asked: list[str] = []
+
+    def ask(self, path: str, body: dict[str, Any]) -> bytes:
+        self.asked.append(path)
+        if path == "/generate":
+            assert body["return_logprob"] and body["logprob_start_len"] == 0 and tuple(body["input_ids"]) == IDS
+            entries = [[None if i == 0 else self.weight, token, None] for i, token in enumerate(IDS)]
+            return json.dumps({"meta_info": {"input_token_logprobs": entries}}).encode()
+        if self.checksums is None:
+            raise RequestRefused("HTTP 400: needs CUDA")
+        return json.dumps({"ranks": [{"checksums": self.checksums}]}).encode()
+
+
+def sings(weight: float) -> Canary:
+    return Canary(token_ids=IDS, logprobs=(weight,) * (len(IDS) - 1), exact=True)
+
+
+def nothing_new(ref: WeightsRef) -> None:
+    """The file has what the server has."""
+
+
+def unreadable(ref: WeightsRef) -> None:
+    raise SnapshotRefused(f"{ref.path}: no such file")
+
+
+def verifier(server: Pretender) -> ServerVerifier:
+    return ServerVerifier(cast(SGLangEngine, server))
+
+
+def test_a_version_is_good_when_checksums_and_canary_are() -> None:
+    server = Pretender()
+    verify = verifier(server)
+    verify.check(Check(checksums={"a": ("1",)}, canary=sings(-1.0)), V1, server.ask, nothing_new)
+    assert verify.stats == {
+        "weight_checks_total": 1.0,
+        "weight_canaries_total": 1.0,
+        "weight_checks_skipped_total": 0.0,
+    }
+    assert server.asked == ["/weights_checker", "/generate"]
+
+
+def test_weights_that_never_arrive_are_found_though_every_update_succeeds() -> None:
+    server = Pretender(-1.0)
+    verify = verifier(server)
+    verify.check(Check(canary=sings(-1.0)), V1, server.ask, nothing_new)
+    with pytest.raises(WeightsDiffer, match=r"version 0\.1: .* canary prompt"):
+        verify.check(Check(canary=sings(-1.1)), V1, server.ask, nothing_new)
+    with pytest.raises(WeightsDiffer, match="canary prompt"):
+        verify.check_canary(sings(-1.1), V1, server.ask)
+
+
+def test_other_checksums_are_named() -> None:
+    server = Pretender()
+    with pytest.raises(WeightsDiffer, match=r"1 tensors differ .*\['a'\]"):
+        verifier(server).check(Check(checksums={"a": ("2",)}, canary=sings(-1.0)), V1, server.ask, nothing_new)
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_tensors_that_nobody_can_speak_for_are_an_error(required: bool) -> None:
+    server = Pretender()
+    server.checksums = {"a": "1", "experts.w13_weight": "2"}
+    check = Check(checksums={"a": ("1",)}, canary=sings(-1.0), required=required)
+    with pytest.raises(WeightsRefused, match=r"experts\.w13_weight.*verify = reload"):
+        verifier(server).check(check, V1, server.ask, nothing_new)
+
+
+@pytest.mark.parametrize("by", ["expected", "reload"])
+def test_where_checksums_cannot_be_had_the_canary_is_enough_unless_they_were_asked_for(by: str) -> None:
+    server = Pretender()
+    if by == "expected":
+        server.checksums = None
+    check = Check(checksums={"a": ("1",)} if by == "expected" else None, weights=FILE if by == "reload" else None)
+    verify = verifier(server)
+    with pytest.raises(WeightsRefused, match="cannot be compared"):
+        verify.check(check, V1, server.ask, unreadable)
+    verify.check(Check(check.checksums, check.weights, canary=sings(-1.0)), V1, server.ask, unreadable)
+    assert verify.stats["weight_checks_skipped_total"] == verify.stats["weight_canaries_total"] == 1
+    with pytest.raises(WeightsRefused, match="cannot be compared"):
+        asked_for = Check(check.checksums, check.weights, required=True, canary=sings(-1.0))
+        verify.check(asked_for, V1, server.ask, unreadable)
+
+
+def test_taken_from_the_file_the_version_must_have_the_same_checksums() -> None:
+    server = Pretender()
+
+    def other(ref: WeightsRef) -> None:
+        server.checksums = {"a": "2"}
+
+    verifier(server).check(Check(weights=FILE), V1, server.ask, nothing_new)
+    with pytest.raises(WeightsDiffer, match=r"\['a'\]"):
+        verifier(server).check(Check(weights=FILE), V1, server.ask, other)

@@ -1,0 +1,223 @@
+"""The sink of a server's weights, against an HTTP server that does with them as SGLang does over NCCL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engines.sglang.config import SGLangConfig
+from engines.sglang.http import ServerLost
+from engines.sglang.weights import ServerWeights
+from protocol.messages import WeightPlan, WeightVersion
+from tests.patience import PATIENCE_S, eventually
+from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine, Refused
+from weights.buckets import manifest_of
+from weights.control import Agreed, Check, Round
+from weights.sink import GroupBroken, GroupInterrupted, Taken
+from weights.snapshot import write_snapshot
+
+V1 = WeightVersion(0, 1)
+NAMED = [("norm", torch.arange(8, dtype=torch.float32)), ("large", torch.arange(1_000, dtype=torch.float32))]
+AGREED = Agreed(manifest_of(NAMED), 2_000)
+CHECKER, DISK = "/weights_checker", "/update_weights_from_disk"
+
+
+class Work:
+    done = True
+
+    def kernel_has_ended(self) -> bool:
+        return self.done
+
+
+class Group:
+    """All that is broadcast is zeros."""
+
+    def __init__(self) -> None:
+        self.work = Work()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> Work:
+        tensors[0].zero_()
+        return self.work
+
+    def abort(self) -> None: ...
+
+    def die(self) -> None: ...
+
+
+class Rig:
+    """A sink in a group of its server."""
+
+    def __init__(self, group: Group, backend: Any, control_timeout_s: float = PATIENCE_S) -> None:
+        self.server = FakeServer(dict(NAMED))
+        self.engine = FakeServerEngine(self.server.url, SGLangConfig(control_timeout_s=control_timeout_s))
+        self.sink = ServerWeights(cast("Any", self.engine), student="/nowhere")
+        self.hold = threading.Event()
+        self.held = threading.Event()
+        plan = WeightPlan(1, "127.0.0.1", 1, backend, ("a",), 2, 1.0, None, kind="servers", group_name="run-1")
+        self.sink.join(plan, 0, PATIENCE_S, lambda: None)
+
+    def holds(self, path: str) -> None:
+        """From now on the server is stuck in such a request."""
+
+        def stuck(body: Body) -> None:
+            self.held.set()
+            self.hold.wait()
+
+        self.server.before[path] = stuck
+
+    def take(
+        self, check: Check | None = None, timeout_s: float = PATIENCE_S, stop: threading.Event | None = None
+    ) -> Taken:
+        header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check)
+        return self.sink.take(header, AGREED, lambda: "enough" if stop is not None and stop.is_set() else None)
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.server.calls]
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    group = Group()
+    monkeypatch.setattr("tests.sim.weights.fake_server.new_group", lambda *_: group)  # pyright: ignore
+    monkeypatch.setattr("tests.sim.weights.fake_server.connect_store", lambda *_: None)  # pyright: ignore
+    monkeypatch.setattr("tests.sim.weights.fake_server.prefixed", lambda *_: None)  # pyright: ignore
+    return group
+
+
+@pytest.fixture
+def rig(group: Group) -> Iterator[Rig]:
+    rig = Rig(group, "nccl")
+    yield rig
+    rig.hold.set()
+    rig.engine.close()
+    rig.server.close()
+
+
+# ---------------------------------------------------------------------- queued is not arrived
+
+
+def test_over_nccl_a_version_is_taken_when_the_server_has_synchronised_its_device(rig: Rig) -> None:
+    taken = rig.take()
+    assert taken.n_bytes == 4_032
+    assert rig.paths()[-2:] == ["/end_weight_update", CHECKER]
+    assert rig.server.calls[-1][1] == {"action": "checksum", "skip_tensor_list": [""]}
+    assert not rig.server.weights["large"].any()  # it was executed, not only queued
+    assert rig.sink.version == V1
+
+
+def test_over_nccl_a_server_whose_part_was_aborted_has_no_version_although_all_looked_done(
+    rig: Rig, group: Group
+) -> None:
+    """The next operation says it: the smallest tensor, again, when the server has synchronised."""
+    honest = group.broadcast
+
+    def broadcast(tensors: list[torch.Tensor], options: object) -> Work:
+        if CHECKER in rig.paths():
+            raise RuntimeError("NCCL communicator was aborted on rank 1.")
+        return honest(tensors, options)
+
+    group.broadcast = broadcast  # type: ignore[method-assign]
+    with pytest.raises(GroupBroken, match="was aborted"):
+        rig.take()
+    assert rig.sink.version is None
+    bodies = [body for path, body in rig.server.calls if path == "/update_weights_from_distributed"]
+    assert [body["names"] for body in bodies] == [["norm"], ["large"], ["norm"]]
+
+
+def test_over_nccl_a_broadcast_that_never_ends_is_no_version_although_every_bucket_was_answered(
+    rig: Rig, group: Group
+) -> None:
+    group.work.done = False
+    with pytest.raises(GroupBroken, match="not done at the deadline"):
+        rig.take(timeout_s=0.5)
+    assert rig.sink.version is None
+    group.work.done = True
+    assert rig.sink.settle(PATIENCE_S)
+
+
+def test_over_gloo_an_answer_is_enough(group: Group) -> None:
+    rig = Rig(group, "gloo")
+    rig.take()
+    assert CHECKER not in rig.paths()
+    rig.engine.close()
+    rig.server.close()
+
+
+def test_a_server_without_checksums_is_said_not_to_be_verified(rig: Rig) -> None:
+    def refuse(body: Body) -> None:
+        raise Refused("not found")
+
+    rig.server.before[CHECKER] = refuse
+    assert rig.take().n_bytes == 4_032
+    assert rig.sink.stats["weight_checks_skipped_total"] == 2  # each time that it was to synchronise
+
+
+# ---------------------------------------------------------------------- long checks have a deadline and can be left
+
+
+@pytest.mark.parametrize("path", [CHECKER, DISK])
+def test_a_check_that_takes_long_ends_with_the_round_and_not_with_the_limit_of_short_calls(
+    group: Group, tmp_path: Path, path: str
+) -> None:
+    rig = Rig(group, "gloo", control_timeout_s=0.3)
+    ref = write_snapshot(tmp_path, V1, [(name, torch.zeros_like(tensor)) for name, tensor in NAMED], keep=1)
+    rig.holds(path)
+    threading.Timer(1.0, rig.hold.set).start()  # longer than a short call may take
+    rig.take(Check(weights=ref))
+    assert rig.sink.stats["weight_checks_total"] == 1
+    rig.engine.close()
+    rig.server.close()
+
+
+@pytest.mark.parametrize("path", [CHECKER, DISK])
+def test_a_check_is_left_when_the_owner_says_so(rig: Rig, tmp_path: Path, path: str) -> None:
+    ref = write_snapshot(tmp_path, V1, [(name, torch.zeros_like(tensor)) for name, tensor in NAMED], keep=1)
+    rig.holds(path)
+    with pytest.raises(GroupInterrupted, match="enough"):
+        rig.take(Check(weights=ref), stop=rig.held)
+    assert not rig.sink.settle(0.0)
+    rig.hold.set()
+    assert rig.sink.settle(PATIENCE_S)
+
+
+def test_a_server_that_is_still_reading_when_the_round_is_over_is_not_lost(group: Group, tmp_path: Path) -> None:
+    rig = Rig(group, "gloo", control_timeout_s=0.2)
+    ref = write_snapshot(tmp_path, V1, [(name, torch.zeros_like(tensor)) for name, tensor in NAMED], keep=1)
+    rig.holds(DISK)
+    with pytest.raises(GroupBroken, match="not done at the deadline"):
+        rig.take(Check(weights=ref), timeout_s=3.0)
+    threading.Timer(1.0, rig.hold.set).start()  # more than the patience for one that is stuck
+    rig.sink.leave()
+    rig.engine.server.raise_if_lost()
+    rig.engine.close()
+    rig.server.close()
+
+
+# ---------------------------------------------------------------------- a server that does not come out
+
+
+def test_a_server_that_does_not_come_out_of_its_group_is_lost_by_name(group: Group) -> None:
+    rig = Rig(group, "nccl", control_timeout_s=0.2)
+    rig.holds("/destroy_weights_update_group")
+    with pytest.raises(ServerLost, match=r"not out of weight group run-1 after 0\.6 s"):
+        rig.sink.leave()
+    with pytest.raises(ServerLost, match=rig.server.url):
+        rig.engine.server.raise_if_lost()
+    rig.hold.set()
+    rig.engine.close()
+    rig.server.close()
+
+
+def test_a_server_that_was_never_in_the_group_is_not_lost(rig: Rig) -> None:
+    def refuse(body: Body) -> None:
+        raise Refused("The group to be destroyed does not exist.")
+
+    rig.server.before["/destroy_weights_update_group"] = refuse
+    rig.sink.leave()
+    rig.engine.server.raise_if_lost()
+    eventually(lambda: rig.paths()[-1] == "/destroy_weights_update_group", "the order to leave")

@@ -1,0 +1,186 @@
+"""Tiny models of several architectures, a driver for generation engines, and the slow way to the same log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engines.base import GenerationDelta, GenerationRequest
+from engines.config import EngineConfig
+from engines.torch.engine import TorchEngine
+from protocol.messages import Sampling, WeightVersion
+
+VOCAB = 53
+CONTEXT = 160
+NEVER = (VOCAB - 1,)
+"""A stop token for tests that want none; some requests may still meet it, as real ones do."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+    "attn_implementation": "sdpa",
+}
+_GATED: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 16}
+_EAGER: dict[str, Any] = {**_GATED, "attn_implementation": "eager"}
+
+
+def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    """Random weights, wide enough apart that distributions are far from uniform."""
+    torch.manual_seed(seed)
+    match kind:
+        case "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**_GATED, tie_word_embeddings=True))
+        case "qwen2":
+            untied: dict[str, Any] = {**_GATED, "head_dim": 8, "tie_word_embeddings": False}
+            model = Qwen2ForCausalLM(Qwen2Config(**untied))
+        case "llama":
+            config = LlamaConfig(**_GATED, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+            model = LlamaForCausalLM(config)
+        case "mistral-window":
+            model = MistralForCausalLM(MistralConfig(**_GATED, sliding_window=9))
+        case "gemma2":
+            capped: dict[str, Any] = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "sliding_window": 9}
+            model = Gemma2ForCausalLM(Gemma2Config(**_EAGER, **capped))
+        case "gpt-oss":
+            experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}
+            model = GptOssForCausalLM(GptOssConfig(**_EAGER, **experts))
+        case "gpt2":
+            model = GPT2LMHeadModel(GPT2Config(**_COMMON))
+        case "gpt-neox":
+            model = GPTNeoXForCausalLM(GPTNeoXConfig(**_COMMON, intermediate_size=48))
+        case _:
+            raise LookupError(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases differ from their trivial initial values
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def make_engine(
+    kind: str = "qwen3", seed: int = 0, version: WeightVersion | None = None, **settings: Any
+) -> TorchEngine:
+    defaults: dict[str, Any] = {"max_concurrent": 3, "max_context": CONTEXT, "emit_every_steps": 4, "device": "cpu"}
+    return TorchEngine(make_model(kind, seed), EngineConfig(**(defaults | settings)), version=version)
+
+
+def make_requests(
+    n: int, *, new_tokens: int = 12, stops: tuple[int, ...] = NEVER, seed: int = 0, **sampling: Any
+) -> list[GenerationRequest]:
+    """Different prompts of 1 to 14 tokens, different lengths to go, a seed each."""
+    random = np.random.default_rng(seed)
+    requests: list[GenerationRequest] = []
+    for index in range(n):
+        prompt = random.integers(0, VOCAB - 1, 1 + index * 5 % 14).astype(np.int32)
+        limit = new_tokens + index % 5
+        settings = Sampling(seed=1000 * seed + index, max_new_tokens=limit, **sampling)
+        requests.append(GenerationRequest(f"r{index}", prompt, settings, limit, stops))
+    return requests
+
+
+@dataclass(slots=True)
+class Output:
+    """All deltas of one request put together."""
+
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[WeightVersion] = field(default_factory=list[WeightVersion])
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def add(self, delta: GenerationDelta) -> None:
+        assert self.finish_reason is None, "a delta after the last one"
+        assert len(delta.token_ids) == len(delta.logprobs)
+        assert len(delta.token_ids) or delta.finish_reason, "a delta that says nothing"
+        covered = 0
+        for span in delta.spans:
+            assert span.start == covered
+            covered = span.end
+            self.versions += [span.version] * (span.end - span.start)
+        assert covered == len(delta.token_ids)
+        self.ids += delta.token_ids.tolist()
+        self.logprobs += delta.logprobs.tolist()
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+
+
+def poll_into(engine: TorchEngine, outputs: dict[str, Output]) -> None:
+    for delta in engine.poll(0.0):
+        outputs.setdefault(delta.request_id, Output()).add(delta)
+
+
+def run(
+    engine: TorchEngine, requests: Iterable[GenerationRequest] = (), outputs: dict[str, Output] | None = None
+) -> dict[str, Output]:
+    """Submit `requests` and poll until nothing is left in the engine."""
+    found: dict[str, Output] = {} if outputs is None else outputs
+    for request in requests:
+        engine.submit(request)
+    while engine.stats.running or engine.stats.queued:
+        poll_into(engine, found)
+    poll_into(engine, found)
+    assert all(output.finish_reason for output in found.values())
+    return found
+
+
+@torch.no_grad()
+def true_logprobs(model: PreTrainedModel, request: GenerationRequest, ids: Sequence[int]) -> Tensor:
+    """[n] by a full forward and transformers' own logits processors."""
+    n_prompt = len(request.prompt_ids)
+    full = torch.tensor([request.prompt_ids.tolist() + list(ids)])
+    logits = model(input_ids=full, use_cache=False).logits[0, n_prompt - 1 : -1].float()
+    return logprobs_of(logits, torch.tensor(list(ids)), request.sampling)
+
+
+def logprobs_of(logits_nV: Tensor, ids_n: Tensor, sampling: Sampling) -> Tensor:
+    """[n] log-probs of `ids_n` under the truncated distribution, as transformers defines it."""
+    unused: Any = None
+    scores: Any = logits_nV
+    if sampling.temperature:
+        scores = TemperatureLogitsWarper(sampling.temperature)(unused, scores)
+        if sampling.top_k:
+            scores = TopKLogitsWarper(min(sampling.top_k, logits_nV.shape[1]))(unused, scores)
+        if sampling.top_p < 1:
+            scores = TopPLogitsWarper(sampling.top_p)(unused, scores)
+    return scores.log_softmax(dim=-1).gather(1, ids_n[:, None])[:, 0]
+
+
+def assert_true(
+    model: PreTrainedModel, requests: Iterable[GenerationRequest], outputs: Mapping[str, Output], atol: float = 1e-4
+) -> None:
+    """Every request came to its end, and every reported log-prob is that of a full recompute."""
+    for request in requests:
+        output = outputs[request.request_id]
+        assert output.ids and output.finish_reason in ("stop", "length"), output
+        expected = true_logprobs(model, request, output.ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=atol, rtol=0)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
+from engines.config import EngineConfig
+from engines.torch.decoders import ModuleDecoder, build_decoder
+from engines.torch.engine import TorchEngine
+from engines.torch.fused_decoder import FusedDecoder
+from tests.engines.torch.generation import VOCAB, assert_true, make_engine, make_model, make_requests, run
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-window", "gemma2", "gpt-oss", "qwen2"])
+def test_any_architecture_with_the_attention_interface_runs_through_its_modules(kind: str) -> None:
+    """Learned, rotary and partly rotary positions; sliding windows, capped scores, sinks and experts."""
+    requests = make_requests(8, new_tokens=16)
+    outputs = run(make_engine(kind, fused=False), requests)
+    assert_true(make_model(kind), requests, outputs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_fused_decoder_agrees_with_the_modules(kind: str) -> None:
+    decoder = build_decoder(make_model(kind), 32, fused=True)
+    assert isinstance(decoder, FusedDecoder)
+    requests = make_requests(8, new_tokens=16)
+    fused, plain = (run(make_engine(kind, fused=choice), requests) for choice in (True, False))
+    for request in requests:
+        a, b = fused[request.request_id], plain[request.request_id]
+        assert a.ids == b.ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_an_architecture_without_a_fused_decoder_gets_its_modules() -> None:
+    assert isinstance(build_decoder(make_model("mistral-window"), 32, fused=True), ModuleDecoder)
+
+
+def test_half_precision_stays_near_the_truth() -> None:
+    requests = make_requests(6)
+    for fused in (True, False):
+        outputs = run(make_engine(dtype="bfloat16", fused=fused), requests)
+        model = make_model("qwen3").to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+        assert_true(model, requests, outputs, atol=0.5)
+
+
+def test_attention_with_distances_of_its_own_is_refused() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3))
+    with pytest.raises(ValueError, match="BloomForCausalLM"):
+        TorchEngine(model, EngineConfig(max_context=32, device="cpu"))
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="linear_attention"):
+        TorchEngine(model, EngineConfig(max_context=32, device="cpu"))
+
+
+def test_rotary_frequencies_that_follow_the_batch_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+    )
+    with pytest.raises(ValueError, match="rope_type 'dynamic'"):
+        TorchEngine(LlamaForCausalLM(config), EngineConfig(max_context=32, device="cpu"))

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
+from protocol.messages import Sampling
+from tests.engines.torch.generation import logprobs_of
+
+V = 7
+LOGITS = torch.tensor([1.5, -0.5, 0.7, 0.6, -2.0, 2.2, 0.1])
+CHI_SQUARE_LIMIT = 27.9
+"""0.9999 quantile at 6 degrees of freedom; fewer degrees have a lower one."""
+
+
+def rows(n: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> RowSampling:
+    truncated = top_k > 0 or top_p < 1
+    return RowSampling(
+        torch.full((n,), 1 / temperature) if temperature not in (0, 1) else None,
+        torch.full((n,), top_k or 10**6) if truncated else None,
+        torch.full((n,), top_p if top_p < 1 else 2.0, dtype=torch.float64) if truncated else None,
+        torch.ones(n, dtype=torch.bool) if temperature == 0 else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}],
+)
+def test_tokens_come_as_often_as_their_reported_probabilities_say(settings: dict[str, Any]) -> None:
+    n = 20_000
+    ids, logprobs = sample(LOGITS.expand(n, V), rows(n, **settings), torch.from_numpy(draw_uniforms(3, 0, n)))
+    expected = logprobs_of(LOGITS.expand(V, V), torch.arange(V), Sampling(**settings)).exp()
+    counts = torch.bincount(ids, minlength=V)
+    assert not counts[expected == 0].any()
+    allowed = expected > 0
+    chi_square = ((counts - n * expected)[allowed] ** 2 / (n * expected[allowed])).sum()
+    assert chi_square < CHI_SQUARE_LIMIT
+    torch.testing.assert_close(logprobs, expected.log()[ids])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("settings", [{"top_k": 40}, {"top_p": 0.3}, {"temperature": 0.5, "top_k": 9, "top_p": 0.95}])
+def test_truncation_is_that_of_transformers_on_a_wide_vocabulary(settings: dict[str, Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(64, 4000) * 3
+    ids, logprobs = sample(logits, rows(64, **settings), torch.from_numpy(draw_uniforms(seed, 0, 64)))
+    torch.testing.assert_close(logprobs, logprobs_of(logits, ids, Sampling(**settings)), atol=1e-5, rtol=0)
+
+
+def test_greedy_takes_the_likeliest_with_its_probability_at_temperature_1() -> None:
+    ids, logprobs = sample(LOGITS[None], rows(1, temperature=0), torch.tensor([0.999], dtype=torch.float64))
+    assert ids.tolist() == [5]
+    torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[5:6])
+
+
+def test_a_row_does_not_depend_on_the_settings_of_the_others() -> None:
+    torch.manual_seed(0)
+    logits, uniforms = torch.randn(3, 500), torch.tensor([0.999999, 0.3, 0.7], dtype=torch.float64)
+    mixed = RowSampling(
+        torch.tensor([1.0, 2.0, 1.0]),
+        torch.tensor([500, 4, 500]),
+        torch.tensor([2.0, 0.5, 2.0], dtype=torch.float64),
+        torch.tensor([False, False, True]),
+    )
+    together = sample(logits, mixed, uniforms)
+    alone = sample(logits[:1], rows(1), uniforms[:1])
+    assert together[0][0] == alone[0][0] and together[1][0] == alone[1][0]
+    assert together[0][2] == logits[2].argmax()
+
+
+def test_the_last_random_number_does_not_fall_on_an_impossible_token() -> None:
+    logits = torch.full((1, 1000), -200.0)
+    logits[0, 17] = 0.0
+    largest = torch.from_numpy(np.minimum(np.ones(1), draw_uniforms(0, 0, 1) * 0 + 1.0 - 2.0**-50))
+    ids, logprobs = sample(logits, rows(1), largest)
+    assert ids.tolist() == [17] and logprobs.tolist() == [0.0]
+
+
+def test_rare_tokens_of_a_large_vocabulary_keep_their_share() -> None:
+    """In a float32 running sum 10^5 tokens of probability 10^-8 each, beside a likely one, blur into a few steps."""
+    logits = torch.zeros(1, 100_000)
+    logits[0, 0] = np.log(1e8)
+    share = 1e5 / (1e8 + 1e5)
+    wanted = torch.tensor([501, 30_002, 50_003, 70_004, 99_005])
+    ids, _ = sample(logits.expand(5, -1), rows(5), 1 - share + share * (wanted.double() - 0.5) / 1e5)
+    assert int((ids - wanted).abs().max()) <= 1
+
+
+def test_nan_logits_give_a_nan_logprob_for_their_row_only() -> None:
+    logits = LOGITS.repeat(2, 1)
+    logits[0, 3] = float("nan")
+    ids, logprobs = sample(logits, rows(2), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert logprobs.isnan().tolist() == [True, False] and int(ids.max()) < V
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_the_random_stream_goes_on_where_it_was_left(offset: int) -> None:
+    np.testing.assert_array_equal(draw_uniforms(5, offset, 20), draw_uniforms(5, 0, 40)[offset : offset + 20])
+
+
+def test_random_streams_of_different_seeds_differ() -> None:
+    seeds = (0, 1, -1, 2**63, 2**64 - 2)
+    assert len({draw_uniforms(seed, 0, 3).tobytes() for seed in seeds}) == len(seeds)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"temperature": value} for value in (-0.1, float("nan"), float("inf"))),
+        *({"top_p": value} for value in (0.0, 1.1, float("nan"))),
+        {"top_k": -1},
+    ],
+)
+def test_settings_that_define_no_distribution_are_refused(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ValueError, match=name):
+        check_sampling(Sampling(**settings))

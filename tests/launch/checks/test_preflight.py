@@ -1,0 +1,192 @@
+"""Models, prompts and vocabularies are looked at before anything is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import builtin
+from launch.checks import preflight
+from launch.checks.preflight import check, check_prompts
+from launch.checks.vocabularies import read_vocabulary
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.errors import ConfigError
+from launch.machine import torch_build
+from launch.machine.machine import Machine
+from launch.machine.torch_build import TorchBuild
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the built-in teacher, to be spoilt."""
+    return Path(shutil.copytree(builtin.TEACHER_DIR, tmp_path / "my-model"))
+
+
+def told(**plain: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(build(RunConfig, plain))
+    return "\n".join(caught.value.mistakes)
+
+
+def test_the_built_in_run_is_fine_and_is_resolved_to_paths() -> None:
+    checked = check(RunConfig())
+    assert checked.model_types == ("qwen3",)
+    assert Path(checked.config.models.student) == builtin.STUDENT_DIR
+    assert Path(checked.config.learner.tasks.prompts) == builtin.TRAIN_JSONL
+    assert Path(checked.config.learner.tasks.eval_prompts) == builtin.EVAL_JSONL
+    assert check(checked.config).config == checked.config  # a resolved configuration stays as it is
+
+
+REWARDS_ONLY: dict[str, Any] = {
+    "teachers": 0,
+    "models": {"teacher": "nowhere"},
+    "learner": {"coef": 0.0, "advantage": "grpo"},
+    "buffer": {"release": "rollout"},
+}
+
+
+def test_without_weight_and_teacher_no_task_is_for_one_and_its_model_need_not_be_there() -> None:
+    checked = check(build(RunConfig, REWARDS_ONLY))
+    assert checked.config.learner.tasks.routes == {} and checked.warnings == ()
+    assert check(checked.config).config == checked.config
+    divergence = {**REWARDS_ONLY["learner"], "divergence": "reverse_kl"}  # needs no top-k sets either
+    assert check(build(RunConfig, {**REWARDS_ONLY, "learner": divergence})).config.learner.tasks.routes == {}
+
+
+@pytest.mark.parametrize(
+    "learner", [{"coef": 1.0}, {"coef": 0.0, "teacher_coefs": {"default": 0.5}}], ids=["coef", "own coef"]
+)
+def test_where_grades_have_weight_tasks_wait_for_a_teacher_who_joins(learner: dict[str, Any]) -> None:
+    plain = {**REWARDS_ONLY, "learner": {**REWARDS_ONLY["learner"], **learner}}
+    assert "models.teacher: no folder 'nowhere'" in told(**plain)
+    checked = check(build(RunConfig, {**plain, "models": {}}))
+    assert checked.config.learner.tasks.routes == {"default": ()}
+    assert [warning.split(";")[0] for warning in checked.warnings] == ["teachers: 0"]
+
+
+def test_a_teacher_without_weight_grades_for_the_metrics() -> None:
+    assert check(build(RunConfig, {**REWARDS_ONLY, "teachers": 1, "models": {}})).config.learner.tasks.routes
+
+
+def test_a_folder_of_the_user_is_taken(model: Path) -> None:
+    assert Path(check(build(RunConfig, {"models": {"teacher": str(model)}})).config.models.teacher) == model
+
+
+def test_a_wrong_path_names_the_nearest_one(model: Path) -> None:
+    message = told(models={"teacher": str(model.with_name("my-modle"))})
+    assert f"models.teacher: no folder {str(model.with_name('my-modle'))!r}; did you mean {str(model)!r}?" in message
+
+
+def test_a_hub_name_that_cannot_be_had_is_told() -> None:
+    assert "models.student: no folder 'someone/no-such-model', it is not in the model hub's cache" in told(
+        models={"student": "someone/no-such-model"}
+    )
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_that_lacks_something_says_what(model: Path, file: str) -> None:
+    (model / file).unlink()
+    message = told(models={"student": str(model)})
+    assert "is not a Hugging Face model folder, it lacks" in message
+    assert Path(file).suffix in message
+
+
+def test_a_config_without_a_model_type_is_told(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    assert "model_type is None" in told(models={"student": str(model)})
+
+
+def test_a_teacher_with_another_token_map_is_refused_with_an_example(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab, key=lambda token: vocab[token])[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]  # same size, other ids
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = told(models={"teacher": str(model)})
+    assert "models.teacher: its tokenizer differs from the student's" in message
+    assert (
+        f"2 with another id, first {first!r} is 40 for the student and 41 for the teacher, {second!r} is 41 for"
+        in message
+    )
+
+
+def test_a_token_that_only_the_teacher_knows_is_named_with_its_id(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 700, "content": "<think>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "1 in the teacher's only, first '<think>' (700); a teacher grades" in told(models={"teacher": str(model)})
+
+
+def test_an_embedding_padded_past_the_vocabulary_is_no_difference_but_one_that_lacks_rows_is(model: Path) -> None:
+    shape = json.loads((model / "config.json").read_text())
+    rows = shape["vocab_size"]
+    (model / "config.json").write_text(json.dumps({**shape, "vocab_size": rows + 24}))
+    check(build(RunConfig, {"models": {"teacher": str(model)}}))
+    (model / "config.json").write_text(json.dumps({**shape, "vocab_size": rows - 1}))
+    assert f"got {rows - 1} embedding rows" in told(models={"teacher": str(model)})
+
+
+def test_the_vocabulary_read_without_transformers_is_the_tokenizers_own() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(builtin.STUDENT_DIR)
+    assert read_vocabulary(builtin.STUDENT_DIR / "tokenizer.json") == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "x"}\n{"question": "x"}\n', ":2: got the fields question; expected prompt (text) or messages"),
+        ("not json\n", ":1 is not JSON"),
+        ("[1]\n", ":1: got list, expected an object"),
+    ],
+)
+def test_wrong_rows_of_a_jsonl_file_are_told_with_their_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    (mistake,) = check_prompts("learner.tasks.prompts", tmp_path / "p.jsonl")
+    assert mistake.startswith("learner.tasks.prompts: ")
+    assert message in mistake
+
+
+def test_parquet_columns_are_checked(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"messages": [["x"]]}), tmp_path / "good.parquet")
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "bad.parquet")
+    assert check_prompts("p", tmp_path / "good.parquet") == []
+    assert "got the fields text" in check_prompts("p", tmp_path / "bad.parquet")[0]
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    (mistake,) = check_prompts("p", tmp_path / "promts.jsonl")
+    assert mistake.endswith(f"did you mean {str(tmp_path / 'prompts.jsonl')!r}?")
+
+
+def test_an_unknown_environment_is_told() -> None:
+    message = told(learner={"tasks": {"env": "calculater"}})
+    assert "learner.tasks.env: unknown environment 'calculater'; did you mean 'calculator'?" in message
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    message = told(models={"student": "./a", "teacher": "./b"}, learner={"tasks": {"prompts": "c.jsonl", "env": "d"}})
+    for key in ("models.student", "models.teacher", "learner.tasks.prompts", "learner.tasks.env"):
+        assert f"{key}: " in message
+
+
+def test_what_is_put_on_a_gpu_by_name_is_found_though_the_rest_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_machine", lambda: Machine(("0", "1")))
+    monkeypatch.setattr(torch_build, "own_build", lambda: TorchBuild("2.13.0", "12.8"))
+    checked = check(build(RunConfig, {"device": "cpu", "learner": {"device": "cuda:1"}}))
+    assert checked.placement.device("learner", 0) == "cuda:1" and checked.placement.device("actor", 0) == "cpu"

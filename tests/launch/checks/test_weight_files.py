@@ -1,0 +1,76 @@
+"""Weight files that are cut short or missing are found by their headers, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+import builtin
+from launch.checks.preflight import check
+from launch.checks.weight_files import INDEX_FILE, check_weights
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(builtin.TEACHER_DIR, tmp_path / "model"))
+
+
+def cut(by: int) -> Callable[[bytes], bytes]:
+    return lambda whole: whole[:-by]
+
+
+SPOILT: list[tuple[Callable[[bytes], bytes], str]] = [
+    (cut(1), "it is cut short"),
+    (lambda whole: whole[: len(whole) // 2], "it is cut short"),
+    (lambda whole: whole[:100], "expected at least"),
+    (lambda whole: whole[:5], "without a safetensors header"),
+    (lambda _whole: b"", "got 0 bytes without a safetensors header"),
+    (lambda whole: whole + b"\0", "something else is behind the weights"),
+    (lambda whole: whole[:8] + b"[" + whole[9:], "its safetensors header cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "told"), SPOILT)
+def test_a_file_that_is_not_whole_is_refused(model: Path, spoil: Callable[[bytes], bytes], told: str) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(spoil(file.read_bytes()))
+    with pytest.raises(ConfigError) as caught:
+        check(build(RunConfig, {"models": {"teacher": str(model)}}))
+    (mistake,) = caught.value.mistakes
+    assert mistake.startswith(f"models.teacher: {file}: ") and told in mistake
+    assert mistake.endswith("copy or download it again")
+
+
+def test_the_parameters_of_whole_files_are_counted(model: Path) -> None:
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        expected = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a dict
+    found = check_weights("models.teacher", model)
+    assert found.mistakes == [] and found.parameters == expected > 0
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        ({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}, "lacks 1 of the 2 files"),
+        ({}, "is no index of safetensors files"),
+        ({"weight_map": ["model.safetensors"]}, "is no index of safetensors files"),
+    ],
+)
+def test_files_that_the_index_names_must_be_there(model: Path, index: Any, told: str) -> None:
+    (model / INDEX_FILE).write_text(json.dumps(index))
+    (mistake,) = check_weights("models.student", model).mistakes
+    assert told in mistake
+
+
+def test_an_index_of_files_that_are_there_is_fine(model: Path) -> None:
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert check_weights("models.student", model).mistakes == []

@@ -1,0 +1,130 @@
+"""Flags, files and dotted overrides; and that a wrong one is told at once, without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.config.command_line import help_text, parse_arguments, resolve_config
+from launch.config.files import write_config
+from launch.config.run import RunConfig
+from launch.config.tree import build, keys_of
+from launch.errors import ConfigError
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+
+
+def resolve(*arguments: str) -> RunConfig:
+    return resolve_config(parse_arguments(arguments))
+
+
+def test_the_flags_that_are_promised_by_name() -> None:
+    line = parse_arguments(
+        [
+            *("--actors", "32", "--teachers", "8", "--steps", "9", "--seed", "4", "--max-staleness", "0"),
+            *("--run-dir", "D", "--student", "S", "--teacher", "T", "--prompts", "P.jsonl", "--env", "calculator"),
+            *("--actor.engine", "torch", "--teacher.engine", "torch"),
+        ]
+    )
+    config = resolve_config(line)
+    assert line.run_dir == Path("D")
+    assert (config.actors, config.teachers, config.steps, config.seed) == (32, 8, 9, 4)
+    assert (config.buffer.max_staleness, config.models.student, config.models.teacher) == (0, "S", "T")
+    assert (config.learner.tasks.prompts, config.learner.tasks.env) == ("P.jsonl", "calculator")
+    assert (config.actor.engine, config.teacher.engine) == ("torch", "torch")
+
+
+def test_urls_say_how_many_workers_there_are_unless_the_user_does() -> None:
+    urls = ("--actor.engine", "sglang", "--actor.urls", "http://a:1,http://b:2,http://c:3")
+    assert (resolve(*urls).actors, resolve(*urls).teachers) == (3, 1)
+    assert resolve(*urls, "--actors", "2").actors == 2  # which preflight refuses
+    assert resolve("--teacher.engine=sglang", "--teacher.urls=http://a:1").actor.urls == ()
+
+
+def test_lists_of_numbers_are_written_with_commas() -> None:
+    config = resolve("--actor.server.gpus", "2", "--teacher.server.gpus=0,1", "--actor.server.args=--kv,0.5")
+    assert (config.actor.server.gpus, config.teacher.server.gpus) == ((2,), (0, 1))
+    assert config.actor.server.args == ("--kv", "0.5")
+
+
+def test_both_ways_of_writing_a_value_and_both_dashes() -> None:
+    assert resolve("--learner.lr", "1e-4").learner.lr == 1e-4
+    assert resolve("--learner.lr=1e-4").learner.lr == 1e-4
+    assert resolve("--learner.warmup-steps=3").learner.warmup_steps == 3
+    assert resolve("--learner.tasks.shuffle", "false").learner.tasks.shuffle is False
+    assert resolve("--learner.tasks.shuffle", "--steps", "3").learner.tasks.shuffle is True
+
+
+def test_flags_win_over_the_file_and_later_flags_over_earlier_ones(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("steps = 3\nactors = 5\n")
+    config = resolve("--steps", "4", "--config", str(tmp_path / "c.toml"), "--steps", "6")
+    assert (config.steps, config.actors) == (6, 5)
+
+
+def test_resume_starts_from_the_configuration_of_the_run(tmp_path: Path) -> None:
+    write_config(build(RunConfig, {"steps": 3, "actors": 7}), tmp_path / "config.yaml")
+    config = resolve("--resume", "--run-dir", str(tmp_path), "--steps", "11")
+    assert (config.steps, config.actors) == (11, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--actor", "3"], r"--actor: unknown key; did you mean actors\?"),
+        (["--max-stalenes=3"], r"did you mean max_staleness\?"),
+        (["--lr", "3"], r"did you mean learner\.lr or learner\.value\.lr\?"),
+        (["--steps"], r"--steps: needs a value \(int\)"),
+        (["--steps", "x"], r"steps: got 'x' \(str\), expected int"),
+        (["steps=3"], "flags look like --key value"),
+        (["--buffer.max_staleness", "-1"], "buffer.max_staleness is -1"),
+    ],
+)
+def test_a_wrong_flag_is_told(arguments: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve(*arguments)
+
+
+def test_help_lists_every_key_with_docstring() -> None:
+    text = help_text()
+    for key in keys_of(RunConfig):
+        assert f"--{key.name}" in text
+    flat = " ".join(text.split())
+    for key in keys_of(RunConfig):
+        assert key.doc in flat
+
+
+@pytest.mark.parametrize("arguments", [["--actor", "3"], ["--student", "./nowhere"], ["--prompts", "nothing.jsonl"]])
+def test_a_wrong_configuration_ends_with_code_2_before_torch_is_imported(arguments: list[str]) -> None:
+    code = (
+        "import sys; from launch.run import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers'} & sys.modules.keys(); print('heavy:', sorted(heavy)); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "heavy: []" in done.stdout
+    assert done.stderr.startswith("stillhouse: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "cluster.py"), "--check"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nothing was started" in done.stdout

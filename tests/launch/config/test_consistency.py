@@ -1,0 +1,268 @@
+"""Configurations whose parts do not fit one another are refused before anything starts, or warned of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import builtin
+from launch.checks.preflight import check
+from launch.config.consistency import check_consistency, context_window
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.errors import ConfigError
+from launch.run import main
+
+OWN_ENVIRONMENT = """
+class Own:
+    def __init__(self, tokenizer, *, size, colour="red"): ...
+    async def reset(self, task): ...
+    async def step(self, action): ...
+    async def close(self): ...
+
+class Sync(Own):
+    def step(self, action): ...
+"""
+
+
+def mistakes(**plain: Any) -> list[str]:
+    return check_consistency(build(RunConfig, plain), builtin.STUDENT_DIR).mistakes
+
+
+def warnings(**plain: Any) -> list[str]:
+    return check_consistency(build(RunConfig, plain), builtin.STUDENT_DIR).warnings
+
+
+def test_the_defaults_fit() -> None:
+    assert check_consistency(RunConfig(), builtin.STUDENT_DIR) == ([], [])
+
+
+def test_a_pool_that_nothing_is_sent_to_and_a_route_to_nobody_are_both_told() -> None:
+    assert mistakes(teacher={"pool": "math"}) == [
+        "learner.tasks.routes: got pool 'default', which no teacher serves; expected 'math', the teacher.pool of all "
+        "teachers of a run without `pools`",
+        "teacher.pool: got 'math', to which learner.tasks.routes sends nothing; expected one of its pools: default",
+    ]
+    assert mistakes(teacher={"pool": "math"}, learner={"tasks": {"routes": {"math": ["sums"]}}}) == []
+    (told,) = mistakes(learner={"tasks": {"routes": {"default": [], "judge": []}}})
+    assert "got pool 'judge', which no teacher serves" in told
+    whole = {"learner": {"tasks": {"routes": {}}, "advantage": "grpo"}, "buffer": {"release": "rollout"}}
+    (told,) = mistakes(**whole)
+    assert "expected one of its pools: (none)" in told
+    assert check_consistency(build(RunConfig, {"teachers": 0, **whole}), builtin.STUDENT_DIR) == ([], [])
+
+
+def test_a_run_without_workers_waits_for_those_who_join_and_says_so() -> None:
+    assert mistakes(teachers=0, learner={"tasks": {"routes": {"judge": []}}}) == []
+    assert [told.split(":")[0] for told in warnings(actors=0, teachers=0)] == ["actors", "teachers"]
+
+
+def test_open_ports_are_told_of_at_each_start() -> None:
+    publish = {"host": "10.0.0.7", "allow_plain_network": True}
+    (told,) = warnings(learner={"publish": publish})
+    assert told.startswith("learner.publish.host: other machines reach 10.0.0.7; torch's store and the ports of the")
+    plain = {"bind": "tcp://10.0.0.7:0", "encrypt": "off", "allow_plain_network": True}
+    (told,) = warnings(buffer=plain)
+    assert told.startswith("buffer.allow_plain_network: the links to tcp://10.0.0.7:0 are not encrypted")
+    assert warnings(buffer={"bind": "tcp://10.0.0.7:0"}) == []
+
+
+def environments(**environment: Any) -> dict[str, Any]:
+    return {"actor": {"environments": {"mine": environment}}, "learner": {"tasks": {"env": "mine"}}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"name": "calculater"},
+            "actor.environments.mine: unknown environment 'calculater'; did you mean 'calculator'",
+        ),
+        (
+            {"name": "calculator", "options": {"answer_patern": "(x)"}},
+            "actor.environments.mine.options: environment 'calculator' has no option 'answer_patern'; did you mean "
+            "'answer_pattern'? It has: answer_pattern, result_role",
+        ),
+        ({"name": "nowhere.to_be:Found"}, "cannot load 'nowhere.to_be:Found': No module named 'nowhere'"),
+        ({"name": "own_env:Own", "options": {"colour": "blue"}}, "missing a required argument: 'size'"),
+        (
+            {"name": "own_env:Sync", "options": {"size": 3}},
+            "its step is a plain function, expected `async def step(self",
+        ),
+        ({"name": "broken_env:Own"}, "'broken_env:Own' cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_environment_that_could_not_be_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "own_env.py").write_text(OWN_ENVIRONMENT)
+    (tmp_path / "broken_env.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)  # where workers find a user's modules
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (told,) = mistakes(**environments(**environment))
+    assert message in told
+
+
+def test_environments_of_the_working_directory_and_unused_ones_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fine_env.py").write_text(OWN_ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert mistakes(**environments(name="fine_env:Own", options={"size": 3})) == []
+    (told,) = mistakes(actor={"environments": {"unused": {"name": "calculater"}}})
+    assert told.startswith("actor.environments.unused: unknown environment")
+    (told,) = mistakes(learner={"tasks": {"env": "calculater"}})
+    assert told.startswith("learner.tasks.env: unknown environment")
+
+
+def test_a_group_that_could_never_begin_is_refused_for_whole_groups_only() -> None:
+    buffer = {"batch_rollouts": 4, "max_staleness": 1}
+    tasks = {"group_size": 9}
+    (told,) = mistakes(buffer={**buffer, "release": "rollout"}, learner={"tasks": tasks})
+    assert told.startswith("learner.tasks.group_size: got 9 with buffer.release = rollout, expected at most 8")
+    assert mistakes(buffer={**buffer, "release": "rollout"}, learner={"tasks": {"group_size": 8}}) == []
+    assert mistakes(buffer=buffer, learner={"tasks": tasks}) == []
+
+
+def test_an_advantage_of_parts_of_rollouts_is_refused() -> None:
+    assert mistakes(learner={"advantage": "grpo"}, buffer={"release": "segment"}) == [
+        "learner.advantage: got 'grpo' with buffer.release = segment, expected buffer.release = rollout; it needs "
+        "whole rollouts, and the first batch with parts of one would end the run"
+    ]
+    (told,) = mistakes(learner={"advantage": "reinforce_pp"})
+    assert told.startswith("learner.advantage: got 'reinforce_pp' with buffer.release = deadline")
+    (told,) = mistakes(learner={"advantage": "gae"})
+    assert told.startswith("learner.advantage: got 'gae' with buffer.release = deadline")
+    assert mistakes(learner={"advantage": "grpo"}, buffer={"release": "rollout"}) == []
+
+
+def test_batches_that_whole_groups_do_not_fill_evenly_are_warned_of() -> None:
+    (told,) = warnings(buffer={"batch_rollouts": 12, "release": "rollout"})
+    assert told.startswith("buffer.batch_rollouts: 12 is no multiple of learner.tasks.group_size = 8")
+    assert warnings(buffer={"batch_rollouts": 12}) == []
+
+
+def test_a_context_beyond_the_students_is_refused() -> None:
+    assert mistakes(actor={"torch": {"max_context": 1025}}) == [
+        f"actor.torch.max_context: got 1025, expected at most 1024, the max_position_embeddings of "
+        f"{builtin.STUDENT_DIR / 'config.json'}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "window"),
+    [
+        ({"max_position_embeddings": 7}, 7),
+        ({"text_config": {"max_position_embeddings": 8}}, 8),
+        ({"n_positions": 9}, 9),
+        ({"text_config": None}, None),
+    ],
+)
+def test_the_context_window_is_read_where_models_say_it(
+    tmp_path: Path, told: dict[str, Any], window: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    assert context_window(tmp_path) == window
+
+
+def test_prompts_that_leave_too_little_room_are_warned_of() -> None:
+    (told,) = warnings(learner={"tasks": {"max_new_tokens": 512}})
+    assert "answers to prompts of more than 512 tokens will be cut short" in told
+    assert "prompts of 1024 or more get none" in told
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        (
+            {"learner": {"publish_every": 4, "eval_every": 0}, "buffer": {"max_staleness": 2}},
+            r"learner.publish_every is 4, expected at most buffer.max_staleness \+ 1 = 3",
+        ),
+        ({"learner": {"publish_every": 3}}, "learner.eval_every is 20, expected a multiple of learner.publish_every"),
+    ],
+)
+def test_weights_that_are_waited_for_but_never_published_are_refused(plain: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(RunConfig, plain)
+
+
+def test_publishing_as_rarely_as_the_staleness_allows_is_fine() -> None:
+    build(RunConfig, {"learner": {"publish_every": 3, "eval_every": 21}, "buffer": {"max_staleness": 2}})
+
+
+def test_check_refuses_them_and_prints_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.pool: got 'math'"):
+        check(build(RunConfig, {"teacher": {"pool": "math"}}))
+    assert main(["--check", "--env", "calculater"]) == 2
+    assert "learner.tasks.env: unknown environment 'calculater'" in capsys.readouterr().err
+    assert main(["--check", "--learner.tasks.max_new_tokens", "512"]) == 0
+    assert capsys.readouterr().err.startswith("stillhouse: warning: actor.torch.max_context: 1024 is less than ")
+
+
+def test_adapters_without_the_package_that_makes_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mistakes(learner={"lora": {"rank": 4}}) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType]
+    (told,) = mistakes(learner={"lora": {"rank": 4}})
+    assert told.startswith("learner.lora.rank: got 4") and "stillhouse[lora]" in told
+    assert mistakes() == []
+
+
+def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> None:
+    for name in ("reverse_kl", "forward_kl", "mixed", "jsd", "multi_sample"):
+        (told,) = mistakes(learner={"divergence": name})
+        assert told.startswith(
+            f"learner.divergence: got {name!r} with teacher.top_k = 0, expected one above 0, e.g. 256"
+        )
+        assert mistakes(learner={"divergence": name}, teacher={"top_k": 256}) == []
+        assert warnings(learner={"divergence": name}, teacher={"top_k": 256}) == []
+    of_two: dict[str, Any] = {"math": {"top_k": 8}, "style": {}}
+    routes: dict[str, list[str]] = {"math": ["m"], "style": []}
+    (told,) = mistakes(learner={"divergence": "jsd", "tasks": {"routes": routes}}, pools=of_two, teachers=2)
+    assert "with pools.style.top_k = 0" in told
+
+
+def test_sets_that_nobody_looks_at_are_warned_of() -> None:
+    (told,) = warnings(teacher={"top_k": 8})
+    assert told.startswith("teacher.top_k: got 8, but learner.divergence = 'k1' looks at the sampled token alone")
+
+
+def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
+    learner: dict[str, Any] = {"divergence": "jsd"}
+    (told,) = warnings(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 100})
+    assert "256 tokens take up to 720 bytes per token, buffer.max_top_k_bytes is 100" in told
+    tight = {"batch_rollouts": 20_000}
+    assert [told.split(":")[0] for told in warnings(learner=learner, teacher={"top_k": 256}, buffer=tight)] == [
+        "buffer.batch_rollouts"
+    ]
+
+
+def test_every_token_behind_the_set_is_for_small_vocabularies(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50_000}))
+    config = build(RunConfig, {"learner": {"divergence": "jsd"}, "teacher": {"top_k": 8, "tail": "each"}})
+    (told,) = check_consistency(config, tmp_path).mistakes
+    assert told.startswith("teacher.tail: got 'each' with 50000 rows in the embedding, expected at most 4096")
+
+
+def test_an_average_of_the_student_needs_the_student_as_teacher_and_an_engine_that_reads_it() -> None:
+    ema = {"learner": {"ema": {"decay": 0.9}}}
+    (told,) = mistakes(**ema)
+    assert told.startswith("models.teacher: got 'builtin'") and str(builtin.STUDENT_DIR) in told
+    assert mistakes(**ema, models={"teacher": str(builtin.STUDENT_DIR)}) == []
+    assert mistakes(**ema, models={"teacher": "org/model", "student": "org/model"}) == []
+    (told,) = mistakes(**ema, models={"teacher": str(builtin.STUDENT_DIR)}, teacher={"engine": "sglang"})
+    assert told.startswith("teacher.engine: got 'sglang'")
+    (told,) = mistakes(learner={"ema": {"decay": 0.9, "pool": "other"}})
+    assert told.startswith("learner.ema.pool: got 'other'")
+
+
+def test_privileged_prompts_that_may_exceed_the_teachers_context_are_warned_of() -> None:
+    told = {"privileged_tags": {"math": "{ground_truth}"}, "max_teacher_prompt_tokens": 1024}
+    (warned,) = warnings(learner={"tasks": told})
+    assert warned.startswith("models.teacher: its context of 1024 is less than")
+    assert warnings(learner={"tasks": told | {"max_teacher_prompt_tokens": 900}}) == []
+    assert warnings(learner={"tasks": told | {"privileged_tags": {}}}) == []

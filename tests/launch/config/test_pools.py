@@ -1,0 +1,178 @@
+"""Several pools of teachers: each teacher gets the model and the settings of its pool, wherever the launcher looks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import builtin
+from engines.sglang.features import Features
+from launch.checks.placement import place_run
+from launch.checks.preflight import check
+from launch.config.command_line import parse_arguments, resolve_config
+from launch.config.consistency import check_consistency
+from launch.config.files import read_config, write_config
+from launch.config.pools import config_of, teacher_pools
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.errors import ConfigError
+from launch.machine.interpreter import Interpreters
+from launch.machine.machine import Machine
+from launch.servers import attached
+from launch.servers.attached import ask_servers
+from launch.servers.plan import plan_servers
+from tests.launch.servers.test_attached import A
+
+FILE = """
+[learner.tasks]
+routes = { adders = ["addition"], multipliers = ["multiplication"] }
+[teacher]
+top_k = 8
+max_batch_tokens = 2048
+[pools.adders]
+count = 2
+[pools.multipliers]
+model = "M"
+top_k = 16
+"""
+
+
+def resolve(tmp_path: Path, text: str, *flags: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return resolve_config(parse_arguments(["--config", str(file), *flags]))
+
+
+def refused(**plain: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(RunConfig, plain)
+    return str(caught.value)
+
+
+def test_each_teacher_reads_the_model_and_the_settings_of_its_pool(tmp_path: Path) -> None:
+    config = resolve(tmp_path, FILE, "--teacher", "T", "--pools.multipliers.dtype", "bfloat16")
+    assert config.teachers == 3
+    seen = [config_of(config, "teacher", index) for index in range(3)]
+    assert [(own.teacher.pool, own.models.teacher) for own in seen] == [
+        *[("adders", "T")] * 2,
+        ("multipliers", "M"),
+    ]
+    assert [(own.teacher.top_k, own.teacher.max_batch_tokens, own.teacher.dtype) for own in seen] == [
+        *[(8, 2048, "auto")] * 2,
+        (16, 2048, "bfloat16"),
+    ]
+    assert config_of(config, "actor", 1) is config
+    assert check_consistency(config, None).mistakes == []
+
+
+def test_a_resolved_configuration_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
+    config = resolve(tmp_path, FILE)
+    write_config(config, tmp_path / "config.yaml")
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_a_resumed_run_may_change_the_count_of_a_pool(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text("{}")
+    write_config(resolve(tmp_path, FILE), run_dir / "config.yaml")
+    line = parse_arguments(["--run-dir", str(run_dir), "--resume", "--pools.adders.count", "4"])
+    assert resolve_config(line).teachers == 5
+
+
+def test_without_pools_there_is_one_of_as_many_teachers_as_asked_for() -> None:
+    config = build(RunConfig, {"teachers": 3})
+    assert [(pool.name, pool.first, pool.config) for pool in teacher_pools(config)] == [("default", 0, config)]
+
+
+def test_a_wrong_key_of_a_pool_is_told_with_the_nearest_right_one() -> None:
+    assert "pools.math.modle: unknown key; did you mean pools.math.model?" in refused(pools={"math": {"modle": "x"}})
+    assert "pools.math: got 3 (int), expected a table" in refused(pools={"math": 3})
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"pools": {"a": {"count": 2}}, "teachers": 3}, "teachers is 3, expected 2, the sum of the pools (a: 2)"),
+        ({"pools": {"a": {}}, "teacher": {"pool": "math"}}, "teacher.urls and teacher.pool are of a run with one pool"),
+        ({"pools": {"a": {"top_mass": 2.0}}}, "pools.a: teacher.top_mass is 2.0; expected a share in (0, 1]"),
+        (
+            {"pools": {"a": {"urls": ["http://x"], "engine": "torch"}}},
+            "pools.a: urls are for engine sglang, got engine torch",
+        ),
+        ({"pools": {"a": {"count": 0}}}, "pools.a: count is 0; expected at least 1 teacher"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(plain: dict[str, Any], message: str) -> None:
+    assert message in refused(**plain)
+
+
+def test_routes_and_pools_must_name_one_another() -> None:
+    routes = {"learner": {"tasks": {"routes": {"adder": [], "judges": []}}}}
+    plain = {"pools": {"adders": {}, "judges": {}}, "teachers": 2, **routes}
+    assert check_consistency(build(RunConfig, plain), None).mistakes == [
+        "learner.tasks.routes: got pool 'adder', which no teacher serves; expected 'adders', a pool of `pools`",
+        "pools.adders: got 'adders', to which learner.tasks.routes sends nothing; expected one of its pools: adder, "
+        "judges",
+    ]
+
+
+def test_servers_are_planned_per_pool_with_its_model_gpus_and_ports() -> None:
+    server = {"python": sys.executable, "device": "cuda"}
+    big = {"model": "big", "count": 1, "engine": "sglang", "server": {**server, "tp": 2, "gpus": [2, 3], "port": 9000}}
+    plain = {
+        "teachers": 3,
+        "teacher": {"engine": "sglang", "server": {**server, "port": 7000}},
+        "models": {"teacher": "small"},
+        "pools": {"first": {}, "big": big, "last": {}},
+        "learner": {"device": "cpu"},
+        "actor": {"engine": "torch", "torch": {"device": "cpu"}},
+    }
+    config, machine = build(RunConfig, plain), Machine(tuple(str(gpu) for gpu in range(5)))
+    gpus = place_run(config, machine, Interpreters(), {}).places.servers
+    plans = plan_servers(config, machine.gpus, gpus)
+    assert [(plan.worker, plan.model, plan.gpus, plan.port) for plan in plans] == [
+        ("teacher-0", "small", ("0",), 7000),
+        ("teacher-1", "big", ("2", "3"), 9000),
+        ("teacher-2", "small", ("1",), 7002),
+    ]
+
+
+def test_running_servers_of_a_pool_are_asked_and_their_layout_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(url: str, settings: Any, *, api_key: str) -> Features:
+        return A
+
+    monkeypatch.setattr(attached, "probe_server", probe)
+    pools = {"here": {}, "there": {"engine": "sglang", "urls": ["http://a:1", "http://b:2"], "count": 2}}
+    found = ask_servers(build(RunConfig, {"pools": pools, "teachers": 3}))
+    assert found.mistakes == [] and [name for name, _ in found.features] == ["teacher-1", "teacher-2"]
+    server = found.config.pools["there"].server
+    assert server is not None and (server.device, server.tp) == ("cuda", 2)
+    assert found.config.pools["here"].server is None
+
+
+def test_the_models_of_all_pools_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    other = Path(shutil.copytree(builtin.TEACHER_DIR, tmp_path / "other"))
+    plain: dict[str, Any] = {
+        "teachers": 2,
+        "pools": {"mine": {}, "theirs": {"model": str(other)}},
+        "learner": {"tasks": {"routes": {"mine": ["a"], "theirs": ["b"]}}},
+    }
+    resolved = check(build(RunConfig, plain)).config
+    assert [pool.config.models.teacher for pool in teacher_pools(resolved)] == [str(builtin.TEACHER_DIR), str(other)]
+
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab, key=lambda token: vocab[token])[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"pools\.theirs\.model: its tokenizer differs from the student's"):
+        check(build(RunConfig, plain))
+    shutil.rmtree(other)
+    with pytest.raises(ConfigError, match=r"pools\.theirs\.model: no folder"):
+        check(build(RunConfig, plain))

@@ -1,0 +1,34 @@
+"""The restart budget: counted per worker, within a window, with a growing wait."""
+
+from __future__ import annotations
+
+from launch.config.run import LaunchConfig
+from launch.processes.restarts import RestartBudget
+
+CONFIG = LaunchConfig(max_restarts=3, restart_window_s=100.0, restart_backoff_s=1.0, restart_backoff_max_s=3.0)
+
+
+def test_the_wait_doubles_up_to_its_bound_and_then_the_budget_is_spent() -> None:
+    budget = RestartBudget(CONFIG)
+    assert [budget.died("actor-0", float(t)) for t in range(5)] == [1.0, 2.0, 3.0, None, None]
+    assert budget.totals == {"actor-0": 3}
+
+
+def test_each_worker_has_its_own_budget() -> None:
+    budget = RestartBudget(CONFIG)
+    for _ in range(4):
+        budget.died("actor-0", 0.0)
+    assert budget.died("actor-1", 0.0) == 1.0
+
+
+def test_old_restarts_are_forgotten() -> None:
+    budget = RestartBudget(CONFIG)
+    for t in (0.0, 10.0, 20.0):
+        budget.died("actor-0", t)
+    assert budget.died("actor-0", 99.0) is None
+    assert budget.died("actor-0", 115.0) == 2.0  # those of 0 and 10 are forgotten
+    assert budget.totals["actor-0"] == 4
+
+
+def test_no_restarts_at_all() -> None:
+    assert RestartBudget(LaunchConfig(max_restarts=0)).died("actor-0", 0.0) is None

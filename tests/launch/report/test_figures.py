@@ -1,0 +1,283 @@
+"""What the status says, computed from snapshots; and that both styles can say it."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from launch.join.status import JoinStatus
+from launch.report.failures import FailureNews
+from launch.report.figures import Rates, RunView, clock, short, staleness
+from launch.report.guests import Guests
+from launch.report.status import LineStatus, QuietStatus, TableStatus, line, make_status, table
+from protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
+
+COUNTS = LedgerCounts(
+    accepted=100, trained=60, masked={"stale": 7}, dropped={"actor_lost": 3}, waiting=20, in_flight=10
+)
+
+
+def peer(
+    role: Role, index: int, tokens: int = 0, *, version: int | None = None, stats: dict[str, float] | None = None
+) -> PeerView:
+    return PeerView(
+        role=role,
+        name=f"{role}-{index}",
+        alive=True,
+        version=None if version is None else WeightVersion(0, version),
+        silent_s=0.1,
+        stats=stats or {},
+        held=1,
+        done_total=2,
+        tokens_total=tokens,
+    )
+
+
+def snapshot(time_s: float, step: int, *peers: PeerView) -> Snapshot:
+    return Snapshot(
+        time_s=time_s,
+        phase="running",
+        phase_reason="",
+        version=WeightVersion(0, step),
+        published=WeightVersion(0, step),
+        ledger=Ledger(COUNTS, COUNTS, COUNTS, {}, COUNTS),
+        queues={"tasks_queued": 5, "tokens_unscored": 12_345},
+        staleness_hist={0: 30, 1: 20, 3: 10},
+        max_staleness=4,
+        peers=peers,
+    )
+
+
+def view(snap: Snapshot | None, ending: str | None = None) -> RunView:
+    workers = {"buffer-0": True, "learner-0": True, "actor-0": True, "actor-1": True, "teacher-0": True}
+    return RunView(100.0, 65.0, 40, snap, workers, 1, 2**30, ending)
+
+
+def test_tokens_per_second_and_eta_come_from_the_totals_of_two_moments() -> None:
+    rates = Rates()
+    rates.figures(view(snapshot(10.0, 10, peer("actor", 0, 1000), peer("actor", 1, 500), peer("learner", 0, 700))))
+    figures = rates.figures(
+        view(snapshot(20.0, 15, peer("actor", 0, 3000), peer("actor", 1, 1500), peer("learner", 0, 1700)))
+    )
+    assert figures.rate("actor") == 300.0
+    assert figures.rate("learner") == 100.0
+    assert figures.eta_s == 50.0
+
+
+def test_the_same_snapshot_seen_twice_does_not_change_the_rates() -> None:
+    rates = Rates()
+    first = rates.figures(view(snapshot(10.0, 10, peer("learner", 0, 5))))
+    again = rates.figures(view(snapshot(10.0, 10, peer("learner", 0, 5))))
+    assert first.eta_s is None
+    assert again.eta_s is None
+    assert math.isnan(again.rate("learner"))
+
+
+def test_old_moments_leave_the_window() -> None:
+    rates = Rates()
+    totals = [t if t < 50 else 50 + (t - 50) * 10 for t in range(100)]  # slow at first, then ten times as fast
+    seen = [rates.figures(view(snapshot(float(t), t, peer("learner", 0, n)))) for t, n in enumerate(totals)]
+    assert seen[-1].rate("learner") == pytest.approx(10.0)
+
+
+def test_every_actors_weight_version_is_shown_and_lost_ones_are_marked() -> None:
+    lost = msgspec.structs.replace(peer("actor", 1, version=9), alive=False)
+    snap = snapshot(1.0, 12, peer("learner", 0), lost, peer("actor", 0, version=12))
+    figures = Rates().figures(view(snap))
+    assert figures.versions_listed == "0:12 1:9!"
+    assert figures.versions_counted == "12 x1"
+
+
+def test_workers_that_joined_are_counted_listed_by_their_names_and_forgotten_when_they_leave() -> None:
+    here = msgspec.structs.replace(peer("actor", 0, version=11), name="actor-host-4f2a-0")
+    left = msgspec.structs.replace(here, name="actor-other-0", alive=False)
+    teacher = msgspec.structs.replace(peer("teacher", 0), name="teacher-host-4f2a-0")
+    snap = snapshot(1.0, 12, peer("learner", 0), here, left, teacher, peer("actor", 0, version=12))
+    figures = Rates().figures(view(snap))
+    assert figures.versions_listed == "0:12 host-4f2a-0:11"
+    assert figures.joined == "1 actor, 1 teacher" and "joined 1 actor, 1 teacher" in line(figures)
+    assert Rates().figures(view(snapshot(1.0, 12, peer("learner", 0), left))).joined == ""
+
+
+def test_who_came_and_who_left_is_told_once_and_not_at_the_end_of_the_run() -> None:
+    guests = Guests({"actor-0": True})
+    joined = msgspec.structs.replace(peer("actor", 0), name="actor-x-0")
+    gone = msgspec.structs.replace(joined, alive=False)
+    assert list(guests.news(snapshot(1.0, 1, peer("actor", 0), joined))) == ["1 actor joined the run: actor-x-0"]
+    assert list(guests.news(snapshot(2.0, 1, peer("actor", 0), joined))) == []
+    over = msgspec.structs.replace(snapshot(3.0, 1, gone), phase="finished")
+    assert list(guests.news(over)) == []
+    assert list(guests.news(snapshot(3.0, 1, gone))) == ["1 actor left the run: actor-x-0"]
+
+
+def test_staleness_is_a_mean_over_tokens_and_a_maximum() -> None:
+    assert staleness({0: 30, 1: 20, 3: 10, 4: 0}) == (50 / 60, 3)
+    assert staleness({}) == (0.0, 0)
+
+
+def test_what_was_lost_is_listed_by_reason() -> None:
+    assert Rates().figures(view(snapshot(1.0, 1))).lost == {"masked stale": 7, "dropped actor_lost": 3}
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (9999, "9999"), (12_345, "12.3k"), (2.5e6, "2.5M"), (math.nan, "-")]
+)
+def test_short_numbers(number: float, text: str) -> None:
+    assert short(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (3723, "1:02:03"), (None, "?")])
+def test_clock(seconds: float | None, text: str) -> None:
+    assert clock(seconds) == text
+
+
+LEARNER = {
+    "reverse_kl": 0.3125,
+    "loss": 0.5,
+    "eval_sampled": 0.25,
+    "eval_greedy": 0.5,
+    "busy_fraction": 0.6,
+    "wait_scoring_fraction": 0.3,
+    "wait_data_fraction": 0.1,
+}
+
+
+@pytest.mark.parametrize("style", ["line", "table"])
+def test_line_and_table_say_all_that_is_promised(style: str) -> None:
+    rates = Rates()
+    rates.figures(view(snapshot(1.0, 10, peer("learner", 0, 0), peer("actor", 0, 0, version=10))))
+    figures = rates.figures(
+        view(
+            snapshot(2.0, 12, peer("learner", 0, 100, stats=LEARNER), peer("actor", 0, 200, version=12)),
+            "stopped by SIGINT",
+        )
+    )
+    if style == "line":
+        text = line(figures)
+    else:
+        console = Console(width=200)
+        with console.capture() as capture:
+            console.print(table(figures))
+        text = capture.get()
+    for said in (
+        "12/40",
+        "200",
+        "0.312",
+        "0.500",
+        "sampled 0.25",
+        "greedy 0.50",
+        "busy 60%",
+        "scoring 30%",
+        "0.83",
+        "unscored 12.3k",
+        "masked stale 7",
+        "stopped by SIGINT",
+    ):
+        assert said in text, said
+
+
+def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
+    told = snapshot(1.0, 3, peer("learner", 0, 5))
+    full = msgspec.structs.replace(told, intake_trouble="No space left on device")
+    assert "NO INTAKE" not in line(Rates().figures(view(told)))
+    assert line(Rates().figures(view(full))).split("] ")[1].startswith("NO INTAKE: No space left on device | step ")
+
+
+def failing(n: int = 64, text: str = "actor-0: KeyError: 'tool' [red](at env.py:7 in step)") -> Snapshot:
+    slow = RolloutFailures("env_timeout", 2, "actor-1: reset took longer", ("actor-1: reset took longer",))
+    broken = RolloutFailures("env_error_KeyError", n, text, ("actor-0: KeyError: 'first'", text))
+    return msgspec.structs.replace(snapshot(1.0, 0, peer("learner", 0)), failures=(slow, broken))
+
+
+def test_rollouts_that_fail_are_seen_with_their_number_and_newest_cause() -> None:
+    said = "66, newest env_error_KeyError: actor-0: KeyError: 'tool' [red](at env.py:7 in step)"
+    figures = Rates().figures(view(failing()))
+    assert f"| FAILED ROLLOUTS {said} |" in line(figures)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(figures))
+    assert said in shown.get(), "not taken for markup"
+    assert "FAILED" not in line(Rates().figures(view(snapshot(1.0, 0, peer("learner", 0)))))
+
+
+def test_the_first_failure_of_each_kind_is_an_event() -> None:
+    news = FailureNews()
+    assert list(news.news(snapshot(1.0, 0))) == []
+    assert list(news.news(failing())) == [
+        "a rollout failed (env_timeout): actor-1: reset took longer",
+        "a rollout failed (env_error_KeyError): actor-0: KeyError: 'first'",
+    ]
+    assert list(news.news(failing(65, "actor-0: another text"))) == []
+
+
+def test_many_reasons_for_lost_tokens_do_not_fill_the_line() -> None:
+    dropped = {f"env_error_Error{i}": i + 1 for i in range(200)}
+    tokens = LedgerCounts(accepted=20_100, trained=0, masked={}, dropped=dropped, waiting=0, in_flight=0)
+    many = msgspec.structs.replace(
+        snapshot(1.0, 3, peer("learner", 0)), ledger=Ledger(COUNTS, COUNTS, tokens, {}, COUNTS)
+    )
+    text = line(Rates().figures(view(many)))
+    assert "dropped env_error_Error199 200, dropped env_error_Error198 199" in text
+    assert "194 other reasons 18.9k tokens" in text and len(text) < 800
+
+
+def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:
+    teacher = msgspec.structs.replace(peer("teacher", 1), held_back="leaving")
+    told = snapshot(1.0, 3, peer("learner", 0, 5), peer("teacher", 0))
+    worse = snapshot(1.0, 3, peer("learner", 0, 5), teacher)
+    queues = {"hedges_sent_total": 5, "hedges_won_total": 3, "leases_wasted_hedge_late_total": 1}
+    worse = msgspec.structs.replace(worse, queues={**queues, "leases_wasted_original_late_total": 3})
+    usual = line(Rates().figures(view(told)))
+    assert "held back" not in usual and "hedges" not in usual
+    figures = Rates().figures(view(worse))
+    assert "hedges sent 5 won 3 wasted 1 | held back: teacher-1: leaving" in line(figures)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(figures))
+    assert "sent 5 won 3 wasted 1" in shown.get() and "teacher-1: leaving" in shown.get()
+
+
+def test_before_the_learner_is_there_the_status_says_who_is() -> None:
+    assert "starting: 1 of 4 workers" in line(Rates().figures(view(snapshot(1.0, 0, peer("actor", 0)))))
+    assert "starting: 0 of 4 workers" in line(Rates().figures(view(None)))
+
+
+def test_lines_come_at_the_asked_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    status = LineStatus(every_s=10.0)
+    status._shown_s = 0.0  # pyright: ignore[reportPrivateUsage] - the clock starts with the object
+    for now_s in (5.0, 10.0, 15.0, 20.0):
+        status.show(view(None)._replace(now_s=now_s))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_auto_is_plain_where_stdout_is_no_terminal() -> None:
+    assert type(make_status("auto", 5.0)) is LineStatus
+    assert type(make_status("rich", 5.0)) is TableStatus
+    assert type(make_status("off", 5.0)) is QuietStatus
+
+
+def test_the_table_can_be_entered_fed_and_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_status("rich", 5.0) as status:
+        status.say("actor-0 [died] of something")
+        status.show(view(snapshot(1.0, 1, peer("learner", 0))))
+    assert "actor-0 [died] of something" in capsys.readouterr().out
+
+
+def test_those_who_joined_show_their_own_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    workers = {"actor-p-0": True, "actor-p-1": False, "teacher-p-0": True}
+    ours = [msgspec.structs.replace(peer("actor", 0, 1500, version=9), name="actor-p-0")]
+    seen = RunView(100.0, 65.0, 40, snapshot(10.0, 10, peer("actor", 0, 9_999, version=8), *ours), workers, 2)
+    status = JoinStatus(5.0, now_s=97.0)
+    status.show(seen)
+    assert capsys.readouterr().out == "", "not yet"
+    status.show(seen._replace(now_s=102.0, servers=2, servers_up=1))
+    status.show(seen._replace(now_s=103.0))
+    assert capsys.readouterr().out == (
+        "[1:05] step 10/40 | actors 1 of 2 run, 1 there, tokens written 1500 | "
+        "teachers 1 of 1 run, 0 there, tokens graded 0 | weights 0.9 x1 | restarts 2 | 1 of 2 SGLang servers answer\n"
+    )
+    JoinStatus(None, now_s=0.0).show(seen)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,355 @@
+"""summary.json: its promised fields, where they come from, and what a broken ledger does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.processes.slots import Ending, Outcome
+from launch.report.summary import EvalPoint, Summary, add_teachers, write_summary
+from launch.report.summary_table import print_summary
+from launch.report.teacher_accuracy import MeasuredTeacher
+from launch.runfolder import RunFolder
+from learner.checkpoints.files import CHECKPOINTS
+from learner.evaluation.evaluation import EvaluationResult
+from learner.worker import ACCOUNT_EVAL_FIELDS
+from protocol.messages import (
+    ForgottenPeers,
+    Ledger,
+    LedgerCounts,
+    PeerView,
+    Role,
+    RolloutFailures,
+    Snapshot,
+    WeightVersion,
+)
+
+TOKENS = LedgerCounts(accepted=100, trained=60, masked={"stale": 7}, dropped={"run_ended": 33}, waiting=0, in_flight=0)
+SOME = LedgerCounts(accepted=5, trained=5, masked={}, dropped={}, waiting=0, in_flight=0)
+CONFIG = build(RunConfig, {"actors": 3, "teachers": 2, "buffer": {"max_staleness": 4}})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    opened = RunFolder.open(tmp_path / "run", resume=False)
+    yield opened
+    opened.close()
+
+
+def snapshot(tokens: LedgerCounts = TOKENS, step: int = 12) -> Snapshot:
+    peers = (
+        PeerView("actor", "actor-1", True, WeightVersion(0, 12), 0.0, {}, 0, 9, 1234),
+        PeerView(
+            "learner", "learner-0", True, None, 0.0, {"busy_fraction": 0.5, "wait_data_fraction": 0.25}, 0, 12, 60
+        ),
+    )
+    return Snapshot(
+        time_s=1.0,
+        phase="finished",
+        phase_reason="",
+        version=WeightVersion(0, step),
+        published=WeightVersion(0, step),
+        ledger=Ledger(SOME, SOME, tokens, {"nan_logprob": 2}, SOME),
+        queues={},
+        staleness_hist={0: 40, 2: 20},
+        max_staleness=4,
+        peers=peers,
+    )
+
+
+def outcome(ending: Ending, last_seen: Snapshot | None = None) -> Outcome:
+    exit_codes = {"buffer-0": [0], "learner-0": [0], "actor-0": [0], "actor-1": [-9, 0]}
+    return Outcome(ending, 4.5, 61.0, 123456, last_seen, {"actor-1": 1}, exit_codes)
+
+
+WELL = Ending(True, "all steps are made", 0)
+COMPLETE = {"n_greedy": 8, "n_sampled": 16, "missing": 0, "failed": 0}
+ACCOUNT: dict[str, Any] = {
+    "steps": 12,
+    "eval": [
+        {"step": 0, "accuracy_greedy": 0.46, "accuracy_sampled": 0.25, "reverse_kl": 0.5, **COMPLETE},
+        {"step": 12, "accuracy_greedy": 0.99, "accuracy_sampled": 0.8, "reverse_kl": 0.06, **COMPLETE},
+    ],
+    "learner": {"busy_fraction": 0.7, "wait_fraction": {"data": 0.2, "scoring": 0.1}},
+    "versions_published": 13,
+    "reverse_kl_first": 0.5,
+    "reverse_kl_last": 0.06,
+    "checkpoint": "checkpoints/step-12",
+    "something_new": 1,
+}
+
+
+def leave(folder: RunFolder, final: Snapshot | None, account: dict[str, Any] | None) -> None:
+    if final is not None:
+        (folder.path / "ledger.json").write_bytes(msgspec.json.encode(final))
+    if account is not None:
+        (folder.path / "learner.json").write_text(json.dumps(account))
+
+
+def written(folder: RunFolder) -> dict[str, Any]:
+    return json.loads((folder.path / "summary.json").read_text())
+
+
+def table(summary: Summary, folder: RunFolder) -> str:
+    console = Console(width=300)
+    with console.capture() as capture:
+        print_summary(summary, folder, console)
+    return " ".join(capture.get().split())
+
+
+def test_the_promised_fields_are_there(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    write_summary(CONFIG, folder, outcome(WELL))
+    summary = written(folder)
+    assert summary["steps"] == 12
+    assert (summary["wall_s"], summary["ready_s"], summary["peak_memory_bytes"]) == (61.0, 4.5, 123456)
+    assert summary["tokens"] == {
+        "accepted": 100,
+        "trained": 60,
+        "masked": {"stale": 7},
+        "dropped": {"run_ended": 33},
+        "waiting": 0,
+        "in_flight": 0,
+        "balanced": True,
+    }
+    assert summary["staleness"] == {"max": 2, "mean": 40 / 60, "bound": 4}
+    assert summary["eval"] == [{**point, "tags": {}} for point in ACCOUNT["eval"]]
+    assert summary["learner"] == ACCOUNT["learner"]
+    assert (summary["actors"], summary["teachers"], summary["versions_published"]) == (3, 2, 13)
+    assert (summary["ok"], summary["exit_code"], summary["reason"]) == (True, 0, "all steps are made")
+
+
+@pytest.mark.parametrize(("pools", "between"), [({}, 0.25), ({"a": {"count": 1}, "b": {"count": 1}}, None)])
+def test_the_noise_of_grades_stands_beside_the_divergence(
+    pools: dict[str, Any], between: float | None, folder: RunFolder
+) -> None:
+    """The loudest teacher's, and how far those of one model are apart; of several models that would mean nothing."""
+    teachers = tuple(
+        PeerView("teacher", f"teacher-{i}", True, None, 0.0, {"noise_nats": noise, "check_logprob": mean}, 0, 1, 1)
+        for i, (noise, mean) in enumerate([(0.001, -2.0), (0.003, -2.25)])
+    )
+    seen = snapshot()
+    leave(folder, msgspec.structs.replace(seen, peers=seen.peers + teachers), ACCOUNT)
+    config = msgspec.structs.replace(CONFIG, pools=build(RunConfig, {"teachers": 2, "pools": pools}).pools)
+    shown = table(write_summary(config, folder, outcome(WELL)), folder)
+    assert written(folder)["teacher_noise"] == {"batch": 0.003, "teachers": between}
+    assert "noise of its grades 0.003 nats with what is graded beside a token" in shown
+    assert ("0.2 between teachers" in shown) == (between is not None)
+
+
+def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None:
+    def point(step: int, sampled: float, reverse_kl: float | None) -> dict[str, Any]:
+        figures = {"accuracy_greedy": None, "accuracy_sampled": sampled, "reverse_kl": reverse_kl}
+        return {"step": step, "tags": {"sums": {**figures, "n_greedy": 0, "n_sampled": 32}}}
+
+    points = [point(0, 0.25, 0.5), point(12, 0.75, 0.125)]
+    points[1]["tags"]["new"] = {"accuracy_sampled": None, "n_sampled": 0}
+    leave(folder, snapshot(), {**ACCOUNT, "eval": points})
+    shown = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert written(folder)["eval"][0]["tags"] == points[0]["tags"]
+    assert "of sums sampled (of 32) 0.250 -> 0.750, reverse KL 0.500 -> 0.125" in shown
+    assert "of new nothing could be measured" in shown
+
+
+def test_a_resumed_run_keeps_the_evaluations_of_the_launches_before(folder: RunFolder) -> None:
+    def account(*steps: int) -> dict[str, Any]:
+        return {"steps": steps[-1], "eval": [{"step": step, "accuracy_greedy": step / 100} for step in steps]}
+
+    leave(folder, None, account(0, 10, 20))  # 20 is made again by the next launch
+    folder.close()
+    resumed = RunFolder.open(folder.path, resume=True)
+    leave(resumed, snapshot(), account(20, 30))
+    summary = write_summary(CONFIG, resumed, outcome(WELL))
+    resumed.close()
+    assert [(point.step, point.accuracy_greedy) for point in summary.eval] == [
+        (0, 0.0),
+        (10, 0.1),
+        (20, 0.2),
+        (30, 0.3),
+    ]
+
+
+def test_each_workers_part_is_there(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    workers = write_summary(CONFIG, folder, outcome(WELL)).workers
+    assert workers["actor-1"].tokens == 1234
+    assert workers["actor-1"].restarts == 1
+    assert workers["actor-1"].exit_codes == [-9, 0]
+    assert workers["actor-0"].tokens == 0
+
+
+def test_an_unbalanced_ledger_fails_a_run_that_ended_well(folder: RunFolder) -> None:
+    leave(folder, snapshot(msgspec.structs.replace(TOKENS, accepted=101)), ACCOUNT)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    assert (summary.ok, summary.exit_code, summary.tokens.balanced) == (False, 3, False)
+    console = Console(width=160)
+    with console.capture() as capture:
+        print_summary(summary, folder, console)
+    assert "THE LEDGER DOES NOT BALANCE" in capture.get()
+    assert (
+        "tokens: 101 accepted, but 60 trained + 7 masked (stale) + 33 dropped (run_ended): off by +1" in capture.get()
+    )
+
+
+def test_one_unbalanced_unit_is_enough(folder: RunFolder) -> None:
+    ledger = msgspec.structs.replace(snapshot().ledger, segments=msgspec.structs.replace(SOME, trained=4))
+    leave(folder, msgspec.structs.replace(snapshot(), ledger=ledger), ACCOUNT)
+    assert write_summary(CONFIG, folder, outcome(WELL)).exit_code == 3
+
+
+def test_without_a_final_ledger_the_last_seen_one_stands_in(folder: RunFolder) -> None:
+    summary = write_summary(CONFIG, folder, outcome(Ending(False, "buffer-0 died", 1), snapshot(step=7)))
+    assert summary.ledger.source == "last_seen"
+    assert (summary.steps, summary.exit_code) == (7, 1)
+    assert summary.tokens.accepted == 100
+    assert summary.learner.wait_fraction == {"data": 0.25}
+
+
+def test_a_run_that_never_got_anywhere_has_a_summary_too(folder: RunFolder) -> None:
+    summary = write_summary(CONFIG, folder, outcome(Ending(False, "stopped by SIGINT", 130)))
+    assert summary.ledger.source == "none"
+    assert (summary.steps, summary.exit_code, summary.tokens.accepted) == (0, 130, 0)
+    assert written(folder)["eval"] == []
+
+
+def test_a_good_end_without_a_final_ledger_is_not_believed(folder: RunFolder) -> None:
+    leave(folder, None, ACCOUNT)
+    assert write_summary(CONFIG, folder, outcome(WELL, snapshot())).exit_code == 1
+
+
+def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    plain = write_summary(CONFIG, folder, outcome(WELL))
+    assert "teacher accuracy" not in table(plain, folder)
+    measured = {"default": MeasuredTeacher(accuracy_sampled=0.95, n_sampled=16)}
+    text = table(add_teachers(plain, folder, measured), folder)
+    assert written(folder)["teacher_accuracy"] == {"default": {"accuracy_sampled": 0.95, "n_sampled": 16}}
+    for said in (
+        "student accuracy, sampled 0.250 at step 0 -> 0.800 at step 12",
+        "student accuracy, greedy 0.460 at step 0 -> 0.990 at step 12",
+        "teacher accuracy, sampled 0.950 (of 16)",
+        "reverse KL per token 0.500 -> 0.060",
+        "12 optimizer steps in 1:01, all ready after 4.5 s",
+        "100 accepted = 60 trained + 7 masked (stale) + 33 dropped (run_ended)",
+        "ledger balanced",
+        "checkpoints/step-12",
+    ):
+        assert said in text, said
+
+
+def test_workers_that_joined_are_counted_even_those_of_which_only_the_sum_is_known(folder: RunFolder) -> None:
+    final = snapshot()
+    guest = msgspec.structs.replace(final.peers[0], name="actor-guest-0", alive=False, tokens_total=66)
+    forgotten: dict[Role, ForgottenPeers] = {"actor": ForgottenPeers(n=300, done_total=5, tokens_total=1000)}
+    leave(folder, msgspec.structs.replace(final, peers=(*final.peers, guest), forgotten=forgotten), ACCOUNT)
+    text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert "joined 301 actors (1,066 tokens written)" in text
+    assert written(folder)["forgotten"] == {"actor": {"n": 300, "done_total": 5, "tokens_total": 1000}}
+    assert written(folder)["workers"]["actor-guest-0"]["tokens"] == 66
+
+
+def test_the_learner_tells_of_an_evaluation_what_the_summary_knows_of_it() -> None:
+    assert EvalPoint.__struct_fields__ == ACCOUNT_EVAL_FIELDS
+    assert set(ACCOUNT_EVAL_FIELDS) <= set(EvaluationResult.__struct_fields__)
+
+
+def test_the_table_says_when_an_accuracy_is_of_fewer_rollouts_than_asked_for(folder: RunFolder) -> None:
+    first, last = ACCOUNT["eval"]
+    leave(folder, snapshot(), ACCOUNT | {"eval": [first, {**last, "n_sampled": 11, "missing": 3, "failed": 2}]})
+    text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert (
+        "evaluation incomplete step 12: the figures are of 8 greedy and 11 sampled rollouts, 24 were asked for "
+        "(3 missing, 2 failed)" in text
+    )
+    assert written(folder)["eval"][1]["n_sampled"] == 11
+
+
+def test_the_table_says_nothing_of_complete_evaluations(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    assert "evaluation incomplete" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+
+
+def test_a_launch_that_wrote_no_checkpoint_shows_the_newest_of_the_run(folder: RunFolder) -> None:
+    leave(folder, snapshot(), {**ACCOUNT, "checkpoint": None})
+    assert "checkpoint none" in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    for name, version in (
+        ("step_000012", WeightVersion(0, 12)),
+        ("step_000008_epoch_1", WeightVersion(1, 8)),
+        ("step_000099", None),
+    ):
+        saved = folder.path / CHECKPOINTS / name
+        saved.mkdir(parents=True)
+        manifest = msgspec.json.encode({"format": 1, "version": version, "files": {}}) if version is not None else b"{"
+        (saved / "manifest.json").write_bytes(manifest)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    assert summary.checkpoint == str(folder.path / CHECKPOINTS / "step_000008_epoch_1")
+    assert f"checkpoint {summary.checkpoint}" in table(summary, folder)
+
+
+def test_rollouts_that_failed_are_listed_with_a_few_of_their_texts(folder: RunFolder) -> None:
+    text = "actor-0: KeyError: 'tool' [/x]"
+    failures = (
+        RolloutFailures("env_timeout", 2, "actor-1: reset took longer", ("actor-1: reset took longer",)),
+        RolloutFailures("env_error_KeyError", 64, text, ("actor-0: KeyError: 'first'", text)),
+    )
+    leave(folder, msgspec.structs.replace(snapshot(), failures=failures), ACCOUNT)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    told = written(folder)["failed_rollouts"]
+    assert told["env_error_KeyError"] == {"n": 64, "newest": text, "examples": ["actor-0: KeyError: 'first'", text]}
+    assert list(told) == ["env_timeout", "env_error_KeyError"]
+    console = Console(width=160)
+    with console.capture() as shown:
+        print_summary(summary, folder, console)
+    assert f"2 env_timeout, 64 env_error_KeyError; newest {text}" in shown.get()
+
+
+def test_a_summary_that_cannot_be_written_is_shown_all_the_same(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("launch.report.summary.write_atomic", full)
+    monkeypatch.setattr("launch.runfolder.write_atomic", full)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    folder.finish(summary.exit_code)
+    assert summary.ok and "finished" in table(summary, folder)
+    told = capsys.readouterr().err
+    for name in ("summary.json", "run.json"):
+        assert f"{folder.path / name} could not be written: [Errno 28] No space left on device" in told
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "told"),
+    [
+        ("step_000012", ""),
+        ("step_000008_epoch_1", "(from step 8: the newest checkpoint)"),
+        (None, "(from step 0: there is no checkpoint)"),
+    ],
+)
+def test_a_run_that_was_stopped_says_how_to_go_on_and_from_where(
+    folder: RunFolder, checkpoint: str | None, told: str
+) -> None:
+    leave(folder, snapshot(), {**ACCOUNT, "checkpoint": checkpoint and str(folder.path / CHECKPOINTS / checkpoint)})
+    stopped = table(write_summary(CONFIG, folder, outcome(Ending(False, "stopped by Ctrl-C", 130))), folder)
+    assert f"--resume --run-dir {folder.path} {told}".strip() in " ".join(stopped.split())
+    assert "--resume" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+
+
+def test_damaged_checkpoints_that_were_passed_over_are_named(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT)
+    aside = folder.path / CHECKPOINTS / "damaged-step_000008"
+    aside.mkdir(parents=True)
+    summary = write_summary(CONFIG, folder, outcome(WELL))
+    assert summary.checkpoints_damaged == (str(aside),)
+    assert f"DAMAGED {aside} could not be read" in table(summary, folder)

@@ -1,0 +1,146 @@
+"""What was decided about GPUs reaches the workers: their device, the environment of NCCL; and a server that is not as
+configured ends its worker for good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+import builtin
+import engines.sglang.engine
+import engines.sglang.scorer
+from actors.worker import main as actor_main
+from launch.checks.placement import Placement
+from launch.checks.weight_backend import Choice
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.machine.gpus import Places
+from launch.processes.slots import Worker
+from launch.workers import watch
+from launch.workers.crew import Crew
+from launch.workers.roles import ENTRIES, StartRole
+from launch.workers.supervisor import Supervisor
+from protocol.context import ExitCode, RoleContext, WorkerRole
+from teachers.worker import main as teacher_main
+from tests.server_features import CAPABLE
+
+PLACED = Placement(Places({"learner": 0, "teacher-0": 1, "actor-0": 2, "actor-1": 3}, {}), Choice("nccl", ""), "placed")
+
+
+def test_a_worker_is_started_with_the_device_that_it_was_given() -> None:
+    started: list[StartRole] = []
+
+    def begin(start: StartRole, *, fork: bool) -> None:
+        started.append(start)
+
+    folder = SimpleNamespace(run_id="r", path=Path("/r"), config_path=Path("/c"), log_path=Path("/l").joinpath)
+    processes = SimpleNamespace(start=begin)
+    workers = [Worker("learner", 0), Worker("teacher", 0), Worker("actor", 1), Worker("buffer", 0)]
+    crew = Crew(
+        build(RunConfig, {"actor": {"engine": "torch"}, "teacher": {"engine": "torch"}}),
+        cast(Any, folder),
+        cast(Any, processes),
+        cast(Any, {}),  # no worker has a server of its own
+        ENTRIES,
+        workers,
+        resume=False,
+        preload=(),
+        placement=PLACED,
+    )
+    for worker in workers:
+        crew.start(worker)
+    assert [start.device for start in started] == ["cuda:0", "cuda:1", "cuda:3", ""]
+
+
+class Stop(Exception):
+    """Far enough."""
+
+
+def test_placement_and_the_environment_of_nccl_go_on_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def processes(**told: Any) -> Any:
+        seen.update(told)
+        return SimpleNamespace()
+
+    def servers(*_: Any) -> Any:
+        return SimpleNamespace()
+
+    def crew(*_: Any, **told: Any) -> Any:
+        seen.update(told)
+        raise Stop
+
+    monkeypatch.setattr(watch, "Processes", processes)
+    monkeypatch.setattr(watch, "ServerWatch", servers)
+    monkeypatch.setattr(watch, "Crew", crew)
+    for name in ("NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    folder = SimpleNamespace(logs=Path("/l"), config_path=Path("/c"))
+    config = build(RunConfig, {"actor": {"engine": "sglang"}})
+    with pytest.raises(Stop):
+        Supervisor(config, cast(Any, folder), cast(Any, None), resume=False, began_s=0.0, placement=PLACED)
+    assert seen["placement"] is PLACED
+    assert seen["environment"] == {"NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+class Server:
+    """An engine or a scorer that has connected to a server with tp 2, on a GPU."""
+
+    closed = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.features = msgspec.structs.replace(CAPABLE, device="cuda", tp_size=2)
+
+    def abort_leftovers(self, _timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        Server.closed += 1
+
+
+class Connection:
+    """To the buffer; nothing is said."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("role", ["actor", "teacher"])
+def test_a_server_with_another_tp_ends_its_worker_for_good(
+    role: WorkerRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engines.sglang.engine, "SGLangEngine", Server)
+    monkeypatch.setattr(engines.sglang.scorer, "SGLangScorer", Server)
+    monkeypatch.setattr(f"{role}s.worker.Client", Connection)
+    monkeypatch.setattr(Server, "closed", 0)
+    settings = {"engine": "sglang", "server": {"device": "cuda"}}
+    models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
+    context: RoleContext[Any] = RoleContext(
+        role=role,
+        index=0,
+        name=f"{role}-0",
+        incarnation="i",
+        run_id="r",
+        run_dir=tmp_path,
+        buffer_address="tcp://127.0.0.1:1",
+        resume=False,
+        config=build(RunConfig, {"actor": settings, "teacher": settings, "models": models}),
+        server_url="http://127.0.0.1:1",
+    )
+    main: Any = actor_main if role == "actor" else teacher_main
+    assert main(context) == ExitCode.USELESS
+    assert "tp_size = 2, but server.tp is 1" in caplog.text
+    assert Server.closed == 1

@@ -1,0 +1,132 @@
+"""Packing against a loop over items and tokens; what it must refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner.batch.packing import BatchError, EmptyBatchError, PackedBatch, TrainItem, pack, train_items
+
+Make = Callable[..., TrainItem]
+
+
+def _mixed(make_item: Make) -> list[TrainItem]:
+    return [
+        make_item("a", [0, 0, 1, 1, 1]),
+        make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], teachers=("math", "style")),  # an environment's tokens in the middle
+        make_item("c", [0, 0, 0]),  # nothing to train
+        make_item("d", [0] * 10 + [1] * 20, teachers=("style",)),
+        make_item("e", [0, 1], teachers=()),  # no teacher
+        make_item("f", [0, 0, 0, 0, 1, 0]),
+    ]
+
+
+def _tokens(batch: PackedBatch) -> list[Any]:
+    """One row per trained token of the packed batch: (item, context ids up to the predictor, target, mu, q by name)."""
+    rows: list[Any] = []
+    for micro in batch.microbatches:
+        ends = np.cumsum(micro.lengths)
+        for n, predictor in enumerate(micro.predictor_N):
+            sequence = int(np.searchsorted(ends, predictor, side="right"))
+            context = micro.ids_T[ends[sequence] - micro.lengths[sequence] : predictor + 1]
+            scores = {
+                name: float(micro.teacher_MN[m, n]) for m, name in enumerate(batch.teachers) if micro.routed_MN[m, n]
+            }
+            target, behaviour = int(micro.target_N[n]), float(micro.behaviour_N[n])
+            rows.append((int(micro.item_N[n]), context.tolist(), target, behaviour, scores))
+    return sorted(rows, key=lambda row: (row[0], len(row[1])))
+
+
+@pytest.mark.parametrize("pack_tokens", [1, 7, 12, 1000])
+def test_every_trained_token_arrives_once_with_its_own_context(make_item: Make, pack_tokens: int) -> None:
+    items = _mixed(make_item)
+    expected: list[Any] = []
+    for index, train_item in enumerate(items):
+        for t in range(train_item.item.end):
+            if train_item.train_mask_L[t]:
+                scores = {name: float(train_item.teacher_ML[m, t]) for m, name in enumerate(train_item.item.teachers)}
+                context, target = train_item.tokens_L[:t].tolist(), int(train_item.tokens_L[t])
+                expected.append((index, context, target, float(train_item.behaviour_L[t]), scores))
+    batch = pack(items, pack_tokens)
+    assert _tokens(batch) == expected
+    assert batch.n_trained == len(expected) and batch.n_items_idle == 1
+    for micro in batch.microbatches:
+        assert len(micro.ids_T) == sum(micro.lengths)
+        assert sum(micro.lengths) <= pack_tokens or len(micro.lengths) == 1
+
+
+def test_position_before_a_token_predicts_it(make_item: Make) -> None:
+    """Off by one: with ids 0, 1, 2, ... the predictor of token t sits on id t - 1 and never sees t."""
+    train_item = make_item("a", [0, 0, 1, 1])
+    train_item.tokens_L[:] = [10, 11, 12, 13]
+    micro = pack([train_item], 100).microbatches[0]
+    assert micro.ids_T.tolist() == [10, 11, 12]
+    assert micro.ids_T[micro.predictor_N].tolist() == [11, 12]
+    assert micro.target_N.tolist() == [12, 13]
+
+
+def test_context_behind_the_last_trained_token_is_not_computed(make_item: Make) -> None:
+    assert pack([make_item("a", [0, 0, 1, 0, 0, 0, 0])], 100).n_inputs == 2
+
+
+def test_longer_item_than_the_budget_goes_alone(make_item: Make) -> None:
+    batch = pack([make_item("long", [0] * 30 + [1]), make_item("b", [0, 0, 1]), make_item("c", [0, 0, 1])], 8)
+    assert [micro.lengths for micro in batch.microbatches] == [(30,), (2, 2)]
+
+
+def test_batch_with_nothing_to_train_is_an_error_that_names_its_rollouts(make_item: Make) -> None:
+    with pytest.raises(EmptyBatchError, match="none of the 2 items") as caught:
+        pack([make_item("a", [0, 0]), make_item("b", [0])], 100)
+    assert caught.value.rollout_ids == ("a", "b")
+    with pytest.raises(EmptyBatchError):
+        pack([], 100)
+
+
+def _frames(train_item: TrainItem) -> list[Any]:
+    mask_L = train_item.train_mask_L.astype(np.uint8)
+    return [train_item.tokens_L, train_item.behaviour_L.copy(), mask_L, train_item.teacher_ML.copy()]
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_missing_frame_stops_the_batch(make_item: Make, missing: int) -> None:
+    """Student or teacher log-probs that did not come are never skipped over."""
+    train_item = make_item("a", [0, 1, 1])
+    frames = _frames(train_item)
+    with pytest.raises(BatchError, match="3 frames for 1 items; expected 4: token ids"):
+        train_items([train_item.item], frames[:missing] + frames[missing + 1 :])
+    frames[missing] = frames[missing][..., :-1]
+    with pytest.raises(
+        BatchError, match=r"rollout 'a': frames of shape .* expected three of \[3\] and one of \[1, 3\]"
+    ):
+        train_items([train_item.item], frames)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 0.5])
+@pytest.mark.parametrize(("frame", "name"), [(1, "behaviour"), (3, "default")])
+def test_number_that_is_no_logprob_stops_the_batch_only_where_it_is_trained(
+    make_item: Make, bad: float, frame: int, name: str
+) -> None:
+    train_item = make_item("a", [0, 1, 0, 1])
+    frames = _frames(train_item)
+    frames[frame][..., 2] = bad  # not trained: any number may stand there
+    train_items([train_item.item], frames)
+    frames[frame][..., 3] = bad
+    with pytest.raises(BatchError, match=f"rollout 'a': 1 log-probs of '{name}' .* the first at offset 3") as caught:
+        train_items([train_item.item], frames)
+    assert caught.value.rollout_ids == ("a",)
+
+
+def test_first_token_cannot_be_trained(make_item: Make) -> None:
+    with pytest.raises(BatchError, match="token 0 is to be trained"):
+        make_item("a", [1, 1])
+
+
+def test_read_only_frames_from_the_wire_are_taken_as_they_are(make_item: Make) -> None:
+    train_item = make_item("a", [0, 1, 1])
+    frames = _frames(train_item)
+    for frame in frames:
+        frame.flags.writeable = False
+    assert pack(train_items([train_item.item], frames), 10).n_trained == 2

@@ -1,0 +1,144 @@
+"""Evaluations under way: what is offered, asked for again, handed out once complete, and given up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import learner.evaluation.desk
+from learner.evaluation.desk import EvalDesk
+from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult
+from learner.prompts.config import TaskConfig
+from protocol.messages import BatchItem, EvalResult, EvalWanted, Message, Task, TasksOffered, VersionSpan, WeightVersion
+
+V0, V20 = WeightVersion(0, 0), WeightVersion(0, 20)
+
+
+class World:
+    """A desk, what it sent, and the figures it handed out."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, n_prompts: int = 3) -> None:
+        config = TaskConfig(eval_greedy=n_prompts, eval_sampled=n_prompts)
+        prompts = [EvalPrompt(np.array([65 + i % 20, 66], np.int32), "t", "1") for i in range(n_prompts)]
+        self.sent: list[Message] = []
+        self.frames = 0
+        self.figures: list[EvaluationResult] = []
+        self.desk = EvalDesk(
+            lambda version: Evaluation(config, prompts, tokenizer, version=version, seed=1), self._send, self._note
+        )
+
+    def _send(self, message: Message, arrays: object) -> None:
+        self.sent.append(message)
+
+    def _note(self, result: EvaluationResult) -> None:
+        self.figures.append(result)
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [task for message in self.sent if isinstance(message, TasksOffered) for task in message.tasks]
+
+    @property
+    def wanted(self) -> list[tuple[str, int]]:
+        """Evaluation, and how many results were there already, for each time it was asked for."""
+        return [(msg.eval_id, len(msg.have)) for msg in self.sent if isinstance(msg, EvalWanted)]
+
+    def answer(self, *tasks: Task, failed: int = 0, eval_id: str = "") -> None:
+        arrays: list[np.ndarray] = []
+        items: list[BatchItem] = []
+        for task in tasks:
+            spans = (VersionSpan(V0, 2, 4),)
+            rollout_id = f"eval-{task.task_id}-0-0"
+            items.append(BatchItem(rollout_id, task.task_id, 0, 1, "t", (), 4, spans, True, "stop", 1.0, 1))
+            arrays += [
+                np.array([65, 66, 67, 68], np.int32),
+                np.full(4, -0.5, np.float32),
+                np.array([0, 0, 1, 1], np.uint8),
+                np.zeros((0, 4), np.float32),
+            ]
+        self.desk.add(EvalResult(eval_id or tasks[0].eval_id, tuple(items), failed, 0), tuple(arrays))
+
+
+@pytest.fixture
+def world(small_tokenizer: PreTrainedTokenizerFast) -> World:
+    return World(small_tokenizer)
+
+
+def halves(tasks: list[Task]) -> list[list[Task]]:
+    return [[task for task in tasks if task.eval_id == eval_id] for eval_id in sorted({t.eval_id for t in tasks})]
+
+
+def test_an_evaluation_goes_out_as_tasks_and_comes_back_as_figures(world: World) -> None:
+    world.desk.start(V0)
+    assert (world.desk.active, len(world.tasks), {task.kind for task in world.tasks}) == (1, 6, {"eval"})
+    for half in halves(world.tasks):
+        assert world.figures == []
+        world.answer(*half)
+    assert world.desk.active == 0
+    (figures,) = world.figures
+    assert (figures.step, figures.n_greedy, figures.n_sampled, figures.missing) == (0, 3, 3, 0)
+
+
+def test_many_tasks_go_out_in_several_messages(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    world = World(small_tokenizer, n_prompts=300)
+    world.desk.start(V0)
+    sizes = [len(message.tasks) for message in world.sent if isinstance(message, TasksOffered)]
+    assert sum(sizes) == 600 and max(sizes) <= learner.evaluation.desk.TASKS_PER_MESSAGE
+    assert len({task.task_id for task in world.tasks}) == 600
+
+
+def test_what_is_missing_is_asked_for_again_but_not_all_the_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.desk.ask()
+    assert world.wanted == []
+    monkeypatch.setattr(learner.evaluation.desk, "REPEAT_S", 3600.0)
+    world.desk.start(V0)
+    world.desk.ask()
+    world.desk.ask()
+    assert world.wanted == [("000000-greedy", 0), ("000000-sampled", 0)]
+    monkeypatch.setattr(learner.evaluation.desk, "REPEAT_S", 0.0)
+    greedy, _ = halves(world.tasks)
+    world.answer(*greedy[:2])
+    world.desk.ask()
+    assert world.wanted[2:] == [("000000-greedy", 2), ("000000-sampled", 0)]
+    world.answer(greedy[2])
+    world.desk.ask()
+    assert world.wanted[4:] == [("000000-sampled", 0)]
+
+
+def test_two_evaluations_at_once_are_kept_apart(world: World) -> None:
+    world.desk.start(V0)
+    world.desk.start(V20)
+    assert world.desk.active == 2
+    early_greedy, early_sampled, late_greedy, late_sampled = halves(world.tasks)
+    for half in (late_greedy, early_greedy, late_sampled):
+        world.answer(*half)
+    assert [figures.step for figures in world.figures] == [20]
+    world.answer(*early_sampled)
+    assert [figures.step for figures in world.figures] == [20, 0]
+
+
+def test_given_up_it_hands_out_what_is_there_and_says_what_is_missing(world: World) -> None:
+    world.desk.start(V0)
+    greedy, sampled = halves(world.tasks)
+    world.answer(*greedy)
+    world.answer(sampled[0], failed=1)
+    world.desk.give_up()
+    (figures,) = world.figures
+    assert (figures.n_greedy, figures.n_sampled, figures.failed, figures.missing) == (3, 1, 1, 1)
+    assert world.desk.active == 0
+    world.answer(sampled[1])
+    assert len(world.figures) == 1, "too late"
+
+
+def test_a_repeat_of_a_complete_evaluation_changes_nothing(world: World) -> None:
+    world.desk.start(V0)
+    for half in halves(world.tasks):
+        world.answer(*half)
+    world.answer(*halves(world.tasks)[0])
+    assert len(world.figures) == 1
+
+
+def test_an_evaluation_without_prompts_is_complete_at_once(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    world = World(small_tokenizer, n_prompts=0)
+    world.desk.start(V0)
+    assert (world.desk.active, len(world.figures), world.sent) == (0, 1, [])

@@ -1,0 +1,203 @@
+"""The default objective against a loop over tokens, and its gradient against exact enumeration of a tiny vocabulary."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from learner.config import LearnerConfig
+from learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
+
+V = 4
+"""Vocabulary of the enumerated policy: sequences of two tokens, one table of logits per context (start, or the first
+token), so V + 1 rows."""
+
+
+def token_inputs(behaviour_N: Tensor, teacher_MN: Tensor, routed_MN: Tensor, coef: float = 1.0) -> TokenInputs:
+    """One rollout without a reward, token mean."""
+    return TokenInputs(
+        behaviour_N,
+        teacher_MN,
+        routed_MN,
+        coef_M=torch.full((len(teacher_MN),), coef, dtype=torch.float64),
+        reward_advantage_N=torch.zeros_like(behaviour_N),
+        share_N=torch.ones_like(behaviour_N),
+        sequence_N=torch.zeros(len(behaviour_N), dtype=torch.int64),
+        n_sequences=1,
+    )
+
+
+def _random_inputs(n: int = 9, m: int = 2, coef: float = 1.0) -> tuple[Tensor, TokenInputs]:
+    source = torch.Generator().manual_seed(3)
+    student_N = -torch.rand(n, generator=source, dtype=torch.float64) * 3
+    behaviour_N = -torch.rand(n, generator=source, dtype=torch.float64) * 3
+    teacher_MN = -torch.rand((m, n), generator=source, dtype=torch.float64) * 3
+    routed_MN = torch.rand((m, n), generator=source) < 0.6
+    routed_MN[:, 0] = False
+    return student_N.requires_grad_(), token_inputs(behaviour_N, teacher_MN, routed_MN, coef)
+
+
+def _slow(student: Any, inputs: TokenInputs, config: LearnerConfig, n_global: int) -> tuple[float, list[float]]:
+    """Loss and its derivative by each student log-prob, in Python floats."""
+    loss, gradient = 0.0, []
+    for t in range(len(student)):
+        s, mu = float(student[t]), float(inputs.behaviour_N[t])
+        advantage = 0.0
+        for m in range(inputs.teacher_MN.shape[0]):
+            if inputs.routed_MN[m, t]:
+                compared = s if config.kl_student == "current" else mu
+                advantage -= config.coef * (compared - float(inputs.teacher_MN[m, t]))
+        r = math.exp(s - mu)
+        if config.importance == "none":
+            w = 1.0
+        elif config.importance == "truncated":
+            w = min(r, config.ratio_cap)
+        else:
+            low, high = config.ratio_bounds
+            w = r if low <= r <= high else 0.0
+        loss -= w * advantage * s / n_global
+        gradient.append(-w * advantage / n_global)
+    return loss, gradient
+
+
+@pytest.mark.parametrize("importance", ["none", "truncated", "masked"])
+@pytest.mark.parametrize("kl_student", ["current", "behaviour"])
+@pytest.mark.parametrize("coef", [1.0, 0.3])
+def test_loss_and_gradient_equal_the_loop(importance: Any, kl_student: Any, coef: float) -> None:
+    config = LearnerConfig(importance=importance, kl_student=kl_student, coef=coef, ratio_cap=1.4)
+    student_N, inputs = _random_inputs(coef=coef)
+    terms = token_loss(student_N, inputs, make_objective(config), 17)
+    terms.loss.backward()
+    loss, gradient = _slow(student_N.detach(), inputs, config, 17)
+    assert terms.loss.item() == pytest.approx(loss, rel=1e-12)
+    assert student_N.grad is not None
+    np.testing.assert_allclose(student_N.grad.numpy(), gradient, rtol=1e-12)
+
+
+def test_token_without_a_teacher_teaches_nothing() -> None:
+    student_N, inputs = _random_inputs()
+    terms = token_loss(student_N, inputs, make_objective(LearnerConfig()), 9)
+    terms.loss.backward()
+    assert student_N.grad is not None and student_N.grad[0] == 0 and terms.reverse_kl_N[0] == 0
+    assert terms.advantage_N[0] == 0 and bool((student_N.grad[inputs.routed_MN.any(0)] != 0).all())
+
+
+def test_shares_of_microbatches_add_up_to_the_whole() -> None:
+    student_N, inputs = _random_inputs()
+    objective = make_objective(LearnerConfig())
+
+    def share(part: slice) -> LossTerms:
+        chosen = token_inputs(inputs.behaviour_N[part], inputs.teacher_MN[:, part], inputs.routed_MN[:, part])
+        return token_loss(student_N[part], chosen, objective, 9)
+
+    whole = token_loss(student_N, inputs, objective, 9).loss
+    torch.testing.assert_close(share(slice(0, 2)).loss + share(slice(2, 9)).loss, whole)
+
+
+# ------------------------------------------------------------------------------------------ exact enumeration
+
+
+def _table(seed: int) -> Tensor:
+    return torch.randn((V + 1, V), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _sequences() -> Tensor:
+    """All V * V sequences of two tokens, [V * V, 2]."""
+    return torch.cartesian_prod(torch.arange(V), torch.arange(V))
+
+
+def _logprobs(table_CV: Tensor, sequences_S2: Tensor, temperature: float = 1.0) -> Tensor:
+    """[S, 2]: row 0 of the table is the start, row 1 + a the context "a"."""
+    logprobs_CV = torch.log_softmax(table_CV / temperature, dim=1)
+    first, second = sequences_S2.T
+    return torch.stack([logprobs_CV[0, first], logprobs_CV[1 + first, second]], dim=1)
+
+
+def _analytic_gradient(student_CV: Tensor, teacher_CV: Tensor, first_token_V: Tensor) -> Tensor:
+    """d/d student of sum over the two positions of KL(student || teacher) at that position, where the contexts come
+    from `first_token_V` and are not differentiated (discount 0: a token answers only for itself)."""
+    student_CV = student_CV.clone().requires_grad_()
+    p_CV, q_CV = torch.log_softmax(student_CV, 1), torch.log_softmax(teacher_CV, 1)
+    divergence_C = (p_CV.exp() * (p_CV - q_CV)).sum(1)
+    (divergence_C[0] + (first_token_V * divergence_C[1:]).sum()).backward()
+    assert student_CV.grad is not None
+    return student_CV.grad
+
+
+def _expected_gradient(
+    student_CV: Tensor, teacher_CV: Tensor, sampler_CV: Tensor, config: LearnerConfig, temperature: float = 1.0
+) -> Tensor:
+    """Sum over all sequences of P(sequence under the sampler) x gradient of the loss of that one sequence."""
+    total = torch.zeros_like(student_CV)
+    objective = make_objective(config)
+    for sequence in _sequences():
+        table_CV = student_CV.clone().requires_grad_()
+        student_N = _logprobs(table_CV, sequence[None])[0]
+        behaviour_N = _logprobs(sampler_CV, sequence[None], temperature)[0]
+        inputs = token_inputs(behaviour_N, _logprobs(teacher_CV, sequence[None])[:1], torch.ones((1, 2)).bool())
+        token_loss(student_N, inputs, objective, 1).loss.backward()
+        assert table_CV.grad is not None
+        total += behaviour_N.sum().exp() * table_CV.grad
+    return total
+
+
+UNCAPPED = LearnerConfig(ratio_cap=1e9)
+
+
+def test_on_policy_gradient_is_that_of_the_reverse_kl() -> None:
+    student_CV, teacher_CV = _table(0), _table(1)
+    got = _expected_gradient(student_CV, teacher_CV, student_CV, LearnerConfig())
+    torch.testing.assert_close(got, _analytic_gradient(student_CV, teacher_CV, torch.softmax(student_CV[0], 0)))
+
+
+def test_off_policy_gradient_is_that_of_the_reverse_kl_at_the_states_visited() -> None:
+    """Token-level ratios correct the token, not the distribution of the contexts before it."""
+    student_CV, teacher_CV, sampler_CV = _table(0), _table(1), _table(2)
+    got = _expected_gradient(student_CV, teacher_CV, sampler_CV, UNCAPPED)
+    torch.testing.assert_close(got, _analytic_gradient(student_CV, teacher_CV, torch.softmax(sampler_CV[0], 0)))
+    biased = _expected_gradient(student_CV, teacher_CV, sampler_CV, LearnerConfig(importance="none"))
+    assert float((biased - got).norm() / got.norm()) > 0.1
+
+
+def test_sampling_at_another_temperature_still_trains_toward_the_teacher_at_temperature_one() -> None:
+    student_CV, teacher_CV = _table(0), _table(1)
+    got = _expected_gradient(student_CV, teacher_CV, student_CV, UNCAPPED, temperature=0.7)
+    visited_V = torch.softmax(student_CV[0] / 0.7, 0)
+    torch.testing.assert_close(got, _analytic_gradient(student_CV, teacher_CV, visited_V))
+
+
+def test_gradient_vanishes_where_student_and_teacher_agree() -> None:
+    student_CV = _table(0)
+    got = _expected_gradient(student_CV, student_CV, _table(2), UNCAPPED)
+    assert float(got.abs().max()) < 1e-12
+
+
+def test_monte_carlo_mean_of_the_default_estimator_meets_the_analytic_gradient() -> None:
+    """Drawn, not enumerated: 40,000 sequences in one batch, every entry within five standard errors."""
+    student_CV, teacher_CV = _table(0), _table(1)
+    n = 40_000
+    picks = torch.multinomial(
+        _logprobs(student_CV, _sequences()).sum(1).exp(),
+        n,
+        replacement=True,
+        generator=torch.Generator().manual_seed(9),
+    )
+    drawn_S2 = _sequences()[picks]
+    behaviour_S2 = _logprobs(student_CV, drawn_S2)
+    table_CV = student_CV.clone().requires_grad_()
+    inputs = token_inputs(
+        behaviour_S2.flatten(), _logprobs(teacher_CV, drawn_S2).flatten()[None], torch.ones((1, 2 * n)).bool()
+    )
+    objective = make_objective(LearnerConfig())
+    token_loss(_logprobs(table_CV, drawn_S2).flatten(), inputs, objective, n).loss.backward()
+    exact_CV = _analytic_gradient(student_CV, teacher_CV, torch.softmax(student_CV[0], 0))
+    cost_S2 = (behaviour_S2 - _logprobs(teacher_CV, drawn_S2)).numpy()
+    spread = float(np.sqrt((cost_S2**2).mean() / n))  # bounds the standard error: |d s / d logit| <= 1
+    assert table_CV.grad is not None
+    assert float((table_CV.grad - exact_CV).abs().max()) < 5 * spread
+    assert float(exact_CV.abs().max()) > 20 * spread

@@ -1,0 +1,237 @@
+"""Prompt files as users write them: all formats give the same records, and what is wrong is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+from datasets.utils.logging import disable_progress_bar
+
+from learner.prompts.data import CACHED_BLOCKS, ParquetSource, PromptSource, open_prompts
+from learner.prompts.records import DataError, PromptRecord, RowError
+
+WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"{i}+{i}=", "tag": "even" if i % 2 == 0 else None, "ground_truth": str(2 * i), "other": i}
+    for i in range(25)
+]
+EXPECTED = [PromptRecord(i, f"{i}+{i}=", None, "even" if i % 2 == 0 else "", str(2 * i)) for i in range(25)]
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars() -> None:
+    disable_progress_bar()
+
+
+def all_of(source: PromptSource) -> list[PromptRecord]:
+    return [source.read(row) for row in range(len(source))]
+
+
+def write_bytes(folder: Path, content: bytes, name: str = "p.jsonl") -> str:
+    (folder / name).write_bytes(content)
+    return str(folder / name)
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+def test_jsonl_parquet_and_datasets_give_the_same_records(tmp_path: Path, write_rows: WriteRows) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "p.parquet", row_group_size=4)
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    for path in (write_rows(ROWS), tmp_path / "p.parquet", tmp_path / "saved"):
+        assert all_of(open_prompts(str(path))) == EXPECTED, path
+
+
+def test_rows_are_read_in_any_order(write_rows: WriteRows) -> None:
+    source = open_prompts(str(write_rows(ROWS)))
+    assert [source.read(row).prompt for row in (24, 0, 7, 7)] == ["24+24=", "0+0=", "7+7=", "7+7="]
+
+
+def test_a_folder_of_parquet_files_is_read_one_after_another(tmp_path: Path) -> None:
+    for i in range(3):
+        pq.write_table(pa.Table.from_pylist(ROWS[i * 5 : i * 5 + 5]), tmp_path / f"part-{i}.parquet", row_group_size=2)
+    source = open_prompts(str(tmp_path))
+    assert source.blocks == (2, 2, 1) * 3
+    assert all_of(source) == EXPECTED[:15]
+
+
+def test_parquet_keeps_only_a_few_row_groups_in_memory(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "p.parquet", row_group_size=1)
+    source = open_prompts(str(tmp_path / "p.parquet"))
+    assert isinstance(source, ParquetSource)
+    assert all_of(source) == EXPECTED
+    assert list(source._cache) == list(range(25 - CACHED_BLOCKS, 25))  # pyright: ignore[reportPrivateUsage]
+
+
+def test_messages_come_from_every_format_without_the_nulls_that_tables_add(
+    tmp_path: Path, write_rows: WriteRows
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "a", "name": "ann"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "s", "name": None},
+                {"role": "user", "content": "b", "name": None},
+            ]
+        },
+    ]
+    expected = [
+        ({"role": "user", "content": "a", "name": "ann"},),
+        ({"role": "system", "content": "s"}, {"role": "user", "content": "b"}),
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for path in (write_rows(rows), tmp_path / "m.parquet", tmp_path / "saved"):
+        assert [record.messages for record in all_of(open_prompts(str(path)))] == expected, path
+
+
+def test_a_prompt_that_is_a_list_of_turns_is_read_as_messages(write_rows: WriteRows) -> None:
+    turns = [{"role": "user", "content": "a"}]
+    assert open_prompts(str(write_rows([{"prompt": turns}]))).read(0) == PromptRecord(0, None, tuple(turns))
+
+
+def test_a_ground_truth_that_is_not_text_becomes_json(write_rows: WriteRows) -> None:
+    truths: list[Any] = [42, 1.5, ["a"], True, None, "text"]
+    source = open_prompts(str(write_rows([{"prompt": "p", "ground_truth": truth} for truth in truths])))
+    assert [record.ground_truth for record in all_of(source)] == ["42", "1.5", '["a"]', "true", None, "text"]
+
+
+def test_blank_lines_byte_order_mark_and_a_missing_last_line_break_do_no_harm(tmp_path: Path) -> None:
+    path = write_bytes(tmp_path, b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n\n{"prompt":"b"}\n \n{"prompt":"c"}')
+    assert [(record.row, record.prompt) for record in all_of(open_prompts(path))] == [(0, "a"), (1, "b"), (2, "c")]
+
+
+def test_a_line_that_spans_read_chunks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.prompts.data._CHUNK_BYTES", 7)
+    path = write_bytes(tmp_path, b"".join(msgspec.json.encode(row) + b"\n\n" for row in ROWS))
+    assert all_of(open_prompts(path)) == EXPECTED
+
+
+def test_a_file_is_known_by_its_contents_not_its_name(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "prompts.data")
+    assert all_of(open_prompts(str(tmp_path / "prompts.data"))) == EXPECTED
+    assert len(open_prompts(write_bytes(tmp_path, b'{"prompt":"a"}\n', "prompts.txt"))) == 1
+
+
+def test_fingerprints_tell_files_apart(tmp_path: Path, write_rows: WriteRows) -> None:
+    first = open_prompts(str(write_rows(ROWS))).fingerprint
+    assert open_prompts(str(write_rows(ROWS))).fingerprint == first
+    assert open_prompts(str(write_rows(ROWS[:-1]))).fingerprint != first
+    assert open_prompts(str(write_rows([*ROWS[:-1], {**ROWS[-1], "prompt": "24-24="}]))).fingerprint != first
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_wrong_path_names_the_nearest_file(tmp_path: Path, write_rows: WriteRows) -> None:
+    write_rows(ROWS)
+    with pytest.raises(DataError, match=r"did you mean '.*/prompts\.jsonl'"):
+        open_prompts(str(tmp_path / "promts.jsonl"))
+    with pytest.raises(DataError, match="no folder"):
+        open_prompts(str(tmp_path / "nowhere" / "prompts.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"promt": "a", "tag": "t"}', r"found 'promt', 'tag'; rename 'promt' to 'prompt'\?"),
+        (b'{"question": "a"}', r"found 'question'; expected one of: 'prompt' \(text\), 'messages'"),
+        (b'{"prompt": null}', "found 'prompt', but it is null"),
+        (b'{"prompt": 5}', r"at `\$\.prompt`"),
+        (b'{"prompt": "a", "tag": 3}', r"at `\$\.tag`"),
+        (b'{"prompt": "  "}', "'prompt' is blank"),
+        (b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "both 'prompt' and 'messages'"),
+        (b'{"messages": []}', "'messages' is empty"),
+        (b'{"messages": [{"content": "b"}]}', "needs a 'role'"),
+        (b'{"messages": [{"role":"user","content":"q"},{"role":"assistant","content":"a"}]}', "end with an assistant"),
+        (b'{"prompt": "a"', "not a JSON object on one line"),
+        (b'["a"]', "Expected `object`, got `array`"),
+        (b'{"prompt": "\xff"}', "not a JSON object"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = write_bytes(tmp_path, b'{"prompt":"fine"}\n\n' + line + b"\n")
+    with pytest.raises(RowError, match=message) as error:
+        open_prompts(path)
+    assert "p.jsonl, line 3: " in str(error.value)
+
+
+def test_a_bad_row_deep_in_a_large_file_is_found_before_the_run(tmp_path: Path) -> None:
+    lines = [b'{"prompt":"a"}\n'] * 90_000
+    lines[80_000] = b'{"prmpt":"a"}\n'
+    with pytest.raises(RowError, match="line 80001: no 'prompt' and no 'messages'"):
+        open_prompts(write_bytes(tmp_path, b"".join(lines)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", b"", "no rows"),
+        ("p.jsonl", b"\n \n", "no rows"),
+        ("p.json", b'[{"prompt": "a"}]', "one JSON array; expected one JSON object per line"),
+        ("p.csv", b"prompt,answer\na,b\n", "neither JSONL nor Parquet"),
+        ("p.jsonl.gz", b"\x1f\x8b\x08abc", "compressed; unpack it first"),
+        ("p.parquet", b'{"prompt": "a"}', "not a Parquet file: it begins with"),
+        ("p.parquet", b"PAR1 and nothing more", "not a whole Parquet file"),
+    ],
+)
+def test_other_formats_are_refused_with_advice(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_prompts(write_bytes(tmp_path, content, name))
+
+
+def test_a_table_without_prompts_names_its_columns(tmp_path: Path) -> None:
+    rows = [{"Prompts": "a", "answer": "b"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for path in ("p.parquet", "saved"):
+        with pytest.raises(DataError, match=r"found 'Prompts', 'answer'; rename 'Prompts' to 'prompt'\?"):
+            open_prompts(str(tmp_path / path))
+
+
+def test_a_table_row_with_a_null_prompt_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": None}]), tmp_path / "p.parquet")
+    with pytest.raises(RowError, match=r"p\.parquet, row 1: .*it is null"):
+        open_prompts(str(tmp_path / "p.parquet"))
+
+
+def test_a_dataset_of_several_splits_asks_for_one(tmp_path: Path) -> None:
+    part = Dataset.from_list(ROWS)
+    DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "both"))
+    DatasetDict({"train": part}).save_to_disk(str(tmp_path / "one"))
+    with pytest.raises(DataError, match=r"holds the splits \['test', 'train'\]: name one of them"):
+        open_prompts(str(tmp_path / "both"))
+    assert all_of(open_prompts(str(tmp_path / "both" / "train"))) == EXPECTED
+    assert all_of(open_prompts(str(tmp_path / "one"))) == EXPECTED
+
+
+def test_any_other_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "readme.md").touch()
+    with pytest.raises(DataError, match=r"expected a folder written by .* found \['readme\.md'\]"):
+        open_prompts(str(tmp_path))
+
+
+def test_a_misspelt_optional_column_is_warned_of(write_rows: WriteRows, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        open_prompts(str(write_rows([{"prompt": "a", "groundtruth": "b", "source": "c"}])))
+    assert ["'groundtruth' is not read; the field is called 'ground_truth'" in m for m in caplog.messages] == [True]
+
+
+def test_a_file_that_changes_during_the_run_stops_it(write_rows: WriteRows, tmp_path: Path) -> None:
+    source = open_prompts(str(write_rows(ROWS)))
+    write_rows(ROWS[1:])
+    with pytest.raises(DataError, match="has changed"):
+        source.read(3)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "p.parquet", row_group_size=1)
+    table = open_prompts(str(tmp_path / "p.parquet"))
+    os.utime(tmp_path / "p.parquet", (1, 1))
+    with pytest.raises(DataError, match="has changed"):
+        table.read(3)

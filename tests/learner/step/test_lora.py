@@ -1,0 +1,216 @@
+"""Adapters: what is trained, what actors get, what a checkpoint holds, and which layers cannot have one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from learner import export
+from learner.batch.packing import TrainItem
+from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoints.rng import capture_rng
+from learner.config import LearnerConfig
+from learner.step.lora import Adapters, LoraError
+from learner.step.lora_config import LoraConfig
+from learner.step.train_step import Trainer
+from models.loading import load_causal_lm, save_hf
+from models.logprobs import lm_head
+from models.packed import IMPLEMENTATION, packed_hidden
+from protocol.messages import WeightVersion
+from weights.staged_weights import Merged, StagedWeights, tensor_of
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+LORA = LoraConfig(rank=4, alpha=8.0)
+CONFIG = LearnerConfig(lora=LORA, lr=1e-2, warmup_steps=0)
+
+
+@pytest.fixture
+def base(tiny_student: Student, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    """A student's folder. Its vocabulary has to have a row for each token of the tokenizer."""
+    folder = tmp_path / "base"
+    save_hf(tiny_student(vocab=len(small_tokenizer)), small_tokenizer, folder)
+    return folder
+
+
+def make_trainer(base: Path, lora: LoraConfig = LORA) -> Trainer:
+    model = load_causal_lm(base, device="cpu", dtype="float32", attention="packed", train=True)
+    torch.manual_seed(0)
+    adapters = Adapters(model, lora, base=str(base))
+    return Trainer(model, CONFIG, total_steps=9, adapters=adapters)
+
+
+def batch(make_item: Make, name: str = "a") -> list[TrainItem]:
+    return [make_item(name, [0, 0, 1, 1, 1]), make_item(f"{name}2", [0, 1, 1])]
+
+
+def published(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor_of(weight).clone() for name, weight in trainer.weights()}
+
+
+def test_published_weights_are_those_of_merge_and_unload_by_the_names_of_the_student(
+    base: Path, make_item: Make
+) -> None:
+    trainer = make_trainer(base)
+    for name in ("a", "b"):
+        trainer.step(batch(make_item, name))
+    staged = StagedWeights()
+    staged.fill(WeightVersion(0, 2), trainer.weights())
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert [name for name, _ in staged.named] == [name for name, _ in plain.named_parameters()]
+    assert trainer.adapters is not None
+    merged = dict(trainer.adapters.merge().named_parameters())
+    changed = {name for name, value in plain.named_parameters() if not torch.equal(value, merged[name])}
+    for name, value in staged.named:
+        assert torch.equal(value, merged[name]), name
+    assert len(changed) == 2 * 7, "every linear layer of both blocks learns, and nothing else does"
+
+
+def test_only_adapters_have_gradients_and_a_place_in_the_optimizer(base: Path, make_item: Make) -> None:
+    trainer = make_trainer(base, LoraConfig(rank=2, targets=("q_proj", "down_proj")))
+    frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
+    trainer.step(batch(make_item))
+    trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 2 and all(".lora_A." in n or ".lora_B." in n for n in trained)
+    assert {key.partition("/")[2] for key in trainer.state_dict().tensors} == trained
+    assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
+    assert all(p.grad is None for n, p in trainer.model.named_parameters() if n in frozen)
+
+
+def test_packed_forward_has_the_adapters(base: Path, make_item: Make) -> None:
+    """Against transformers' own forward of the merged weights, each sequence alone."""
+    trainer = make_trainer(base)
+    for name in ("a", "b", "c"):
+        trainer.step(batch(make_item, name))
+    lengths = (5, 3)
+    ids_T = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+    with torch.no_grad():
+        before_TV = lm_head(trainer.model).logits(packed_hidden(trainer.model, ids_T, lengths))
+        plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+        untrained_TV = torch.cat([plain(input_ids=ids[None]).logits[0] for ids in ids_T.split(list(lengths))])
+        plain.load_state_dict(published(trainer), strict=False)
+        merged_TV = torch.cat([plain(input_ids=ids[None]).logits[0] for ids in ids_T.split(list(lengths))])
+    assert torch.allclose(before_TV, merged_TV, atol=1e-4)
+    assert (before_TV - untrained_TV).abs().max() > 1e-2
+
+
+def test_merged_weights_exist_one_at_a_time(base: Path) -> None:
+    """A second whole copy is what adapters are there to do without."""
+    trainer = make_trainer(base)
+    alive = most = 0
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def counted(weight: Merged) -> Merged:
+        def delta() -> Tensor:
+            nonlocal alive, most
+            result = weight.delta()
+            alive += 1
+            most = max(most, alive)
+            weakref.finalize(result, gone)
+            return result
+
+        return Merged(weight.base, delta)
+
+    staged = StagedWeights()
+    staged.fill(WeightVersion(0, 1), [(n, counted(w) if isinstance(w, Merged) else w) for n, w in trainer.weights()])
+    assert most == 1 and alive == 0
+
+
+def test_a_checkpoint_holds_adapters_and_goes_on_exactly(
+    base: Path, make_item: Make, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    trainer = make_trainer(base)
+    trainer.step(batch(make_item))
+    state = LearnerState(WeightVersion(0, 1), trainer.state_dict(), {}, None, capture_rng(), {})
+    path = save_checkpoint(
+        tmp_path / "checkpoints", trainer.model, small_tokenizer, state, keep=1, adapters=trainer.adapters
+    )
+    assert not list(path.glob("model*.safetensors"))
+    resumed = make_trainer(base)
+    torch.manual_seed(7)
+    assert resumed.adapters is not None
+    resumed.adapters.load(path)
+    resumed.load_state_dict(load_checkpoint(path).optimizer)
+    one, other = (t.step(batch(make_item, "b")).as_dict() for t in (trainer, resumed))
+    assert {**one, "step_s": 0} == {**other, "step_s": 0}
+    expected = published(trainer)
+    assert all(torch.equal(value, expected[name]) for name, value in published(resumed).items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 on transformers 5
+def test_export_gives_the_merged_student_and_adapters_that_peft_loads(
+    base: Path, make_item: Make, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    trainer = make_trainer(base)
+    trainer.step(batch(make_item))
+    expected = published(trainer)
+    state = LearnerState(WeightVersion(0, 1), trainer.state_dict(), {}, None, capture_rng(), {})
+    path = save_checkpoint(
+        tmp_path / "checkpoints", trainer.model, small_tokenizer, state, keep=1, adapters=trainer.adapters
+    )
+    out = tmp_path / "out"
+    assert export.main([str(path), str(out)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out / "merged")
+    assert all(torch.equal(value, expected[name]) for name, value in merged.named_parameters())
+    by_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out / "adapter"))
+    for name, value in by_peft.merge_and_unload().named_parameters():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_adapters_of_another_student_are_refused(base: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(base)
+    assert trainer.adapters is not None
+    trainer.adapters.save(tmp_path / "saved")
+    other = make_trainer(base)
+    assert other.adapters is not None
+    other.adapters.base = msgspec.structs.replace(other.adapters.base, sha256="0" * 64)
+    with pytest.raises(LoraError, match="expected the same weights"):
+        other.adapters.load(tmp_path / "saved")
+    smaller = make_trainer(base, LoraConfig(rank=2))
+    assert smaller.adapters is not None
+    with pytest.raises(LoraError, match="rank and targets"):
+        smaller.adapters.load(tmp_path / "saved")
+
+
+def test_one_changed_weight_is_another_student(base: Path) -> None:
+    model = load_causal_lm(base, device="cpu", dtype="float32", attention="packed", train=True)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-6
+    changed, same = Adapters(model, LORA, base="x"), make_trainer(base).adapters
+    assert same is not None and changed.base.sha256 != same.base.sha256
+    again = make_trainer(base).adapters
+    assert again is not None and again.base.sha256 == same.base.sha256
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("k_prj", "no layer .* is called 'k_prj'"),
+        ("lm_head", "output head"),
+        ("embed_tokens", "the embedding"),
+        ("norm", "a Qwen3RMSNorm"),
+    ],
+)
+def test_targets_that_cannot_have_an_adapter_are_named(tiny_student: Student, target: str, why: str) -> None:
+    with pytest.raises(LoraError, match=why):
+        Adapters(tiny_student(IMPLEMENTATION), LoraConfig(rank=2, targets=("q_proj", target)), base="x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [({"rank": -1}, "rank"), ({"rank": 1, "alpha": 0.0}, "alpha"), ({"targets": ("q_proj",)}, "trains no adapter")],
+)
+def test_settings_that_make_no_sense_are_refused(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        msgspec.convert(msgspec.to_builtins(LoraConfig(**fields)), LoraConfig)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,334 @@
+"""Divergences between distributions through a whole optimizer step: from teachers' logits, over payloads as they come
+off the wire, to the gradient of the parameters, against a plain model and the whole vocabulary in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch.packing import TrainItem, UnreadableScores, train_items
+from learner.config import LearnerConfig
+from learner.offline.config import OfflineConfig
+from learner.prompts.config import TaskConfig
+from learner.step.finite_step import finite_step
+from learner.step.train_step import Trainer
+from protocol.messages import TopKPiece
+from protocol.topk_codec import encode_top_k
+from tests.learner.step.gradients import step_gradients
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+Floats = npt.NDArray[np.float64]
+VOCAB = 20
+"""Tokens; the tiny student has 23 rows."""
+PLAIN: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant"}
+ROUTES = {"default": (), "math": ("math",), "style": ("style",)}
+NAMES = ("reverse_kl", "forward_kl", "mixed", "jsd")
+
+
+def _config(**fields: Any) -> LearnerConfig:
+    return LearnerConfig(tasks=TaskConfig(routes=ROUTES), **{**PLAIN, **fields})
+
+
+def _teacher(train_item: TrainItem, name: str) -> Floats:
+    """A teacher's log-probs [L, V] at every position of an item."""
+    random = np.random.default_rng(sum(f"{name} {train_item.item.rollout_id}".encode()))
+    logits_LV = random.normal(0.0, 2.0, (train_item.item.end, VOCAB))
+    return logits_LV - np.logaddexp.reduce(logits_LV, axis=1, keepdims=True)
+
+
+def _with_sets(train_item: TrainItem, *, k: int = VOCAB, cut: int | None = None) -> TrainItem:
+    """As the buffer hands it on: a payload per teacher and segment (cut in two at `cut`), for the range with tokens to
+    train; masked tokens inside of the range have sets too."""
+    trained = np.flatnonzero(train_item.train_mask_L)
+    if not len(trained):
+        return train_item
+    first, last = int(trained[0]), int(trained[-1]) + 1
+    edges = [first, last] if cut is None or not first < cut < last else [first, cut, last]
+    pieces: list[TopKPiece] = []
+    payloads: list[bytes] = []
+    for start, end in itertools.pairwise(edges):
+        for m, name in enumerate(train_item.item.teachers):
+            logprobs_TV = _teacher(train_item, name)[start:end]
+            ids_TK = np.argsort(-logprobs_TV, axis=1)[:, :k]
+            logprobs_TK = np.take_along_axis(logprobs_TV, ids_TK, 1)
+            payloads.append(encode_top_k(ids_TK, logprobs_TK, vocab_size=VOCAB, mass=1.0, max_k=k, logprob_bits=16))
+            pieces.append(TopKPiece(m, start, end, len(payloads[-1])))
+    item = msgspec.structs.replace(train_item.item, top_k=tuple(pieces))
+    frames = [
+        train_item.tokens_L,
+        train_item.behaviour_L,
+        train_item.train_mask_L.astype(np.uint8),
+        train_item.teacher_ML,
+    ]
+    if pieces:
+        frames.append(np.frombuffer(b"".join(payloads), np.uint8))
+    return train_items([item], frames)[0]
+
+
+def _items(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
+    made = [
+        make_item("a", [0, 0, 1, 1, 1], vocab=VOCAB, task_id=7, reward=1.0),
+        make_item("b", [0, 1, 1, 0, 0, 1, 0], teachers=("math", "style"), vocab=VOCAB, task_id=7, reward=0.0),
+        make_item("c", [0, 0, 0], vocab=VOCAB, task_id=7),
+        make_item("d", [0] * 6 + [1] * 9, teachers=("style",), vocab=VOCAB, task_id=9, reward=0.5),
+        make_item("e", [0, 1, 1], teachers=(), vocab=VOCAB, task_id=9, reward=-1.0),
+    ]
+    return [_with_sets(train_item, k=k, cut=3) for train_item in made]
+
+
+def _divergence(name: str, p_V: Tensor, q_V: Tensor, weight: float, beta: float) -> Tensor:
+    """From the definitions, over buckets that hold all of both."""
+    reverse = (p_V * (p_V.log() - q_V.log())).sum()
+    forward = (q_V * (q_V.log() - p_V.log())).sum()
+    mixture_V = beta * q_V + (1 - beta) * p_V
+    of_teacher = (q_V * (q_V.log() - mixture_V.log())).sum()
+    of_student = (p_V * (p_V.log() - mixture_V.log())).sum()
+    return {
+        "reverse_kl": reverse,
+        "forward_kl": forward,
+        "mixed": weight * forward + (1 - weight) * reverse,
+        "jsd": beta * of_teacher + (1 - beta) * of_student,
+    }[name]
+
+
+def _slow(
+    model: PreTrainedModel, items: Sequence[TrainItem], config: LearnerConfig, *, k: int = VOCAB
+) -> tuple[dict[str, Tensor], float]:
+    """Gradients, and the mean divergence of the graded tokens: item by item, token by token, teacher by teacher, on
+    the teacher's own numbers; with k tokens and one bucket for the others. Rewards: GRPO without std, truncated."""
+    n_tokens, n_rollouts = sum(t.n_trained for t in items), sum(t.n_trained > 0 for t in items)
+    loss, divergences = torch.zeros((), dtype=torch.float64), []
+    for train_item in items:
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        logits_LV = model(input_ids=ids_L[None]).logits[0]
+        every_LV, tokens_LV = torch.log_softmax(logits_LV, dim=-1), torch.softmax(logits_LV[:, :VOCAB], dim=-1)
+        rewards = [t.item.reward for t in items if t.item.task_id == train_item.item.task_id]
+        told = [reward for reward in rewards if reward is not None]
+        advantage = 0.0
+        if config.advantage == "grpo" and train_item.item.reward is not None:
+            advantage = train_item.item.reward - sum(told) / len(told)
+        log_ratio_before = 0.0
+        divisor = n_tokens if config.aggregation == "token_mean" else n_rollouts * max(1, train_item.n_trained)
+        for t in np.flatnonzero(train_item.train_mask_L).tolist():
+            s, mu = every_LV[t - 1, ids_L[t]], float(train_item.behaviour_L[t])
+            loss = loss - min(math.exp(s.item() - mu), config.ratio_cap) * advantage * s / divisor
+            weight = min(math.exp(log_ratio_before), config.ratio_cap) if config.context_weight != "none" else 1.0
+            log_ratio_before += s.item() - mu
+            total = 0.0
+            for name in train_item.item.teachers:
+                q_V = torch.from_numpy(np.exp(_teacher(train_item, name)[t]))
+                top = torch.argsort(-q_V)[:k]
+                p_B, q_B = tokens_LV[t - 1][top], q_V[top]
+                if k < VOCAB:
+                    p_B = torch.cat([p_B, (1 - p_B.sum())[None]])
+                    q_B = torch.cat([q_B, (1 - q_B.sum())[None]])
+                d = _divergence(config.divergence, p_B, q_B, config.mixed_weight, config.jsd_beta)
+                loss = loss + config.teacher_coefs.get(name, config.coef) * weight * d / divisor
+                total += d.item()
+            if train_item.item.teachers:
+                divergences.append(total)
+    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, float(np.mean(divergences))
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: (VOCAB, {"divergence": name}) for name in NAMES},
+    **{f"{name}, 6 tokens and a tail": (6, {"divergence": name}) for name in NAMES},
+    "weights and coefficients": (
+        VOCAB,
+        {"divergence": "mixed", "mixed_weight": 0.2, "coef": 0.3, "teacher_coefs": {"math": 2.0}},
+    ),
+    "with rewards": (6, {"divergence": "reverse_kl", "advantage": "grpo", "advantage_std": False, "coef": 0.5}),
+    "context weights": (6, {"divergence": "jsd", "jsd_beta": 0.8, "context_weight": "truncated", "ratio_cap": 1.5}),
+    "mean of rollouts' means": (6, {"divergence": "reverse_kl", "aggregation": "sequence_mean"}),
+    "mean of rollouts' means, with rewards": (
+        VOCAB,
+        {"divergence": "forward_kl", "advantage": "grpo", "advantage_std": False, "aggregation": "sequence_mean"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("k", "fields"), CASES.values(), ids=CASES)
+def test_gradient_equals_the_slow_reference(
+    tiny_student: Student, make_item: Make, k: int, fields: dict[str, Any]
+) -> None:
+    """Payloads of 16 bits: what is left is their rounding (see tests/builtin/test_topk_payloads.py for fewer)."""
+    items, config = _items(make_item, k=k), _config(**fields, pack_tokens=16, logprob_chunk_tokens=5)
+    trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10, vocab_tokens=VOCAB)
+    got = step_gradients(trainer, items)
+    expected, divergence = _slow(tiny_student("eager", torch.float64), items, config, k=k)
+    assert got.keys() == expected.keys()
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=2e-4 * scale, rtol=2e-3, msg=name)
+    again = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10, vocab_tokens=VOCAB).step(items)
+    assert again.divergence == pytest.approx(divergence, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"divergence": "reverse_kl"},
+        {"divergence": "multi_sample"},
+        CASES["with rewards"][1],
+        CASES["context weights"][1],
+    ],
+)
+@pytest.mark.parametrize("pack_tokens", [1, 9])
+def test_packing_and_order_do_not_change_the_gradient(
+    tiny_student: Student, make_item: Make, fields: dict[str, Any], pack_tokens: int
+) -> None:
+    items = _items(make_item, k=6)
+    whole = step_gradients(
+        Trainer(tiny_student(dtype=torch.float64), _config(**fields), total_steps=10, vocab_tokens=VOCAB), items
+    )
+    config = _config(**fields, pack_tokens=pack_tokens, logprob_chunk_tokens=3)
+    trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10, vocab_tokens=VOCAB)
+    parts = step_gradients(trainer, items[::-1])
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, atol=1e-9, rtol=1e-6, msg=name)
+
+
+def test_draws_of_many_samples_have_the_gradient_of_the_reverse_kl(tiny_student: Student, make_item: Make) -> None:
+    """Of every teacher with its coefficient, at every trained token; the value too."""
+    items, fields = _items(make_item, k=6), {"coef": 0.5, "teacher_coefs": {"math": 2.0}}
+
+    def trained(**more: Any) -> tuple[dict[str, Tensor], float]:
+        model, config = tiny_student(dtype=torch.float64), _config(**fields, **more, logprob_chunk_tokens=5)
+        gradients = step_gradients(Trainer(model, config, total_steps=9, vocab_tokens=VOCAB), items)
+        again = Trainer(tiny_student(dtype=torch.float64), config, total_steps=9, vocab_tokens=VOCAB).step(items)
+        assert again.divergence is not None
+        return gradients, again.divergence
+
+    exact, divergence = trained(divergence="reverse_kl")
+    few, _ = trained(divergence="multi_sample", samples=1)
+    many, estimate = trained(divergence="multi_sample", samples=20_000)
+    scale = max(float(gradient.abs().max()) for gradient in exact.values())
+    for name, gradient in exact.items():
+        torch.testing.assert_close(many[name], gradient, atol=0.03 * scale, rtol=0.0, msg=name)
+    assert max(float((few[name] - exact[name]).abs().max()) for name in exact) > 0.1 * scale
+    assert estimate == pytest.approx(divergence, rel=0.03)
+
+
+def test_draws_are_the_steps_own(tiny_student: Student, make_item: Make) -> None:
+    """The same after a resume, whatever was looked at in between, without one rollout of the batch; others in another
+    step, and in a run with another seed."""
+    items, config = _items(make_item, k=6), _config(divergence="multi_sample", samples=2)
+
+    def trainer(seed: int = 0) -> Trainer:
+        return Trainer(tiny_student(dtype=torch.float64), config, total_steps=9, vocab_tokens=VOCAB, seed=seed)
+
+    def difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+    undisturbed, looked_at, resumed = trainer(), trainer(), trainer()
+    first = undisturbed.gradient(items)
+    undisturbed.step(items)
+    looked_at.gradient(items[:2])
+    looked_at.step(items)
+    resumed.model.load_state_dict(looked_at.model.state_dict())
+    resumed.load_state_dict(looked_at.state_dict())
+    for one in (undisturbed, looked_at, resumed):
+        one.step(items)
+    for one, other, third in zip(*(t.model.parameters() for t in (undisturbed, looked_at, resumed)), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+    busy = [train_item for train_item in items if train_item.n_trained]
+    shares = [train_item.n_trained / sum(one.n_trained for one in busy) for train_item in busy]
+    added = [torch.zeros_like(gradient) for gradient in first]
+    for train_item, share in zip(busy, shares, strict=True):
+        for total, gradient in zip(added, trainer().gradient([train_item]), strict=True):
+            total += share * gradient
+    assert difference(added, first) < 1e-6  # one other draw is 1e-3
+    later = trainer()
+    later.skip()
+    for other in (later, trainer(seed=1)):
+        assert difference(first, other.gradient(items)) > 1e-3
+
+
+def test_steps_bring_the_student_to_the_teacher(tiny_student: Student, make_item: Make) -> None:
+    config = _config(divergence="reverse_kl", lr=2e-2)
+    trainer = Trainer(tiny_student(), config, total_steps=12, vocab_tokens=VOCAB)
+    items = [_with_sets(make_item(str(i), [0, 1, 1, 1], seed=i, vocab=VOCAB), k=8) for i in range(3)]
+    metrics = [trainer.step(items).as_dict() for _ in range(12)]
+    assert metrics[-1]["divergence"] < 0.5 * metrics[0]["divergence"] and metrics[0]["advantage_mean"] == 0.0
+
+
+def test_sets_that_nobody_asked_for_change_nothing(tiny_student: Student, make_item: Make) -> None:
+    plain = make_item("a", [0, 1, 1], vocab=VOCAB)
+    gradients = [
+        step_gradients(Trainer(tiny_student(), _config(), total_steps=5), [one]) for one in (plain, _with_sets(plain))
+    ]
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient)
+
+
+def test_the_teachers_rollouts_in_a_batch_have_their_own_divergence(tiny_student: Student, make_item: Make) -> None:
+    """Off-policy logit distillation beside the student's own tokens: both gradients, under one divisor."""
+    own, theirs = [make_item("a", [0, 1, 1, 1], vocab=VOCAB)], [_with_sets(make_item("t", [0, 0, 1, 1], vocab=VOCAB))]
+
+    def gradients(config: LearnerConfig, *items: Sequence[TrainItem]) -> dict[str, Tensor]:
+        trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=1, vocab_tokens=VOCAB)
+        return step_gradients(trainer, *items)
+
+    offline = OfflineConfig(file="t", student_fraction=0.5, divergence="forward_kl", coef=0.5)
+    mixed = gradients(_config(domain_scale="rms", offline=offline), own, theirs)
+    sampled = gradients(_config(domain_scale="rms"), own)
+    between = gradients(_config(divergence="forward_kl"), theirs)
+    for name, gradient in mixed.items():
+        expected = sampled[name] * 3 / 5 + 0.5 * between[name] * 2 / 5
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def _changed(train_item: TrainItem, **fields: Any) -> TrainItem:
+    pieces = tuple(msgspec.structs.replace(piece, **fields) for piece in train_item.item.top_k)
+    return replace(train_item, item=msgspec.structs.replace(train_item.item, top_k=pieces))
+
+
+def _without_sets(train_item: TrainItem) -> TrainItem:
+    return replace(train_item, item=msgspec.structs.replace(train_item.item, top_k=()), payloads=np.zeros(0, np.uint8))
+
+
+SPOILT: dict[str, tuple[Callable[[TrainItem], TrainItem], int, str]] = {
+    "missing": (_without_sets, VOCAB, "'default' sent no top-k set for 3 of the 3 tokens.*teacher.top_k"),
+    "range": (partial(_changed, end=3), VOCAB, "top-k sets of 3 tokens, expected 2"),
+    "teacher": (partial(_changed, teacher=1), VOCAB, "teacher 1; it has 1"),
+    "bytes": (partial(_changed, n_bytes=5), VOCAB, "top-k payload: got 5 bytes"),
+    "vocabulary": (replace, 19, "token id 19, the student's vocabulary has 19 tokens"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "vocab_tokens", "message"), SPOILT.values(), ids=SPOILT)
+def test_sets_that_do_not_fit_stop_the_step_and_name_the_rollout(
+    tiny_student: Student,
+    make_item: Make,
+    spoil: Callable[[TrainItem], TrainItem],
+    vocab_tokens: int,
+    message: str,
+) -> None:
+    good = _with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB))
+    trainer = Trainer(tiny_student(), _config(divergence="jsd"), total_steps=5, vocab_tokens=vocab_tokens)
+    with pytest.raises(UnreadableScores, match=f"rollout 'bad': .*{message}") as caught:
+        trainer.step([spoil(good)])
+    assert caught.value.rollout_ids == ("bad",) and trainer.steps_done == 0
+
+
+def test_a_rollout_whose_sets_cannot_be_read_is_left_out_of_the_step(tiny_student: Student, make_item: Make) -> None:
+    good = _with_sets(make_item("good", [0, 1, 1, 1], vocab=VOCAB))
+    bad = _changed(_with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB)), n_bytes=5)
+    trainer = Trainer(tiny_student(), _config(divergence="jsd"), total_steps=5, vocab_tokens=VOCAB)
+    outcome = finite_step(trainer, [bad, good])
+    assert outcome.masked == ("bad",)
+    assert outcome.figures is not None and outcome.figures.tokens == 3

@@ -1,0 +1,263 @@
+"""One optimizer step: its gradient against a slow reference, its invariances, and how it fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch.packing import BatchError, EmptyBatchError, TrainItem
+from learner.config import LearnerConfig
+from learner.step.frozen import FrozenTrainer
+from learner.step.train_step import NonFiniteError, Trainer
+from tests.learner.step.gradients import step_gradients
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+SGD_LIKE: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant"}
+
+
+def _items(make_item: Make) -> list[TrainItem]:
+    return [
+        make_item("a", [0, 0, 1, 1, 1]),
+        make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], teachers=("math", "style")),
+        make_item("c", [0, 0, 0]),
+        make_item("d", [0] * 10 + [1] * 20, teachers=("style",)),
+        make_item("e", [0, 1, 1], teachers=()),
+    ]
+
+
+def _slow_gradients(model: PreTrainedModel, items: Sequence[TrainItem], config: LearnerConfig) -> dict[str, Tensor]:
+    """Plain forward of each item alone, and the objective token by token in Python."""
+    n_global = sum(int(train_item.train_mask_L.sum()) for train_item in items)
+    loss = torch.zeros((), dtype=torch.float64)
+    for train_item in items:
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
+        for t in range(len(ids_L)):
+            if not train_item.train_mask_L[t]:
+                continue
+            s = logprobs_LV[t - 1, ids_L[t]]
+            advantage = -sum(config.coef * (s.item() - float(q)) for q in train_item.teacher_ML[:, t])
+            weight = min(math.exp(s.item() - float(train_item.behaviour_L[t])), config.ratio_cap)
+            loss = loss - weight * advantage * s / n_global
+    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradient_equals_the_slow_reference(tiny_student: Student, make_item: Make) -> None:
+    config = LearnerConfig(**SGD_LIKE, pack_tokens=16, logprob_chunk_tokens=5)
+    items = _items(make_item)
+    trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10)
+    got = step_gradients(trainer, items)
+    expected = _slow_gradients(tiny_student("eager", torch.float64), items, config)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("pack_tokens", [1, 9, 25])
+def test_packing_and_order_do_not_change_the_gradient(tiny_student: Student, make_item: Make, pack_tokens: int) -> None:
+    """Items of very different numbers of trained tokens: a mean of microbatch means would give something else."""
+    items = _items(make_item)
+    student = tiny_student(dtype=torch.float64)
+    whole = step_gradients(Trainer(student, LearnerConfig(**SGD_LIKE), total_steps=10), items)
+    config = LearnerConfig(**SGD_LIKE, pack_tokens=pack_tokens, logprob_chunk_tokens=3)
+    parts = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items[::-1])
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_environment_tokens_are_context_and_not_policy(tiny_student: Student, make_item: Make) -> None:
+    """Numbers at masked tokens change nothing; their ids do, as context of what follows."""
+    config = LearnerConfig(**SGD_LIKE)
+
+    def gradient(train_item: TrainItem) -> Tensor:
+        trainer = Trainer(tiny_student(), config, total_steps=10)
+        return torch.cat([g.flatten() for g in step_gradients(trainer, [train_item]).values()])
+
+    plain = make_item("a", [0, 1, 1, 0, 0, 1])
+    noisy = replace(plain, behaviour_L=plain.behaviour_L.copy(), teacher_ML=plain.teacher_ML.copy())
+    noisy.behaviour_L[[0, 3, 4]] = np.nan
+    noisy.teacher_ML[:, [0, 3, 4]] = -1e9
+    assert torch.equal(gradient(plain), gradient(noisy))
+    other = replace(plain, tokens_L=plain.tokens_L.copy())
+    other.tokens_L[4] = (other.tokens_L[4] + 1) % 23
+    assert not torch.allclose(gradient(plain), gradient(other))
+
+
+def test_steps_raise_the_logprob_of_tokens_that_the_teacher_likes(tiny_student: Student, make_item: Make) -> None:
+    """Ten steps on the same tokens, which the teacher finds likely and the student does not."""
+    trainer = Trainer(tiny_student(), LearnerConfig(warmup_steps=0, lr=1e-2, ratio_cap=50.0), total_steps=10)
+    items = [make_item(str(i), [0, 0] + [1] * 8, seed=i) for i in range(4)]
+    for train_item in items:
+        train_item.teacher_ML[:] = -0.1
+    metrics = [trainer.step(items) for _ in range(10)]
+    assert trainer.steps_done == 10
+    assert metrics[-1].logprob > metrics[0].logprob + 0.5
+
+
+def test_metrics_equal_a_loop_over_tokens(tiny_student: Student, make_item: Make) -> None:
+    items = _items(make_item)
+    config = LearnerConfig(**SGD_LIKE, ratio_cap=1.2, pack_tokens=16)
+    metrics = Trainer(tiny_student(), config, total_steps=10).step(items)
+    plain = tiny_student("eager")
+    s, mu, kl, entropy = [], [], [], []
+    for train_item in items:
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        with torch.no_grad():
+            logprobs_LV = torch.log_softmax(plain(input_ids=ids_L[None]).logits[0].double(), dim=-1)
+        for t in np.flatnonzero(train_item.train_mask_L):
+            s.append(float(logprobs_LV[t - 1, ids_L[t]]))
+            mu.append(float(train_item.behaviour_L[t]))
+            entropy.append(float(-(logprobs_LV[t - 1].exp() * logprobs_LV[t - 1]).sum()))
+            if len(train_item.item.teachers):
+                kl.append(sum(s[-1] - float(q) for q in train_item.teacher_ML[:, t]))
+    ratio = np.exp(np.array(s) - np.array(mu))
+    assert (metrics.tokens, metrics.tokens_ungraded, metrics.items, metrics.items_idle) == (28, 2, 5, 1)
+    assert metrics.input_tokens == 4 + 5 + 29 + 2 and metrics.microbatches == 2
+    expected = {
+        "reverse_kl": np.mean(kl),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "truncated_fraction": (ratio > 1.2).mean(),
+        "weight_mean": np.minimum(ratio, 1.2).mean(),
+        "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "entropy": np.mean(entropy),
+        "logprob": np.mean(s),
+    }
+    assert {name: metrics.as_dict()[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_gradient_is_clipped_to_the_norm_and_reported_before(tiny_student: Student, make_item: Make) -> None:
+    norms: list[float] = []
+    trainer = Trainer(tiny_student(), LearnerConfig(max_grad_norm=1e-3), total_steps=10)
+
+    def look(*_: Any) -> None:
+        norms.append(
+            float(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters() if p.grad is not None]))
+        )
+
+    trainer._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
+    metrics = trainer.step(_items(make_item))
+    assert norms == [pytest.approx(1e-3, rel=1e-3)] and metrics.grad_norm > 0.01
+
+
+def test_bfloat16_products_keep_float32_parameters_and_stay_near_float32(
+    tiny_student: Student, make_item: Make
+) -> None:
+    items = _items(make_item)
+    full = Trainer(tiny_student(), LearnerConfig(**SGD_LIKE), total_steps=10).step(items)
+    trainer = Trainer(tiny_student(), LearnerConfig(**SGD_LIKE, dtype="bfloat16"), total_steps=10)
+    half = trainer.step(items)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert half.logprob == pytest.approx(full.logprob, rel=0.02) and half.logprob != full.logprob
+    assert half.grad_norm == pytest.approx(full.grad_norm, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------- failures
+
+
+def _snapshot(trainer: Trainer) -> list[Tensor]:
+    state = trainer.state_dict()
+    return [p.detach().clone() for p in trainer.model.parameters()] + list(state.tensors.values())
+
+
+def _assert_untouched(trainer: Trainer, before: list[Tensor], steps_done: int) -> None:
+    after = _snapshot(trainer)
+    assert trainer.steps_done == steps_done and len(before) == len(after)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_student_logprob_that_is_not_finite_names_its_rollout_and_changes_nothing(
+    tiny_student: Student, make_item: Make
+) -> None:
+    trainer = Trainer(tiny_student(), LearnerConfig(pack_tokens=8), total_steps=10)
+    items = [make_item("good", [0, 1, 1]), make_item("bad", [0, 1, 1]), make_item("fine", [0, 1])]
+    for train_item in items:
+        train_item.tokens_L[:] = [1, 2, 3][: train_item.item.end]
+    trainer.step(items)
+    items[1].tokens_L[1] = 20
+    embedding: Any = trainer.model.get_input_embeddings()
+    head: Any = trainer.model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight = torch.nn.Parameter(torch.randn((23, 16)))  # not tied to the NaN
+        embedding.weight[20] = float("nan")
+    trainer = Trainer(trainer.model, trainer.config, total_steps=10)
+    before = _snapshot(trainer)
+    with pytest.raises(
+        NonFiniteError, match=r"step 1: the student log-prob of .* tokens is not finite, .*\['bad'\]"
+    ) as caught:
+        trainer.step(items)
+    assert caught.value.rollout_ids == ("bad",)
+    for a, b in zip(before, _snapshot(trainer), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
+    assert trainer.steps_done == 0 and all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_gradient_that_overflows_names_its_rollout_and_changes_nothing(tiny_student: Student, make_item: Make) -> None:
+    trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=10)
+    items = [make_item("good", [0, 1, 1]), make_item("bad", [0, 1, 1])]
+    trainer.step(items)
+    items[1].teacher_ML[:] = -1e38
+    before = _snapshot(trainer)
+    with pytest.raises(NonFiniteError, match=r"step 2: .* rollouts \['bad'\]") as caught:
+        trainer.step(items)
+    assert caught.value.rollout_ids == ("bad",)
+    _assert_untouched(trainer, before, 1)
+    items[1].teacher_ML[:] = -1.0
+    assert trainer.step(items).grad_norm > 0 and trainer.steps_done == 2
+
+
+def test_batch_without_a_trainable_token_makes_no_step(tiny_student: Student, make_item: Make) -> None:
+    trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=10)
+    before = _snapshot(trainer)
+    with pytest.raises(EmptyBatchError):
+        trainer.step([make_item("a", [0, 0, 0])])
+    _assert_untouched(trainer, before, 0)
+
+
+def test_token_id_outside_the_vocabulary_is_refused(tiny_student: Student, make_item: Make) -> None:
+    trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=10)
+    items = [make_item("a", [0, 1]), make_item("b", [0, 1, 1])]
+    items[1].tokens_L[2] = 23
+    with pytest.raises(BatchError, match=r"vocabulary of 23 in the rollouts \['b'\]"):
+        trainer.step(items)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_parameters_that_cannot_be_trained_are_refused(tiny_student: Student, half: bool) -> None:
+    model = tiny_student(dtype=torch.bfloat16 if half else torch.float32)
+    if not half:
+        model.requires_grad_(False)
+    with pytest.raises(ValueError, match="load the model with train=True"):
+        Trainer(model, LearnerConfig(), total_steps=10)
+
+
+def test_a_frozen_trainer_changes_nothing_and_reports_what_the_engine_did(
+    tiny_student: Student, make_item: Make
+) -> None:
+    items = _items(make_item)
+    trainer = FrozenTrainer(tiny_student(), LearnerConfig(frozen=True), total_steps=10)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    metrics = trainer.step(items)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert (trainer.steps_done, metrics.tokens, metrics.tokens_ungraded, metrics.items_idle) == (1, 28, 2, 1)
+    gaps = [
+        float(item.behaviour_L[t]) - float(q)
+        for item in items
+        for t in np.flatnonzero(item.train_mask_L)
+        for q in item.teacher_ML[:, t]
+    ]
+    assert metrics.reverse_kl == pytest.approx(sum(gaps) / 26, rel=1e-5)
+    assert metrics.ess == metrics.ratio_mean == 1.0
+    with pytest.raises(EmptyBatchError):
+        trainer.step([make_item("c", [0, 0])])

@@ -1,0 +1,235 @@
+"""Objectives through a whole optimizer step: against a plain model and Python loops, and packed in every way."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch.packing import BatchError, TrainItem
+from learner.config import LearnerConfig
+from learner.prompts.config import TaskConfig
+from learner.step.train_step import Trainer
+from tests.learner.step.gradients import step_gradients
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+PLAIN: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant"}
+ROUTES = {"default": (), "math": ("math",), "style": ("style",)}
+
+
+def _items(make_item: Make) -> list[TrainItem]:
+    """Two groups of unequal lengths, an environment's tokens in the middle of one; behaviour near the student, so that
+    clips bind for some tokens only; an ungraded one, an unjudged one, and one with nothing to train."""
+    return [
+        make_item("a", [0, 0, 1, 1, 1], task_id=7, reward=1.0),
+        make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], task_id=7, reward=0.0, teachers=("math", "style")),
+        make_item("c", [0, 0, 0], task_id=7, reward=0.25),
+        make_item("d", [0] * 10 + [1] * 20, task_id=9, reward=-0.5, teachers=("style",)),
+        make_item("e", [0, 1, 1], task_id=9, reward=2.0, teachers=()),
+        make_item("f", [0, 1, 1, 1, 1], task_id=9, reward=None),
+    ]
+
+
+def _near_the_student(items: Sequence[TrainItem], model: PreTrainedModel) -> list[TrainItem]:
+    """The same items as if a slightly older student had sampled them."""
+    random = np.random.default_rng(0)
+    for train_item in items:
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        with torch.no_grad():
+            logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
+        own_L = logprobs_LV[:-1].gather(1, ids_L[1:, None])[:, 0].double().numpy()
+        older_L = own_L + random.normal(0, 0.3, len(own_L))
+        train_item.behaviour_L[1:] = np.minimum(older_L, -1e-3)
+    return list(items)
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "k2": {"divergence": "k2"},
+    "k3": {"divergence": "k3", "coef": 0.3, "teacher_coefs": {"math": 2.0}},
+    "grpo with ppo's clip, mixed": {"advantage": "grpo", "importance": "ppo", "ratio_low": 0.8, "ratio_high": 1.2},
+    "gspo": {
+        "advantage": "grpo",
+        "coef": 0.0,
+        "importance": "gspo",
+        "ratio_low": 0.9,
+        "ratio_high": 1.1,
+        "aggregation": "sequence_mean",
+    },
+    "dr. grpo": {
+        "advantage": "grpo",
+        "advantage_std": False,
+        "coef": 0.0,
+        "importance": "ppo",
+        "aggregation": "constant",
+    },
+    "reinforce++ and whole-rollout weights": {"advantage": "reinforce_pp", "importance": "sequence", "ratio_cap": 1.3},
+    "reinforce++ with a baseline": {"advantage": "reinforce_pp_baseline", "importance": "geometric_masked"},
+}
+
+
+def _config(**fields: Any) -> LearnerConfig:
+    return LearnerConfig(tasks=TaskConfig(routes=ROUTES), **PLAIN, **fields)
+
+
+@pytest.mark.parametrize("fields", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("pack_tokens", [1, 9, 25])
+def test_packing_and_order_do_not_change_the_gradient(
+    tiny_student: Student, make_item: Make, fields: dict[str, Any], pack_tokens: int
+) -> None:
+    items = _near_the_student(_items(make_item), tiny_student("eager"))
+    whole = step_gradients(Trainer(tiny_student(dtype=torch.float64), _config(**fields), total_steps=10), items)
+    config = _config(**fields, pack_tokens=pack_tokens, logprob_chunk_tokens=3)
+    parts = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items[::-1])
+    assert any(bool(gradient.any()) for gradient in whole.values())
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def _slow_gspo(model: PreTrainedModel, items: Sequence[TrainItem]) -> dict[str, Tensor]:
+    """The published objective, rollout by rollout: mean over rollouts of min(s A, clip(s, 0.9, 1.1) A) with
+    s = exp(mean over the rollout's tokens of (s_t - mu_t)) and A from the rewards of the group."""
+    total = torch.zeros((), dtype=torch.float64)
+    trained = [train_item for train_item in items if train_item.n_trained]
+    for train_item in trained:
+        rewards = [t.item.reward for t in items if t.item.task_id == train_item.item.task_id]
+        judged = [reward for reward in rewards if reward is not None]
+        if train_item.item.reward is None:
+            continue
+        advantage = (train_item.item.reward - statistics.fmean(judged)) / (statistics.stdev(judged) + 1e-6)
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
+        places = [t for t in range(len(ids_L)) if train_item.train_mask_L[t]]
+        log_ratios = [logprobs_LV[t - 1, ids_L[t]] - float(train_item.behaviour_L[t]) for t in places]
+        ratio = torch.exp(torch.stack(log_ratios).sum() / len(log_ratios))
+        total = total + torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
+    (-total / len(trained)).backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_rewards_alone_have_no_figure_that_needs_a_teacher(tiny_student: Student, make_item: Make) -> None:
+    items = [make_item(name, [0, 1, 1], teachers=(), task_id=1, reward=r) for name, r in (("a", 1.0), ("b", 0.0))]
+    config = LearnerConfig(tasks=TaskConfig(routes={}), advantage="grpo", coef=0.0)
+    figures = Trainer(tiny_student(), config, total_steps=2).step(items).as_dict()
+    assert figures["tokens_ungraded"] == figures["tokens"] == 4 and figures["grad_norm"] > 0
+    assert not figures.keys() & {"reverse_kl", "divergence"}
+    graded = [make_item("c", [0, 1, 1]), *items]
+    figures = Trainer(tiny_student(), LearnerConfig(), total_steps=2).step(graded).as_dict()
+    assert figures["tokens_ungraded"] == 4 and figures.keys() >= {"reverse_kl", "divergence"}
+
+
+def test_gspo_is_the_published_objective(tiny_student: Student, make_item: Make) -> None:
+    items = _near_the_student(_items(make_item), tiny_student("eager"))
+    got = step_gradients(
+        Trainer(tiny_student(dtype=torch.float64), _config(**OBJECTIVES["gspo"]), total_steps=10), items
+    )
+    expected = _slow_gspo(tiny_student("eager", torch.float64), items)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def _slow_dr_grpo(model: PreTrainedModel, items: Sequence[TrainItem], max_new_tokens: int) -> dict[str, Tensor]:
+    """The published objective: PPO's surrogate summed over tokens, divided by rollouts and by the length allowed."""
+    total, trained = torch.zeros((), dtype=torch.float64), [t for t in items if t.n_trained]
+    for train_item in trained:
+        judged = [t.item.reward for t in items if t.item.task_id == train_item.item.task_id]
+        reward = train_item.item.reward
+        if reward is None:
+            continue
+        advantage = reward - statistics.fmean([one for one in judged if one is not None])
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
+        for t in np.flatnonzero(train_item.train_mask_L).tolist():
+            ratio = torch.exp(logprobs_LV[t - 1, ids_L[t]] - float(train_item.behaviour_L[t]))
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total + surrogate / max_new_tokens / len(trained)
+    (-total).backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_dr_grpo_is_the_published_objective(tiny_student: Student, make_item: Make) -> None:
+    items = _near_the_student(_items(make_item), tiny_student("eager"))
+    config = _config(**OBJECTIVES["dr. grpo"])
+    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
+    expected = _slow_dr_grpo(tiny_student("eager", torch.float64), items, config.tasks.max_new_tokens)
+    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-4
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-8, rtol=1e-5, msg=name)
+
+
+def _slow_mixed(model: PreTrainedModel, items: Sequence[TrainItem]) -> dict[str, Tensor]:
+    """k3 against each of a token's teachers by its own coefficient, GRPO without std, PPO's surrogate, token mean."""
+    total, n_tokens = torch.zeros((), dtype=torch.float64), sum(t.n_trained for t in items)
+    for train_item in items:
+        judged = [t.item.reward for t in items if t.item.task_id == train_item.item.task_id]
+        told = [reward for reward in judged if reward is not None]
+        reward = train_item.item.reward
+        from_reward = 0.0 if reward is None else reward - statistics.fmean(told)
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
+        for t in range(len(ids_L)):
+            if not train_item.train_mask_L[t]:
+                continue
+            s = logprobs_LV[t - 1, ids_L[t]]
+            advantage = from_reward
+            for name, q in zip(train_item.item.teachers, train_item.teacher_ML[:, t], strict=True):
+                advantage -= {"math": 2.0}.get(name, 0.3) * (1 - math.exp(float(q) - s.item()))
+            ratio = torch.exp(s - float(train_item.behaviour_L[t]))
+            total = total + torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    (-total / n_tokens).backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_mixed_mode_with_several_teachers_is_one_sum_after_the_other(tiny_student: Student, make_item: Make) -> None:
+    items = _near_the_student(_items(make_item), tiny_student("eager"))
+    config = _config(
+        divergence="k3",
+        coef=0.3,
+        teacher_coefs={"math": 2.0},
+        advantage="grpo",
+        advantage_std=False,
+        importance="ppo",
+        ratio_low=0.8,
+        ratio_high=1.2,
+        pack_tokens=16,
+    )
+    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
+    expected = _slow_mixed(tiny_student("eager", torch.float64), items)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_rewards_alone_raise_the_logprob_of_what_was_rewarded(tiny_student: Student, make_item: Make) -> None:
+    config = _config(coef=0.0, advantage="grpo", importance="none", lr=1e-2)
+    trainer = Trainer(tiny_student(), config, total_steps=10)
+    good, bad = (make_item(str(i), [0, 0] + [1] * 8, seed=i, reward=float(i == 0), teachers=()) for i in range(2))
+    before, after = [trainer.step([good, bad]) for _ in range(8)][::7]
+
+    def logprob(train_item: TrainItem) -> float:
+        probe = Trainer(trainer.model, _config(), total_steps=10)
+        return probe.step([train_item]).logprob
+
+    assert logprob(good) > logprob(bad) + 0.5
+    assert before.advantage_mean == pytest.approx(0.0, abs=1e-6) and after.items_unrewarded == 0
+
+
+def test_rollouts_without_a_reward_are_counted(tiny_student: Student, make_item: Make) -> None:
+    config = _config(advantage="grpo")
+    metrics = Trainer(tiny_student(), config, total_steps=10).step(_items(make_item))
+    assert metrics.items_unrewarded == 1 and metrics.items_idle == 1
+
+
+def test_part_of_a_rollout_is_refused_where_rewards_are_trained_on(tiny_student: Student, make_item: Make) -> None:
+    items = [make_item("whole", [0, 1, 1], reward=1.0), make_item("part", [0, 1, 1], final=False)]
+    trainer = Trainer(tiny_student(), _config(advantage="grpo"), total_steps=10)
+    with pytest.raises(BatchError, match=r"parts of \['part'\]; set buffer.release = 'rollout'"):
+        trainer.step(items)
+    assert trainer.steps_done == 0
+    Trainer(tiny_student(), _config(), total_steps=10).step(items)

@@ -1,0 +1,239 @@
+"""The packed forward equals the plain per-sequence forward, values and gradients, and refuses what it cannot pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from models import packed
+from models.logprobs import lm_head
+from models.packed import PackingError, packed_hidden
+from models.packed_layout import first_fit_decreasing
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WINDOWED: dict[str, Any] = {**SMALL, "head_dim": 8, "sliding_window": 4}
+
+
+def _qwen3() -> Any:
+    return Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True)
+
+
+def _gpt2() -> Any:
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel, GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, **ends)
+
+
+def _mistral() -> Any:
+    return MistralForCausalLM, MistralConfig(**WINDOWED)
+
+
+def _gemma2() -> Any:
+    return Gemma2ForCausalLM, Gemma2Config(**WINDOWED, final_logit_softcapping=0.3, attn_logit_softcapping=0.5)
+
+
+def _gpt_oss() -> Any:
+    experts: dict[str, Any] = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default"},
+    }
+    return GptOssForCausalLM, GptOssConfig(**WINDOWED, **experts)
+
+
+def _cohere() -> Any:
+    return CohereForCausalLM, CohereConfig(**SMALL, logit_scale=0.25)
+
+
+def _hyperclovax() -> Any:
+    return HyperCLOVAXForCausalLM, HyperCLOVAXConfig(**SMALL, logits_scaling=0.25)
+
+
+def _granite() -> Any:
+    return GraniteForCausalLM, GraniteConfig(**SMALL, logits_scaling=4.0)
+
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "qwen3 (GQA, rotary)": _qwen3,
+    "gpt2 (learned positions, Conv1D)": _gpt2,
+    "mistral (sliding window)": _mistral,
+    "gemma2 (soft caps, alternating windows)": _gemma2,
+    "gpt_oss (sinks, experts)": _gpt_oss,
+    "cohere (logit scale)": _cohere,
+    "granite (logits divided)": _granite,
+    "hyperclovax (logits multiplied, under the name by which granite divides)": _hyperclovax,
+}
+
+
+def _build(make: Callable[[], Any], implementation: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model_class, config = make()
+    model = model_class._from_config(config, attn_implementation=implementation, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # the stock initialisation is so small that attention hardly matters
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.2)
+    return cast(PreTrainedModel, model)
+
+
+def _ids(lengths: Sequence[int], vocab_size: int = 61) -> Tensor:
+    return torch.randint(0, vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+
+
+def _plain_logits(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in ids_T.split(list(lengths))])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("lengths", [(7,), (5, 5, 5), (3, 17, 1, 40, 9, 17, 2)], ids=str)
+def test_packed_equals_plain_forward(name: str, lengths: tuple[int, ...]) -> None:
+    dtype = torch.float32 if "experts" in name else torch.float64  # torch has no float64 kernel for experts
+    model = _build(ARCHITECTURES[name], packed.IMPLEMENTATION, dtype)
+    plain = _build(ARCHITECTURES[name], "eager", dtype)
+    ids_T = _ids(lengths)
+    with torch.no_grad():
+        logits_TV = lm_head(model).logits(packed_hidden(model, ids_T, lengths))
+        expected_TV = _plain_logits(plain, ids_T, lengths)
+    assert expected_TV.abs().max() > 0.05
+    # norms and rotary angles are float32 inside whatever the model's dtype
+    torch.testing.assert_close(logits_TV, expected_TV, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [_qwen3, _gpt2, _gemma2], ids=["qwen3", "gpt2", "gemma2"])
+def test_packed_gradients_equal_plain_gradients(make: Callable[[], Any]) -> None:
+    lengths = (3, 17, 1, 30, 9)
+    model, plain = _build(make, packed.IMPLEMENTATION), _build(make, "eager")
+    ids_T = _ids(lengths)
+    weight_TV = torch.randn((sum(lengths), 61), generator=torch.Generator().manual_seed(2))
+    (lm_head(model).logits(packed_hidden(model, ids_T, lengths)) * weight_TV).sum().backward()
+    (_plain_logits(plain, ids_T, lengths) * weight_TV).sum().backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None, name
+        scale = float(theirs.grad.abs().max())
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5 * max(scale, 1.0), rtol=1e-4, msg=name)
+
+
+def test_a_sequence_does_not_feel_its_neighbours() -> None:
+    model = _build(_qwen3, packed.IMPLEMENTATION)
+    lengths = (6, 9, 4)
+    ids_T = _ids(lengths)
+    other_T = ids_T.clone()
+    other_T[6:15] = (other_T[6:15] + 1) % 61
+    with torch.no_grad():
+        before_TH, after_TH = packed_hidden(model, ids_T, lengths), packed_hidden(model, other_T, lengths)
+    assert torch.equal(before_TH[:6], after_TH[:6]) and torch.equal(before_TH[15:], after_TH[15:])
+    assert not torch.allclose(before_TH[6:15], after_TH[6:15])
+
+
+def test_bfloat16_autocast_runs_and_stays_near_float32() -> None:
+    model = _build(_qwen3, packed.IMPLEMENTATION)
+    lengths = (6, 9, 4)
+    with torch.no_grad():
+        full_TH = packed_hidden(model, _ids(lengths), lengths)
+        with torch.autocast("cpu", torch.bfloat16):
+            half_TH = packed_hidden(model, _ids(lengths), lengths).float()
+    assert 0 < float((half_TH - full_TH).norm() / full_TH.norm()) < 0.05
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (9, 0), (), (8,)], ids=str)
+def test_lengths_that_do_not_fit_the_row_are_refused(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected ids"):
+        packed_hidden(_build(_qwen3, packed.IMPLEMENTATION), _ids((9,)), lengths)
+
+
+def test_sequence_longer_than_the_context_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="context window of this model is 64"):
+        packed_hidden(_build(_gpt2, packed.IMPLEMENTATION), _ids((65,)), (65,))
+
+
+def test_packed_model_called_directly_is_refused() -> None:
+    model = _build(_qwen3, packed.IMPLEMENTATION)
+    with pytest.raises(PackingError, match="called directly"):
+        model(input_ids=_ids((9,))[None])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_probe_accepts_what_packs_correctly_and_puts_the_attention_back(name: str) -> None:
+    model = _build(ARCHITECTURES[name], packed.IMPLEMENTATION)
+    packed.probe(model)
+    packed_hidden(model, _ids((4, 3)), (4, 3))
+
+
+def test_probe_refuses_a_model_whose_logits_are_not_its_linear_head() -> None:
+    model = _build(_qwen3, packed.IMPLEMENTATION)
+    model.lm_head.register_forward_hook(lambda _m, _i, out: out * 1.01)  # pyright: ignore
+    with pytest.raises(PackingError, match="differ from the plain forward"):
+        packed.probe(model)
+
+
+def test_probe_refuses_a_model_that_mixes_tokens_outside_attention() -> None:
+    model = _build(_qwen3, packed.IMPLEMENTATION)
+
+    def leak(_module: Any, _inputs: Any, out_1TH: Tensor) -> Tensor:
+        return out_1TH + 0.1 * torch.nn.functional.pad(out_1TH, (0, 0, 1, 0))[:, :-1]  # a causal convolution
+
+    model.model.layers[0].mlp.register_forward_hook(leak)  # pyright: ignore
+    with pytest.raises(PackingError, match="mixes tokens outside"):
+        packed.probe(model)
+
+
+def test_recurrent_layers_are_refused_from_the_configuration_alone() -> None:
+    with pytest.raises(PackingError, match="linear_attention"):
+        packed.refuse_unpackable(Qwen3NextConfig())
+
+
+def test_window_that_an_architecture_keeps_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build(_mistral, packed.IMPLEMENTATION)
+    inner = packed.packed_attention
+
+    def without_window(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **{**kwargs, "sliding_window": None})
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, packed.IMPLEMENTATION, without_window)  # pyright: ignore
+    packed_hidden(model, _ids((4,)), (4,))
+    with pytest.raises(PackingError, match="sliding window of 4 tokens"):
+        packed_hidden(model, _ids((5,)), (5,))
+
+
+def test_first_fit_decreasing_drops_nothing_and_keeps_to_the_budget() -> None:
+    lengths = [5, 9, 3, 12, 4, 1, 9]
+    packs = first_fit_decreasing(lengths, 10)
+    assert sorted(index for pack in packs for index in pack) == list(range(7))
+    assert [[lengths[i] for i in pack] for pack in packs] == [[12], [9, 1], [9], [5, 4], [3]]
+    with pytest.raises(ValueError, match="budget 0"):
+        first_fit_decreasing(lengths, 0)

@@ -1,0 +1,107 @@
+"""The tokenizer that needs no torch says the same as the one of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from actors.envs.base import TextTokenizer
+from builtin import STUDENT_DIR, TEACHER_DIR
+from models.tokenizer import TokenizerError, load_tokenizer, stop_token_ids, token_map_fingerprint
+from models.tokenizer_file import FileTokenizer
+from tests.models.test_tokenizer import make_tokenizer
+from tests.patience import PATIENCE_S
+
+TEXTS = ["", "hello, world", "<calc>1+2</calc> 3<|im_end|>", "naïve 東京 \n\t  \x00", " <|im_start|>user\nhi"]
+LOOPED = (
+    "{%- for m in messages %}{% if m['role'] == 'system' %}{% continue %}{% endif %}"
+    "<|im_start|>{{ m['role'] }} {% generation %}{{ m['content'] }}{% endgeneration %}<|im_end|>{% endfor %}"
+    "{{ bos_token }}{{ messages[0] | tojson }}"
+)
+
+
+@pytest.fixture(scope="module", params=["student", "teacher", "saved", "config_only"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built-in models, one that transformers has saved, one whose special tokens only tokenizer_config.json knows."""
+    if request.param in ("student", "teacher"):
+        return STUDENT_DIR if request.param == "student" else TEACHER_DIR
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = make_tokenizer(template=LOOPED, bos=True)
+    if request.param == "saved":
+        cast(Any, tokenizer).add_special_tokens({"extra_special_tokens": ["<more>"]})
+    tokenizer.save_pretrained(path)
+    if request.param == "config_only":
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        config["extra_special_tokens"] = ["<later>", "<last>"]
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": [3, 1]}))
+    return path
+
+
+def test_ids_text_and_fingerprint_are_those_of_transformers(folder: Path) -> None:
+    ours, theirs = FileTokenizer(folder), load_tokenizer(folder)
+
+    assert ours.fingerprint == token_map_fingerprint(theirs)
+    assert ours.get_added_vocab() == cast(Any, theirs).get_added_vocab()
+    assert set(ours.all_special_tokens) == set(theirs.all_special_tokens)
+    assert ours.stop_token_ids == stop_token_ids(folder, theirs)
+    for text in TEXTS:
+        assert ours.encode(text, add_special_tokens=True) == theirs.encode(text, add_special_tokens=True)
+
+
+def test_environments_cannot_tell_them_apart(folder: Path) -> None:
+    ours, theirs = TextTokenizer(FileTokenizer(folder)), TextTokenizer(load_tokenizer(folder))
+
+    assert ours.vocab_size == theirs.vocab_size
+    for text in TEXTS:
+        np.testing.assert_array_equal(ours.encode(text), theirs.encode(text))
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+        assert ours.single_token(text) == theirs.single_token(text)
+    np.testing.assert_array_equal(ours.chat_turn("go on", "tool"), theirs.chat_turn("go on", "tool"))
+
+
+def test_a_template_is_rendered_as_transformers_does(folder: Path) -> None:
+    ours, theirs = FileTokenizer(folder), load_tokenizer(folder)
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": 'say "é" <b>'}]
+    expected = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+    assert ours.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == expected
+
+
+def test_a_template_can_refuse(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="no such role here"):
+        turns = [{"role": "forbidden", "content": ""}]
+        FileTokenizer(tmp_path).apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
+
+
+def test_a_model_without_the_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="save_pretrained"):
+        FileTokenizer(tmp_path)
+    with pytest.raises(TokenizerError, match="no folder"):
+        FileTokenizer(tmp_path / "missing")
+
+
+def test_no_stop_token_is_an_error(tmp_path: Path) -> None:
+    core = make_tokenizer().backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(TokenizerError, match="end-of-sequence"):
+        _ = FileTokenizer(tmp_path).stop_token_ids
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        f"import sys; from models.tokenizer_file import FileTokenizer; t = FileTokenizer({str(STUDENT_DIR)!r})\n"
+        "from actors.envs.base import TextTokenizer; TextTokenizer(t).chat_turn('x'); t.stop_token_ids; t.fingerprint\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -1,0 +1,177 @@
+"""`python -m replay`: what it refuses and how it says so, what it prints, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import builtin
+from launch.checks.preflight import check
+from launch.checks.recorded import check_recorded
+from launch.checks.vocabularies import read_vocabulary
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from launch.errors import ConfigError
+from launch.run import main
+from protocol.fingerprint import vocab_fingerprint
+from recording.format import Rollout, Writer
+from replay import __main__ as replay
+from tests.learner.records import record, rollout
+from tests.patience import RUN_PATIENCE_S, Limit
+
+ROOT = Path(__file__).parents[2]
+vocabulary = read_vocabulary(builtin.STUDENT_DIR / "tokenizer.json")
+assert vocabulary is not None
+FINGERPRINT = vocab_fingerprint(vocabulary)
+
+
+def plain(**learner: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"steps": 3, "learner": {"eval_every": 0, "warmup_steps": 0, "lr": 1e-3} | learner}
+    return msgspec.to_builtins(build(RunConfig, settings))
+
+
+def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGERPRINT, n: int = 3) -> Path:
+    batches: Sequence[Sequence[Rollout]] = [[rollout(f"r{b}-{i}", 8) for i in range(4)] for b in range(n)]
+    return record(path, batches, writer=writer, vocab_fingerprint=fingerprint, config=plain())
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "file of recorded batches first"),
+        (["--epochs=3"], "file of recorded batches first"),
+        (["FILE", "--epochs=0"], "--epochs: got '0'"),
+        (["FILE", "--batches", "many"], "--batches: got 'many'"),
+        (["FILE", "--order=random"], "expected one of recorded, shuffled"),
+        (["FILE", "--compare="], "names of divergences"),
+        (["FILE", "--learner.lrr=1"], r"learner.lrr: unknown key; did you mean learner.lr"),
+        (["FILE", "--resume", "--run-dir=gone"], "gone holds no replay"),
+        (["FILE", "--resume"], "runs/latest is not there"),
+        (["FILE", "--resume", "--compare=k1,k2"], "nothing to go on with"),
+        (["FILE", "--objective", "k9"], "divergence = 'k9'"),
+        (["FILE", "--learner.importance=seldom"], "importance = 'seldom'"),
+        (["FILE", "--student=/nowhere"], "models.student: no folder"),
+        (["FILE", "--compare=k1,k9"], "--compare: divergence = 'k9'"),
+        (["FILE", "--compare=seq_kd"], "cross-entropy is on the text as it stands"),
+        (["FILE", "--compare=k1,jsd"], "holds no top-k sets, which the divergence 'jsd' needs"),
+        (["FILE", "--learner.divergence=jsd"], r"expected one above 0, e\.g\. 256"),
+        (["FILE", "--learner.divergence=jsd", "--teacher.top_k=256"], "holds no top-k sets"),
+        (["nothing.record"], "no file 'nothing.record'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_made(
+    flags: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = recorded(tmp_path / "FILE")
+    assert replay.main(flags) == 2
+    assert re.search(expected, capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_students_vocabulary_that_is_not_the_files_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = recorded(tmp_path / "r", fingerprint="cd" * 32)
+    assert replay.main([str(file), f"--run-dir={tmp_path / 'run'}"]) == 2
+    assert "another vocabulary" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_the_recorded_runs_configuration_is_what_a_replay_begins_with(tmp_path: Path) -> None:
+    file = recorded(tmp_path / "r")
+    assert replay.main([str(file), f"--run-dir={tmp_path / 'run'}", "--learner.divergence", "k3", "--epochs", "2"]) == 0
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert 'divergence: "k3"' in config and "lr: 0.001" in config and "steps: 6" in config
+    account = json.loads((tmp_path / "run" / "replay.json").read_text())
+    assert (account["steps"], account["tokens_trained"], account["eval"]) == (6, 2 * 3 * 4 * 8, [])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["replay/epoch"], row["replay/recorded_step"]) for row in rows] == [
+        (epoch, step) for epoch in (0, 1) for step in (0, 1, 2)
+    ]
+
+
+def test_estimators_are_compared_on_the_same_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recorded(tmp_path / "r")
+    assert replay.main([str(file), "--compare", "k1,k2,k3", "--batches", "2"]) == 0
+    out = capsys.readouterr().out
+    rows = {
+        name: [float(number) for number in rest.replace("│", " ").split()]
+        for name, rest in re.findall(r"│ (k\d) +│(.*)│", out)
+    }
+    assert out.startswith("2 batches") and rows["k1"] == rows["k2"] != rows["k3"]
+    assert rows["k1"][2] == 1.0 and -1.0 < rows["k3"][2] < 1.0 and all(map(math.isfinite, rows["k3"]))
+
+
+def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path) -> None:
+    file, folder, output = recorded(tmp_path / "r"), tmp_path / "run", tmp_path / "out"
+    command = [sys.executable, "-m", "replay", str(file), f"--run-dir={folder}", "--objective=k3", "--epochs=1000000"]
+    with output.open("wb") as out:
+        replaying = subprocess.Popen(
+            [*command, "--learner.checkpoint_every=0"],
+            cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        try:
+            limit = Limit(RUN_PATIENCE_S)
+            while "\nstep " not in output.read_text():
+                assert replaying.poll() is None and not limit.passed, output.read_text()
+                time.sleep(0.05)
+            replaying.send_signal(signal.SIGINT)
+            assert replaying.wait(RUN_PATIENCE_S) == 130, output.read_text()
+        finally:
+            replaying.kill()
+            replaying.wait(RUN_PATIENCE_S)
+    account = json.loads((folder / "replay.json").read_text())
+    assert account["reason"] == "stopped by SIGINT" and account["steps"] >= 20
+    assert (folder / "checkpoints" / f"step_{account['steps']:06d}" / "manifest.json").is_file()
+    assert json.loads((folder / "run.json").read_text())["state"] == "stopped"
+    assert 'divergence: "k3"' in (folder / "config.yaml").read_text()
+
+
+# ------------------------------------------------------------------------------- before a run that records or mixes
+
+
+def mistakes(resume: bool = False, **learner: Any) -> str:
+    config = check(build(RunConfig, {"learner": learner})).config
+    try:
+        check_recorded(config, resume=resume)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_files_and_objectives_of_a_run_are_looked_at_before_it_starts(tmp_path: Path) -> None:
+    own, theirs = recorded(tmp_path / "own"), recorded(tmp_path / "theirs", writer="teacher")
+    foreign = recorded(tmp_path / "foreign", writer="teacher", fingerprint="cd" * 32)
+
+    def mixed(file: Path, fraction: float = 0.5) -> dict[str, Any]:
+        return {"offline": {"file": str(file), "student_fraction": fraction}}
+
+    assert mistakes(record=str(tmp_path / "new")) == mistakes(**mixed(theirs)) == ""
+    assert "holds another run's batches" in mistakes(record=str(own))
+    assert mistakes(resume=True, record=str(own)) == ""
+    assert "was written by the student" in mistakes(**mixed(own))
+    assert "of another vocabulary" in mistakes(**mixed(foreign))
+    assert "no file" in mistakes(**mixed(tmp_path / "gone"))
+    assert "trains on the file alone" in mistakes(**mixed(theirs, 0.0))
+    assert "teaches nothing on the student's own tokens" in mistakes(divergence="seq_kd", importance="none")
+
+
+def test_the_launcher_refuses_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = recorded(tmp_path / "own")
+    assert main(["--check", f"--record={own}"]) == 2
+    assert "learner.record" in capsys.readouterr().err

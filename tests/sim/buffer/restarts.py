@@ -1,0 +1,51 @@
+"""The simulated buffer's journal: every event as an encoded turn; and a restart from that and the last image."""
+
+from __future__ import annotations
+
+from buffer.core import Core
+from buffer.journal.image import make_image, restore_image
+from buffer.state import BufferState
+from buffer.turns import Entry, Turn, decode_turn, encode_turn
+from protocol.errors import RemoteProtocolError
+from protocol.handshake import Doorkeeper
+from protocol.session_book import SessionBook
+
+
+def no_sessions() -> SessionBook:
+    return SessionBook(Doorkeeper(run_id="sim", vocab_fingerprint=None))
+
+
+def can_be_journaled(state: object) -> bool:
+    """Not what a test has put in its place, which does more than this."""
+    return type(state) is BufferState
+
+
+class SimJournal:
+    """What a buffer process would find on its disk."""
+
+    def __init__(self, state: BufferState, now_s: float) -> None:
+        self._image = make_image(Core(state), no_sessions(), now_s)
+        self._turns: list[tuple[bytes, Turn]] = []
+
+    def write(self, now_s: float, *entries: Entry, tick_s: float | None = None) -> None:
+        turn = Turn(now_s, entries, tick_s)
+        self._turns.append((encode_turn(turn), turn))
+
+    def restarted(self, state: BufferState, now_s: float) -> BufferState:
+        """The state of another process, which must be the same as `state`; the journal goes on from its image."""
+        core, _ = restore_image(self._image, no_sessions())
+        for body, turn in self._turns:
+            core.apply(_read(body, turn))
+        image = make_image(core, no_sessions(), now_s)
+        assert image == make_image(Core(state), no_sessions(), now_s), "the journal tells another story"
+        self._image = image
+        self._turns.clear()
+        return core.state
+
+
+def _read(body: bytes, turn: Turn) -> Turn:
+    """From the journal; `turn` itself where the simulation sent what no wire can carry."""
+    try:
+        return decode_turn(body)
+    except RemoteProtocolError:
+        return turn

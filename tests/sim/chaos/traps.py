@@ -1,0 +1,88 @@
+"""Named functions before or after which a process of the run can be killed (see trap/sitecustomize.py)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+Side: TypeAlias = Literal["before", "after"]
+POINTS: Final[Mapping[str, Sequence[str]]] = {
+    "learner": (
+        "learner.checkpoints.checkpoint:save_checkpoint",
+        "learner.loop:LearnerLoop._offer_tasks",
+        "learner.checkpoints.files:prune",
+        "learner.checkpoints.files:write_manifest",
+        "learner.loop:LearnerLoop._next_batch",
+        "learner.loop:LearnerLoop._report",
+        "learner.reports.metrics:MetricsWriter.step",
+        "weights.publisher:Publisher.publish",
+        "recording.writer:BatchRecorder.add",
+        "learner.prompts.tasks:TaskStream.next",
+        "learner.prompts.tasks:TaskStream.step",
+    ),
+    "buffer": (
+        "buffer.go_back:go_back",
+        "buffer.journal.journal:Journal.write",
+        "buffer.learner_desk:LearnerDesk.batch_trained",
+        "buffer.learner_desk:LearnerDesk.batch_wanted",
+        "buffer.learner_desk:LearnerDesk.form_batch",
+        "buffer.learner_desk:LearnerDesk.started",
+        "buffer.learner_desk:LearnerDesk.tasks_offered",
+        "buffer.loop:BufferLoop._send",
+    ),
+    "actor": ("actors.worker:ActorWorker._send_credit", "actors.worker:ActorWorker._take"),
+    "teacher": ("teachers.worker:TeacherWorker._grade", "teachers.worker:TeacherWorker._report"),
+    "launcher": ("launch.workers.watch:Watch._kill_silent", "launch.workers.watch:Watch._read_link"),
+}
+"""By the role whose process passes there."""
+AT_A_NEW_LEARNER: Final = ("buffer.go_back:go_back", "buffer.learner_desk:LearnerDesk.started")
+"""Those of them that nobody passes while the same learner goes on."""
+HOOK: Final = Path(__file__).parent / "trap"
+LOOK_EVERY_S: Final = 0.02
+
+
+class Traps:
+    """The traps of one run, set by files in a folder of their own."""
+
+    def __init__(self, folder: Path, points: Sequence[str] = tuple(p for of in POINTS.values() for p in of)) -> None:
+        """`points`: functions that can be trapped, as `module:function` or `module:Class.method`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._points = points
+
+    def environment(self, python_path: str) -> dict[str, str]:
+        """Of the processes that can be trapped."""
+        return {
+            "PYTHONPATH": f"{python_path}{os.pathsep}{HOOK}",
+            "STILLHOUSE_TRAP_POINTS": ",".join(self._points),
+            "STILLHOUSE_TRAP_FOLDER": str(self._folder),
+        }
+
+    def catch(
+        self,
+        point: str,
+        side: Side,
+        victim: int,
+        *,
+        n: int = 1,
+        others: Sequence[int] = (),
+        timeout_s: float,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """SIGKILL for the process `victim` when it passes there for the n-th time from now, and for the others at that
+        moment. False when it has not come by until `timeout_s`, or is no longer `alive`: the trap is taken away."""
+        assert point in self._points, f"{point} is not among the functions that can be trapped"
+        trap = self._folder / f"{point}.{side}"
+        sprung = trap.with_name(f"{trap.name}.sprung")
+        sprung.unlink(missing_ok=True)
+        draft = trap.with_name(f"{trap.name}.new")
+        draft.write_text(" ".join(map(str, (n, victim, *others))))
+        draft.replace(trap)
+        deadline_s = time.monotonic() + timeout_s
+        while not sprung.exists() and alive() and time.monotonic() < deadline_s:
+            time.sleep(LOOK_EVERY_S)
+        trap.unlink(missing_ok=True)
+        return sprung.exists()

@@ -1,0 +1,199 @@
+"""The weight endpoints of an SGLang server, over real HTTP, with a dict of tensors for a model.
+
+As SGLang's: one scheduler thread does one request after the other and answers nothing else meanwhile, but /model_info;
+over NCCL a bucket is answered when its broadcast is queued, and the GPU executes what is queued in its order. Here that
+is done by the next request that synchronises: /weights_checker, /update_weights_from_disk and /destroy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import BroadcastOptions
+
+from engines.sglang.config import SGLangConfig
+from engines.sglang.http import ServerLink
+from engines.sglang.labels import Labels
+from protocol.messages import WeightVersion
+from weights.group_operations import AnyStore, connect_store, prefixed
+
+Body = dict[str, Any]
+
+
+def new_group(store: AnyStore, rank: int, world_size: int) -> Any:
+    """With torch's default timeout, which nobody can set at a server, and with the watchdog that the launcher asks of a
+    server by TORCH_NCCL_ASYNC_ERROR_HANDLING=2."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.handling = 2
+    return nccl(store, rank, world_size, options)
+
+
+class Refused(Exception):
+    """HTTP 400 with this message."""
+
+
+class FakeServer:
+    """Listens at once. Close it."""
+
+    def __init__(self, weights: dict[str, Tensor], *, store_timeout_s: float = 5.0) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self.label = "default"
+        self.calls: list[tuple[str, Body]] = []
+        self.before: dict[str, Callable[[Body], None]] = {}
+        """Called in the scheduler's thread before a request of this path is done: may block, or raise Refused."""
+        self.lost = False
+        self._store_timeout_s = store_timeout_s
+        self._groups: dict[str, Any] = {}
+        self._queued: list[tuple[Any, Tensor, Body]] = []
+        self.closing = threading.Event()
+        self._scheduler = ThreadPoolExecutor(1, thread_name_prefix="fake-scheduler")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-server", daemon=True)
+        self._thread.start()
+        self.url = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+
+    def close(self) -> None:
+        """As if killed: whoever still waits is left alone."""
+        self.closing.set()
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        for group in self._groups.values():
+            group.die()
+        self._scheduler.shutdown(wait=False, cancel_futures=True)
+
+    async def _open(self) -> str:
+        app = web.Application()
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_post("/{path}", self._post)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        return f"http://127.0.0.1:{port}"
+
+    async def _shut(self) -> None:
+        await self._runner.cleanup()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label, "model_path": ""})
+
+    async def _post(self, request: web.Request) -> web.Response:
+        path, body = request.match_info["path"], await request.json()
+        self.calls.append((f"/{path}", body))
+        try:
+            said = await self._loop.run_in_executor(self._scheduler, self._do, path, body)
+        except Refused as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        return web.json_response({"success": True, "message": "Success", **(said or {})})
+
+    def _do(self, path: str, body: Body) -> Body | None:
+        if f"/{path}" in self.before:
+            self.before[f"/{path}"](body)
+        return getattr(self, f"_{path}")(body)
+
+    # ----------------------------------------------------------------------------------- scheduler's thread
+
+    def _begin_weight_update(self, body: Body) -> None: ...
+
+    def _end_weight_update(self, body: Body) -> None: ...
+
+    def _init_weights_update_group(self, body: Body) -> None:
+        name = body["group_name"]
+        try:
+            store = connect_store(body["master_address"], body["master_port"], self._store_timeout_s)
+            store = prefixed(store, name, f"{name}/", "cuda/")
+            self._groups[name] = new_group(store, body["rank_offset"], body["world_size"])
+        except Exception as error:
+            raise Refused(f"Failed to initialize custom process group: {error}.") from error
+
+    def _update_weights_from_distributed(self, body: Body) -> None:
+        sizes = [_n_bytes(dtype, shape) for dtype, shape in zip(body["dtypes"], body["shapes"], strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            work = self._groups[body["group_name"]].broadcast([flat], options)
+        except Exception as error:
+            raise Refused(f"Failed to receive weights: {error}") from error
+        self._queued.append((work, flat, body))
+        self.label = body.get("weight_version", self.label)
+
+    def _weights_checker(self, body: Body) -> Body:
+        self._synchronise()
+        skipped = body.get("skip_tensor_list") or ()
+        said = {
+            name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()[:16]
+            for name, tensor in self.weights.items()
+            if not any(part in name for part in skipped)
+        }
+        return {"ranks": [{"checksums": said}]}
+
+    def _update_weights_from_disk(self, body: Body) -> None:
+        self._synchronise()
+        (file,) = Path(body["model_path"]).glob("*.safetensors")
+        self.weights = load_file(file)
+        self.label = body.get("weight_version", self.label)
+
+    def _destroy_weights_update_group(self, body: Body) -> None:
+        group = self._groups.pop(body["group_name"], None)
+        if group is None:
+            raise Refused("The group to be destroyed does not exist.")
+        self._synchronise()
+        group.abort()
+
+    def _synchronise(self) -> None:
+        """Execute what is queued; blocks for as long as a broadcast does."""
+        for work, flat, body in self._queued:
+            while not work.kernel_has_ended() and not self.closing.is_set():
+                time.sleep(0.001)
+            at = 0
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+                n_bytes = _n_bytes(dtype, shape)
+                self.weights[name] = flat[at : at + n_bytes].view(getattr(torch, dtype)).view(shape).clone()
+                at += n_bytes
+        self._queued.clear()
+
+
+def _n_bytes(dtype: str, shape: list[int]) -> int:
+    return torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+
+
+class FakeServerEngine:
+    """What ServerWeights needs of an engine on such a server."""
+
+    def __init__(self, url: str, config: SGLangConfig, run_id: str = "run") -> None:
+        self.server = ServerLink(url, config)
+        self.labels = Labels(run_id)
+        self.version = WeightVersion(0, 0)
+        self.weights_known = True
+        self.features = self
+        self.update_sessions = True
+        self.labels_settable = True
+
+    def pause(self, timeout_s: float, *, cut: bool = False) -> None: ...
+
+    def resume(self, version: WeightVersion, timeout_s: float, *, name: bool = False) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        self.server.close()

@@ -1,0 +1,109 @@
+"""Limits that grow with the bytes, and with misses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from weights.config import PublishConfig
+from weights.control import Check, Leave, Round
+from weights.group_host import GroupHost
+from weights.limits import MOST_PATIENCE, Limits, kind_of
+from weights.roster import Seat
+from weights.staged_weights import StagedWeights
+
+CONFIG = PublishConfig(
+    bucket_bytes=1 << 16,
+    join_timeout_s=30.0,
+    broadcast_timeout_s=30.0,
+    publish_wait_s=120.0,
+    slowest_bytes_per_s=1e9,
+    answer_grace_s=0.1,
+)
+V1 = WeightVersion(0, 1)
+REF = WeightsRef(V1, "/nowhere", "00")
+BY_CHECKSUM, BY_RELOAD = Check(checksums={}), Check(weights=REF)
+
+
+def test_the_33_gb_of_a_checked_first_version_have_the_time_that_they_take() -> None:
+    """Measured: sha256 of the file 24 s; with receiving, reading and hashing about a minute and a half."""
+    limits = Limits(PublishConfig())
+    assert limits.limit_s("reload", 33_000_000_000) > 2 * 90.0
+    assert limits.limit_s("plain", 1_000_000) < 30.1
+
+
+@pytest.mark.parametrize(("check", "passes"), [(None, 2), (BY_CHECKSUM, 3), (BY_RELOAD, 6)])
+def test_a_round_has_its_floor_and_a_pass_at_a_time(check: Check | None, passes: int) -> None:
+    assert Limits(CONFIG).limit_s(kind_of(check), 10_000_000_000) == 30.0 + passes * 10.0
+
+
+def test_a_limit_that_was_missed_is_doubled_up_to_a_bound_and_one_that_is_not_needed_halved() -> None:
+    limits = Limits(CONFIG)
+    for expected in (60.0, 120.0, 240.0, 480.0, 480.0):
+        limit_s = limits.limit_s("reload", 0)
+        limits.took("reload", limit_s, limit_s)
+        assert limits.limit_s("reload", 0) == expected
+    assert expected == 30.0 * MOST_PATIENCE
+    assert limits.limit_s("plain", 0) == 30.0  # each kind has its own
+    limits.took("reload", 480.0, 200.0)
+    assert limits.limit_s("reload", 0) == 480.0  # it was needed
+    for expected in (240.0, 120.0, 60.0, 30.0, 30.0):
+        limits.took("reload", limits.limit_s("reload", 0), 1.0)
+        assert limits.limit_s("reload", 0) == expected
+
+
+def test_publish_waits_longer_than_a_group_and_a_checked_version_may_take() -> None:
+    limits = Limits(CONFIG)
+    n_bytes = 33_000_000_000
+    assert limits.publish_wait_s(n_bytes) > limits.limit_s("join", n_bytes) + limits.limit_s("reload", n_bytes)
+
+
+@pytest.fixture
+def host() -> Iterator[GroupHost]:
+    def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
+        return frozenset()
+
+    config = msgspec.structs.replace(CONFIG, join_timeout_s=0.2, broadcast_timeout_s=0.2, slowest_bytes_per_s=1e6)
+    host = GroupHost(config, backend="gloo", device="cpu", gone=nobody, closing=lambda: False)
+    yield host
+    host.close()
+
+
+def test_joiners_have_the_time_to_load_their_snapshot_and_more_the_next_time(host: GroupHost, tmp_path: Path) -> None:
+    (tmp_path / "snapshot").write_bytes(bytes(100_000))
+    ref = WeightsRef(V1, str(tmp_path / "snapshot"), "00")
+    plans: list[WeightPlan] = []
+    for _ in range(3):
+        assert host.form((Seat("actor-0", "1"),), ref, V1, plans.append).error is not None
+    assert [round(plan.join_timeout_s, 3) for plan in plans] == [0.5, 1.0, 2.0]
+    plans.clear()
+    host.form((Seat("actor-0", "1"),), None, V1, plans.append)
+    assert plans[0].join_timeout_s == pytest.approx(8 * 0.2)  # pyright: ignore[reportUnknownMemberType]
+
+
+def test_a_round_tells_its_limit_and_a_miss_is_not_repeated_with_the_same_one(
+    host: GroupHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group in which nobody answers, and rank 0's part succeeds at once."""
+
+    class Group:
+        def send(self, *_: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    headers: list[Round | Leave] = []
+    control = host._control  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(control, "send", lambda message: headers.append(message))  # pyright: ignore
+    weights = StagedWeights()
+    weights.fill(V1, [("w", torch.zeros(10_000))])
+    for check in (None, None, BY_RELOAD):
+        monkeypatch.setattr(host, "_group", Group())
+        monkeypatch.setattr(host, "_seats", (Seat("actor-0", "1"),))
+        assert host.send(weights, check).lost == {Seat("actor-0", "1"): "no_answer"}
+    said = [message.timeout_s for message in headers if isinstance(message, Round)]
+    assert said == pytest.approx([0.28, 0.56, 0.44])  # pyright: ignore[reportUnknownMemberType]

@@ -1,0 +1,66 @@
+"""Whom the learner sends weights to, by configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.config import ActorConfig
+from engines.config import EngineConfig
+from engines.sglang.config import ServerConfig
+from weights.config import PublishConfig
+from weights.members import CheckBy, Members, members_of
+
+
+def on_servers(server: ServerConfig) -> ActorConfig:
+    return ActorConfig(engine="sglang", server=server, torch=EngineConfig(device="cpu"))
+
+
+def test_embedded_engines_have_a_rank_each() -> None:
+    actor = ActorConfig(engine="torch", server=ServerConfig(device="cuda", tp=2))
+    assert members_of(actor, PublishConfig(), "") == Members(dtype="float32")
+    half = ActorConfig(engine="torch", torch=EngineConfig(dtype="bfloat16"))
+    assert members_of(half, PublishConfig(), "").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("server", "check_by"),
+    [
+        (ServerConfig(device="cpu"), "expected"),
+        (ServerConfig(device="cpu", tp=2), "reload"),
+        (ServerConfig(device="cuda"), "reload"),
+    ],
+)
+def test_checksums_are_foretold_only_where_they_can_be(server: ServerConfig, check_by: CheckBy) -> None:
+    expected = Members(kind="servers", ranks_each=server.tp, check_by=check_by)
+    assert members_of(on_servers(server), PublishConfig(), "") == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "fields", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, {}, "bfloat16"),
+        ({"torch_dtype": "float16"}, {}, "float16"),
+        ({"text_config": {"torch_dtype": "bfloat16"}}, {}, "bfloat16"),
+        ({"dtype": "float32"}, {}, "keep"),  # SGLang makes float16 of it, by its own rounding
+        ({}, {}, "keep"),
+        (None, {}, "keep"),  # a name of the hub
+        ({"dtype": "bfloat16"}, {"urls": ("http://h:1",)}, "keep"),  # somebody else's server
+    ],
+)
+def test_servers_hold_what_the_students_checkpoint_says(
+    tmp_path: Path, written: dict[str, Any] | None, fields: dict[str, Any], dtype: str
+) -> None:
+    if written is not None:
+        (tmp_path / "config.json").write_text(json.dumps(written))
+    actor = ActorConfig(engine="sglang", server=ServerConfig(device="cuda"), **fields)
+    assert members_of(actor, PublishConfig(), str(tmp_path)).dtype == dtype
+
+
+@pytest.mark.parametrize("verify", ["expected", "reload", "off"])
+def test_or_as_configured(verify: CheckBy) -> None:
+    members = members_of(on_servers(ServerConfig(device="cuda", tp=2)), PublishConfig(verify=verify), "")
+    assert members.check_by == verify

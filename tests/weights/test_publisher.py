@@ -1,0 +1,378 @@
+"""The publisher against real actor processes: what happens to versions when actors come, die, hang and come back.
+
+No actor is told anything but plans; what an actor got is compared by a digest of names, dtypes, shapes and bytes.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from tests.patience import PATIENCE_S, eventually
+from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
+from weights.config import PublishConfig
+from weights.publisher import Publisher, PublisherFailed, PublishTimeout
+from weights.snapshot import snapshots
+
+CONFIG = PublishConfig(
+    bucket_bytes=1 << 16,
+    join_timeout_s=PATIENCE_S / 4,
+    broadcast_timeout_s=PATIENCE_S / 4,
+    answer_grace_s=1.0,
+    join_window_s=0.05,
+    rejoin_delay_s=60.0,
+)
+"""Several buckets per version. Deadlines are long where a test does not wait for them."""
+NAMES = ("actor-0", "actor-1", "actor-2")
+WAIT_S = PATIENCE_S
+
+
+def weights(step: int) -> list[tuple[str, Tensor]]:
+    """0.4 MB in three dtypes; one tensor is larger than four buckets."""
+    generator = torch.Generator().manual_seed(step)
+    return [
+        ("embed", torch.randn(300, 256, generator=generator)),
+        ("half", torch.randn(100, 200, generator=generator).bfloat16()),
+        ("norm", torch.randn(256, generator=generator)),
+        ("steps", torch.tensor(step)),
+    ]
+
+
+def version(step: int) -> WeightVersion:
+    return WeightVersion(0, step)
+
+
+class Learner:
+    """A publisher, the actors it publishes to, and what it announced."""
+
+    def __init__(self, fleet: ActorFleet, folder: Path) -> None:
+        self.fleet = fleet
+        self.folder = folder / "weights"
+        self.announced: list[tuple[WeightVersion, WeightsRef | None]] = []
+        self.publisher: Publisher | None = None
+
+    def start(
+        self, config: PublishConfig = CONFIG, post_plan: Callable[[WeightPlan], None] | None = None, **changes: Any
+    ) -> Publisher:
+        self.publisher = Publisher(
+            msgspec.structs.replace(config, **changes),
+            snapshot_dir=self.folder,
+            post_plan=post_plan or self.fleet.post_plan,
+            published=lambda version, ref, _: self.announced.append((version, ref)),
+        )
+        return self.publisher
+
+    def publish(self, step: int) -> None:
+        assert self.publisher is not None
+        self.publisher.publish(version(step), weights(step))
+
+    def delivered(self, step: int, *names: str) -> None:
+        """These actors (default: all) end up with exactly this version's tensors."""
+        for staged in self.fleet.wait_for(version(step), WAIT_S, names or None).values():
+            assert staged.version == version(step)
+            assert staged.digest == digest_of(weights(step))
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[Learner]:
+    with ActorFleet() as fleet:
+        learner = Learner(fleet, tmp_path)
+        yield learner
+        if learner.publisher is not None:
+            learner.publisher.close()
+
+
+def test_every_member_gets_every_version_and_each_is_announced_once(learner: Learner) -> None:
+    publisher = learner.start()
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    for step in range(1, 5):
+        learner.publish(step)
+        assert publisher.wait_idle(WAIT_S)
+        learner.delivered(step)
+    assert [announced for announced, _ in learner.announced] == [version(step) for step in range(1, 5)]
+    stats = publisher.stats
+    assert (stats.members, stats.rebuilds_total, stats.skipped_versions_total) == (3, 1, 0)
+    assert stats.broadcast_bytes == sum(tensor.nbytes for _, tensor in weights(1))
+
+
+def test_training_may_change_the_weights_as_soon_as_publish_returns(learner: Learner) -> None:
+    publisher = learner.start()
+    learner.fleet.start(NAMES[:1])
+    publisher.membership(learner.fleet.membership())
+    named = weights(1)
+    publisher.publish(version(1), named)
+    for _, tensor in named:
+        tensor.zero_()
+    assert publisher.wait_idle(WAIT_S)
+    learner.delivered(1)
+
+
+def test_without_any_actor_a_version_is_a_snapshot_and_who_comes_later_catches_up_from_it(learner: Learner) -> None:
+    publisher = learner.start()
+    learner.publish(1)
+    assert publisher.wait_idle(WAIT_S)
+    assert snapshots(learner.folder) == [version(1)]
+    assert [(announced, ref and ref.version) for announced, ref in learner.announced] == [(version(1), version(1))]
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    assert publisher.wait_idle(WAIT_S)
+    learner.delivered(1)
+    assert publisher.stats.broadcasts_total == 0
+
+
+def test_a_late_joiner_gets_the_newest_version_before_the_next_is_published(learner: Learner) -> None:
+    publisher = learner.start()
+    learner.fleet.start(NAMES[:2])
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    learner.publish(2)
+    assert publisher.wait_idle(WAIT_S)
+    learner.fleet.start(NAMES[2:])
+    publisher.membership(learner.fleet.membership())
+    assert publisher.wait_idle(WAIT_S)
+    learner.delivered(2)
+    learner.publish(3)
+    learner.delivered(3)
+    assert learner.fleet.report(NAMES[2]).stats["snapshots_loaded_total"] == 1
+    assert learner.fleet.plans[-1].members == NAMES
+
+
+def test_a_joiner_that_cannot_read_snapshots_gets_the_version_by_broadcast(learner: Learner) -> None:
+    learner.folder.write_text("a file where the folder should be: no snapshot can be written")
+    publisher = learner.start()
+    learner.publish(1)
+    assert publisher.wait_idle(WAIT_S)
+    learner.fleet.start(NAMES[:2])
+    publisher.membership(learner.fleet.membership())
+    assert publisher.wait_idle(WAIT_S)
+    learner.delivered(1)
+    assert publisher.stats.snapshot_failures_total > 0
+    assert publisher.stats.broadcasts_total == 1
+    assert learner.announced == [(version(1), None)]
+
+
+@pytest.mark.parametrize("victim", NAMES)
+def test_a_member_killed_inside_a_broadcast_is_left_out_and_the_others_go_on(learner: Learner, victim: str) -> None:
+    """The learner finds out by itself: the buffer tells it nothing, and its deadline of ten seconds is not awaited."""
+    publisher = learner.start()
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    learner.delivered(1)
+    learner.fleet.order(victim, Fault(signal.SIGKILL, at_operation=2))
+    survivors = [name for name in NAMES if name != victim]
+    learner.publish(2)
+    learner.delivered(2, *survivors)
+    assert publisher.wait_idle(WAIT_S)
+    assert publisher.stats.dropped_total == {"no_answer": 1}
+    assert learner.fleet.actors[victim].process.exitcode == -signal.SIGKILL
+    learner.publish(3)
+    learner.delivered(3, *survivors)
+    assert learner.fleet.plans[-1].members == tuple(survivors)
+
+
+def test_a_member_that_the_buffer_reports_lost_is_not_waited_for(learner: Learner) -> None:
+    publisher = learner.start(broadcast_timeout_s=WAIT_S, answer_grace_s=WAIT_S)
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    learner.delivered(1)
+    learner.fleet.signal(NAMES[1], signal.SIGSTOP)
+    learner.publish(2)
+    publisher.membership(learner.fleet.membership(without=NAMES[1:2]))
+    learner.delivered(2, NAMES[0], NAMES[2])
+    assert publisher.wait_idle(WAIT_S)
+    assert publisher.stats.dropped_total == {"disconnected": 1}
+
+
+def test_a_stopped_member_is_left_out_after_the_deadline_and_comes_back_later_with_the_newest(learner: Learner) -> None:
+    publisher = learner.start(broadcast_timeout_s=1.0, rejoin_delay_s=1.0)
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    learner.delivered(1)
+    learner.fleet.order(NAMES[2], Fault(signal.SIGSTOP, at_operation=2))
+    learner.publish(2)
+    learner.delivered(2, *NAMES[:2])
+    eventually(lambda: publisher.stats.dropped_total == {"no_answer": 1}, "a member that did not answer")
+    learner.fleet.signal(NAMES[2], signal.SIGCONT)
+    learner.delivered(2)
+    assert publisher.wait_idle(WAIT_S)
+    learner.publish(3)
+    learner.delivered(3)
+    assert publisher.stats.members == 3
+
+
+def test_a_stopped_member_does_not_keep_a_new_group_from_being_made(learner: Learner) -> None:
+    publisher = learner.start(join_timeout_s=1.0)
+    learner.fleet.start(NAMES)
+    learner.fleet.report(NAMES[0])
+    learner.fleet.signal(NAMES[0], signal.SIGSTOP)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    learner.delivered(1, *NAMES[1:])
+    assert publisher.wait_idle(WAIT_S)
+    assert publisher.stats.dropped_total == {"no_join": 1}
+    assert learner.fleet.plans[-1].members == NAMES[1:]
+
+
+def test_an_actor_that_was_left_out_joins_at_once_when_it_is_restarted(learner: Learner) -> None:
+    publisher = learner.start(join_timeout_s=1.0, rejoin_delay_s=300.0)
+    learner.fleet.start(NAMES[:2])
+    learner.fleet.signal(NAMES[0], signal.SIGSTOP)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    assert publisher.wait_idle(WAIT_S)
+    assert publisher.stats.members == 1
+    learner.fleet.signal(NAMES[0], signal.SIGKILL)
+    learner.fleet.start(NAMES[:1])
+    publisher.membership(learner.fleet.membership())
+    learner.delivered(1)
+    assert publisher.wait_idle(WAIT_S)
+    assert publisher.stats.members == 2
+
+
+def test_a_member_whose_engine_refuses_the_tensors_is_left_out_and_says_why(learner: Learner) -> None:
+    publisher = learner.start()
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    learner.delivered(1)
+    learner.fleet.order(NAMES[1], "no such parameter: embed")
+    learner.fleet.report(NAMES[1])
+    learner.publish(2)
+    learner.delivered(2, NAMES[0], NAMES[2])
+    assert publisher.wait_idle(WAIT_S)
+    assert publisher.stats.dropped_total == {"refused": 1}
+    eventually(lambda: learner.fleet.report(NAMES[1]).failure is not None, "its failure")  # told before it ends
+    failure = learner.fleet.report(NAMES[1]).failure
+    assert failure is not None and "no such parameter: embed" in failure
+
+
+class Gate:
+    """Holds up the publisher's thread in `post_plan`."""
+
+    def __init__(self, fleet: ActorFleet) -> None:
+        self.fleet = fleet
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def post_plan(self, plan: WeightPlan) -> None:
+        self.reached.set()
+        assert self.open.wait(WAIT_S)
+        self.fleet.post_plan(plan)
+
+
+def test_a_version_overtaken_while_it_waits_is_skipped_and_counted(learner: Learner) -> None:
+    gate = Gate(learner.fleet)
+    publisher = learner.start(post_plan=gate.post_plan)
+    learner.fleet.start(NAMES[:2])
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    assert gate.reached.wait(WAIT_S)
+    for step in (2, 3, 4):
+        learner.publish(step)
+    assert publisher.busy
+    gate.open.set()
+    assert publisher.wait_idle(WAIT_S)
+    learner.delivered(4)
+    assert publisher.stats.skipped_versions_total == 2
+    assert {version(2), version(3)}.isdisjoint(announced for announced, _ in learner.announced)
+
+
+def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) -> None:
+    gate = Gate(learner.fleet)
+    publisher = learner.start(post_plan=gate.post_plan, every_version=True, publish_wait_s=WAIT_S)
+    learner.fleet.start(NAMES[:2])
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    assert gate.reached.wait(WAIT_S)
+    learner.publish(2)
+    third = threading.Thread(target=learner.publish, args=(3,))
+    third.start()
+    gate.open.set()
+    third.join(WAIT_S)
+    assert not third.is_alive()
+    assert publisher.wait_idle(WAIT_S)
+    learner.delivered(3)
+    assert [announced for announced, _ in learner.announced] == [version(1), version(2), version(3)]
+    assert publisher.stats.skipped_versions_total == 0
+
+
+def test_with_every_version_publish_gives_up_after_its_timeout(learner: Learner) -> None:
+    gate = Gate(learner.fleet)
+    publisher = learner.start(
+        post_plan=gate.post_plan, every_version=True, publish_wait_s=0.2, join_timeout_s=0.2, broadcast_timeout_s=0.2
+    )
+    learner.fleet.start(NAMES[:1])
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    assert gate.reached.wait(WAIT_S)
+    learner.publish(2)
+    with pytest.raises(PublishTimeout, match=r"version 0\.3"):
+        learner.publish(3)
+    gate.open.set()
+
+
+def test_an_error_in_the_thread_reaches_who_publishes(learner: Learner) -> None:
+    def post_plan(plan: WeightPlan) -> None:
+        raise ConnectionError("the buffer is gone")
+
+    publisher = learner.start(post_plan=post_plan)
+    learner.fleet.start(NAMES[:1])
+    publisher.membership(learner.fleet.membership())
+    with pytest.raises(PublisherFailed, match="the buffer is gone"):
+        publisher.wait_idle(WAIT_S)
+    with pytest.raises(PublisherFailed, match="the buffer is gone"):
+        learner.publish(1)
+
+
+def test_tensors_other_than_before_are_an_error(learner: Learner) -> None:
+    publisher = learner.start()
+    learner.fleet.start(NAMES[:1])
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    assert publisher.wait_idle(WAIT_S)
+    learner.publish(2)
+    assert publisher.wait_idle(WAIT_S)
+    publisher.publish(version(3), [("other", torch.zeros(3))])
+    with pytest.raises(PublisherFailed, match="must stay the same"):
+        publisher.wait_idle(WAIT_S)
+
+
+def test_closing_while_a_member_hangs_inside_a_broadcast_ends_the_thread(learner: Learner) -> None:
+    publisher = learner.start(broadcast_timeout_s=WAIT_S)
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    learner.delivered(1)
+    learner.fleet.signal(NAMES[0], signal.SIGSTOP)
+    learner.publish(2)
+    eventually(lambda: publisher.busy, "a broadcast")
+    publisher.close()
+    assert "publisher" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(PublisherFailed, match="after close"):
+        learner.publish(3)
+
+
+def test_when_everybody_leaves_the_group_ends_and_versions_are_snapshots_again(learner: Learner) -> None:
+    publisher = learner.start()
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
+    learner.publish(1)
+    assert publisher.wait_idle(WAIT_S)
+    publisher.membership(Membership((), ()))
+    assert publisher.wait_idle(WAIT_S)
+    learner.publish(2)
+    assert publisher.wait_idle(WAIT_S)
+    assert snapshots(learner.folder)[-1] == version(2)
+    assert publisher.stats.members == 0

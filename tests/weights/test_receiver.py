@@ -1,0 +1,308 @@
+"""The weight receiver, in this process, against the learner's real end: catching up, joining, receiving, leaving."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from engines.base import EngineStats, GenerationDelta, GenerationRequest
+from engines.config import EngineConfig
+from engines.torch.engine import TorchEngine
+from engines.torch.weights import EmbeddedWeights
+from models.loading import load_causal_lm
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from tests.patience import PATIENCE_S, eventually
+from weights.collective import WeightGroup
+from weights.config import PublishConfig
+from weights.control import ControlHost, Go
+from weights.group_host import GroupHost
+from weights.group_operations import host_store
+from weights.receiver import WeightReceiver, WeightReceiverFailed
+from weights.roster import Seat
+from weights.snapshot import write_snapshot
+from weights.staged_weights import StagedWeights
+
+WAIT_S = PATIENCE_S
+NAME = "actor-0"
+SEAT = Seat(NAME, "1")
+CONFIG = PublishConfig(
+    bucket_bytes=4_096, join_timeout_s=PATIENCE_S, broadcast_timeout_s=PATIENCE_S, answer_grace_s=1.0
+)
+V0, V1, V2, V3 = (WeightVersion(0, step) for step in range(4))
+
+
+def weights(step: int) -> dict[str, Tensor]:
+    return {"embed": torch.full((70, 40), float(step)), "norm": torch.full((33,), step, dtype=torch.bfloat16)}
+
+
+class MemoryEngine:
+    """Holds what it was last given."""
+
+    def __init__(self) -> None:
+        self._version = V0
+        self.held: dict[str, Tensor] = {}
+        self.versions: list[WeightVersion] = []
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0, 0, 0.0, len(self.versions), self._version)
+
+    def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        held = {name: tensor.clone() for name, tensor in tensors}
+        if held.keys() != weights(0).keys():
+            raise ValueError(f"got {sorted(held)}, expected {sorted(weights(0))}")
+        self.held = held
+        self.versions.append(version)
+        self._version = version
+
+    def submit(self, request: GenerationRequest) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[GenerationDelta]:
+        return []
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def engine() -> MemoryEngine:
+    return MemoryEngine()
+
+
+@pytest.fixture
+def receiver(engine: MemoryEngine) -> Iterator[WeightReceiver]:
+    receiver = WeightReceiver(EmbeddedWeights(engine), name=NAME)
+    receiver.start()
+    yield receiver
+    receiver.close()
+    assert "weight-receiver" not in [thread.name for thread in threading.enumerate()]
+
+
+def make_host(config: PublishConfig = CONFIG) -> GroupHost:
+    def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
+        return frozenset()
+
+    return GroupHost(config, backend="gloo", device="cpu", gone=nobody, closing=lambda: False)
+
+
+@pytest.fixture
+def host() -> Iterator[GroupHost]:
+    host = make_host()
+    yield host
+    host.close()
+
+
+def staged(version: WeightVersion) -> StagedWeights:
+    weights_of_step = StagedWeights()
+    weights_of_step.fill(version, weights(version.step).items())
+    return weights_of_step
+
+
+def snapshot(folder: Path, version: WeightVersion) -> WeightsRef:
+    return write_snapshot(folder, version, weights(version.step).items(), keep=9)
+
+
+def holds(engine: MemoryEngine, step: int) -> bool:
+    expected = weights(step)
+    return engine.held.keys() == expected.keys() and all(torch.equal(engine.held[n], expected[n]) for n in expected)
+
+
+def test_a_snapshot_newer_than_the_engine_is_loaded_and_an_older_one_is_not(
+    engine: MemoryEngine, receiver: WeightReceiver, tmp_path: Path
+) -> None:
+    receiver.catch_up(snapshot(tmp_path, V2))
+    eventually(lambda: receiver.version == V2, "V2")
+    assert holds(engine, 2)
+    receiver.catch_up(snapshot(tmp_path, V1))
+    receiver.catch_up(snapshot(tmp_path, V3))
+    eventually(lambda: receiver.version == V3, "V3")
+    assert engine.versions == [V2, V3]
+
+
+def test_a_corrupted_snapshot_is_refused_and_counted_and_the_broadcast_brings_the_version(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, tmp_path: Path
+) -> None:
+    ref = snapshot(tmp_path, V1)
+    damaged = bytearray(Path(ref.path).read_bytes())
+    damaged[-1] ^= 1
+    Path(ref.path).write_bytes(damaged)
+    result = host.form((SEAT,), ref, V1, receiver.handle_plan)
+    assert result.error is None and result.behind
+    assert engine.versions == []
+    assert receiver.stats["snapshots_refused_total"] == 1
+    assert host.send(staged(V1)).error is None
+    assert engine.versions == [V1] and holds(engine, 1)
+
+
+def test_a_plan_brings_first_its_snapshot_then_the_versions_broadcast(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, tmp_path: Path
+) -> None:
+    result = host.form((SEAT,), snapshot(tmp_path, V1), V1, receiver.handle_plan)
+    assert result.error is None and not result.behind
+    for version in (V2, V3):
+        assert host.send(staged(version)).error is None
+        assert holds(engine, version.step)
+    assert engine.versions == [V1, V2, V3]
+    assert receiver.stats["weights_received_total"] == 2
+
+
+def test_a_version_that_the_engine_has_is_received_but_not_staged_again(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost
+) -> None:
+    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.send(staged(V2)).error is None
+    assert host.send(staged(V2)).error is None
+    assert engine.versions == [V2]
+
+
+def test_a_newer_plan_is_followed_out_of_the_former_group(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost
+) -> None:
+    for version in (V1, V2, V3):
+        assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+        assert host.send(staged(version)).error is None
+    assert engine.versions == [V1, V2, V3]
+    assert receiver.stats["weight_groups_joined_total"] == 3
+
+
+def test_a_snapshot_announced_while_in_a_group_is_loaded(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, tmp_path: Path
+) -> None:
+    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    receiver.catch_up(snapshot(tmp_path, V1))
+    eventually(lambda: receiver.version == V1, "V1")
+    assert host.send(staged(V2)).error is None
+    assert engine.versions == [V1, V2]
+
+
+def test_a_new_learner_is_followed_after_the_former_vanished_without_a_word(
+    engine: MemoryEngine, receiver: WeightReceiver
+) -> None:
+    former = make_host()
+    assert former.form((SEAT,), None, None, receiver.handle_plan).error is None
+    successor = make_host()
+    assert successor.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert successor.send(staged(V1)).error is None
+    assert engine.versions == [V1]
+    former.close()
+    successor.close()
+
+
+def test_a_plan_of_a_learner_that_is_gone_is_given_up_and_the_next_one_followed(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost
+) -> None:
+    plans: list[WeightPlan] = []
+    gone = make_host(msgspec.structs.replace(CONFIG, join_timeout_s=0.1))
+    assert gone.form((SEAT,), None, None, plans.append).error is not None
+    with_closed_port = msgspec.structs.replace(plans[0], port=1)
+    receiver.handle_plan(with_closed_port)
+    eventually(lambda: receiver.stats["weight_groups_broken_total"] == 1, "a broken group")
+    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.send(staged(V1)).error is None
+    assert engine.versions == [V1]
+    gone.close()
+
+
+def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
+    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes would be taken for tensors that they are not."""
+    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.send(staged(V1)).error is None
+    header = GroupHost._header  # pyright: ignore[reportPrivateUsage]
+
+    def other(host: GroupHost, *args: Any) -> Any:
+        layout, told = header(host, *args)
+        return layout, msgspec.structs.replace(told, manifest_digest="00" * 32)
+
+    monkeypatch.setattr(GroupHost, "_header", other)
+    assert host.send(staged(V2)).lost == {SEAT: "refused"}
+    assert engine.versions == [V1]
+
+
+def test_tensors_that_the_engine_does_not_take_end_the_receiver_loudly(
+    receiver: WeightReceiver, host: GroupHost
+) -> None:
+    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    other = StagedWeights()
+    other.fill(V1, [("unknown", torch.zeros(3))])
+    result = host.send(other)
+    assert result.lost == {SEAT: "refused"}
+    eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
+    with pytest.raises(WeightReceiverFailed, match="unknown"):
+        receiver.raise_if_failed()
+
+
+def test_a_plan_for_others_is_an_error(receiver: WeightReceiver) -> None:
+    receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "gloo", ("actor-7",), 2, 1.0, None))
+    eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
+    with pytest.raises(WeightReceiverFailed, match="actor-7"):
+        receiver.raise_if_failed()
+
+
+def test_a_plan_over_nccl_for_an_engine_on_a_cpu_says_what_to_set(receiver: WeightReceiver) -> None:
+    receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "nccl", (NAME,), 2, 1.0, None))
+    eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
+    with pytest.raises(WeightReceiverFailed, match=r"publish\.backend to gloo"):
+        receiver.raise_if_failed()
+
+
+def test_closing_ends_the_thread_while_it_waits_inside_a_collective(
+    receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 says go, and never makes its end of the process group: the receiver waits for its greeting."""
+    waiting = threading.Event()
+    finish = WeightGroup._finish_oldest  # pyright: ignore[reportPrivateUsage]
+
+    def tell_and_finish(group: WeightGroup, deadline_s: float) -> None:
+        waiting.set()
+        finish(group, deadline_s)
+
+    monkeypatch.setattr(WeightGroup, "_finish_oldest", tell_and_finish)
+    store = host_store("127.0.0.1")
+    control = ControlHost("127.0.0.1", 0)
+    control.begin(1, (NAME,))
+    receiver.handle_plan(
+        WeightPlan(1, "127.0.0.1", store.port, "gloo", (NAME,), 2, 8.0, None, control.endpoint, control.plan_keys)
+    )
+    while not control.poll(1.0):
+        pass
+    control.send(Go(1, 8.0))
+    assert waiting.wait(WAIT_S)
+    receiver.close()
+    assert "weight-receiver" not in [thread.name for thread in threading.enumerate()]
+    control.close()
+
+
+def test_the_embedded_engine_runs_on_what_was_broadcast(host: GroupHost) -> None:
+    """The built-in student's parameters, changed, through a real group into a real engine."""
+    from builtin import STUDENT_DIR
+
+    torch.set_num_threads(1)
+    model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
+    changed = [(name, parameter.detach() * 1.5) for name, parameter in model.named_parameters()]
+    engine = TorchEngine(model, EngineConfig(max_concurrent=2, max_context=64))
+    receiver = WeightReceiver(EmbeddedWeights(engine), name=NAME)
+    receiver.start()
+    student = StagedWeights()
+    student.fill(V1, changed)
+    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.send(student).error is None
+    engine.poll(0.0)
+    assert engine.version == V1
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, dict(changed)[name]), name
+    receiver.close()
+    engine.close()

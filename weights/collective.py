@@ -1,0 +1,146 @@
+"""An elastic group of processes through which rank 0 broadcasts weights to embedded engines.
+
+A group lives as long as one WeightPlan: torch has no way to add or remove a member, so a change of membership makes a
+new one (`weights.group_operations` says how).
+
+One broadcast of a version, both sides in lockstep:
+
+    rank 0    gather 0 | gather 1   | gather 2   | ...        two bucket buffers: while one is on its way, the bytes
+    wire               | bucket 0   | bucket 1   | ...        of the next are copied into the other (unless they lie
+    member             |            | check 0    | ...        ready) and summed; they land in place, without a copy
+    then one int64 tensor: the checksum of every bucket, and the number of the round
+
+Nothing waits here without a deadline.
+
+Measured with gloo 2.13 on loopback: its broadcast is a binomial tree, connected on first use (`lazy_init`), which makes
+a group of 33 in 0.04 s where the full mesh takes 0.28 s. Members keep one connection to the store for all groups of a
+learner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weights.buckets import Layout, byte_views, checksum
+from weights.group_operations import (
+    BUFFERS,
+    BackendName,
+    GroupOperations,
+    Store,
+    first_line,
+    prefixed,
+    wait_for_device,
+)
+from weights.sink import GroupBroken, Interrupted, WeightsRefused
+
+
+def _never() -> str | None:
+    return None
+
+
+class WeightGroup(GroupOperations):
+    """One rank of one group. Use from one thread: `join`, then `send` (rank 0) or `receive` (others), then `close`."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        group_epoch: int,
+        rank: int,
+        world_size: int,
+        backend: BackendName = "gloo",
+        device: torch.device | str = "cpu",
+        address: str = "127.0.0.1",
+        interrupted: Interrupted = _never,
+    ) -> None:
+        """See GroupOperations."""
+        super().__init__(
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            device=device,
+            address=address,
+            interrupted=interrupted,
+        )
+        self._store = prefixed(store, f"weights-{group_epoch}")
+        self._group_epoch = group_epoch
+        self._run_B: Tensor | None = None
+
+    def join(self, timeout_s: float) -> None:
+        """Connect, and prove it with one small broadcast. All ranks call it at about the same time. Raises GroupBroken
+        or GroupInterrupted."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._group = self._make_group(self._store, timeout_s, lazy=True)
+        except RuntimeError as error:
+            raise GroupBroken(f"{self!r} could not be made: {first_line(error)}") from None
+        hello = torch.tensor([self._group_epoch if self._rank == 0 else -1], device=self._device)
+        self._start(hello, deadline_s)
+        self._finish_all(deadline_s)
+        wait_for_device(self._device, deadline_s, self._interrupted)
+        if int(hello.item()) != self._group_epoch:
+            raise GroupBroken(f"{self!r}: rank 0 greets group {int(hello.item())}, expected {self._group_epoch}")
+
+    def send(self, round_number: int, layout: Layout, named: Sequence[tuple[str, Tensor]], timeout_s: float) -> None:
+        """Rank 0: broadcast the tensors of `layout.manifest`, in its order. They must not change meanwhile. Views of a
+        run on the group's device (`Layout.views`) go out as they lie, others are gathered bucket by bucket. Returns
+        when the bytes have left this process, which says nothing about who has them."""
+        deadline_s = time.monotonic() + timeout_s
+        run_B = layout.run_of(named)
+        ready_made = run_B is not None and run_B.device == self._device
+        sources = [] if ready_made else byte_views(named)
+        sums: list[Tensor] = []
+        for index in range(layout.n_buckets):
+            if len(self._under_way) == BUFFERS:
+                self._finish_oldest(deadline_s)  # the buffer of bucket index - 2 is free again
+            start, end = layout.bounds(index)
+            if ready_made and run_B is not None:
+                bucket_b = run_B[start:end]
+            else:
+                bucket_b = self._buffer(index, min(layout.bucket_bytes, layout.total_bytes))[: end - start]
+                layout.gather(index, sources, bucket_b)
+            sums.append(checksum(bucket_b))
+            self._start(bucket_b, deadline_s)
+        self._start(self._trailer(sums, round_number), deadline_s)
+        self._finish_all(deadline_s)
+
+    def receive(self, round_number: int, layout: Layout, timeout_s: float) -> list[tuple[str, Tensor]]:
+        """Other ranks: take part in a broadcast; the named tensors, views of memory that the next `receive` uses again
+        (fresh memory costs more than the transfer: its page faults). Raises GroupBroken, GroupInterrupted or
+        WeightsRefused."""
+        deadline_s = time.monotonic() + timeout_s
+        if self._run_B is None or self._run_B.numel() != layout.total_bytes:
+            self._run_B = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self._device)
+        run_B = self._run_B
+        buckets_b = [run_B[slice(*layout.bounds(index))] for index in range(layout.n_buckets)]
+        sums: list[Tensor] = []
+        for index, bucket_b in enumerate(buckets_b):
+            self._start(bucket_b, deadline_s)
+            if index > 0:
+                self._finish_oldest(deadline_s)
+                sums.append(checksum(buckets_b[index - 1]))
+        self._finish_oldest(deadline_s)
+        sums.append(checksum(buckets_b[-1]))
+        trailer = torch.zeros(layout.n_buckets + 1, dtype=torch.int64, device=self._device)
+        self._start(trailer, deadline_s)
+        self._finish_all(deadline_s)
+        got = self._trailer(sums, round_number)
+        wait_for_device(self._device, deadline_s, self._interrupted)
+        self._check(got, trailer)
+        return layout.views(run_B)
+
+    def _trailer(self, sums: Sequence[Tensor], round_number: int) -> Tensor:
+        number = torch.tensor(round_number, dtype=torch.int64, device=self._device)
+        return torch.stack([*sums, number])
+
+    def _check(self, got: Tensor, announced: Tensor) -> None:
+        if torch.equal(got, announced):
+            return
+        if int(got[-1].item()) != int(announced[-1].item()):
+            raise WeightsRefused(f"rank 0 is in round {int(announced[-1].item())}, here is {int(got[-1].item())}")
+        wrong = (got != announced).nonzero().view(-1).tolist()
+        raise WeightsRefused(f"checksum differs in buckets {wrong[:8]} of {len(got) - 1}")

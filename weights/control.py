@@ -1,0 +1,401 @@
+"""What rank 0 and the members of a weight group tell each other beside the bytes: a ZeroMQ channel of its own.
+
+    member               rank 0
+    Joined  ------------->             plan taken up and caught up; "I have version v"
+            <-------------  Go         everybody is here: make the process group
+    Ready   ------------->             it stands (or why not)
+            <-------------  Round      a version follows as a broadcast
+    Answer  ------------->             have it (or why not)
+            <-------------  Leave      the group is over; a plan may follow
+
+So an idle member waits on a socket, not inside a collective: it can leave at once, and on a GPU no kernel spins. And
+rank 0 knows WHO is missing: a collective only tells that somebody is. Every message carries the group's epoch; one of
+another group is ignored by both, and so is one that the link has changed (`protocol.checksum`): the silence breaks up
+the group, and the next plan makes another.
+
+The address of this channel travels in the WeightPlan, and in a run without keys a pair of keys for it: nobody but the
+members comes in, whatever reaches the port. Why not keys in the TCP store: its clients cannot wait for two
+things, log every wait that times out, and cannot be woken; and an actor whose engine is a server has no torch. The
+store is left to the process group's own rendezvous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias
+
+import msgspec
+import zmq
+
+from protocol.connections import ConnectionFault
+from protocol.encryption import encrypt_client
+from protocol.errors import DamagedMessage
+from protocol.keys import ClientKeys, ServerKeys, speaks_for
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.printable import in_one_line, printable_texts
+from protocol.ratelimit import RateLimitedLog
+from protocol.router import WAITING_MESSAGES, Router, address_of
+from protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
+from weights.checks import Canary
+from weights.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights"]
+
+MAX_CONTROL_BYTES: Final = 64 << 10
+"""The largest frame of a member: a few numbers, and LONGEST_WORDS."""
+LONGEST_WORDS: Final = 4000
+"""Characters of a reason."""
+MAX_UNREAD_BYTES: Final = 1 << 20
+"""What one member, or all who have not joined together, may have sent and the thread not read: then they are cut."""
+MESSAGES_PER_MEMBER: Final = 16
+"""That wait for rank 0: a member has three to say, and one more each round."""
+WATCH_S: Final = 0.1
+_MEMBER: Final = "member"
+"""Owner of the keys that a plan tells."""
+_LINGER_MS: Final = 500
+"""How long a last message (Leave, Answer) may take to get out after `close`."""
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """member -> rank 0."""
+
+    group_epoch: int
+    rank: int
+    """Of the member: 1 for the plan's first, and so on."""
+    version: WeightVersion | None
+    """Newest weights that this member's engine has, staged ones included; None: unknown, only a whole version helps."""
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> member."""
+
+    group_epoch: int
+    timeout_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """member -> rank 0."""
+
+    group_epoch: int
+    rank: int
+    error: str | None = None
+    at_fault: bool = False
+    """With an error: it would happen in any group, so leave this member out."""
+
+
+class Agreed(msgspec.Struct, frozen=True):
+    """What the bytes mean; sent with the first round of a group."""
+
+    manifest: Manifest
+    bucket_bytes: int
+
+
+class Check(msgspec.Struct, frozen=True):
+    """How a server proves that it has what was sent, before a token is sampled with it."""
+
+    checksums: dict[str, tuple[str, ...]] | None = None
+    """What it may say, by the server's own names of its tensors: one for each dtype that it may hold them in."""
+    weights: WeightsRef | None = None
+    """The same version as a file: taken from there it must say the same checksums as after the broadcast."""
+    required: bool = False
+    """A server that has no checksums, or cannot read the file, is an error; else the canary is enough."""
+    canary: Canary | None = None
+
+    def is_whole(self, checksums: bool) -> bool:
+        """Whether it has what was due: perhaps `checksums`, one way or the other."""
+        return not checksums or self.checksums is not None or self.weights is not None
+
+
+class Round(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> member: the header of a broadcast, which starts at once."""
+
+    group_epoch: int
+    number: int
+    version: WeightVersion
+    manifest_digest: str
+    agreed: Agreed | None
+    timeout_s: float
+    grace_s: float = 3.0
+    """After a failure each member has answered within this."""
+    check: Check | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """member -> rank 0. `staged`: the engine has it. `broken`: the collective failed, perhaps through another's fault.
+    `stuck`: it failed, and the server has not come out of it, which looks the same for the one that hangs and for one
+    that waits for it. `refused`: this member's own fault (checksum, the engine does not take these tensors, the server
+    is away). `wrong_weights`: the server took them all, and does not have them."""
+
+    group_epoch: int
+    rank: int
+    number: int
+    status: AnswerStatus
+    reason: str = ""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> member."""
+
+    group_epoch: int
+    reason: str
+
+
+FromMember: TypeAlias = Joined | Ready | Answer
+FromRankZero: TypeAlias = Go | Round | Leave
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ControlHost:
+    """Rank 0's end, for all groups of its life. Its own thread reads it all the time, so that nobody can fill it while
+    rank 0 is at something else; what does not belong to the present group goes no further. One other thread uses it."""
+
+    def __init__(self, host: str, port: int, keys: ServerKeys | None = None) -> None:
+        """Listens on `host` (port 0: the system chooses), for who has one of `keys`. None: the run has none; then this
+        channel has a pair for its members, which they are told with each plan (`plan_keys`). Raises
+        LocalProtocolError when it cannot."""
+        bracketed = f"[{host}]" if ":" in host else socket.gethostbyname(host)
+        self._log = RateLimitedLog(log)
+        self.plan_keys: tuple[str, str, str] | None = None
+        """For WeightPlan.control_keys."""
+        if keys is None:
+            (public, secret), (server, server_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+            self.plan_keys = (public.decode(), secret.decode(), server.decode())
+            keys = ServerKeys(server, server_secret, {public: _MEMBER})
+        self._router = Router(
+            f"tcp://{bracketed}:{port or '*'}",
+            keys=keys,
+            log=self._log,
+            max_frame_bytes=MAX_CONTROL_BYTES,
+            max_unread_bytes=MAX_UNREAD_BYTES,
+            max_strangers_unread_bytes=MAX_UNREAD_BYTES,
+        )
+        port_taken = self._router.address.rpartition(":")[2]
+        self.endpoint: Final = f"tcp://{f'[{host}]' if ':' in host else host}:{port_taken}"
+        """For WeightPlan.control."""
+        self._decoder = msgspec.msgpack.Decoder(FromMember)
+        self._changed = threading.Condition()
+        # Under `changed`:
+        self._group_epoch = 0
+        self._members: tuple[str, ...] = ()
+        self._routes: dict[int, bytes] = {}
+        self._heard: list[FromMember] = []
+        self._to_send: list[tuple[bytes, bytes]] = []
+        self._closing = False
+        self._failure: Exception | None = None
+        self.unreadable_total = 0
+        """Messages that were not a member's, or not ours."""
+        self._waker = Waker()
+        self._router.also_wait_for(self._waker.fileno())
+        self._thread = threading.Thread(target=self._serve, name="weight-control", daemon=True)
+        self._thread.start()
+
+    @property
+    def refused(self) -> dict[ConnectionFault, int]:
+        """Connections turned away or cut, by reason."""
+        return self._router.refused
+
+    def begin(self, group_epoch: int, members: Sequence[str]) -> None:
+        """From now on only messages of this group count: `members`, by rank from 1 on."""
+        with self._changed:
+            self._group_epoch, self._members = group_epoch, tuple(members)
+            self._routes, self._heard = {}, []
+
+    def poll(self, timeout_s: float) -> list[FromMember]:
+        """Messages of the present group; waits up to `timeout_s` for the first. Raises what ended the thread."""
+        with self._changed:
+            if not self._heard and self._failure is None:
+                self._changed.wait(max(0.0, timeout_s))
+            if self._failure is not None:
+                raise self._failure
+            heard, self._heard = self._heard, []
+            return heard
+
+    def send(self, message: FromRankZero) -> None:
+        """To every member that has joined."""
+        frame = _encode(message)
+        with self._changed:
+            self._to_send += [(route, frame) for route in self._routes.values()]
+        self._waker.wake()
+
+    def close(self) -> None:
+        """What was sent is delivered, for a moment. May be called again."""
+        with self._changed:
+            self._closing = True
+        if self._thread.is_alive():
+            self._waker.wake()
+            self._thread.join()
+            self._waker.close()
+
+    # ------------------------------------------------------------------------------------------- its own thread
+
+    def _serve(self) -> None:
+        closing = False
+        try:
+            while not closing:
+                self._router.wait(WATCH_S)
+                self._waker.clear()
+                with self._changed:
+                    closing, to_send, self._to_send = self._closing, self._to_send, []
+                for route, frame in to_send:
+                    self._router.send(route, [frame])  # a member that is gone again is found missing by its silence
+                self._take()
+        except Exception as error:  # whatever it is, `poll` raises it
+            log.exception("the weight control channel broke")
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        finally:
+            self._router.close(_LINGER_MS / 1000)
+
+    def _take(self) -> None:
+        for _ in range(WAITING_MESSAGES):
+            if (received := self._router.receive()) is None:
+                return
+            message = self._read(received)
+            with self._changed:
+                if message is None or message.group_epoch != self._group_epoch:
+                    continue
+                if not self._speaks_for_its_rank(message, received):
+                    self._pass_over(received, f"a message of rank {message.rank}, which is not its sender's")
+                elif len(self._heard) >= MESSAGES_PER_MEMBER * len(self._members):
+                    self._pass_over(received, "one more than its group could have to say")
+                else:
+                    if isinstance(message, Joined):
+                        self._routes[message.rank] = received.identity
+                    self._router.let_in(received.source)
+                    self._heard.append(message)
+                    self._changed.notify_all()
+
+    def _speaks_for_its_rank(self, message: FromMember, received: FromRouter) -> bool:
+        if not 0 < message.rank <= len(self._members):
+            return False
+        owner = self._router.owner_of(received.source)
+        return owner is None or owner == _MEMBER or speaks_for(owner, "actor", self._members[message.rank - 1])
+
+    def _read(self, received: FromRouter) -> FromMember | None:
+        try:
+            if received.damage is not None:
+                raise received.damage
+            return printable_texts(self._decoder.decode(b"".join(received.frames)))
+        except (
+            ValueError,
+            OverflowError,
+            RecursionError,
+            DamagedMessage,
+        ) as error:  # UnicodeDecodeError, msgspec's too
+            self._pass_over(received, f"unreadable: {error}")
+            return None
+
+    def _pass_over(self, received: FromRouter, why: str) -> None:
+        self.unreadable_total += 1
+        who = address_of(received.source)
+        self._log.warning(f"a message from {who} on the weight control channel is passed over: {in_one_line(why)}")
+
+
+def member_keys(plan: WeightPlan, own: ClientKeys | None) -> ClientKeys | None:
+    """With which a member comes: `own` are those that it has of the run."""
+    if plan.control_keys is None:
+        return own
+    public, secret, server = (key.encode() for key in plan.control_keys)
+    return ClientKeys(public, secret, server)
+
+
+class ControlMember:
+    """A member's end, for one group. `wake` may be called from any thread, everything else from one."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+        """`endpoint`: WeightPlan.control; `keys`: of `member_keys`. Connecting goes on in the background."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context, zmq.DEALER)
+        self._socket.set(zmq.IPV6, "[" in endpoint)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
+        if keys is not None:
+            encrypt_client(self._socket, keys)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(FromRankZero)
+        self._held: deque[FromRankZero] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, message: FromMember) -> None:
+        """Long words are cut."""
+        match message:
+            case Answer(reason=str(words)) if len(words) > LONGEST_WORDS:
+                message = msgspec.structs.replace(message, reason=words[:LONGEST_WORDS])
+            case Ready(error=str(words)) if len(words) > LONGEST_WORDS:
+                message = msgspec.structs.replace(message, error=words[:LONGEST_WORDS])
+            case _:
+                pass
+        send_frames(self._socket, [_encode(message)])
+
+    def recv(self, timeout_s: float | None, waker: Waker) -> FromRankZero | None:
+        """The next message; None after `timeout_s` (None = no limit) or when woken. Raises msgspec.DecodeError when
+        rank 0 speaks another language."""
+        if self._held:
+            return self._held.popleft()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(waker.fileno(), zmq.POLLIN)
+        ready = dict(poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
+        if self._socket not in ready or waker.fileno() in ready:
+            return None
+        return self._take()
+
+    def told_to_leave(self) -> bool:
+        """Has a Leave come? Nothing is taken: `recv` gives it again. For use inside a collective."""
+        while (message := self._take()) is not None:
+            self._held.append(message)
+        return any(isinstance(message, Leave) for message in self._held)
+
+    def _take(self) -> FromRankZero | None:
+        """What is there; None also for what the link has changed."""
+        try:
+            frames = receive_frames(self._socket)
+        except DamagedMessage as error:
+            log.warning("a message of rank 0 is passed over: %s", error)
+            return None
+        return None if frames is None else self._decoder.decode(b"".join(frames))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class Waker:
+    """Ends a wait in another thread. Stays raised until `clear`."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: raised many times over
+            self._writer.send(b"!")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # empty
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()

@@ -1,0 +1,394 @@
+"""Rank 0 of the weight groups: makes one group after another, sends versions, and finds out who does not keep up.
+
+How a silent member is found. A collective that hangs does not say who hangs, and in gloo's tree the members behind a
+hung one look just as silent. So every member answers on the control channel when it has a version. When that does not
+come to pass (rank 0's part fails, a member answers `broken` because a neighbour's connection closed, the buffer loses
+one, the deadline passes), rank 0 tells all to leave, which they heed inside the collective too, and answer: they live.
+Who has not answered when a grace is over is the one. So a killed member costs the grace, a hung one the deadline more.
+
+Used by one thread, the publisher's. Every wait asks `gone` (has the buffer lost one of these?) and `closing`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, TypeVar
+
+import torch
+
+from protocol.keys import ServerKeys
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from weights.buckets import Layout, PackedLayout, manifest_of
+from weights.collective import WeightGroup
+from weights.config import PublishConfig
+from weights.control import Agreed, Answer, Check, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
+from weights.group_operations import BackendName, Store, host_store
+from weights.limits import Limits, kind_of
+from weights.manifest import Manifest
+from weights.members import EMBEDDED, AnyLayout, Members
+from weights.roster import Seat
+from weights.server_group import ServerGroup
+from weights.sink import GroupBroken, GroupInterrupted
+from weights.staged_weights import StagedWeights
+
+log = logging.getLogger(__name__)
+
+DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
+"""Why a member is left out: it did not take up the plan in time; joined but hung, or failed by its own fault, while the
+group was made; did not confirm a version in time; its server did not come out of a failed broadcast; it got a version
+that it could not use; its server took all of a version and does not have it; the buffer lost it (or it restarted)."""
+
+WAIT_SLICE_S: Final = 0.05
+_Message = TypeVar("_Message", Joined, Ready, Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of making a group, or of sending through it. It worked exactly if there is no error."""
+
+    error: str | None = None
+    lost: dict[Seat, DropReason] = field(default_factory=dict[Seat, DropReason])
+    """Seats to leave out of the next group. Empty with an error: nobody's fault that could be told."""
+    behind: bool = False
+    """After making a group: some member lacks the newest version."""
+
+
+class GroupHost:
+    """At most one group at a time."""
+
+    def __init__(
+        self,
+        config: PublishConfig,
+        *,
+        backend: BackendName,
+        device: torch.device | str,
+        gone: Callable[[Iterable[Seat]], frozenset[Seat]],
+        closing: Callable[[], bool],
+        members: Members = EMBEDDED,
+        control_keys: ServerKeys | None = None,
+    ) -> None:
+        self._config = config
+        self.limits = Limits(config)
+        self._members = members
+        self._backend: BackendName = backend
+        self._device = device
+        self._gone = gone
+        self._closing = closing
+        self._store: Store | None = None
+        self._control = ControlHost(config.host, config.control_port, control_keys)
+        self._heard: list[FromMember] = []
+        """Read inside a collective, for `_collect`."""
+        self._token = secrets.token_hex(4)
+        self._epoch = 0
+        self._round = 0
+        self._group: WeightGroup | ServerGroup | None = None
+        self._seats: tuple[Seat, ...] = ()
+        self._layout: AnyLayout | None = None
+
+    def __repr__(self) -> str:
+        return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Members of the standing group; empty when there is none."""
+        return self._seats
+
+    @property
+    def group_epoch(self) -> int:
+        """Of the newest group or attempt at one."""
+        return self._epoch
+
+    @property
+    def control_unreadable_total(self) -> int:
+        return self._control.unreadable_total
+
+    def form(
+        self,
+        seats: tuple[Seat, ...],
+        weights: WeightsRef | None,
+        newest: WeightVersion | None,
+        post_plan: Callable[[WeightPlan], None],
+    ) -> Result:
+        """Replace the group by one of `seats`. Takes at most the limit for joining, a join timeout and a grace."""
+        self.disband("another group follows")
+        self._epoch += 1
+        self._control.begin(self._epoch, [seat.name for seat in seats])
+        self._heard.clear()
+        limit_s = self.limits.limit_s("join", _bytes_of(weights))
+        post_plan(self._plan(seats, weights, limit_s))
+        began_s = time.monotonic()
+        joined = self._collect(seats, Joined, began_s + limit_s)
+        self.limits.took("join", limit_s, time.monotonic() - began_s)
+        result = self._unless_all(seats, joined, "no_join") or self._connect(seats)
+        if result.error is not None:
+            return result
+        self._seats = seats
+        self._layout = None
+        self._round = 0
+        return Result(behind=newest is not None and any(_lacks(message, newest) for message in joined.values()))
+
+    def send(self, weights: StagedWeights, check: Check | None = None) -> Result:
+        """Broadcast a version to the group and wait until every member has staged it: at most its limit and a grace.
+        With an error the group is gone. `check`: what the members do to prove that they have it. Raises ValueError
+        when the tensors are not the same as before."""
+        if self._group is None:
+            raise RuntimeError("there is no weight group to send through; form one first")
+        kind = kind_of(check)
+        timeout_s = self.limits.limit_s(kind, weights.n_bytes)
+        layout, header = self._header(weights, check, timeout_s)
+        began_s = time.monotonic()
+        self._control.send(header)
+        error: str | None = None
+        try:
+            self._broadcast(self._group, layout, weights, timeout_s)
+        except (GroupBroken, GroupInterrupted) as broken:
+            error = str(broken)
+        answers = self._collect(self._seats, Answer, began_s + timeout_s, error=error)
+        self.limits.took(kind, timeout_s, time.monotonic() - began_s)
+        return self._conclude(answers, error)
+
+    def disband(self, reason: str) -> None:
+        """End the group; its members wait for the next plan."""
+        self._release(reason)
+        self._seats = ()
+
+    def close(self) -> None:
+        self.disband("the learner is closing")
+        self._control.close()
+        self._store = None
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None, join_limit_s: float) -> WeightPlan:
+        """Embedded members keep their connection to one store; one that servers wait at has to end with its group."""
+        if self._members.kind == "servers":
+            self._store = None
+        store = self._store = self._store or host_store(self._config.host, self._config.store_port)
+        return WeightPlan(
+            group_epoch=self._epoch,
+            host=self._config.host,
+            port=store.port,
+            backend=self._backend,
+            members=tuple(seat.name for seat in seats),
+            world_size=self._world_size(seats),
+            join_timeout_s=join_limit_s,
+            weights=weights,
+            control=self._control.endpoint,
+            control_keys=self._control.plan_keys,
+            kind=self._members.kind,
+            ranks_per_member=self._members.ranks_each,
+            group_name=self._group_name,
+        )
+
+    @property
+    def _group_name(self) -> str:
+        return f"stillhouse-{self._token}-{self._epoch}"
+
+    def _world_size(self, seats: tuple[Seat, ...]) -> int:
+        return 1 + len(seats) * self._members.ranks_each
+
+    def _make_group(self, seats: tuple[Seat, ...]) -> WeightGroup | ServerGroup:
+        def interrupted() -> str | None:
+            return self._stop_reason(seats)
+
+        store = self._store
+        if store is None:
+            raise RuntimeError("a group is made from a plan that names its store")
+        if self._members.kind == "servers":
+            self._store = None  # the group's alone: it must be able to end it
+            return ServerGroup(
+                store,
+                group_name=self._group_name,
+                world_size=self._world_size(seats),
+                backend=self._backend,
+                device=self._device,
+                address=self._config.host,
+                interrupted=interrupted,
+            )
+        return WeightGroup(
+            store,
+            group_epoch=self._epoch,
+            rank=0,
+            world_size=self._world_size(seats),
+            backend=self._backend,
+            device=self._device,
+            address=self._config.host,
+            interrupted=interrupted,
+        )
+
+    def _connect(self, seats: tuple[Seat, ...]) -> Result:
+        timeout_s = self._config.join_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        self._group = self._make_group(seats)
+        self._control.send(Go(self._epoch, timeout_s))
+        error: str | None = None
+        try:
+            self._group.join(timeout_s)
+        except (GroupBroken, GroupInterrupted) as broken:
+            error = str(broken)
+        ready = self._collect(seats, Ready, deadline_s, error=error)
+        failed = self._unless_all(seats, ready, "no_ready")
+        if failed is not None:
+            return failed
+        error = error or next((message.error for message in ready.values() if message.error is not None), None)
+        if self._stands() and error is None:
+            return Result()
+        lost: dict[Seat, DropReason] = {
+            seats[rank - 1]: "no_ready" for rank, message in ready.items() if message.at_fault
+        }
+        return self._failed(error or "not every member was ready in time", lost)
+
+    def _broadcast(
+        self, group: WeightGroup | ServerGroup, layout: AnyLayout, weights: StagedWeights, timeout_s: float
+    ) -> None:
+        if isinstance(group, ServerGroup):
+            assert isinstance(layout, PackedLayout)
+            group.send(self._round, layout, weights.named, timeout_s)
+        else:
+            assert isinstance(layout, Layout)
+            group.send(self._round, layout, weights.named, timeout_s)
+
+    def _layout_of(self, manifest: Manifest) -> AnyLayout:
+        bucket_bytes = self._config.bucket_bytes
+        servers = self._members.kind == "servers"
+        return PackedLayout(manifest, bucket_bytes) if servers else Layout(manifest, bucket_bytes)
+
+    def _header(self, weights: StagedWeights, check: Check | None, timeout_s: float) -> tuple[AnyLayout, Round]:
+        manifest = manifest_of(weights.named)
+        agreed: Agreed | None = None
+        if self._layout is None:
+            agreed = Agreed(manifest, self._config.bucket_bytes)
+            self._layout = self._layout_of(manifest)
+        elif self._layout.manifest != manifest:
+            raise ValueError(
+                "the tensors to publish are not those of the former version: names, dtypes and shapes must stay the "
+                f"same within a run (got {len(manifest.tensors)}, expected {len(self._layout.manifest.tensors)})"
+            )
+        self._round += 1
+        header = Round(
+            group_epoch=self._epoch,
+            number=self._round,
+            version=weights.version,
+            manifest_digest=manifest.digest,
+            agreed=agreed,
+            timeout_s=timeout_s,
+            grace_s=self._config.answer_grace_s,
+            check=check,
+        )
+        return self._layout, header
+
+    def _conclude(self, answers: dict[int, Answer], error: str | None) -> Result:
+        seats = self._seats
+        gone = self._gone(seats)
+        lost: dict[Seat, DropReason] = {
+            seat: "disconnected" if seat in gone else "no_answer"
+            for rank, seat in enumerate(seats, start=1)
+            if rank not in answers
+        }
+        for rank, answer in answers.items():
+            if answer.status in ("refused", "stuck", "wrong_weights"):
+                lost[seats[rank - 1]] = answer.status
+            if answer.status != "staged":
+                error = error or f"{seats[rank - 1].name}: {answer.reason}"
+        if self._stands() and error is None and not lost:
+            return Result()
+        return self._failed(error or "not every member confirmed the version in time", lost)
+
+    def _collect(
+        self, seats: tuple[Seat, ...], kind: type[_Message], deadline_s: float, *, error: str | None = None
+    ) -> dict[int, _Message]:
+        """Messages of one kind by rank, until everybody who lives has sent one, or the deadline. At the first sign of
+        trouble (`error`: rank 0's own) a group is released, and who is in it gets the grace to answer."""
+        messages: dict[int, _Message] = {}
+        wait_s = 0.0
+        while True:
+            heard, self._heard = [*self._heard, *self._control.poll(wait_s)], []
+            for message in heard:
+                if isinstance(message, kind) and 0 < message.rank <= len(seats) and self._is_of_now(message):
+                    messages[message.rank] = message
+            owed = frozenset(seat for rank, seat in enumerate(seats, start=1) if rank not in messages)
+            gone = self._gone(owed)
+            if owed == gone or (gone and self._group is None) or self._closing():
+                return messages
+            left_s = deadline_s - time.monotonic()
+            trouble = error is not None or gone or any(self._failure_of(message) for message in messages.values())
+            if self._group is not None and (trouble or left_s <= 0):
+                self._release(error or "the group does not answer")
+                deadline_s = time.monotonic() + self._config.answer_grace_s
+                left_s = self._config.answer_grace_s
+            if left_s <= 0:
+                return messages
+            wait_s = min(WAIT_SLICE_S, left_s)
+
+    def _stands(self) -> bool:
+        return self._group is not None
+
+    def _release(self, reason: str) -> None:
+        """Tell the members to leave, and close our end: what of them is stuck behind us comes free."""
+        self._control.send(Leave(self._epoch, reason))
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _is_of_now(self, message: FromMember) -> bool:
+        return not isinstance(message, Answer) or message.number == self._round
+
+    def _failure_of(self, message: FromMember) -> str:
+        """Why the others cannot go on either; empty if they can. An engine refuses when it has passed on every byte, a
+        server perhaps before."""
+        match message:
+            case Answer():
+                harmless = ("staged", "refused") if self._members.kind == "engines" else ("staged",)
+                fatal = message.status not in harmless
+                return (message.reason or message.status) if fatal else ""
+            case Ready():
+                return message.error or ""
+            case Joined():
+                return ""
+
+    def _stop_reason(self, seats: tuple[Seat, ...]) -> str | None:
+        """Asked from inside a collective: rank 0 must not wait for who has said already that it failed."""
+        if self._closing():
+            return "the learner is closing"
+        self._heard += self._control.poll(0.0)
+        for message in self._heard:
+            if self._is_of_now(message) and (failure := self._failure_of(message)):
+                return f"member {message.rank}: {failure}"
+        gone = self._gone(seats)
+        return f"{', '.join(seat.name for seat in sorted(gone))} left" if gone else None
+
+    def _unless_all(
+        self, seats: tuple[Seat, ...], messages: Mapping[int, FromMember], reason: DropReason
+    ) -> Result | None:
+        """The failure, if somebody's message is missing. When somebody is known to be gone, the others that are silent
+        were not waited for and are not blamed."""
+        if self._closing():
+            return self._failed("the learner is closing", {})
+        gone = self._gone(seats)
+        if gone:
+            return self._failed("a member left", dict.fromkeys(sorted(gone), "disconnected"))
+        silent = [seat for rank, seat in enumerate(seats, start=1) if rank not in messages]
+        return self._failed("not every member is there", dict.fromkeys(silent, reason)) if silent else None
+
+    def _failed(self, error: str, lost: dict[Seat, DropReason]) -> Result:
+        names = ", ".join(f"{seat.name} ({reason})" for seat, reason in lost.items()) or "nobody that could be told"
+        log.warning("weight group %d: %s; left out: %s", self._epoch, error, names)
+        self.disband(error)
+        return Result(error=error, lost=lost)
+
+
+def _lacks(message: Joined, newest: WeightVersion) -> bool:
+    return message.version is None or message.version < newest
+
+
+def _bytes_of(weights: WeightsRef | None) -> int:
+    """Of the snapshot that joiners catch up from."""
+    try:
+        return 0 if weights is None else Path(weights.path).stat().st_size
+    except OSError:
+        return 0  # it was cleared away: they get the version by broadcast

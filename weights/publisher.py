@@ -1,0 +1,432 @@
+"""How weights leave the learner: a thread that sends each version to the actors' group and keeps that group alive.
+
+    training thread   publish: copies the weights and returns; wait_idle, busy, stats
+    receiving thread  membership (the same thread as above in our learner)
+    publisher thread  all else: collectives, snapshots, `post_plan`, `published`; it alone touches GroupHost and Roster
+
+The thread does one job at a time, the first that is due:
+
+    rebuild   the group is not the one that the roster wants (or broke): write a snapshot of the newest version, post a
+              plan that names it, make the group. Members catch up from the snapshot before they join.
+    deliver   the newest version is not with everybody yet: broadcast it. Nobody connected: a snapshot is enough.
+
+A version counts as published, and is announced, when every member of the group has it or nobody is there to get it.
+A member that does not keep up is left out (`weights.group_host` says how it is found); each such failure leads to a
+rebuild without it, so that the others have the newest version again after one plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias
+
+import torch
+from msgspec.structs import replace
+
+from protocol.keys import ServerKeys
+from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from weights.canary import LearnerCanary
+from weights.checks import Canary
+from weights.config import PublishConfig
+from weights.control import Check
+from weights.group_host import DropReason, GroupHost, Result
+from weights.group_operations import choose_backend
+from weights.members import EMBEDDED, Members
+from weights.publish_choices import bucket_size, sent_dtype, staged_in
+from weights.publish_stats import PublisherStats, PublishFigures
+from weights.roster import Roster, Seat
+from weights.server_checks import CheckSchedule, Due, expected_checksums
+from weights.snapshot import write_snapshot
+from weights.staged_weights import StagedWeights, Weight
+from weights.streams import WeightStreams, streams_of
+
+log = logging.getLogger(__name__)
+
+RETRY_MAX_S: Final = 60.0
+"""Groups that fail and nobody knows why are tried again after 1, 2, 4 ... seconds, at most this."""
+
+Job: TypeAlias = Literal["rebuild", "deliver", "stop"]
+
+
+class PublisherFailed(RuntimeError):
+    """The publisher's thread has ended, with an error (the cause) or by `close`. No version will go out any more."""
+
+
+class PublishTimeout(RuntimeError):
+    """With `every_version`: the former versions could not be delivered in time."""
+
+
+class Publisher:
+    """Owns the learner's side of weight transport. Starts its thread at once; close it."""
+
+    def __init__(
+        self,
+        config: PublishConfig,
+        *,
+        snapshot_dir: Path,
+        post_plan: Callable[[WeightPlan], None],
+        published: Callable[[WeightVersion, WeightsRef | None, float], None],
+        expected_actors: int = 0,
+        device: torch.device | str = "cpu",
+        members: Members = EMBEDDED,
+        canary: LearnerCanary | None = None,
+        control_keys: ServerKeys | None = None,
+        streams: WeightStreams | None = None,
+    ) -> None:
+        """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
+        the publisher's thread. `expected_actors`: the group is made without delay once so many are connected (0 =
+        unknown). `device`: where the weights are. `members`: what the actors' engines are. `canary`: what servers are
+        checked with, beside their checksums. `control_keys`: encrypt the control channel. `streams`: None = those of
+        `device`. Raises ValueError for a backend that this machine has not."""
+        device = torch.device(device)
+        backend = choose_backend(config.backend, device)
+        config = replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
+        self._config = config
+        self._members = members
+        self._canary = canary
+        self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
+        self._streams = streams_of(device) if streams is None else streams
+        self._snapshot_dir = snapshot_dir
+        self._post_plan = post_plan
+        self._published = published
+        self._host = GroupHost(
+            config,
+            backend=backend,
+            device=device if backend == "nccl" else "cpu",
+            gone=self._gone,
+            closing=lambda: self._closing,
+            members=members,
+            control_keys=control_keys,
+        )
+        self._roster = Roster(config, expected_actors)
+        # Shared between the threads, under this lock.
+        self._changed = threading.Condition()
+        self._pending: StagedWeights | None = None
+        self._spare: list[StagedWeights] = []
+        self._connected: frozenset[Seat] | None = None
+        self._connected_news = False
+        self._working = True
+        self._rebuild_due = False
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._skipped = 0
+        self._copy_s = 0.0
+        # The publisher thread's own.
+        self._newest: StagedWeights | None = None
+        self._owed = False
+        self._broken = False
+        self._retry_s = 0.0
+        self._not_before_s = 0.0
+        self._ref: WeightsRef | None = None
+        self._dropped: Counter[DropReason] = Counter()
+        self._figures = PublishFigures()
+        self._checks = CheckSchedule(members, config.verify_every)
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------- any other thread
+
+    def publish(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
+        """Copy the weights and return; they are sent meanwhile. A version that still waits is replaced and counted as
+        skipped; with `every_version` this waits for it instead. One thread only. Raises PublisherFailed, and
+        PublishTimeout with `every_version`."""
+        with self._changed:
+            self._raise_if_failed()
+            wait_s = self._host.limits.publish_wait_s(0 if self._pending is None else self._pending.n_bytes)
+            if self._config.every_version and not self._changed.wait_for(
+                lambda: self._pending is None or self._over(), wait_s
+            ):
+                raise PublishTimeout(
+                    f"version {version}: the one before is not out after {wait_s:.0f} s; "
+                    f"{self._host!r}, {self._roster!r}; see the actors' logs"
+                )
+            self._raise_if_failed()
+            if self._closing:
+                raise PublisherFailed(f"version {version} came after close")
+            staged, self._pending = self._pending, None
+            if staged is not None:
+                self._skipped += 1
+            elif self._spare:
+                staged = self._spare.pop()
+            else:
+                staged = StagedWeights(
+                    self._members,
+                    dtype=sent_dtype(self._config.dtype, self._members.dtype),
+                    bucket_bytes=self._config.bucket_bytes,
+                    place=self._place,
+                    streams=self._streams,
+                )
+        began_s = time.monotonic()
+        staged.canary = self._canary.score() if self._canary is not None else None
+        staged.fill(version, named)  # after it, what `wait` waits for
+        with self._changed:
+            self._copy_s = time.monotonic() - began_s
+            self._pending = staged
+            self._changed.notify_all()
+
+    def membership(self, membership: Membership) -> None:
+        """Actors connected to the buffer now. Raises PublisherFailed."""
+        seats = frozenset(map(Seat, membership.actors, membership.incarnations))
+        with self._changed:
+            self._raise_if_failed()
+            self._connected = seats
+            self._connected_news = True
+            self._changed.notify_all()
+
+    @property
+    def busy(self) -> bool:
+        """A version is not with every member yet, or the group is being made (or about to be)."""
+        with self._changed:
+            return self._busy()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until not busy; False after `timeout_s`. Raises PublisherFailed."""
+        with self._changed:
+            idle = self._changed.wait_for(lambda: not self._busy() or self._over(), timeout_s)
+            self._raise_if_failed()
+            return idle
+
+    @property
+    def stats(self) -> PublisherStats:
+        with self._changed:
+            figures = self._figures
+            return PublisherStats(
+                published=figures.published,
+                members=len(self._host.seats),
+                group_epoch=self._host.group_epoch,
+                broadcasts_total=figures.broadcasts,
+                broadcast_s=figures.broadcast_s,
+                broadcast_s_total=figures.broadcast_s_total,
+                broadcast_bytes=figures.broadcast_bytes,
+                copy_s=self._copy_s,
+                snapshots_total=figures.snapshots,
+                snapshot_s=figures.snapshot_s,
+                snapshot_failures_total=figures.snapshot_failures,
+                rebuilds_total=figures.rebuilds,
+                failed_groups_total=figures.failed_groups,
+                skipped_versions_total=self._skipped,
+                dropped_total=dict(self._dropped),
+                control_unreadable_total=self._host.control_unreadable_total,
+                check_requests_total=figures.check_requests,
+            )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Tell the members to leave and end the thread. What was not sent yet is not sent; `wait_idle` before, where
+        that matters. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("the publisher's thread did not end within %.1f s; it ends with the process", timeout_s)
+
+    def _busy(self) -> bool:
+        return self._working or self._pending is not None or self._connected_news or self._rebuild_due or self._owed
+
+    def _over(self) -> bool:
+        return self._closing or self._failure is not None
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise PublisherFailed(f"the publisher ended: {self._failure}") from self._failure
+
+    # -------------------------------------------------------------------------------------- publisher thread
+
+    def _run(self) -> None:
+        try:
+            with self._streams.own():
+                self._work()
+        except BaseException as error:
+            log.exception("the publisher failed")
+            with self._changed:
+                self._failure = error
+        finally:
+            self._host.close()
+            with self._changed:
+                self._working = False
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        job = self._next_job()
+        while job != "stop":
+            if job == "rebuild":
+                self._rebuild()
+            else:
+                self._deliver()
+            job = self._next_job()
+
+    def _next_job(self) -> Job:
+        """Wait until something is due."""
+        with self._changed:
+            while True:
+                if self._closing:
+                    return "stop"
+                now_s = time.monotonic()
+                self._take_news(now_s)
+                rebuild_in_s = self._rebuild_in_s(now_s)
+                self._rebuild_due = rebuild_in_s is not None
+                self._working = True
+                if rebuild_in_s == 0.0:
+                    return "rebuild"
+                nobody = not self._host.seats and not self._roster.wanted(now_s)
+                if self._owed and (self._host.seats or nobody):
+                    return "deliver"
+                self._working = False
+                self._changed.notify_all()
+                waits_s = [wait_s for wait_s in (rebuild_in_s, self._roster.cooled_in_s(now_s)) if wait_s is not None]
+                self._changed.wait(min(waits_s) + 0.001 if waits_s else None)
+
+    def _take_news(self, now_s: float) -> None:
+        if self._connected_news and self._connected is not None:
+            self._connected_news = False
+            self._roster.connect(now_s, self._connected)
+        # With every_version a new one has to wait until the one before is out.
+        if self._pending is not None and not (self._config.every_version and self._owed):
+            if self._newest is not None:
+                self._skipped += self._owed
+                self._spare.append(self._newest)
+            self._newest, self._pending = self._pending, None
+            self._owed = True
+            self._changed.notify_all()
+
+    def _rebuild_in_s(self, now_s: float) -> float | None:
+        """Waiting for more changes is pointless once the group cannot be used, or has lost a member while weights are
+        to be sent."""
+        seated = self._host.seats
+        lost_one = self._owed and bool(set(seated) - set(self._roster.wanted(now_s)))
+        rebuild_in_s = self._roster.rebuild_in_s(now_s, seated, urgent=self._broken or lost_one)
+        if rebuild_in_s is None:
+            self._broken = False
+            return None
+        return max(rebuild_in_s, self._not_before_s - now_s, 0.0)
+
+    def _rebuild(self) -> None:
+        seats = self._roster.wanted(time.monotonic())
+        left = set(self._host.seats) - set(self._connected or ())
+        self._count_dropped(Counter({"disconnected": len(left)} if left else {}))
+        self._roster.rebuilt()
+        self._broken = False
+        if not seats:
+            self._host.disband("nobody is left")
+            return
+        self._figures.rebuilds += 1
+        newest = self._newest
+        ref = self._snapshot()
+        began_s = time.monotonic()
+        result = self._host.form(seats, ref, newest.version if newest is not None else None, self._post_plan)
+        self._learn_from(result)
+        if result.behind:
+            self._owed = True
+        elif result.error is None and newest is not None and self._owed:
+            self._out(newest.version, time.monotonic() - began_s)
+
+    def _deliver(self) -> None:
+        newest = self._newest
+        if newest is None:
+            raise RuntimeError("there is nothing to deliver")
+        if not self._host.seats:
+            self._snapshot()
+            self._out(newest.version, 0.0)
+            return
+        newest.wait()
+        plan = self._host.group_epoch
+        due = self._checks.due(plan)
+        check = self._check_of(newest, due)
+        began_s = time.monotonic()
+        result = self._host.send(newest, check)
+        self._learn_from(result)
+        if result.error is None:
+            broadcast_s = time.monotonic() - began_s
+            self._checks.sent(plan, checked=check is not None and check.is_whole(due.checksums != "off"))
+            self._figures.check_requests += check is not None
+            self._roster.confirm(self._host.seats)
+            self._figures.broadcasts += 1
+            self._figures.broadcast_s = broadcast_s
+            self._figures.broadcast_s_total += broadcast_s
+            self._figures.broadcast_bytes = newest.n_bytes
+            self._out(newest.version, broadcast_s)
+
+    def _check_of(self, newest: StagedWeights, due: Due) -> Check | None:
+        """What the members shall prove this time. A snapshot that cannot be written is owed with the next version."""
+        canary = self._canary_of(newest) if due.canary else None
+        checksums = expected_checksums(newest.named) if due.checksums == "expected" else None
+        ref = self._snapshot() if due.checksums == "reload" else None
+        weights = ref if ref is not None and ref.version == newest.version else None
+        if checksums is None and weights is None and canary is None:
+            return None
+        return Check(checksums, weights, required=self._config.verify != "auto", canary=canary)
+
+    def _canary_of(self, newest: StagedWeights) -> Canary | None:
+        return self._canary.told(newest.canary) if self._canary is not None and newest.canary is not None else None
+
+    def _learn_from(self, result: Result) -> None:
+        """A broken group: leave out who broke it; when that cannot be told, wait a little longer each time."""
+        now_s = time.monotonic()
+        if result.error is None:
+            self._retry_s, self._not_before_s = 0.0, 0.0
+            return
+        self._broken = True
+        self._figures.failed_groups += 1
+        self._count_dropped(Counter(result.lost.values()))
+        for seat, reason in result.lost.items():
+            if reason != "disconnected":
+                delay_s = self._roster.strike(now_s, seat)
+                log.warning("%s is left out of the weight group for %.0f s: %s", seat.name, delay_s, reason)
+        if not result.lost and not self._closing:
+            self._retry_s = min(max(1.0, self._retry_s * 2), RETRY_MAX_S)
+            self._not_before_s = now_s + self._retry_s
+
+    def _count_dropped(self, by_reason: Counter[DropReason]) -> None:
+        with self._changed:
+            self._dropped.update(by_reason)
+
+    def _out(self, version: WeightVersion, broadcast_s: float) -> None:
+        """This version is with everybody who is there."""
+        with self._changed:
+            self._owed = False
+        if self._figures.published is None or version > self._figures.published:
+            self._figures.published = version
+            self._published(version, self._ref, broadcast_s)
+
+    def _snapshot(self) -> WeightsRef | None:
+        """Of the newest version; the one before if it cannot be written, which joiners then get by broadcast."""
+        newest = self._newest
+        if newest is None or (self._ref is not None and self._ref.version == newest.version):
+            return self._ref
+        newest.wait()
+        began_s = time.monotonic()
+        try:
+            self._ref = write_snapshot(
+                self._snapshot_dir,
+                newest.version,
+                newest.named,
+                keep=self._config.keep_snapshots,
+                canary=self._canary_of(newest),
+            )
+        except OSError as error:
+            self._figures.snapshot_failures += 1
+            log.error("no snapshot of version %s: %s", newest.version, error)
+            return self._ref
+        self._figures.snapshots += 1
+        self._figures.snapshot_s = time.monotonic() - began_s
+        return self._ref
+
+    def _gone(self, seats: Iterable[Seat]) -> frozenset[Seat]:
+        """Those that the buffer has lost meanwhile. Asked by the group host in its waits."""
+        with self._changed:
+            connected = self._connected
+        return frozenset(seats) - connected if connected is not None else frozenset()

@@ -1,0 +1,306 @@
+"""The actor's side of weight transport: a thread that follows the learner's plans. No torch: what is done with weights
+is the business of the sink (weights.sink), which is the engine's own process or a server.
+
+    worker thread     handle_plan, catch_up (both return at once), stats, raise_if_failed, close
+    receiver thread   everything of the sink: snapshots, joining, rounds, leaving
+
+    waiting --plan--> catching up --Joined, Go, Ready--> in the group --Round--> receiving --Answer--> in the group
+       ^   (a snapshot that is newer is loaded)             |                       |
+       +---------- Leave, a newer plan, a broken group ------+-----------------------+
+
+In the group the thread waits for the learner's next message on a socket, so a newer plan or `close` is noticed at
+once; inside a broadcast within 0.1 s. Whatever breaks, the next plan starts afresh: nobody needs to have been there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from protocol.keys import ClientKeys
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from weights.control import (
+    Agreed,
+    Answer,
+    AnswerStatus,
+    ControlMember,
+    Go,
+    Joined,
+    Leave,
+    Ready,
+    Round,
+    Waker,
+    member_keys,
+)
+from weights.sink import (
+    GroupBroken,
+    GroupInterrupted,
+    Interrupted,
+    SnapshotRefused,
+    WeightsDiffer,
+    WeightSink,
+    WeightsRefused,
+)
+
+log = logging.getLogger(__name__)
+
+
+SETTLE_S: Final = 3.0
+"""What failed while a group was made may take this long to come to its end; rank 0 lets go after half of it."""
+
+
+class WeightReceiverFailed(RuntimeError):
+    """The receiver's thread has ended with an error (the cause): this actor will get no weights any more."""
+
+
+@dataclass(slots=True)
+class _Figures:
+    """Totals and newest values; the names are those of the heartbeat's stats."""
+
+    weights_received_total: float = 0.0
+    weight_bytes_total: float = 0.0
+    weight_receive_s: float = 0.0
+    weight_stage_s: float = 0.0
+    weight_groups_joined_total: float = 0.0
+    weight_groups_broken_total: float = 0.0
+    snapshots_loaded_total: float = 0.0
+    snapshot_load_s: float = 0.0
+    snapshots_refused_total: float = 0.0
+
+
+class WeightReceiver:
+    """Follows WeightPlans for one sink."""
+
+    def __init__(
+        self,
+        sink: WeightSink,
+        *,
+        name: str,
+        on_staged: Callable[[], None] = lambda: None,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        """`name`: this actor's, as plans list it. `on_staged` is called from the receiver's thread whenever there are
+        new weights. `keys`: encrypt the control channel."""
+        self._sink = sink
+        self._keys = keys
+        self._on_staged = on_staged
+        self._name = name
+        self._figures = _Figures()
+        # Shared between the threads, under this lock.
+        self._changed = threading.Condition()
+        self._plan: WeightPlan | None = None
+        self._ref: WeightsRef | None = None
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
+
+    # -------------------------------------------------------------------------------------- any other thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def handle_plan(self, plan: WeightPlan) -> None:
+        """Follow this plan from now on, whatever the former one is at."""
+        self._tell(plan=plan)
+
+    def catch_up(self, ref: WeightsRef) -> None:
+        """Load this snapshot if it is newer than what the engine has (that of Welcome)."""
+        self._tell(ref=ref)
+
+    def raise_if_failed(self) -> None:
+        """Raises WeightReceiverFailed when the thread has ended with an error."""
+        if self._failure is not None:
+            raise WeightReceiverFailed(f"{self._name}: {self._failure}") from self._failure
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """Newest weights that the sink has; None: unknown."""
+        return self._sink.version
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """For the heartbeat; totals end in `_total`."""
+        return asdict(self._figures) | self._sink.stats
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Leave the group and end the thread. Idempotent. An engine that takes longer to stage, or a file system that
+        hangs, is left behind after `timeout_s`; the thread ends with the process."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+            self._waker.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("%s: the weight receiver did not end within %.1f s", self._name, timeout_s)
+        else:
+            self._waker.close()
+
+    def _tell(self, *, plan: WeightPlan | None = None, ref: WeightsRef | None = None) -> None:
+        with self._changed:
+            if self._closing:
+                return
+            self._plan = plan or self._plan
+            self._ref = ref or self._ref
+            self._changed.notify_all()
+            self._waker.wake()
+
+    # --------------------------------------------------------------------------------------- receiver thread
+
+    def _run(self) -> None:
+        try:
+            self._sink.prepare()
+            while True:
+                plan = self._next_plan()
+                if plan is None:
+                    return
+                try:
+                    self._follow(plan)
+                except (GroupBroken, WeightsRefused) as error:
+                    self._figures.weight_groups_broken_total += 1
+                    log.warning("%s: weight group %d: %s", self._name, plan.group_epoch, error)
+                except GroupInterrupted as interruption:
+                    log.info("%s: weight group %d: left, %s", self._name, plan.group_epoch, interruption)
+        except BaseException as error:
+            log.exception("%s: the weight receiver failed", self._name)
+            self._failure = error
+
+    def _next_plan(self) -> WeightPlan | None:
+        """Wait for one, catching up meanwhile; None when closing."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._plan is not None or self._ref is not None)
+                if self._closing:
+                    return None
+                plan, self._plan = self._plan, None
+            if plan is not None:
+                return plan
+            self._catch_up_if_told()
+
+    def _interrupted(self) -> str | None:
+        if self._closing:
+            return "closing"
+        return "a newer plan is here" if self._plan is not None else None
+
+    def _follow(self, plan: WeightPlan) -> None:
+        if self._name not in plan.members:
+            raise ValueError(f"weight plan {plan.group_epoch} is for {plan.members}; this actor is {self._name}")
+        self._sink.check(plan)
+        index = plan.members.index(self._name)
+        self._catch_up_if_told()
+        if plan.weights is not None:
+            self._load(plan.weights)
+        with ControlMember(plan.control, member_keys(plan, self._keys)) as control:
+            control.send(Joined(plan.group_epoch, index + 1, self.version))
+            go = self._await_go(control, plan)
+            if go is not None:
+                self._take_part(control, plan, index, go.timeout_s)
+
+    def _await_go(self, control: ControlMember, plan: WeightPlan) -> Go | None:
+        """None when rank 0 gave the group up. Raises GroupInterrupted, and GroupBroken after the join timeout."""
+        deadline_s = time.monotonic() + plan.join_timeout_s + 1.0  # rank 0's deadline runs a little later than ours
+        while True:
+            message = self._recv(control, deadline_s)
+            if isinstance(message, Go) and message.group_epoch == plan.group_epoch:
+                return message
+            if isinstance(message, Leave) and message.group_epoch == plan.group_epoch:
+                return None
+            if time.monotonic() > deadline_s:
+                raise GroupBroken(f"rank 0 did not start the group within {plan.join_timeout_s:.1f} s")
+
+    def _take_part(self, control: ControlMember, plan: WeightPlan, index: int, timeout_s: float) -> None:
+        def interrupted() -> str | None:
+            return self._interrupted() or ("told to leave" if control.told_to_leave() else None)
+
+        try:
+            try:
+                self._sink.join(plan, index, timeout_s, interrupted)
+            except (GroupBroken, GroupInterrupted) as error:
+                free = self._sink.settle(SETTLE_S)
+                control.send(Ready(plan.group_epoch, index + 1, str(error), at_fault=not free))
+                raise
+            except WeightsRefused as error:
+                control.send(Ready(plan.group_epoch, index + 1, str(error), at_fault=True))
+                raise
+            self._figures.weight_groups_joined_total += 1
+            control.send(Ready(plan.group_epoch, index + 1))
+            agreed: Agreed | None = None
+            while True:
+                message = self._recv(control, None)
+                if isinstance(message, Leave):
+                    return
+                if isinstance(message, Round):
+                    agreed = message.agreed or agreed
+                    self._take_round(control, index, message, agreed, interrupted)
+        finally:
+            self._sink.leave()
+
+    def _recv(self, control: ControlMember, deadline_s: float | None) -> Go | Round | Leave | None:
+        """The next message; None at the deadline or when woken for a snapshot. Raises GroupInterrupted."""
+        self._waker.clear()
+        reason = self._interrupted()
+        if reason is not None:
+            raise GroupInterrupted(reason)
+        self._catch_up_if_told()
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        return control.recv(left_s, self._waker)
+
+    def _take_round(
+        self, control: ControlMember, index: int, header: Round, agreed: Agreed | None, interrupted: Interrupted
+    ) -> None:
+        """Take a version, answer. Any failure is answered too, so that rank 0 knows that we live."""
+
+        def answer(status: AnswerStatus, reason: str = "") -> None:
+            control.send(Answer(header.group_epoch, index + 1, header.number, status, reason))
+
+        try:
+            if agreed is None or agreed.manifest.digest != header.manifest_digest:
+                raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
+            taken = self._sink.take(header, agreed, interrupted)
+        except (GroupBroken, GroupInterrupted) as error:
+            free = self._sink.settle(header.grace_s / 2)
+            answer("broken" if free else "stuck", str(error))
+            raise
+        except WeightsDiffer as error:
+            answer("wrong_weights", str(error))
+            raise
+        except Exception as error:
+            answer("refused", f"{type(error).__name__}: {error}")
+            raise
+        self._figures.weights_received_total += 1
+        self._figures.weight_bytes_total += taken.n_bytes
+        self._figures.weight_receive_s = taken.receive_s
+        if taken.staged:
+            self._figures.weight_stage_s = taken.stage_s
+            self._on_staged()
+        answer("staged")
+
+    def _catch_up_if_told(self) -> None:
+        with self._changed:
+            ref, self._ref = self._ref, None
+        if ref is not None:
+            self._load(ref)
+
+    def _load(self, ref: WeightsRef) -> None:
+        """If it is newer. A snapshot that cannot be used is counted; the learner then sees that we are behind, and
+        sends the version again."""
+        version = self.version
+        if version is not None and ref.version <= version:
+            return
+        began_s = time.monotonic()
+        try:
+            self._sink.load(ref)
+        except SnapshotRefused as error:
+            self._figures.snapshots_refused_total += 1
+            log.warning("%s: no snapshot, the next broadcast brings the weights: %s", self._name, error)
+            return
+        self._figures.snapshots_loaded_total += 1
+        self._figures.snapshot_load_s = time.monotonic() - began_s
+        self._on_staged()

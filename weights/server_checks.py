@@ -1,0 +1,117 @@
+"""Which students SGLang servers can be sent, when they prove that they have them, and what their checksums must be.
+
+SGLang hashes the tensors that it computes with. On a CPU that is the first 8 bytes of sha256 over a tensor's bytes, in
+hexadecimal, and with tp = 1 its tensors are those that were sent, but for two fusions: qkv_proj has the rows of q_proj,
+k_proj and v_proj, gate_up_proj those of gate_proj and up_proj. On GPUs the hash is another one, and with tp > 1 tensors
+are cut; what must be said there is found out by taking the same version from the snapshot file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from weights.members import CheckBy, Members
+from weights.staged_weights import Merged, Weight
+
+_FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""In which a server may hold what it was sent in another."""
+
+
+_NAMES_IN_ERROR: Final = 4
+
+
+class NamesError(ValueError):
+    """Servers would not know the names under which this student's weights are sent."""
+
+
+def check_names(model: PreTrainedModel, weights: Iterable[tuple[str, Weight]]) -> None:
+    """A server loads weights by the names that checkpoints have, and passes over all others in silence. So what is sent
+    has to be, name for name and tensor for tensor, what `save_pretrained` would write. It is not where transformers
+    joins tensors of a checkpoint into one when it loads them (mixtures of experts), or renames them. Raises NamesError.
+    """
+    sent: dict[str, Tensor] = {}
+    for name, weight in weights:
+        tensor = weight.base if isinstance(weight, Merged) else weight
+        sent[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    saved = revert_weight_conversion(model, dict(sent))
+    unknown = [name for name in sent if saved.get(name) is not sent[name]]
+    if unknown:
+        written = [name for name in saved if saved[name] is not sent.get(name)]
+        raise NamesError(
+            f"SGLang servers cannot be sent this student ({model.config.model_type}): {len(unknown)} of its "
+            f"{len(sent)} weights are not in checkpoints as they are here: {_some(unknown)}; a checkpoint has "
+            f"{_some(written)}. A server would pass over names that it does not know, and keep its old weights. "
+            "Use actors with the embedded engine: --actor.engine torch"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_IN_ERROR
+    return ", ".join(names[:_NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
+
+
+class Due(NamedTuple):
+    """What members have to prove with the next version."""
+
+    checksums: CheckBy
+    canary: bool
+
+
+class CheckSchedule:
+    """With the first version of each plan: checksums, which go over all weights, and a canary. Then the canary with
+    every so many versions."""
+
+    def __init__(self, members: Members, every: int) -> None:
+        """`every`: 0 = only the first of each plan."""
+        self._by: CheckBy = members.check_by
+        self._every = every
+        self._n_since = 0
+        self._checked_plan: int | None = None
+
+    def due(self, plan: int) -> Due:
+        """`plan`: the group's epoch."""
+        if self._by == "off":
+            return Due("off", canary=False)
+        if plan != self._checked_plan:
+            return Due(self._by, canary=True)
+        return Due("off", canary=self._every > 0 and self._n_since + 1 >= self._every)
+
+    def sent(self, plan: int, *, checked: bool) -> None:
+        """A version is with all of them, and they proved what was due (`checked`)."""
+        self._n_since = 0 if checked else self._n_since + 1
+        if checked:
+            self._checked_plan = plan
+
+
+def expected_checksums(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[str, ...]]:
+    """By a server's names, what it may say: one checksum per dtype that it may hold the tensor in. Takes a few
+    passes of sha256 over all weights."""
+    sent = dict(named)
+    expected = {name: _checksums([tensor]) for name, tensor in named}
+    for name in sent:
+        for fused, parts in _FUSED.items():
+            names = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+            if f".{parts[0]}." in name and all(part in sent for part in names):
+                expected[name.replace(f".{parts[0]}.", f".{fused}.")] = _checksums([sent[part] for part in names])
+    return expected
+
+
+def _checksums(parts: Sequence[Tensor]) -> tuple[str, ...]:
+    whole = torch.cat([part.detach().to("cpu") for part in parts]) if len(parts) > 1 else parts[0].detach().to("cpu")
+    variants = [whole]
+    if whole.is_floating_point():
+        variants += [whole.to(dtype) for dtype in _DTYPES if dtype != whole.dtype]
+    return tuple(checksum_of(variant) for variant in variants)
+
+
+def checksum_of(tensor: Tensor) -> str:
+    """Of one tensor on the CPU, as SGLang's weight checker says it."""
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()[:16]

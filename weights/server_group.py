@@ -1,0 +1,108 @@
+"""Rank 0 of the update group of SGLang servers. The other ranks are SGLang's own code: all here is as it expects.
+
+    rendezvous   TCPStore at the plan's host:port, keys under GROUP, then GROUP/, then cpu/ (gloo) or cuda/ (nccl), as
+                 torch's _new_process_group_helper nests them; gloo connects all with all at once, NCCL in its first
+                 operation
+    round        one broadcast per bucket of whole tensors (weights.manifest), and nothing else: no greeting, no sums;
+                 with NCCL the smallest tensor once more, which a server whose part was aborted refuses
+
+A server that waits for the rendezvous or in a broadcast does so with a timeout of its own, of up to half an hour, which
+nobody can set. It comes free when what it waits for breaks: so each group has a TCP store of its own, which ends with
+the group, and `close` closes our end of all connections.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from weights.buckets import PackedLayout
+from weights.group_operations import (
+    BUFFERS,
+    WAIT_SLICE_S,
+    BackendName,
+    GroupOperations,
+    Store,
+    connect_store,
+    prefixed,
+)
+from weights.manifest import smallest_tensor_bucket
+from weights.sink import GroupBroken, Interrupted
+
+LATE_S: Final = 1.5
+"""Between telling a server to come and its coming."""
+
+_DEVICE_PREFIX: Final[dict[BackendName, str]] = {"gloo": "cpu/", "nccl": "cuda/"}
+"""Of the first device that torch lists for a backend; the group serves all devices."""
+
+
+class ServerGroup(GroupOperations):
+    """Rank 0 of one group. Use from one thread: `join`, then `send`, then `close`."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        group_name: str,
+        world_size: int,
+        backend: BackendName,
+        device: torch.device | str,
+        address: str,
+        interrupted: Interrupted,
+    ) -> None:
+        """`store`: hosted here, for this group alone; the caller keeps no reference."""
+        super().__init__(
+            rank=0, world_size=world_size, backend=backend, device=device, address=address, interrupted=interrupted
+        )
+        self._hosted: Store | None = store
+        self._meeting = False
+        self._group_name = group_name
+
+    def join(self, timeout_s: float) -> None:
+        """Meet the servers, which are told over HTTP at the same time. Raises GroupBroken or GroupInterrupted."""
+        if self._hosted is None:
+            raise GroupBroken(f"{self!r} is closed")
+        self._meeting = True
+        # A connection of its own: our end must not keep the store itself alive.
+        connection = connect_store(self._hosted.host, self._hosted.port, timeout_s)
+        store = prefixed(connection, self._group_name, f"{self._group_name}/", _DEVICE_PREFIX[self._backend])
+        self._group = self._patiently(
+            lambda: self._make_group(store, timeout_s, lazy=False), time.monotonic() + timeout_s + WAIT_SLICE_S
+        )
+        self._meeting = self._connects_late  # gloo's ranks have all been here
+
+    def send(
+        self, round_number: int, layout: PackedLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
+    ) -> None:
+        """Broadcast the tensors, which must lie in one run as `layout` says (`layout.views`). Returns when the bytes
+        have left this process. Raises GroupBroken or GroupInterrupted."""
+        deadline_s = time.monotonic() + timeout_s
+        run_B = layout.run_of(named)
+        if run_B is None:
+            raise ValueError(f"round {round_number}: the tensors do not lie as the layout says")
+        buckets = layout.buckets
+        if self._backend == "nccl":
+            buckets = (*buckets, smallest_tensor_bucket(buckets))
+        for index, bucket in enumerate(buckets):
+            if len(self._under_way) == BUFFERS:
+                self._finish_oldest(deadline_s)  # the buffer of bucket index - 2 is free again
+            bucket_b = run_B[bucket.start : bucket.end]
+            if bucket_b.device != self._device:
+                buffer_b = self._buffer(index, max(bucket.end - bucket.start for bucket in buckets))
+                bucket_b = buffer_b[: bucket.end - bucket.start].copy_(bucket_b)
+            self._start(bucket_b, deadline_s)
+            self._meeting = False
+        self._finish_all(deadline_s)
+
+    def close(self) -> None:
+        """Also ends the store: servers that wait for the rendezvous come free. One that has not come to it yet would go
+        on trying for half an hour, so after a failure to meet the store stays for a moment."""
+        if self._meeting:
+            time.sleep(LATE_S)
+        self._meeting = False
+        self._hosted = None
+        super().close()

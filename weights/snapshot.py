@@ -1,0 +1,110 @@
+"""Weights as files: how an actor that was not in the group gets the version that the others have.
+
+    <weights folder>/<epoch>.<step>/model.safetensors       named like a Hugging Face checkpoint, so engines that load
+                                                            from a folder can be pointed at it
+
+A file appears under its name when it is whole (written beside, synced, renamed) and is never changed afterwards. The
+sha256 of its bytes travels in the WeightsRef, over the wire: a reader checks what it reads against what the learner
+wrote, whatever the shared folder does in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from protocol.messages import WeightsRef, WeightVersion
+from weights.checks import Canary
+from weights.sink import SnapshotRefused
+from weights.snapshot_check import check_snapshot
+
+FILE_NAME: Final = "model.safetensors"
+_VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
+_PARTIAL_PREFIX: Final = ".partial-"
+
+
+def write_snapshot(
+    folder: Path,
+    version: WeightVersion,
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    keep: int,
+    canary: Canary | None = None,
+) -> WeightsRef:
+    """Write the tensors and delete all but the newest `keep` snapshots. `canary`: goes into the file, for servers that
+    load it. Raises OSError (disk full, no permission)."""
+    target = folder.resolve() / str(version) / FILE_NAME
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{_PARTIAL_PREFIX}{uuid.uuid4().hex}")
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named}
+    try:
+        metadata = {"version": str(version), "format": "pt"}
+        if canary is not None:
+            metadata["canary"] = msgspec.json.encode(canary).decode()
+        save_file(tensors, partial, metadata=metadata)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        partial.replace(target)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):  # what it makes of a full disk
+            raise OSError(f"{target}: {error}") from error
+        raise
+    _sync_folder(target.parent)
+    _sync_folder(target.parent.parent)
+    _delete_old(folder, keep)
+    return WeightsRef(version, str(target), sha256)
+
+
+def read_snapshot(ref: WeightsRef) -> list[tuple[str, Tensor]]:
+    """The named tensors on the CPU, mapped from the file. Raises SnapshotRefused."""
+    path = check_snapshot(ref)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            names: list[str] = list(opened.keys())
+            return [(name, _tensor(opened.get_tensor(name))) for name in names]
+    except (OSError, SafetensorError) as error:
+        raise SnapshotRefused(f"{path}: {error}") from error
+
+
+def snapshots(folder: Path) -> list[WeightVersion]:
+    """Versions whose snapshot is whole, oldest first."""
+    found: list[WeightVersion] = []
+    for path in folder.glob(f"*/{FILE_NAME}"):
+        matched = _VERSION_FOLDER.fullmatch(path.parent.name)
+        if matched:
+            found.append(WeightVersion(int(matched[1]), int(matched[2])))
+    return sorted(found)
+
+
+def _delete_old(folder: Path, keep: int) -> None:
+    for version in snapshots(folder)[: -max(keep, 1)]:
+        shutil.rmtree(folder / str(version))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in it survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tensor(loaded: object) -> Tensor:
+    if not isinstance(loaded, torch.Tensor):
+        raise TypeError(f"safetensors gave {type(loaded).__name__}, expected a tensor")
+    return loaded
