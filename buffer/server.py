@@ -31,6 +31,7 @@ from buffer.config import BufferConfig
 from buffer.journal.image import release_hash
 from buffer.journal.recovery import Beginning, Started, start
 from buffer.loop import BufferLoop, SigtermCount
+from protocol.atomic_file import write_atomic
 from protocol.context import ExitCode
 from protocol.errors import AddressUnusable
 from protocol.keys import KEYS, load_server_keys
@@ -166,7 +167,7 @@ def _ended_before(run_dir: Path, run_id: str) -> Snapshot | None:
 
 def _write_ledger(run_dir: Path, final: Snapshot, *, broken: bool = False) -> None:
     try:
-        write_atomically(run_dir / "ledger.json", without_infinities(final))
+        write_atomic(run_dir / "ledger.json", as_json(without_infinities(final)))
     except OSError:
         if not broken:
             raise
@@ -175,7 +176,7 @@ def _write_ledger(run_dir: Path, final: Snapshot, *, broken: bool = False) -> No
 
 def _tell_address(run_dir: Path, told: BufferAddress, started: Started) -> None:
     try:
-        write_atomically(run_dir / "buffer.json", told)
+        write_atomic(run_dir / "buffer.json", as_json(told))
     except OSError as error:
         if started.book is None or _former_address(run_dir, told.run_id) != told.address:
             raise
@@ -210,14 +211,6 @@ def without_infinities(snapshot: Snapshot) -> Snapshot:
     return msgspec.structs.replace(snapshot, peers=tuple(map(clean, snapshot.peers)))
 
 
-def write_atomically(path: Path, content: msgspec.Struct) -> None:
-    """As JSON; readers see the former file or the whole new one. Of each file there is one writer at a time: the draft
-    of one that was killed in the middle goes."""
-    for left in path.parent.glob(f".{path.name}.[0-9]*"):
-        left.unlink(missing_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(content), indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+def as_json(content: msgspec.Struct) -> bytes:
+    """For people to read, too."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=1)

@@ -32,6 +32,7 @@ import msgspec
 
 from launch.errors import INTERRUPTED_EXIT_CODE, LaunchError, unwritten
 from launch.workers.work_folder import WorkFolder
+from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS, make_keys
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]
@@ -191,20 +192,6 @@ def _free_path(path: Path, *, exact: bool) -> Path:
         n += 1
         candidate = path.with_name(f"{path.name}-{n}")
     return candidate
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Readers see the former file or the whole new one, whenever process or machine die."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def read_record(path: Path) -> RunRecord | None:

@@ -16,7 +16,7 @@ from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.config.tree import get, keys_of
 from launch.errors import ConfigError
-from launch.runfolder import write_atomic
+from protocol.atomic_file import write_atomic
 from recording.reader import Recording
 from replay.order import Order
 

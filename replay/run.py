@@ -25,7 +25,7 @@ from launch.config.files import write_config
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from launch.report.local_evaluation import LocalEvaluator
-from launch.runfolder import RunFolder, write_atomic
+from launch.runfolder import RunFolder
 from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.checkpoints.rng import RngState, capture_rng, restore_rng
@@ -39,6 +39,7 @@ from learner.reports.metrics import MetricsWriter, newest_epoch
 from learner.reports.step_metrics import StepMetrics
 from learner.step.train_step import Trainer
 from models.tokenizer import load_tokenizer, token_map_fingerprint
+from protocol.atomic_file import write_atomic
 from protocol.fingerprint import vocab_tokens
 from protocol.messages import WeightVersion
 from recording.reader import Recording

@@ -14,7 +14,6 @@ import hashlib
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from protocol.atomic_file import replacing
 from protocol.messages import WeightsRef, WeightVersion
 from weights.checks import Canary
 from weights.sink import SnapshotRefused
@@ -32,7 +32,6 @@ from weights.snapshot_check import check_snapshot
 
 FILE_NAME: Final = "model.safetensors"
 _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
-_PARTIAL_PREFIX: Final = ".partial-"
 
 
 def write_snapshot(
@@ -47,22 +46,17 @@ def write_snapshot(
     load it. Raises OSError (disk full, no permission)."""
     target = folder.resolve() / str(version) / FILE_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{_PARTIAL_PREFIX}{uuid.uuid4().hex}")
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named}
     try:
         metadata = {"version": str(version), "format": "pt"}
         if canary is not None:
             metadata["canary"] = msgspec.json.encode(canary).decode()
-        save_file(tensors, partial, metadata=metadata)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        partial.replace(target)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):  # what it makes of a full disk
-            raise OSError(f"{target}: {error}") from error
-        raise
+        with replacing(target) as draft:
+            save_file(tensors, draft, metadata=metadata)
+            with draft.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"{target}: {error}") from error
     _sync_folder(target.parent)
     _sync_folder(target.parent.parent)
     _delete_old(folder, keep)

@@ -14,6 +14,7 @@ import msgspec
 from engines.sglang.config import ServerConfig, SGLangConfig
 from engines.sglang.http import RequestRefused, ServerLink
 from engines.sglang.stream import Chunk, StreamError, decode_chunk
+from protocol.atomic_file import write_atomic
 from weights.checks import Precision
 
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
@@ -161,9 +162,7 @@ def write_features(run_dir: Path, worker: str, url: str, features: Features) -> 
     """Leave them in the run folder, at servers/WORKER.json, for the launcher to show."""
     path = run_dir / "servers" / f"{worker}.json"
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode({"url": url, "features": features}))
-    temporary.replace(path)
+    write_atomic(path, msgspec.json.encode({"url": url, "features": features}))
 
 
 def why_unfit(features: Features, config: SGLangConfig) -> str | None:

@@ -14,7 +14,7 @@ import yaml
 from launch.config.run import RunConfig
 from launch.config.tree import Plain, build, field_docs, has, keys_of
 from launch.errors import ConfigError
-from launch.runfolder import write_atomic
+from protocol.atomic_file import write_atomic
 
 END: Final = "..."
 """Last line of a resolved configuration: YAML's own mark for the end of a document."""

@@ -36,8 +36,8 @@ from launch.processes.signals import StopRequests
 from launch.processes.slots import Ending
 from launch.report.terminal import lasting_output
 from launch.run import log_to, preload_modules
-from launch.runfolder import write_atomic
 from launch.workers.work_folder import WorkFolder
+from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS
 
 LOOK_TIMEOUT_S: Final = 5.0

@@ -20,8 +20,9 @@ from launch.processes.slots import Ending, Outcome
 from launch.report.figures import learner_stats, staleness
 from launch.report.guests import guests
 from launch.report.teacher_accuracy import MeasuredTeacher
-from launch.runfolder import EndState, RunFolder, end_state, write_atomic
+from launch.runfolder import EndState, RunFolder, end_state
 from learner.checkpoints.files import CHECKPOINTS, damaged, newest
+from protocol.atomic_file import write_atomic
 from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
 
 UNBALANCED_EXIT_CODE = 3

@@ -22,7 +22,7 @@ import zmq
 import buffer.server
 from buffer.config import BufferConfig
 from buffer.journal.journal import Journal
-from buffer.server import BufferAddress, write_atomically
+from buffer.server import BufferAddress
 from buffer.state import BufferState
 from protocol import messages as m
 from protocol.client import Client
@@ -328,10 +328,3 @@ def test_a_segment_is_acknowledged_only_when_the_journal_has_it(
     end_run(learner)
     actor.close("done")
     assert in_thread.result(WAIT_S) == ExitCode.OK
-
-
-def test_the_draft_of_a_writer_that_was_killed_goes_with_the_next_one(tmp_path: Path) -> None:
-    """A SIGKILL between the draft and its rename (found by bench/chaos.py)."""
-    (tmp_path / ".buffer.json.1234").write_text("{")
-    write_atomically(tmp_path / "buffer.json", BufferAddress("tcp://127.0.0.1:1", 5, "run"))
-    assert [file.name for file in tmp_path.iterdir()] == ["buffer.json"]

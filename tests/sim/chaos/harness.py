@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from buffer.server import BufferAddress
-from launch.runfolder import write_atomic
+from protocol.atomic_file import write_atomic
 from protocol.ports import free_port
 from tests.patience import PATIENCE_S
 from tests.sim.chaos.commands import ROOT, Proxy, running_proxy
