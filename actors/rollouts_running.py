@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Run:
     step_timeout_s: float
     phase: Phase = Phase.RESETTING
     request_id: str = ""
+    since_s: float = 0.0
+    """When the engine or the environment was asked for what is awaited now (monotonic)."""
 
 
 class RunningRollouts:
@@ -152,7 +155,7 @@ class RunningRollouts:
         )
         timeout_s = known.config.step_timeout_s
         self._environments.open(ticket.rollout_id, episode.close, timeout_s)
-        self._runs[ticket.rollout_id] = Run(rollout, episode, timeout_s)
+        self._runs[ticket.rollout_id] = Run(rollout, episode, timeout_s, since_s=time.monotonic())
         self._environments.submit(ticket.rollout_id, "reset", episode.start, timeout_s)
 
     def take_deltas(self, deltas: Sequence[GenerationDelta]) -> None:
@@ -164,6 +167,8 @@ class RunningRollouts:
                 continue
             run = self._runs[rollout_id]
             run.rollout.append_delta(delta)
+            if delta.finish_reason is not None:
+                self._book_time("generation_s_total", "generations_total", run)
             match delta.finish_reason:
                 case None:
                     self._send_segments(run)
@@ -181,6 +186,7 @@ class RunningRollouts:
             run = self._runs.get(outcome.key)
             if run is None:
                 continue  # cancelled meanwhile
+            self._book_time("environment_s_total", "environment_calls_total", run)
             if outcome.error is not None:
                 self.counts["environment_errors_total"] += 1
                 late = isinstance(outcome.error, EnvironmentTimeout)
@@ -205,6 +211,11 @@ class RunningRollouts:
         self._brake.success()
         self._forget(rollout_id)
 
+    def _book_time(self, seconds: str, calls: str, run: Run) -> None:
+        """Add up how long an answer took, queueing included, under these two totals."""
+        self.counts[seconds] += time.monotonic() - run.since_s
+        self.counts[calls] += 1
+
     def _info_key(self, name: str) -> str:
         """Where a number of an environment's is summed up: names are bounded, or they would fill the heartbeats."""
         key = f"env_{name[:MAX_NAME]}_total"
@@ -222,11 +233,11 @@ class RunningRollouts:
         except (ValueError, RuntimeError) as error:
             self._drop(rollout_id, Failure("engine_refused", in_one_line(str(error))))
             return
-        run.phase, run.request_id = Phase.GENERATING, request.request_id
+        run.phase, run.request_id, run.since_s = Phase.GENERATING, request.request_id, time.monotonic()
         self._by_request[request.request_id] = rollout_id
 
     def _step(self, rollout_id: str, run: Run, turn_end: TurnEnd) -> None:
-        run.phase = Phase.STEPPING
+        run.phase, run.since_s = Phase.STEPPING, time.monotonic()
         rollout = run.rollout
         step = partial(
             run.episode.advance,

@@ -34,7 +34,9 @@ from learner.offline.mix import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import TaskStream
 from learner.reports.metrics import MetricsWriter
+from learner.reports.rollout_figures import RolloutFigures
 from learner.reports.wait_clock import WaitCause, WaitClock
+from learner.reports.worker_figures import WorkerFigures
 from learner.step.ema import StudentEma
 from learner.step.finite_step import Outcome, finite_step
 from learner.step.train_step import StepMetrics, Trainer
@@ -139,6 +141,8 @@ class LearnerLoop:
         self._recorder = recorder
         self._stop = stop or StopRequest()
         self._clock = WaitClock()
+        self._rollout_figures = RolloutFigures()
+        self._worker_figures = WorkerFigures()
         self._desk = make_eval_desk(self._on_evaluation)
         self._inbox = Inbox(client, on_membership=publisher.membership, on_eval=self._desk.add)
         self.progress = Progress(evaluations=[])
@@ -407,6 +411,8 @@ class LearnerLoop:
             others={
                 **(self._mixer.figures if self._mixer is not None else {}),
                 **(self._recorder.figures if self._recorder is not None else {}),
+                **self._rollout_figures.update(batch.items, delivered.arrays),
+                **self._worker_figures.update(batch.snapshot),
             },
         )
         self._heartbeat()

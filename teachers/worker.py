@@ -65,6 +65,8 @@ class Held:
 
     item: ScoreItem
     token_ids: Int32s
+    arrived_s: float
+    """Monotonic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class TeacherWorker:
             "weights_loaded_total": 0.0,
             "weights_refused_total": 0.0,
             "busy_s_total": 0.0,
+            "score_s_total": 0.0,
         }
         self._started_s = time.monotonic()
         self._credit_sent_s = 0.0
@@ -167,7 +170,7 @@ class TeacherWorker:
             match message:
                 case ScoreWork():
                     for item, token_ids in zip(message.items, received.arrays, strict=True):
-                        self._held.append(Held(item, token_ids))
+                        self._held.append(Held(item, token_ids, arrived_s=time.monotonic()))
                         self._held_tokens += item.context_tokens
                     self._received_total += len(message.items)
                     got_work = True
@@ -239,7 +242,9 @@ class TeacherWorker:
             if isinstance(outcome, str):
                 self._fail(held, outcome)
         totals = self._totals
-        totals["busy_s_total"] += time.monotonic() - began_s
+        done_s = time.monotonic()
+        totals["busy_s_total"] += done_s - began_s
+        totals["score_s_total"] += sum(done_s - held.arrived_s for held, _ in good)
         totals["batches_total"] += 1
         totals["scored_items_total"] += len(good)
         totals["scored_tokens_total"] += sum(h.item.end - h.item.start for h, _ in good)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.config.command_line import parse_arguments
+from tests.metrics_page import unexplained
 
 ROOT = Path(__file__).parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.toml")))
@@ -40,3 +41,11 @@ def test_modules_exist_and_flags_are_known() -> None:
                 parse_arguments(arguments)  # raises ConfigError for a flag that is not there
                 checked += 1
     assert checked >= 10, "the documents' commands were not found"
+
+
+def test_a_figure_that_the_page_of_metrics_does_not_explain_is_noticed() -> None:
+    """Runs are compared with it in tests/integration/test_whole_run.py and test_replay.py."""
+    assert unexplained(["train/loss", "masked/stale_total", "train/loss_of_another", "new/figure"]) == [
+        "new/figure",
+        "train/loss_of_another",
+    ]

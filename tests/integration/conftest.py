@@ -18,6 +18,7 @@ import pytest
 from launch.audit.report import Report
 from launch.audit.run import audit
 from tests.integration.joined import Join, Joined
+from tests.metrics_page import tags_of, unexplained
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,11 @@ class Launched:
             )
 
     def wait(self, timeout_s: float = RUN_PATIENCE_S) -> int:
-        return self.process.wait(timeout_s)
+        """Its exit code. Every figure that it wrote must be explained in docs/metrics.md, whatever the run was for."""
+        code = self.process.wait(timeout_s)
+        if (self.run_dir / "metrics.jsonl").exists():
+            assert unexplained(tags_of(self.run_dir)) == [], "docs/metrics.md lacks these figures"
+        return code
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = RUN_PATIENCE_S) -> None:
         """Wait for something to be seen in the run folder."""

@@ -54,6 +54,8 @@ def test_a_run_ends_with_every_worker_having_contributed(launch: Launch, tmp_pat
     assert summary["learner"]["busy_fraction"] + sum(fractions.values()) == pytest.approx(1.0, abs=1e-6)
     assert (run.run_dir / "checkpoints" / "step_000006" / "model.safetensors").is_file()
     assert any((run.run_dir / "tensorboard").iterdir())
+    last = run.steps()[-1]
+    assert 0 <= last["rollouts/reward_mean"] <= 1 and last["actors/generation_s"] > 0 and last["teachers/score_s"] > 0
 
 
 @pytest.mark.slow

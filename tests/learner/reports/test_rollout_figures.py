@@ -1,0 +1,99 @@
+"""Figures of a batch's rollouts, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner.reports.rollout_figures import MAX_TAGS, RolloutFigures
+from protocol.codec import Array
+from protocol.messages import BatchItem, VersionSpan, WeightVersion
+
+OLD, NEW = WeightVersion(0, 3), WeightVersion(0, 4)
+
+
+def item(**changes: Any) -> BatchItem:
+    """A finished rollout: a prompt of two tokens, then two turns of the student, two and three tokens, one between."""
+    plain: dict[str, Any] = {
+        "rollout_id": "train-0-0-1",
+        "task_id": 0,
+        "sample_index": 0,
+        "group_size": 1,
+        "tag": "add",
+        "teachers": ("math",),
+        "end": 8,
+        "spans": (VersionSpan(OLD, 2, 4), VersionSpan(NEW, 5, 8)),
+        "final": True,
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "n_turns": 2,
+    }
+    return BatchItem(**plain | changes)
+
+
+def frames(trained: list[int], mu: float, *q: float) -> list[Array]:
+    n = len(trained)
+    return [
+        np.arange(n, dtype=np.int32),
+        np.full(n, mu, np.float32),
+        np.array(trained, np.uint8),
+        np.array([[value] * n for value in q], np.float32).reshape(len(q), n),
+    ]
+
+
+SEVEN = [0, 0, 1, 1, 0, 1, 1, 1]
+
+
+def test_rewards_lengths_turns_and_ends() -> None:
+    items = [
+        item(),
+        item(reward=0.0, finish_reason="length", spans=(VersionSpan(OLD, 2, 8),), n_turns=1),
+        item(reward=None, spans=(VersionSpan(NEW, 2, 3),), n_turns=6),
+        item(final=False, reward=None, finish_reason=None),  # a piece of one that goes on
+    ]
+    figures = RolloutFigures().update(items, [frame for _ in items for frame in frames(SEVEN, -1.0, -2.0)])
+    assert figures["rollouts/ended"] == 3
+    assert figures["rollouts/reward_mean"] == 0.5 and figures["rollouts/reward_std"] == 0.5
+    assert figures["rollouts/length_mean"] == pytest.approx((5 + 6 + 1) / 3) and figures["rollouts/length_max"] == 6
+    assert figures["rollouts/truncated_share"] == pytest.approx(1 / 3)
+    assert figures["rollouts/turns_mean"] == 3
+    assert not any(name.startswith("rollouts/add/") for name in figures), "one tag: its figures are those of all"
+
+
+def test_nothing_ended_and_no_reward_are_left_out_not_zero() -> None:
+    figures = RolloutFigures().update([item(final=False)], frames(SEVEN, -1.0, -2.0))
+    assert {name for name in figures if name.startswith("rollouts/")} == {"rollouts/ended"}
+    figures = RolloutFigures().update([item(reward=None)], frames(SEVEN, -1.0, -2.0))
+    assert "rollouts/reward_mean" not in figures and figures["rollouts/length_mean"] == 5
+
+
+def test_tags_have_figures_of_their_own_and_are_bounded() -> None:
+    figures = RolloutFigures()
+    first = figures.update([item(), item(tag="", reward=0.0)], [*frames(SEVEN, -1, -1), *frames(SEVEN, -1, -1)])
+    assert (first["rollouts/add/reward_mean"], first["rollouts/untagged/reward_mean"]) == (1.0, 0.0)
+    many = [item(tag=f"t{n}") for n in range(1000)]
+    told = figures.update(many, [frame for _ in many for frame in frames(SEVEN, -1, -1)])
+    tags = {name.split("/")[1] for name in told if name.count("/") == 2 and name.startswith("rollouts/")}
+    assert len(tags) == MAX_TAGS - 2 + 1 and "other" in tags
+
+
+def test_pools_share_and_divergence_over_what_is_trained() -> None:
+    items = [item(teachers=("math", "code")), item(teachers=("code",), top_k=(object(),))]
+    arrays = [
+        *frames([0, 0, 1, 1, 0, 0, 0, 0], -1.0, -1.5, -3.0),
+        *frames([0, 0, 0, 0, 0, 1, 1, 1], -2.0, -2.5),
+        np.zeros(4, np.uint8),  # the payload of top-k sets
+    ]
+    figures = RolloutFigures().update(items, arrays)
+    assert figures["teachers/math/token_share"] == 2 / 5 and figures["teachers/code/token_share"] == 1.0
+    assert figures["teachers/math/reverse_kl"] == pytest.approx(0.5)
+    assert figures["teachers/code/reverse_kl"] == pytest.approx((2 * 2.0 + 3 * 0.5) / 5)
+    assert all(math.isfinite(value) for value in figures.values())
+
+
+def test_a_batch_of_context_alone_names_no_pool() -> None:
+    figures = RolloutFigures().update([item()], frames([0] * 8, -1.0, -2.0))
+    assert not any(name.startswith("teachers/") for name in figures)
