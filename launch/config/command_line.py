@@ -9,7 +9,7 @@ what the rest is laid over.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
@@ -18,11 +18,12 @@ import msgspec
 
 from launch.config.files import read_plain, read_resolved
 from launch.config.run import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
-from launch.config.tree import Key, Plain, build, get, keys_of, merge, parse_text, put, type_name
+from launch.config.tree import Key, Plain, build, choose, get, keys_of, merge, parse_text, put, type_name
 from launch.config.words import split_words
 from launch.errors import ConfigError
 from launch.runfolder import choose_path
 from learner.checkpoints.files import CHECKPOINTS
+from protocol.settings import Member
 
 OWN_FLAGS: Final = ("config", "run_dir", "name", "gpus")
 SWITCHES: Final = ("resume", "check", "help")
@@ -86,17 +87,17 @@ def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
         folder = choose_path(line.run_dir, resume=True, name=line.name)
         former = folder / "config.yaml"
         if former.is_file():
-            plain = merge(plain, read_resolved(former))
+            plain = merge(plain, read_resolved(former), RunConfig)
         elif (folder / CHECKPOINTS).is_dir():
             raise ConfigError(f"--resume: {former} is not there, and the run has checkpoints; put it back from a copy")
         if plain.get("pools"):
             plain.pop("teachers", None)  # it was counted, and is counted again
     if line.config is not None:
-        plain = merge(plain, read_plain(line.config))
+        plain = merge(plain, read_plain(line.config), RunConfig)
     mistakes = put_overrides(plain, line.overrides)
     _count_pools(plain)
     if get(plain, "models.student") in (None, BUILTIN):
-        plain = merge(BUILTIN_RECIPE, plain)
+        plain = merge(BUILTIN_RECIPE, plain, RunConfig)
     for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
         if get(plain, number) is None and isinstance(urls, list) and urls:
             put(plain, number, len(cast(list[object], urls)))
@@ -104,11 +105,16 @@ def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
 
 
 def put_overrides(plain: Plain, overrides: Sequence[tuple[Key, str]]) -> list[str]:
-    """Lay them over `plain`. Returns what is wrong with those that cannot be."""
+    """Lay them over `plain`; names of sections with several shapes first, as the options given beside one are its own.
+    Returns what is wrong with those that cannot be."""
     mistakes: list[str] = []
-    for key, text in overrides:
+    for key, text in sorted(overrides, key=lambda override: override[0].members is None):
         try:
-            put(plain, key.name, parse_text(key, text))
+            value = parse_text(key, text)
+            if key.members is None:
+                put(plain, key.name, value)
+            else:
+                choose(plain, key, value)
         except ConfigError as error:
             mistakes += error.mistakes
     return mistakes
@@ -161,10 +167,25 @@ def _help_lines(key: Key, alias: str | None) -> list[str]:
     default = "" if key.default is msgspec.NODEFAULT else f"  [{_shown(key.default)}]"
     also = f", --{alias.replace('_', '-')}" if alias else ""
     doc = textwrap.fill(key.doc, width=110, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return [f"  --{key.name}{also}  {type_name(key.type)}{default}", doc]
+    lines = [f"  --{key.name}{also}  {type_name(key.type)}{default}", doc]
+    return lines if key.members is None else [*lines, *_member_lines(key)]
+
+
+def _member_lines(key: Key) -> Iterator[str]:
+    """The options of each member that has some, under its name."""
+    for name, section in key.members.known().items() if key.members is not None else ():
+        options = [option for option in keys_of(section) if option.name != "name"]
+        if not options:
+            continue
+        yield f"      {name}:"
+        for option in options:
+            yield f"        --{key.name}.{option.name}  {type_name(option.type)}  [{_shown(option.default)}]"
+            yield textwrap.fill(option.doc, width=110, initial_indent=" " * 14, subsequent_indent=" " * 14)
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, Member):
+        return value.name
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return value or '""' if isinstance(value, str) else str(msgspec.to_builtins(value))

@@ -11,8 +11,9 @@ from typing import Final, cast
 import msgspec
 import yaml
 
+from launch.config.renamed import gone
 from launch.config.run import RunConfig
-from launch.config.tree import Plain, build, field_docs, has, keys_of
+from launch.config.tree import Plain, build, field_docs, lacking
 from launch.errors import ConfigError
 from protocol.atomic_file import write_atomic
 
@@ -63,7 +64,9 @@ def read_resolved(path: Path) -> Plain:
     default would be taken silently."""
     plain = read_plain(path)
     lines = path.read_text().splitlines()
-    missing = [key.name for key in keys_of(RunConfig) if not has(plain, key.name)]
+    if renamed := list(gone(plain)):
+        raise ConfigError(*(f"{path}: {mistake}" for mistake in renamed))
+    missing = lacking(RunConfig, plain)
     mend = f"put {path} back from a copy, or mend it by hand"
     if missing:
         told = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

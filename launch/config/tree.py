@@ -1,26 +1,33 @@
 """From plain data to a tree of config Structs, with errors that a person can act on. Knows no config class by name.
 
-A *key* is the dotted path of one leaf, `learner.lr`. Docstrings under fields are read from the source (ast), because
-Python drops them; they are the help text, and the comments in the resolved configuration.
+A *key* is the dotted path of one leaf, `learner.lr`. A section may have several shapes, of which its `name` chooses one
+(`protocol.settings.Member`); in plain data a bare text in its place is that name.
+
+Docstrings under fields are read from the source (ast), because Python drops them; they are the help text, and the
+comments in the resolved configuration.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
+import operator
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import yaml
 
+from launch.config.renamed import new_name
 from launch.errors import ConfigError
+from protocol.settings import Member, Members, described, members_of
 
 Plain: TypeAlias = dict[str, object]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -35,6 +42,8 @@ class Key(NamedTuple):
     default: object
     """`msgspec.NODEFAULT` when it must be given."""
     doc: str
+    members: Members | None = None
+    """Where the key is a section with several shapes, or a table of such: those there are. Its value is then a name."""
 
 
 def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
@@ -44,6 +53,8 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
     field = next((f for f in msgspec.structs.fields(struct) if f.name == head), None)
     if field is None:
         return None
+    if (members := members_of(field.type)) is not None:
+        return _find_in_members(members, field, name, rest)
     nested, rest_of_struct = _struct_type(field.type), rest
     if nested is None and rest and typing.get_origin(field.type) is dict:
         item = typing.get_args(field.type)[1]
@@ -54,18 +65,57 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
     if nested is None:
         return None if rest else Key(name, field.type, _default(field), field_docs(struct).get(field.name, ""))
     below = find_key(nested, rest_of_struct)
-    return below._replace(name=name) if below is not None else None
+    return below._replace(name=name.removesuffix(rest_of_struct) + below.name) if below is not None else None
+
+
+def _find_in_members(members: Members, field: msgspec.structs.FieldInfo, name: str, rest: str) -> Key | None:
+    """A key below a section with several shapes. Which of them it is for is not known yet, so one that no known member
+    has is a key too, of any type; `build` looks at it when the name is known."""
+    if _is_table(field.type):
+        member, _, rest = rest.partition(".")
+        known = members.known()
+        sections = [known[member]] if member in known else []
+        if not rest:
+            return None
+    elif rest in ("", "name"):
+        return Key(name.removesuffix(".name"), str, _default(field), "", members)
+    else:
+        sections = list(members.known().values())
+    found = [key for section in sections if (key := find_key(section, rest)) is not None]
+    if not found:
+        return Key(name, Any, msgspec.NODEFAULT, "")
+    return found[0]._replace(name=name, type=functools.reduce(operator.or_, (key.type for key in found)))
 
 
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
-    """Every leaf, in the order of the source."""
+    """Every leaf, in the order of the source. A section with several shapes is one leaf; `Key.members` has its keys."""
     docs = field_docs(struct)
     for field in msgspec.structs.fields(struct):
         name = prefix + field.name
-        if (nested := _struct_type(field.type)) is not None:
+        if (members := members_of(field.type)) is not None:
+            yield Key(name, field.type, _default(field), docs.get(field.name, ""), members)
+        elif (nested := _struct_type(field.type)) is not None:
             yield from keys_of(nested, f"{name}.")
         else:
             yield Key(name, field.type, _default(field), docs.get(field.name, ""))
+
+
+def lacking(struct: type[msgspec.Struct], plain: Mapping[str, object]) -> list[str]:
+    """Keys that a tree written in full would say and `plain` does not, those of chosen members included."""
+    missing: list[str] = []
+    for key in keys_of(struct):
+        if not has(plain, key.name):
+            missing.append(key.name)
+            continue
+        value = get(plain, key.name)
+        if key.members is not None and isinstance(value, Mapping):
+            told = cast(Mapping[str, object], value)
+            tables = told if _is_table(key.type) else {str(told.get("name")): told}
+            for name, own in tables.items():
+                below = f"{key.name}.{name}" if _is_table(key.type) else key.name
+                section = _section(key.members, name, with_options=True)
+                missing += [f"{below}.{leaf}" for leaf in lacking(section, cast(Mapping[str, object], own))]
+    return missing
 
 
 @cache
@@ -109,6 +159,10 @@ def _build(
             mistakes.append(unknown_key(key, valid))
             continue
         field_type = fields[name].type
+        if (members := members_of(field_type)) is not None:
+            build_one = _build_table if _is_table(field_type) else _build_member
+            values[name] = build_one(members, fields[name], value, key, mistakes)
+            continue
         item = _struct_of_items(field_type)
         if item is not None and isinstance(value, Mapping):
             values[name] = _build_items(item, cast(Mapping[str, object], value), key, mistakes)
@@ -132,8 +186,73 @@ def _build(
         return struct(**values)
     except ValueError as error:
         told = str(error)
+        if told.partition(":")[0] in fields:
+            told = prefix + told
         mistakes.append(told if told.startswith(prefix) else f"{prefix.rstrip('.')}: {told}")
         return None
+
+
+def _build_member(
+    members: Members, field: msgspec.structs.FieldInfo, value: object, key: str, mistakes: list[str]
+) -> msgspec.Struct | None:
+    """A section with several shapes: a name, or a table with one (the default's where it is left out)."""
+    plain: Mapping[str, object] = {"name": value} if isinstance(value, str) else cast(Mapping[str, object], value)
+    name = plain.get("name", _name(_default(field))) if isinstance(value, str | Mapping) else None
+    if not isinstance(name, str):
+        got = value if name is None else name
+        mistakes.append(f"{key}: got {got!r} ({type(got).__name__}), expected {_choices(members)}")
+        return None
+    return _build_section(members, name, {**plain, "name": name}, key, mistakes)
+
+
+def _build_table(
+    members: Members, field: msgspec.structs.FieldInfo, value: object, key: str, mistakes: list[str]
+) -> dict[str, msgspec.Struct | None] | None:
+    """A table of sections, each of the shape that its name says."""
+    built: dict[str, msgspec.Struct | None] = {}
+    if not isinstance(value, Mapping):
+        mistakes.append(f"{key}: got {value!r} ({type(value).__name__}), expected a table of {_choices(members)}")
+        return None
+    for name, own in cast(Mapping[str, object], value).items():
+        if isinstance(own, Mapping):
+            built[name] = _build_section(members, name, cast(Plain, own), f"{key}.{name}", mistakes)
+        else:
+            mistakes.append(f"{key}.{name}: got {own!r} ({type(own).__name__}), expected a table of keys")
+    return built
+
+
+def _build_section(
+    members: Members, name: str, plain: Mapping[str, object], key: str, mistakes: list[str]
+) -> msgspec.Struct | None:
+    try:
+        section = _section(members, name, with_options=plain.keys() > {"name"})
+    except ValueError as error:
+        mistakes.append(f"{key}: {error}")
+        return None
+    own = {field.name for field in msgspec.structs.fields(section)}
+    foreign = [option for option in plain if option not in own]
+    mistakes += [_foreign(members, name, own, f"{key}.{option}") for option in foreign]
+    valid = [f"{key}.{leaf.name}" for leaf in keys_of(section)]
+    built = _build(section, {o: v for o, v in plain.items() if o in own}, f"{key}.", valid, mistakes)
+    return None if foreign else built
+
+
+def _section(members: Members, name: str, *, with_options: bool) -> type[msgspec.Struct]:
+    return members.section(name, with_options=with_options)
+
+
+def _foreign(members: Members, name: str, own: set[str], key: str) -> str:
+    """The message for an option of another member."""
+    option = key.rpartition(".")[2]
+    readers = [n for n, section in members.known().items() if find_key(section, option) is not None]
+    options = ", ".join(sorted(own - {"name"}))
+    expected = f"one of its options: {options}" if options else "no option"
+    elsewhere = f"; {option} is an option of {', '.join(readers)}" if readers else ""
+    return f"{key}: {name} does not read it, expected {expected}{elsewhere}"
+
+
+def _choices(members: Members) -> str:
+    return f"one of {', '.join(members.known())}"
 
 
 def _build_items(
@@ -179,16 +298,42 @@ def has(plain: Mapping[str, object], key: str) -> bool:
     return isinstance(node, Mapping) and leaf in node
 
 
-def merge(under: Plain, over: Mapping[str, object]) -> Plain:
-    """Both trees; where both say something, `over` wins."""
+def choose(plain: Plain, key: Key, name: object) -> None:
+    """Set the name of a section with several shapes. Options there are stay where the name does, else they go: they
+    were another member's."""
+    former = get(plain, key.name)
+    if isinstance(former, Mapping) and former.get("name", _name(key.default)) == name:  # pyright: ignore[reportUnknownMemberType]
+        put(plain, f"{key.name}.name", name)
+    else:
+        put(plain, key.name, {"name": name})
+
+
+def merge(under: Plain, over: Mapping[str, object], struct: type[msgspec.Struct] | None = None) -> Plain:
+    """Both trees; where both say something, `over` wins. `struct` says which of their sections have several shapes: one
+    that `over` gives another name keeps no option of `under`."""
     merged = dict(under)
+    fields = {field.name: field for field in msgspec.structs.fields(struct)} if struct is not None else {}
     for name, value in over.items():
         former = merged.get(name)
-        if isinstance(former, dict) and isinstance(value, Mapping):
-            merged[name] = merge(cast(Plain, former), cast(Mapping[str, object], value))
+        field = fields.get(name)
+        if field is not None and members_of(field.type) is not None and not _is_table(field.type):
+            merged[name] = _merged_member(former, value, _name(_default(field)))
+        elif isinstance(value, Mapping) and (isinstance(former, dict) or (field and _struct_type(field.type))):
+            nested = _struct_type(field.type) if field is not None else None
+            below = cast(Plain, former) if isinstance(former, dict) else {}
+            merged[name] = merge(below, cast(Mapping[str, object], value), nested)
         else:
             merged[name] = value
     return merged
+
+
+def _merged_member(former: object, value: object, default: str) -> object:
+    under, over = ({"name": side} if isinstance(side, str) else side for side in (former, value))
+    if not isinstance(under, Mapping) or not isinstance(over, Mapping):
+        return over
+    below, above = cast(Plain, under), cast(Plain, over)
+    named = below.get("name", default)
+    return {**below, **above} if above.get("name", named) == named else over
 
 
 def parse_text(key: Key, text: str) -> object:
@@ -196,6 +341,8 @@ def parse_text(key: Key, text: str) -> object:
     (numbers, true/false, null, [a, b]); `a,b` makes a list. Raises ConfigError."""
     if text.lower() in ("none", "null") and _accepts(None, key.type):
         return None
+    if key.type is Any:
+        return yaml.safe_load(text)
     parts = [part.strip() for part in text.split(",")]
     readings: list[Callable[[], object]] = [
         lambda: text,
@@ -216,6 +363,8 @@ def parse_text(key: Key, text: str) -> object:
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
     """The message for a key that is not there, naming the one that was probably meant."""
+    if (now := new_name(key)) is not None:
+        return f"{key}: is {now} now"
     valid = list(valid)
     leaf, leaves = key.rpartition(".")[2], [name.rpartition(".")[2] for name in valid]
     near = [name for name, its_leaf in zip(valid, leaves, strict=True) if its_leaf == leaf]  # on another branch
@@ -239,7 +388,9 @@ def type_name(annotation: object) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin is typing.Annotated:
-        return type_name(arguments[0])
+        if (members := members_of(annotation)) is not None:
+            return _choices(members)
+        return described(annotation) if arguments[0] in (int, float) else type_name(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(argument) for argument in arguments)
     if origin in (list, tuple):
@@ -255,6 +406,16 @@ def _accepts(value: object, annotation: object) -> bool:
     except msgspec.ValidationError:
         return False
     return True
+
+
+def _name(default: object) -> str:
+    """Of the member that a field has by default."""
+    return default.name if isinstance(default, Member) else ""
+
+
+def _is_table(annotation: object) -> bool:
+    """Of `Annotated[dict[str, Settings], Members]`."""
+    return typing.get_origin(typing.get_args(annotation)[0]) is dict
 
 
 def _struct_type(annotation: object) -> type[msgspec.Struct] | None:
