@@ -83,10 +83,6 @@ class ScoreDesk:
         return f"ScoreDesk(leases={len(self._leases)}, queued={queued}, hedges={self._hedges.sent})"
 
     @property
-    def n_leases(self) -> int:
-        return len(self._leases)
-
-    @property
     def counts(self) -> dict[str, int]:
         """For the snapshot's `queues`."""
         return {

@@ -36,6 +36,7 @@ from buffer.tokens import Array
 from buffer.validation import SegmentChecker
 from buffer.versions import VersionTable
 from protocol import messages as m
+from protocol.flow import SENDERS
 from protocol.messages import Message, Role, WeightVersion
 
 __all__ = ["BufferState", "Outgoing"]
@@ -187,9 +188,9 @@ class BufferState:
             self._out.send(role, name, m.Refused("not_hello_first", "say Hello first", got, "Hello"))
             return self._out.take()
         peer.heard_s = now_s
-        roles, handler = self._handlers.get(type(message), ((), None))
-        if handler is None or role not in roles:
-            expected = ", ".join(kind.__name__ for kind, (senders, _) in self._handlers.items() if role in senders)
+        handler = self._handlers.get(type(message))
+        if handler is None or role not in SENDERS[type(message)]:
+            expected = ", ".join(kind.__name__ for kind in self._handlers if role in SENDERS[kind])
             self._out.send(
                 role, name, m.Refused("role", f"a {role} does not send this", type(message).__name__, expected)
             )
@@ -264,28 +265,28 @@ class BufferState:
     # ------------------------------------------------------------------------------------------------ handlers
 
     @cached_property
-    def _handlers(self) -> dict[type[Any], tuple[tuple[Role, ...], Handler]]:
+    def _handlers(self) -> dict[type[Any], Handler]:
+        """By the type of message. Who may send which is `protocol.flow.SENDERS`, for the wire and for the core."""
         learner = self._learner
-        anyone: tuple[Role, ...] = ("actor", "teacher", "learner", "launcher")
         return {
-            m.Heartbeat: (anyone, self._heartbeat),
-            m.Goodbye: (anyone, self._goodbye),
-            m.SnapshotWanted: (anyone, self._snapshot_wanted),
-            m.TicketCredit: (("actor",), self._ticket_credit),
-            m.Segment: (("actor",), self._segment),
-            m.RolloutFailed: (("actor",), self._rollout_failed),
-            m.ScoreCredit: (("teacher",), self._score_credit),
-            m.Scores: (("teacher",), self._scores),
-            m.ScoreFailed: (("teacher",), self._score_failed),
-            m.LearnerStarted: (("learner",), learner.started),
-            m.TasksOffered: (("learner",), learner.tasks_offered),
-            m.BatchWanted: (("learner",), learner.batch_wanted),
-            m.BatchTrained: (("learner",), learner.batch_trained),
-            m.EvalWanted: (("learner",), learner.eval_wanted),
-            m.VersionPublished: (("learner",), learner.version_published),
-            m.PostWeightPlan: (("learner",), self._post_weight_plan),
-            m.TeacherWeights: (("learner",), self._new_teacher_weights),
-            m.RunFinished: (("learner",), self._run_finished),
+            m.Heartbeat: self._heartbeat,
+            m.Goodbye: self._goodbye,
+            m.SnapshotWanted: self._snapshot_wanted,
+            m.TicketCredit: self._ticket_credit,
+            m.Segment: self._segment,
+            m.RolloutFailed: self._rollout_failed,
+            m.ScoreCredit: self._score_credit,
+            m.Scores: self._scores,
+            m.ScoreFailed: self._score_failed,
+            m.LearnerStarted: learner.started,
+            m.TasksOffered: learner.tasks_offered,
+            m.BatchWanted: learner.batch_wanted,
+            m.BatchTrained: learner.batch_trained,
+            m.EvalWanted: learner.eval_wanted,
+            m.VersionPublished: learner.version_published,
+            m.PostWeightPlan: self._post_weight_plan,
+            m.TeacherWeights: self._new_teacher_weights,
+            m.RunFinished: self._run_finished,
         }
 
     def _heartbeat(self, now_s: float, peer: Peer, message: m.Heartbeat, arrays: Sequence[Array]) -> None:

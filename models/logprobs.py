@@ -79,19 +79,6 @@ def _scale(config: Any) -> float:
     return float(scaling) if config.model_type.startswith("hyperclovax") else 1.0 / float(scaling)
 
 
-def token_logprobs(
-    hidden_TH: Tensor,
-    head_weight_VH: Tensor,
-    targets_T: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-) -> Tensor:
-    """[T] log-prob of targets_T[t] given hidden_TH[t], for a plain linear head. See `token_scores`."""
-    head = LmHead(head_weight_VH)
-    return token_scores(head, hidden_TH, targets_T, temperature=temperature, chunk_tokens=chunk_tokens).logprobs_T
-
-
 def token_scores(
     head: LmHead,
     hidden_TH: Tensor,

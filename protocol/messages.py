@@ -27,7 +27,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Goes up whenever a message changes (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers each; no run is resumed that often."""
@@ -144,7 +144,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """buffer -> peer: accepted. Work may be asked for."""
 
-    peer_id: int
     heartbeat_s: float
     """The peer sends a Heartbeat at least this often."""
     peer_timeout_s: float

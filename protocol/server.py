@@ -387,9 +387,7 @@ class Server:
     def _welcome(self, session: Session) -> None:
         if self._source is not None:
             self._router.let_in(self._source)
-        welcome = Welcome(
-            session.number, self._heartbeat_s, self._peer_timeout_s, self._version, self._weights, self._door.run_id
-        )
+        welcome = Welcome(self._heartbeat_s, self._peer_timeout_s, self._version, self._weights, self._door.run_id)
         self._put(session, encode(welcome))
 
     # ------------------------------------------------------------------------------------------------- refusals

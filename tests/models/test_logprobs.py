@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import FalconH1Config, FalconH1ForCausalLM
 
-from models.logprobs import LmHead, lm_head, token_logprobs, token_scores
+from models.logprobs import LmHead, lm_head, token_scores
 
 
 def _inputs(n_tokens: int = 7, hidden: int = 4, vocab: int = 11, dtype: Any = torch.float64) -> tuple[Tensor, ...]:
@@ -93,9 +93,9 @@ def test_gradcheck(head_name: str, temperature: float, chunk_tokens: int) -> Non
 def test_gradient_of_a_frozen_head_and_of_frozen_hidden_states() -> None:
     hidden_TH, weight_VH, _, targets_T = _inputs()
     hidden_TH.requires_grad_()
-    token_logprobs(hidden_TH, weight_VH, targets_T).sum().backward()
+    token_scores(LmHead(weight_VH), hidden_TH, targets_T).logprobs_T.sum().backward()
     weight_VH.requires_grad_()
-    token_logprobs(hidden_TH.detach(), weight_VH, targets_T).sum().backward()
+    token_scores(LmHead(weight_VH), hidden_TH.detach(), targets_T).logprobs_T.sum().backward()
     reference_TV = torch.log_softmax(hidden_TH @ weight_VH.T, 1)
     expected = torch.autograd.grad(reference_TV.gather(1, targets_T[:, None]).sum(), [hidden_TH, weight_VH])
     assert hidden_TH.grad is not None and weight_VH.grad is not None
@@ -115,17 +115,17 @@ def test_repeated_targets_and_extreme_logits_stay_finite() -> None:
 def test_bfloat16_states_give_float32_logprobs() -> None:
     hidden_TH, weight_VH, _, targets_T = _inputs(dtype=torch.bfloat16)
     hidden_TH.requires_grad_()
-    logprobs_T = token_logprobs(hidden_TH, weight_VH, targets_T)
+    logprobs_T = token_scores(LmHead(weight_VH), hidden_TH, targets_T).logprobs_T
     logprobs_T.sum().backward()
     assert logprobs_T.dtype == torch.float32 and hidden_TH.grad is not None
-    exact = token_logprobs(hidden_TH.detach().double(), weight_VH.double(), targets_T)
+    exact = token_scores(LmHead(weight_VH.double()), hidden_TH.detach().double(), targets_T).logprobs_T
     torch.testing.assert_close(logprobs_T.detach().double(), exact, atol=0.05, rtol=0.02)
 
 
 def test_no_token_asked_for_is_an_empty_answer_with_zero_gradient() -> None:
     hidden_TH, weight_VH, _, targets_T = _inputs()
     weight_VH.requires_grad_()
-    logprobs_T = token_logprobs(hidden_TH[:0], weight_VH, targets_T[:0])
+    logprobs_T = token_scores(LmHead(weight_VH), hidden_TH[:0], targets_T[:0]).logprobs_T
     assert logprobs_T.shape == (0,)
     logprobs_T.sum().backward()
     assert weight_VH.grad is not None and not weight_VH.grad.any()
@@ -144,7 +144,8 @@ def test_memory_follows_the_chunk_and_not_the_tokens() -> None:
     hidden_TH = torch.randn((512, 8), requires_grad=True)
     weight_VH = torch.randn((1000, 8), requires_grad=True)
     with Sizes():
-        token_logprobs(hidden_TH, weight_VH, torch.zeros(512, dtype=torch.int64), chunk_tokens=16).sum().backward()
+        targets_T = torch.zeros(512, dtype=torch.int64)
+        token_scores(LmHead(weight_VH), hidden_TH, targets_T, chunk_tokens=16).logprobs_T.sum().backward()
     assert max(sizes) == 16 * 1000
 
 
@@ -166,9 +167,9 @@ def test_senseless_options_are_refused(options: dict[str, Any], message: str) ->
 def test_shapes_that_do_not_fit_are_refused() -> None:
     hidden_TH, weight_VH, _, targets_T = _inputs()
     with pytest.raises(ValueError, match="the head needs"):
-        token_logprobs(hidden_TH[:, :3], weight_VH, targets_T)
+        token_scores(LmHead(weight_VH), hidden_TH[:, :3], targets_T)
     with pytest.raises(ValueError, match=r"\(6,\) targets for 7 hidden states"):
-        token_logprobs(hidden_TH, weight_VH, targets_T[:6])
+        token_scores(LmHead(weight_VH), hidden_TH, targets_T[:6])
 
 
 def test_the_heads_multiplier_of_falcon_h1_is_read() -> None:

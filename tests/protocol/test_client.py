@@ -343,7 +343,7 @@ def test_an_unreadable_message_makes_a_new_connection_and_too_many_are_raised(
                 continue  # a heartbeat
             n_before = len(received_totals)
             received_totals.append(hello.received_total)
-            for message in (m.Welcome(1, 60.0, 120.0, VERSION, None), m.CancelRollout(f"r{n_before}", "x")):
+            for message in (m.Welcome(60.0, 120.0, VERSION, None), m.CancelRollout(f"r{n_before}", "x")):
                 send_from_router(router, identity, encode(message))
             if n_before < n_garbled:
                 send_from_router(router, identity, [b"garbage"])

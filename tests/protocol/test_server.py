@@ -160,7 +160,7 @@ def test_a_hello_is_welcomed_with_the_newest_version_and_told_as_an_event(server
     assert peer.greet() == [PeerUp("actor", "actor-0", "first", "")]
     received = peer.read()
     assert received is not None
-    assert received.message == m.Welcome(1, 1.0, 10.0, m.WeightVersion(0, 4), weights, RUN)
+    assert received.message == m.Welcome(1.0, 10.0, m.WeightVersion(0, 4), weights, RUN)
     assert server.peers == (("actor", "actor-0"),)
 
 

@@ -41,7 +41,7 @@ FOUR = (ids(5), logprobs(5), mask(5), logprobs(2, 5))
 FOUR_UNTAUGHT = (ids(5), logprobs(5), mask(5), logprobs(0, 5))
 EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.Hello("teacher", "teacher-0", "f00", "run", "ab" * 32, "math", 17), ()),
-    (m.Welcome(4, 1.0, 10.0, VERSION, WEIGHTS), ()),
+    (m.Welcome(1.0, 10.0, VERSION, WEIGHTS), ()),
     (m.Refused("run_id", "another run", "a", "b"), ()),
     (m.Heartbeat(VERSION, {"tokens_total": 12.0}, 9), ()),
     (m.HeartbeatReply(VERSION), ()),
