@@ -35,7 +35,7 @@ from builtin import STUDENT_DIR
 from protocol.messages import WeightsRef, WeightVersion
 from tests.sim.weights.weight_actors import ActorFleet, fork_server
 from weights.buckets import manifest_of, torch_dtype
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.group_operations import connect_store, host_store
 from weights.manifest import Manifest
 from weights.publisher import Publisher
@@ -116,7 +116,7 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
     def published(version: WeightVersion, ref: WeightsRef | None, broadcast_s: float) -> None:
         announced.set()
 
-    config = PublishConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S)
+    config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S)
     with (
         ActorFleet(digests=False) as fleet,
         Publisher(

@@ -25,7 +25,6 @@ from learner.offline.config import OfflineConfig, check_seq_kd
 from learner.prompts.config import TaskConfig
 from learner.step.ema_config import EmaConfig
 from learner.step.lora_config import LoraConfig
-from weights.config import PublishConfig
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
 DomainScale: TypeAlias = Literal["none", "rms"]
@@ -146,8 +145,6 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ema: EmaConfig = msgspec.field(default_factory=EmaConfig)
     """The student's own average as its teacher."""
 
-    publish: PublishConfig = msgspec.field(default_factory=PublishConfig)
-    """How weights get to the actors."""
     publish_every: int = 1
     """Steps between two publications of weights to the actors."""
     eval_every: int = 20

@@ -49,6 +49,7 @@ from protocol.messages import (
 from recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from recording.writer import BatchRecorder
 from weights.canary import LearnerCanary
+from weights.config import WeightsConfig
 from weights.members import members_of
 from weights.publish_choices import ActorSettings, sent_dtype
 from weights.publisher import Publisher
@@ -103,6 +104,8 @@ class LearnerRunConfig(Protocol):
     def learner(self) -> LearnerConfig: ...
     @property
     def buffer(self) -> BufferSettings: ...
+    @property
+    def weights(self) -> WeightsConfig: ...
     @property
     def actor(self) -> ActorSettings: ...
 
@@ -194,7 +197,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         seed=config.seed,
         checkpoint=checkpoint,
     )
-    if members_of(config.actor, learner.publish, config.models.student).kind == "servers":
+    if members_of(config.actor, config.weights, config.models.student).kind == "servers":
         check_names(trainer.model, trainer.weights())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:
@@ -307,7 +310,7 @@ def _make_loop(
 
 
 def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> Publisher:
-    config, publish = ctx.config, ctx.config.learner.publish
+    config, publish = ctx.config, ctx.config.weights
 
     def post_plan(plan: WeightPlan) -> None:
         client.send(PostWeightPlan(plan=plan))

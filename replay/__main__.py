@@ -202,7 +202,8 @@ def _base(header: RecordHeader) -> Plain:
     """The configuration to begin with. Engines are the embedded ones, nothing is recorded again."""
     here: Plain = {
         "actors": 1,  # of a run that workers joined there may be none in its own configuration
-        "learner": {"record": "", "frozen": False, "ema": {"decay": 0.0}, "publish": {"backend": "gloo"}},
+        "learner": {"record": "", "frozen": False, "ema": {"decay": 0.0}},
+        "weights": {"backend": "gloo"},
         "actor": {"engine": "torch", "urls": []},
         "teacher": {"engine": "torch", "urls": []},
     }

@@ -3,8 +3,7 @@ that learner and server both score. Pure: no I/O, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -74,13 +73,6 @@ class _Said(msgspec.Struct, frozen=True):
     ranks: list[_Rank]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    wrong: list[str]
-    unchecked: list[str]
-    """Tensors of the server that nobody said anything about."""
-
-
 def parse_checksums(text: bytes) -> Checksums | None:
     """Of a reply of /weights_checker; None for one without checksums."""
     try:
@@ -88,19 +80,6 @@ def parse_checksums(text: bytes) -> Checksums | None:
     except msgspec.DecodeError:
         return None
     return [rank.checksums for rank in said.ranks]
-
-
-def compare(said: Checksums, expected: Mapping[str, Sequence[str]]) -> Compared:
-    """`expected`: for each name all that are right (one per dtype that the server may hold the tensor in)."""
-    wrong: list[str] = []
-    unchecked: list[str] = []
-    for rank in said:
-        for name, checksum in rank.items():
-            if name not in expected:
-                unchecked.append(name)
-            elif checksum not in expected[name]:
-                wrong.append(name)
-    return Compared(wrong, unchecked)
 
 
 def differences(before: Checksums, after: Checksums) -> list[str]:

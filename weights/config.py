@@ -15,7 +15,7 @@ Staging: TypeAlias = Literal["auto", "device", "host"]
 _BUCKET_UNIT_BYTES = 64
 
 
-class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The collective path (all actors at once), the snapshot path (those who were not there), and who is waited for."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -72,11 +72,11 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     raises."""
     keep_snapshots: int = 2
     """The newest so many stay in the run folder."""
-    verify: Literal["auto", "expected", "reload", "off"] = "auto"
-    """How an SGLang server proves, before it samples anything, that it has the weights that were sent: by checksums,
-    and by what it makes of a short prompt that the learner scores, too. expected: the learner says what the checksums
-    must be (servers on a CPU, tp = 1); reload: taken once more, from the snapshot file, the same version must have the
-    same ones; auto: expected where it can be, else reload, and where neither can, the prompt alone. off: no proof."""
+    verify: Literal["auto", "reload", "off"] = "auto"
+    """How an SGLang server proves, before it samples anything, that it has the weights that were sent. reload: it loads
+    the same version again, from the snapshot file, and its checksums must stay the same; also, its log-probs of a short
+    prompt must be the learner's. auto: reload; a server that has no checksums is checked by the prompt alone. off: no
+    proof."""
     verify_every: int = 10
     """When: both with the first version after each change of the group, and then the prompt with every so many
     versions. 0: only the first."""
@@ -87,7 +87,7 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not is_local(self.host) and not self.allow_plain_network:
             raise ValueError(
                 f"host is {self.host}, which other machines reach, and weights are sent without encryption (torch has "
-                "none). On a network where that is fine say learner.publish.allow_plain_network = true"
+                "none). On a network where that is fine say weights.allow_plain_network = true"
             )
         for name in ("store_port", "control_port"):
             port: int = getattr(self, name)

@@ -101,17 +101,15 @@ class Agreed(msgspec.Struct, frozen=True):
 class Check(msgspec.Struct, frozen=True):
     """How a server proves that it has what was sent, before a token is sampled with it."""
 
-    checksums: dict[str, tuple[str, ...]] | None = None
-    """What it may say, by the server's own names of its tensors: one for each dtype that it may hold them in."""
     weights: WeightsRef | None = None
-    """The same version as a file: taken from there it must say the same checksums as after the broadcast."""
+    """The same version as a file: loaded from there, its checksums must be the same as after the broadcast."""
     required: bool = False
     """A server that has no checksums, or cannot read the file, is an error; else the canary is enough."""
     canary: Canary | None = None
 
     def is_whole(self, checksums: bool) -> bool:
-        """Whether it has what was due: perhaps `checksums`, one way or the other."""
-        return not checksums or self.checksums is not None or self.weights is not None
+        """Whether it asks for what was due: perhaps `checksums`."""
+        return not checksums or self.weights is not None
 
 
 class Round(msgspec.Struct, frozen=True, tag=True):

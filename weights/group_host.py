@@ -25,7 +25,7 @@ from protocol.keys import ServerKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import Layout, PackedLayout, manifest_of
 from weights.collective import WeightGroup
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.control import Agreed, Answer, Check, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
 from weights.group_operations import BackendName, Store, host_store
 from weights.limits import Limits, kind_of
@@ -63,7 +63,7 @@ class GroupHost:
 
     def __init__(
         self,
-        config: PublishConfig,
+        config: WeightsConfig,
         *,
         backend: BackendName,
         device: torch.device | str,

@@ -4,7 +4,6 @@
 
     join       an actor reads and hashes the snapshot, and its engine or server loads it
     plain      a broadcast is received and copied into the engine
-    expected   ... and hashed by the server
     reload     received, hashed, the snapshot file hashed, read by the server, and hashed again
 
 patience, of each kind of its own, begins with 1. A limit that was missed is doubled for the next time, so that nothing
@@ -16,27 +15,25 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias
 
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.control import Check
 
-LimitKind: TypeAlias = Literal["join", "plain", "expected", "reload"]
+LimitKind: TypeAlias = Literal["join", "plain", "reload"]
 
-PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "expected": 3, "reload": 6}
+PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "reload": 6}
 """Over all bytes."""
 MOST_PATIENCE: Final = 16.0
 
 
 def kind_of(check: Check | None) -> LimitKind:
     """Of a round."""
-    if check is None:
-        return "plain"
-    return "expected" if check.checksums is not None else "reload"
+    return "plain" if check is None or check.weights is None else "reload"
 
 
 class Limits:
     """Of one publisher."""
 
-    def __init__(self, config: PublishConfig) -> None:
+    def __init__(self, config: WeightsConfig) -> None:
         self._config = config
         self._patience: dict[LimitKind, float] = dict.fromkeys(PASSES, 1.0)
 

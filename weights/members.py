@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from weights.buckets import ALIGN_BYTES, Layout, PackedLayout
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.manifest import Manifest
 from weights.publish_choices import ActorSettings, SentDtype, held_dtype
 
-CheckBy: TypeAlias = Literal["expected", "reload", "off"]
+CheckBy: TypeAlias = Literal["reload", "off"]
 """How a server proves that it has what was sent (weights.control.Check); off: not at all."""
 AnyLayout: TypeAlias = Layout | PackedLayout
 
@@ -37,12 +37,10 @@ class Members:
 EMBEDDED = Members()
 
 
-def members_of(actor: ActorSettings, publish: PublishConfig, student: str) -> Members:
+def members_of(actor: ActorSettings, weights: WeightsConfig, student: str) -> Members:
     """What weights are sent to. The device of servers has been found out by the launcher. `student`: its path."""
     dtype = held_dtype(actor, student)
     if actor.engine != "sglang":
         return Members(dtype=dtype)
-    server, check_by = actor.server, publish.verify
-    if check_by == "auto":
-        check_by = "expected" if server.device == "cpu" and server.tp == 1 else "reload"
-    return Members(kind="servers", ranks_each=server.tp, check_by=check_by, dtype=dtype)
+    check_by: CheckBy = "off" if weights.verify == "off" else "reload"
+    return Members(kind="servers", ranks_each=actor.server.tp, check_by=check_by, dtype=dtype)

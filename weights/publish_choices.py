@@ -1,4 +1,4 @@
-"""What learner.publish leaves at auto, as functions of what is known. No torch here."""
+"""What `weights.*` leaves at auto, as functions of what is known. No torch here."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 from weights.canary import LearnerCanary
 from weights.checks import Canary
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.control import Check
 from weights.group_host import DropReason, GroupHost, Result
 from weights.group_operations import choose_backend
@@ -41,7 +41,7 @@ from weights.members import EMBEDDED, Members
 from weights.publish_choices import bucket_size, sent_dtype, staged_in
 from weights.publish_stats import PublisherStats, PublishFigures
 from weights.roster import Roster, Seat
-from weights.server_checks import CheckSchedule, Due, expected_checksums
+from weights.server_checks import CheckSchedule, Due
 from weights.snapshot import write_snapshot
 from weights.staged_weights import StagedWeights, Weight
 from weights.streams import WeightStreams, streams_of
@@ -67,7 +67,7 @@ class Publisher:
 
     def __init__(
         self,
-        config: PublishConfig,
+        config: WeightsConfig,
         *,
         snapshot_dir: Path,
         post_plan: Callable[[WeightPlan], None],
@@ -363,12 +363,11 @@ class Publisher:
     def _check_of(self, newest: StagedWeights, due: Due) -> Check | None:
         """What the members shall prove this time. A snapshot that cannot be written is owed with the next version."""
         canary = self._canary_of(newest) if due.canary else None
-        checksums = expected_checksums(newest.named) if due.checksums == "expected" else None
         ref = self._snapshot() if due.checksums == "reload" else None
         weights = ref if ref is not None and ref.version == newest.version else None
-        if checksums is None and weights is None and canary is None:
+        if weights is None and canary is None:
             return None
-        return Check(checksums, weights, required=self._config.verify != "auto", canary=canary)
+        return Check(weights, required=self._config.verify != "auto", canary=canary)
 
     def _canary_of(self, newest: StagedWeights) -> Canary | None:
         return self._canary.told(newest.canary) if self._canary is not None and newest.canary is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,7 +23,7 @@ class Roster:
 
     A strike is forgotten when the seat confirms a version, or is gone."""
 
-    def __init__(self, config: PublishConfig, expected_actors: int) -> None:
+    def __init__(self, config: WeightsConfig, expected_actors: int) -> None:
         """`expected_actors`: 0 = unknown, always wait out the window. More than these have joined from elsewhere, and
         such come in company: for them the window is waited out."""
         self._config = config

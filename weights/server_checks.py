@@ -1,14 +1,7 @@
-"""Which students SGLang servers can be sent, when they prove that they have them, and what their checksums must be.
-
-SGLang hashes the tensors that it computes with. On a CPU that is the first 8 bytes of sha256 over a tensor's bytes, in
-hexadecimal, and with tp = 1 its tensors are those that were sent, but for two fusions: qkv_proj has the rows of q_proj,
-k_proj and v_proj, gate_up_proj those of gate_proj and up_proj. On GPUs the hash is another one, and with tp > 1 tensors
-are cut; what must be said there is found out by taking the same version from the snapshot file.
-"""
+"""Which students SGLang servers can be sent, and when they have to prove that they have them."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -19,11 +12,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from weights.members import CheckBy, Members
 from weights.staged_weights import Merged, Weight
-
-_FUSED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-"""In which a server may hold what it was sent in another."""
-
 
 _NAMES_IN_ERROR: Final = 4
 
@@ -89,29 +77,3 @@ class CheckSchedule:
         self._n_since = 0 if checked else self._n_since + 1
         if checked:
             self._checked_plan = plan
-
-
-def expected_checksums(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[str, ...]]:
-    """By a server's names, what it may say: one checksum per dtype that it may hold the tensor in. Takes a few
-    passes of sha256 over all weights."""
-    sent = dict(named)
-    expected = {name: _checksums([tensor]) for name, tensor in named}
-    for name in sent:
-        for fused, parts in _FUSED.items():
-            names = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
-            if f".{parts[0]}." in name and all(part in sent for part in names):
-                expected[name.replace(f".{parts[0]}.", f".{fused}.")] = _checksums([sent[part] for part in names])
-    return expected
-
-
-def _checksums(parts: Sequence[Tensor]) -> tuple[str, ...]:
-    whole = torch.cat([part.detach().to("cpu") for part in parts]) if len(parts) > 1 else parts[0].detach().to("cpu")
-    variants = [whole]
-    if whole.is_floating_point():
-        variants += [whole.to(dtype) for dtype in _DTYPES if dtype != whole.dtype]
-    return tuple(checksum_of(variant) for variant in variants)
-
-
-def checksum_of(tensor: Tensor) -> str:
-    """Of one tensor on the CPU, as SGLang's weight checker says it."""
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()[:16]

@@ -1,7 +1,6 @@
 """Has this server the weights that were sent? Asked before any request goes on, over HTTP.
 
-    checksums    over all its tensors: those that the learner foretells, or the same again when the version is taken
-                 from the snapshot file
+    checksums    over all its tensors: the same again when the version is taken from the snapshot file
     canary       log-probs of a short prompt, against the learner's: this alone shows what the server computes with
 
 No torch.
@@ -21,7 +20,7 @@ from engines.sglang.engine import SGLangEngine
 from engines.sglang.http import RequestRefused
 from engines.sglang.scorer import decode_scores
 from protocol.messages import WeightsRef, WeightVersion
-from weights.checks import Canary, CanaryWatch, Checksums, compare, differences, parse_checksums
+from weights.checks import Canary, CanaryWatch, Checksums, differences, parse_checksums
 from weights.control import Check
 from weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
 
@@ -52,13 +51,13 @@ class ServerVerifier:
     def check(self, check: Check, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]) -> None:
         """`reload`: the server takes a version from this file; raises SnapshotRefused or RequestRefused. Raises
         WeightsDiffer, naming what is not as it was sent, and WeightsRefused where nobody can tell."""
-        if check.checksums is not None or check.weights is not None:
+        if check.weights is not None:
             try:
-                self._check_checksums(check, version, ask, reload)
+                self._check_checksums(check.weights, version, ask, reload)
             except _NotComparedError as error:
                 if check.required or check.canary is None:
                     raise WeightsRefused(
-                        f"version {version}: checksums cannot be compared: {error}. With learner.publish.verify = auto "
+                        f"version {version}: checksums cannot be compared: {error}. With weights.verify = auto "
                         "a canary prompt is enough"
                     ) from error
                 self.skip(str(error))
@@ -89,26 +88,14 @@ class ServerVerifier:
         self.stats["weight_checks_skipped_total"] += 1
 
     def _check_checksums(
-        self, check: Check, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]
+        self, file: WeightsRef, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]
     ) -> None:
         said = _checksums(ask)
-        if check.checksums is not None:
-            found = compare(said, check.checksums)
-            wrong = found.wrong
-            if not wrong and found.unchecked:
-                raise WeightsRefused(
-                    f"version {version}: nobody can say whether {len(found.unchecked)} of the server's tensors are "
-                    f"right, as the learner sends none of their names: {', '.join(found.unchecked[:8])}. "
-                    "Use learner.publish.verify = reload, which compares all of them with the snapshot file"
-                )
-        elif check.weights is not None:
-            try:
-                reload(check.weights)
-            except (SnapshotRefused, RequestRefused) as error:
-                raise _NotComparedError(str(error)) from error
-            wrong = differences(said, _checksums(ask))
-        else:
-            return
+        try:
+            reload(file)
+        except (SnapshotRefused, RequestRefused) as error:
+            raise _NotComparedError(str(error)) from error
+        wrong = differences(said, _checksums(ask))
         if wrong:
             raise WeightsDiffer(f"version {version}: {len(wrong)} tensors differ from the learner's: {wrong[:8]}")
         self.stats["weight_checks_total"] += 1

@@ -4,7 +4,7 @@ With P parameters, L layers, hidden size H, MLP size F, V rows of the vocabulary
 
 learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen, or with adapters, whose are small);
                 with bfloat16 products 2 P for what they read; staging 2 copies of P in the actors' dtype, unless they
-                are in host memory (learner.publish.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
+                are in host memory (weights.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
                 (bfloat16) or 4, for nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * KV heads * head size * b
@@ -113,9 +113,8 @@ def learner_need(config: RunConfig, shape: Shape, backend: Literal["gloo", "nccl
     learner = config.learner
     p = shape.parameters
     trained = 0 if learner.frozen or learner.lora.rank else p
-    publish = learner.publish
-    sent = BYTES.get(sent_dtype(publish.dtype, held_dtype(config.actor, config.models.student)), 4)
-    on_gpu = staged_in(publish.staging, "cuda", backend) == "device"
+    sent = BYTES.get(sent_dtype(config.weights.dtype, held_dtype(config.actor, config.models.student)), 4)
+    on_gpu = staged_in(config.weights.staging, "cuda", backend) == "device"
     width = 4 if learner.dtype == "float32" else 2
     kept = learner.pack_tokens * shape.layers * (10 * shape.hidden + 4 * shape.mlp) * width
     sure = {"weights": 4 * p, "gradient and AdamW": 12 * trained}

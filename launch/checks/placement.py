@@ -52,7 +52,7 @@ def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, w
     members = list(_actors(config, places, interpreters))
     gpu = places.seats[LEARNER]
     learner = Member(LEARNER, () if gpu is None else (gpu,), own.nccl_version, sys.executable)
-    weights = choose_weight_backend(config.learner.publish.backend, learner, members)
+    weights = choose_weight_backend(config.weights.backend, learner, members)
     text = "; ".join(_told(config, machine, places, weights, why, own))
     return Placement(places, weights, text)
 

@@ -35,7 +35,7 @@ class Found(NamedTuple):
     """What the launcher goes on with."""
 
     config: RunConfig
-    """Every `device` of a server is cpu or cuda, and `learner.publish.backend` gloo or nccl."""
+    """Every `device` of a server is cpu or cuda, and `weights.backend` gloo or nccl."""
     placement: Placement
     plans: tuple[ServerPlan, ...]
     """To be started."""
@@ -97,8 +97,7 @@ def check_servers(
 
 def _with_backend(config: RunConfig, placement: Placement) -> RunConfig:
     replace = msgspec.structs.replace
-    publish = replace(config.learner.publish, backend=placement.weights.backend)
-    return replace(config, learner=replace(config.learner, publish=publish))
+    return replace(config, weights=replace(config.weights, backend=placement.weights.backend))
 
 
 def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Iterator[str]:

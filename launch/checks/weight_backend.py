@@ -37,7 +37,7 @@ def choose_weight_backend(wanted: Literal["auto", "gloo", "nccl"], learner: Memb
         return Choice("gloo", "as configured")
     if impossible := next(_impossible(learner, actors), None):
         if wanted == "nccl":
-            raise ValueError(f"learner.publish.backend: got nccl, but {impossible}; use gloo or auto")
+            raise ValueError(f"weights.backend: got nccl, but {impossible}; use gloo or auto")
         return Choice("gloo", impossible)
     if wanted == "nccl":
         return Choice("nccl", "as configured")

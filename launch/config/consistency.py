@@ -193,10 +193,10 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
 
 def _open_ports(config: RunConfig) -> Iterator[str]:
     """What other machines reach, and what asks nobody who they are. Both had to be allowed; it is said each time."""
-    host = config.learner.publish.host
+    host = config.weights.host
     if not is_local(host):
         yield (
-            f"learner.publish.host: other machines reach {host}; torch's store and the ports of the weight group take "
+            f"weights.host: other machines reach {host}; torch's store and the ports of the weight group take "
             "anybody, and nothing on them is encrypted: keep them to a private network (SECURITY.md)"
         )
     if not config.buffer.encrypted and config.buffer.allow_plain_network:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, cast
 
-RENAMED: Final[Mapping[str, str]] = {}
-"""Old key, or old section -> the new key, or what to do."""
+RENAMED: Final[Mapping[str, str]] = {"learner.publish": "weights.*"}
+"""Old key, or old section -> the new key, or what to do. With `.*` at its end: the keys below it have their names still."""
 
 
 def new_name(key: str) -> str | None:
     """What a key that is gone is now; of a key below a section that is gone, what the section is."""
-    while key and key not in RENAMED:
-        key = key.rpartition(".")[0]
-    return RENAMED.get(key)
+    section = key
+    while section and section not in RENAMED:
+        section = section.rpartition(".")[0]
+    now = RENAMED.get(section)
+    if now is not None and now.endswith(".*") and section != key:
+        return now.removesuffix(".*") + key.removeprefix(section)
+    return now
 
 
 def gone(plain: Mapping[str, object], prefix: str = "") -> Iterator[str]:

@@ -13,6 +13,7 @@ from actors.config import ActorConfig
 from buffer.config import BufferConfig
 from learner.config import LearnerConfig
 from teachers.config import PoolConfig, TeacherConfig
+from weights.config import WeightsConfig
 
 BUILTIN: Final = "builtin"
 """As a model or as prompts: those that ship with the project."""
@@ -98,6 +99,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
+    weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
     actor: ActorConfig = msgspec.field(default_factory=ActorConfig)
     teacher: TeacherConfig = msgspec.field(default_factory=TeacherConfig)
     pools: dict[str, PoolConfig] = msgspec.field(default_factory=dict[str, PoolConfig])

@@ -75,9 +75,9 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
             mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
     mistakes += _vocabularies(target, folders)
     mistakes += check_join(config, folders.get("actor"))
-    if "actor" in roles and target.elsewhere and is_local(config.learner.publish.host):
+    if "actor" in roles and target.elsewhere and is_local(config.weights.host):
         mistakes.append(
-            f"learner.publish.host: the learner sends weights on {config.learner.publish.host}, which only its own "
+            f"weights.host: the learner sends weights on {config.weights.host}, which only its own "
             f"machine reaches; from here teachers can join, but no actors; {HOW_TO_LISTEN}"
         )
     models = {MODELS[role]: str(folder) for role, folder in folders.items()}
@@ -167,14 +167,14 @@ def _of_this_machine(config: RunConfig, roles: Sequence[ServedRole], *, elsewher
         config = replace(config, actor=replace(config.actor, engine="torch", torch=torch))
     if "teacher" not in roles:
         config = replace(config, teacher=replace(config.teacher, engine="torch", device="cpu"))
-    publish = replace(config.learner.publish, backend="gloo")  # by what weights are sent is the run's to say
+    weights = replace(config.weights, backend="gloo")  # by what weights are sent is the run's to say
     device = "cpu" if elsewhere else config.learner.device
-    return replace(config, learner=replace(config.learner, device=device, publish=publish))
+    return replace(config, weights=weights, learner=replace(config.learner, device=device))
 
 
 def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -> Iterator[str]:
     """NCCL takes one rank per GPU; two on one would break the group of all actors, again and again."""
-    if target.config.learner.publish.backend != "nccl":
+    if target.config.weights.backend != "nccl":
         return
     key = "actor.server.gpus" if asked.actor.engine == "sglang" else "actor.torch.device"
     places = placement.places
@@ -183,7 +183,7 @@ def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -
     if None in gpus or len(set(gpus)) < len(gpus):
         yield (
             f"{key}: the run sends weights by NCCL, which needs a GPU of its own for each actor; expected as many free "
-            "GPUs here as actors that join, or a run with --learner.publish.backend gloo"
+            "GPUs here as actors that join, or a run with --weights.backend gloo"
         )
     named = asked.actor.server.gpus or asked.actor.torch.device.startswith("cuda:")
     if not target.elsewhere and not named:

@@ -36,8 +36,8 @@ ADDRESS_WAIT_S: Final = 120.0
 """How long a run that is being started may take until its buffer listens."""
 WILDCARDS: Final = ("0.0.0.0", "[::]", "*")
 HOW_TO_LISTEN: Final = (
-    "start the run with --buffer.bind tcp://ADDRESS:PORT, and, for actors, with --learner.publish.host ADDRESS "
-    "--learner.publish.allow_plain_network true (docs/cluster.md)"
+    "start the run with --buffer.bind tcp://ADDRESS:PORT, and, for actors, with --weights.host ADDRESS "
+    "--weights.allow_plain_network true (docs/cluster.md)"
 )
 
 

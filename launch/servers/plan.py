@@ -155,7 +155,7 @@ def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, st
     """What all servers get beside this process's environment: their sockets' files in a folder that is removed at the
     end, and gloo on the interface towards the learner (it would look the host name up otherwise)."""
     told = {"TMPDIR": str(temporary)}
-    if "GLOO_SOCKET_IFNAME" not in base and (interface := _interface_for(config.learner.publish.host)):
+    if "GLOO_SOCKET_IFNAME" not in base and (interface := _interface_for(config.weights.host)):
         told["GLOO_SOCKET_IFNAME"] = interface
     told |= {name: value for name, value in FAILED_GROUPS.items() if name not in base}
     return told | nccl_environment(config, base)
@@ -169,7 +169,7 @@ def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) ->
     to 1 by --enable-symm-mem and --enable-nccl-nvls (0.5.23, `_set_envs_and_config` of srt/entrypoints/engine.py); the
     learner would take NCCL's own defaults. What the user has set is left alone: all sides inherit it."""
     told: dict[str, str] = {}
-    if is_local(config.learner.publish.host) and (interface := interface_of(config.learner.publish.host)):
+    if is_local(config.weights.host) and (interface := interface_of(config.weights.host)):
         told["NCCL_SOCKET_IFNAME"] = interface
     if config.actor.engine == "sglang":
         symmetric, nvls = has(config.actor.server.args, SYMMETRIC), has(config.actor.server.args, NVLS)

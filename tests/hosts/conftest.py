@@ -41,8 +41,8 @@ class HostRun:
         self._address = f"tcp://{network.address('buffer')}:{BUFFER_PORT}"
         addresses = (
             f"--buffer.bind={self._address}",
-            f"--learner.publish.host={network.address('learner')}",
-            "--learner.publish.allow_plain_network=true",
+            f"--weights.host={network.address('learner')}",
+            "--weights.allow_plain_network=true",
         )
         checked = preflight.check(resolve_config(parse_arguments([*arguments, *addresses])))
         write_config(checked.config, run_dir / "config.yaml")

@@ -22,8 +22,8 @@ def test_an_exported_folder_is_all_that_another_host_needs(tmp_path: Path) -> No
             address = network.address("home")
             settings = (
                 f"--buffer.bind=tcp://{address}:{PORT}",
-                f"--learner.publish.host={address}",
-                "--learner.publish.allow_plain_network=true",
+                f"--weights.host={address}",
+                "--weights.allow_plain_network=true",
                 *("--actors=0", "--teachers=0", "--steps=4", "--learner.eval_every=0"),
             )
             run = Launched(tmp_path / "run", settings, network.command("home", []))

@@ -34,8 +34,8 @@ def test_workers_join_contribute_leave_and_die_while_the_run_goes_on(
         *("--actors=1", "--teachers=1", "--steps=100000", "--max-staleness=2", "--learner.eval_every=0", HOLDS),
         *(
             "--buffer.encrypt=on",
-            "--learner.publish.join_window_s=0.2",
-            f"--learner.publish.broadcast_timeout_s={PATIENCE_S}",
+            "--weights.join_window_s=0.2",
+            f"--weights.broadcast_timeout_s={PATIENCE_S}",
         ),
     )
     run.until(lambda: len(run.steps()) >= 2, "step 2")

@@ -25,7 +25,7 @@ Launch = Callable[..., Launched]
 def test_an_actor_on_a_server_joins_writes_under_new_weights_and_leaves(launch: Launch, join: Join) -> None:
     run = launch(
         *("--actor.engine=sglang", "--device=cpu", "--actors=1", "--teachers=1", "--max-staleness=2"),
-        *("--steps=100000", "--learner.eval_every=0", "--learner.publish.join_window_s=0.2", HOLDS),
+        *("--steps=100000", "--learner.eval_every=0", "--weights.join_window_s=0.2", HOLDS),
     )
     run.until(lambda: len(run.steps()) >= 1, "a step")
     onlooker = Onlooker(run.run_dir)

@@ -37,12 +37,12 @@ from protocol import messages as m
 from protocol.client import Client
 from tests.patience import PATIENCE_S
 from tests.wire import WAIT_S, Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.publisher import Publisher
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
 V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
-PUBLISH = PublishConfig(join_timeout_s=0.3, answer_grace_s=0.1, join_window_s=0.0, rejoin_delay_s=60.0)
+PUBLISH = WeightsConfig(join_timeout_s=0.3, answer_grace_s=0.1, join_window_s=0.0, rejoin_delay_s=60.0)
 """The made-up actor never joins the weight group: the learner goes on without it after 0.3 s."""
 BUFFER = BufferConfig(
     heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=2, release="rollout"
@@ -93,7 +93,7 @@ def learning(
     def make(address: str, *, steps: int, **settings: Any) -> Generator[Learner]:
         tasks = msgspec.structs.replace(TASKS, prompts=str(rows))
         defaults: dict[str, Any] = {"eval_every": 0, "checkpoint_every": 0, "warmup_steps": 0, "device": "cpu"}
-        config = LearnerConfig(tasks=tasks, publish=PUBLISH, **(defaults | settings))
+        config = LearnerConfig(tasks=tasks, **(defaults | settings))
         prompts = load_prompts(tasks)
         stream = TaskStream(tasks, small_tokenizer, prompts, seed=1)
         evaluated = render_eval_set(prompts.evaluation, small_tokenizer, tasks).prompts
@@ -103,7 +103,7 @@ def learning(
             metrics = stack.enter_context(MetricsWriter(tmp_path))
             publisher = stack.enter_context(
                 Publisher(
-                    config.publish,
+                    PUBLISH,
                     snapshot_dir=tmp_path / "weights",
                     post_plan=lambda plan: client.send(m.PostWeightPlan(plan=plan)),
                     published=lambda version, ref, _: client.send(m.VersionPublished(version=version, weights=ref)),

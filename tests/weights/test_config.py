@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.group_operations import choose_backend
 
 
@@ -30,7 +30,7 @@ from weights.group_operations import choose_backend
 )
 def test_senseless_values_are_refused(field: str, value: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        PublishConfig(**{field: value})
+        WeightsConfig(**{field: value})
 
 
 def test_a_backend_that_cannot_be_had_is_refused_and_what_nobody_decided_is_gloo() -> None:
@@ -49,5 +49,5 @@ def test_settings_and_roster_load_without_torch() -> None:
 
 def test_weights_go_over_a_network_in_plain_text_only_where_that_is_said() -> None:
     with pytest.raises(ValueError, match="allow_plain_network"):
-        PublishConfig(host="10.0.0.1")
-    assert PublishConfig(host="10.0.0.1", allow_plain_network=True).host == "10.0.0.1"
+        WeightsConfig(host="10.0.0.1")
+    assert WeightsConfig(host="10.0.0.1", allow_plain_network=True).host == "10.0.0.1"

@@ -11,7 +11,7 @@ import pytest
 from actors.config import ActorConfig
 from engines.config import EngineConfig
 from engines.sglang.config import ServerConfig
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.members import CheckBy, Members, members_of
 
 
@@ -21,22 +21,17 @@ def on_servers(server: ServerConfig) -> ActorConfig:
 
 def test_embedded_engines_have_a_rank_each() -> None:
     actor = ActorConfig(engine="torch", server=ServerConfig(device="cuda", tp=2))
-    assert members_of(actor, PublishConfig(), "") == Members(dtype="float32")
+    assert members_of(actor, WeightsConfig(), "") == Members(dtype="float32")
     half = ActorConfig(engine="torch", torch=EngineConfig(dtype="bfloat16"))
-    assert members_of(half, PublishConfig(), "").dtype == "bfloat16"
+    assert members_of(half, WeightsConfig(), "").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("server", "check_by"),
-    [
-        (ServerConfig(device="cpu"), "expected"),
-        (ServerConfig(device="cpu", tp=2), "reload"),
-        (ServerConfig(device="cuda"), "reload"),
-    ],
+    "server", [ServerConfig(device="cpu"), ServerConfig(device="cpu", tp=2), ServerConfig(device="cuda")]
 )
-def test_checksums_are_foretold_only_where_they_can_be(server: ServerConfig, check_by: CheckBy) -> None:
-    expected = Members(kind="servers", ranks_each=server.tp, check_by=check_by)
-    assert members_of(on_servers(server), PublishConfig(), "") == expected
+def test_servers_are_checked_against_the_snapshot_file(server: ServerConfig) -> None:
+    expected = Members(kind="servers", ranks_each=server.tp, check_by="reload")
+    assert members_of(on_servers(server), WeightsConfig(), "") == expected
 
 
 @pytest.mark.parametrize(
@@ -57,10 +52,10 @@ def test_servers_hold_what_the_students_checkpoint_says(
     if written is not None:
         (tmp_path / "config.json").write_text(json.dumps(written))
     actor = ActorConfig(engine="sglang", server=ServerConfig(device="cuda"), **fields)
-    assert members_of(actor, PublishConfig(), str(tmp_path)).dtype == dtype
+    assert members_of(actor, WeightsConfig(), str(tmp_path)).dtype == dtype
 
 
-@pytest.mark.parametrize("verify", ["expected", "reload", "off"])
+@pytest.mark.parametrize("verify", ["reload", "off"])
 def test_or_as_configured(verify: CheckBy) -> None:
-    members = members_of(on_servers(ServerConfig(device="cuda", tp=2)), PublishConfig(verify=verify), "")
+    members = members_of(on_servers(ServerConfig(device="cuda", tp=2)), WeightsConfig(verify=verify), "")
     assert members.check_by == verify

@@ -1,4 +1,4 @@
-"""What is sent, in which pieces and from where, where learner.publish leaves it at auto."""
+"""What is sent, in which pieces and from where, where `weights.*` leaves it at auto."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Literal
 
 import pytest
 
-from weights.config import PublishConfig, PublishDtype, Staging
+from weights.config import PublishDtype, Staging, WeightsConfig
 from weights.publish_choices import bucket_size, sent_dtype, server_dtype, staged_in
 
 
 def test_auto_is_the_default_of_all_three() -> None:
-    config = PublishConfig()
+    config = WeightsConfig()
     assert (config.dtype, config.staging, config.bucket_bytes) == ("auto", "auto", 0)
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.publisher import Publisher, PublisherFailed, PublishTimeout
 from weights.snapshot import snapshots
 
-CONFIG = PublishConfig(
+CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,
     join_timeout_s=PATIENCE_S / 4,
     broadcast_timeout_s=PATIENCE_S / 4,
@@ -61,7 +61,7 @@ class Learner:
         self.publisher: Publisher | None = None
 
     def start(
-        self, config: PublishConfig = CONFIG, post_plan: Callable[[WeightPlan], None] | None = None, **changes: Any
+        self, config: WeightsConfig = CONFIG, post_plan: Callable[[WeightPlan], None] | None = None, **changes: Any
     ) -> Publisher:
         self.publisher = Publisher(
             msgspec.structs.replace(config, **changes),

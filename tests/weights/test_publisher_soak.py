@@ -14,10 +14,10 @@ from torch import Tensor
 from protocol.messages import WeightVersion
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.publisher import Publisher
 
-CONFIG = PublishConfig(
+CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,
     join_timeout_s=3.0,
     broadcast_timeout_s=2.0,

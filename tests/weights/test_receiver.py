@@ -20,7 +20,7 @@ from models.loading import load_causal_lm
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from weights.collective import WeightGroup
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.control import ControlHost, Go
 from weights.group_host import GroupHost
 from weights.group_operations import host_store
@@ -32,7 +32,7 @@ from weights.staged_weights import StagedWeights
 WAIT_S = PATIENCE_S
 NAME = "actor-0"
 SEAT = Seat(NAME, "1")
-CONFIG = PublishConfig(
+CONFIG = WeightsConfig(
     bucket_bytes=4_096, join_timeout_s=PATIENCE_S, broadcast_timeout_s=PATIENCE_S, answer_grace_s=1.0
 )
 V0, V1, V2, V3 = (WeightVersion(0, step) for step in range(4))
@@ -90,7 +90,7 @@ def receiver(engine: MemoryEngine) -> Iterator[WeightReceiver]:
     assert "weight-receiver" not in [thread.name for thread in threading.enumerate()]
 
 
-def make_host(config: PublishConfig = CONFIG) -> GroupHost:
+def make_host(config: WeightsConfig = CONFIG) -> GroupHost:
     def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
         return frozenset()
 

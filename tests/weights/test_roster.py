@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.roster import Roster, Seat
 
-CONFIG = PublishConfig(join_window_s=2.0, rejoin_delay_s=5.0, rejoin_delay_max_s=12.0)
+CONFIG = WeightsConfig(join_window_s=2.0, rejoin_delay_s=5.0, rejoin_delay_max_s=12.0)
 A, B, C = Seat("a", "1"), Seat("b", "1"), Seat("c", "1")
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protocol.messages import WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S
 from weights import publisher as publisher_module
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.publisher import Publisher
 from weights.staged_weights import Merged, StagedWeights
 from weights.streams import CudaStreams, NoStreams, streams_of
@@ -99,7 +99,7 @@ def test_the_publisher_sends_on_a_stream_of_its_own_and_after_the_copies(
 
     monkeypatch.setattr(publisher_module, "write_snapshot", noted)
     with Publisher(
-        PublishConfig(),
+        WeightsConfig(),
         snapshot_dir=tmp_path,
         post_plan=lambda plan: None,
         published=lambda version, ref, broadcast_s: None,

@@ -38,7 +38,7 @@ def test_the_learner_holds_masters_moments_copies_and_what_the_backward_pass_nee
     # 4,096 tokens * 36 layers * (10 * 4,096 + 4 * 12,288) * 2 bytes; 3 * 1,024 rows * 151,936 * 4 bytes
     likely = {"weights in bfloat16": 15.3, "staging": 61.0, "activations": 24.8, "logits": 1.7, "process": 1.0}
     assert rounded(need.likely) == likely
-    other = learner_need(config(learner={"dtype": "float32", "publish": {"dtype": "bfloat16"}}), QWEN3_8B, "nccl")
+    other = learner_need(config(learner={"dtype": "float32"}, weights={"dtype": "bfloat16"}), QWEN3_8B, "nccl")
     assert rounded(other.likely) == likely | {"weights in bfloat16": 0.0, "staging": 30.5, "activations": 49.5}
 
 
@@ -46,7 +46,7 @@ def test_copies_are_as_wide_as_the_actors_weights_and_under_gloo_in_host_memory(
     half = config(actor={"torch": {"dtype": "bfloat16"}})
     assert rounded(learner_need(half, QWEN3_8B, "nccl").likely)["staging"] == 30.5
     assert rounded(learner_need(half, QWEN3_8B, "gloo").likely)["staging"] == 0.0
-    asked = config(learner={"publish": {"staging": "device"}})
+    asked = config(weights={"staging": "device"})
     assert rounded(learner_need(asked, QWEN3_8B, "gloo").likely)["staging"] == 61.0
 
 

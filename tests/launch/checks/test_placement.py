@@ -170,7 +170,7 @@ BY_HAND: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
 def test_roles_are_where_the_table_says(plain: dict[str, Any], gpus: int, where: dict[str, Any], backend: str) -> None:
     found = placed(plain, gpus)
     assert table(found) == where
-    assert found.placement.weights.backend == found.config.learner.publish.backend == backend
+    assert found.placement.weights.backend == found.config.weights.backend == backend
 
 
 def test_auto_is_sglang_where_gpus_and_an_environment_are_found_and_embedded_otherwise() -> None:
@@ -220,11 +220,11 @@ def test_the_command_of_the_readme_does_not_fit_on_eight_gpus_as_servers_and_doe
         (EMBEDDED | {"learner": {"device": "cuda:8"}}, 8, "learner.device: got cuda:8, expected a number less than 8"),
         (EMBEDDED | {"learner": {"device": "gpu"}}, 8, "learner.device: got 'gpu', expected auto, cpu, cuda or cuda:N"),
         (
-            EMBEDDED | {"learner": {"publish": {"backend": "nccl"}}},
+            EMBEDDED | {"weights": {"backend": "nccl"}},
             2,
-            "learner.publish.backend: got nccl, but actor-0 and actor-1 share GPU 1",
+            "weights.backend: got nccl, but actor-0 and actor-1 share GPU 1",
         ),
-        (EMBEDDED | {"learner": {"publish": {"backend": "nccl"}}}, 0, "got nccl, but the learner is on the CPU"),
+        (EMBEDDED | {"weights": {"backend": "nccl"}}, 0, "got nccl, but the learner is on the CPU"),
     ],
 )
 def test_what_is_impossible_is_refused_by_key(plain: dict[str, Any], gpus: int, message: str) -> None:
@@ -238,8 +238,8 @@ def test_servers_with_another_nccl_than_the_learner_get_gloo_and_nccl_is_refused
     found = placed(plain, 8, versions)
     assert found.placement.weights.backend == "gloo"
     assert "the learner has NCCL 2.27.5" in found.placement.weights.why and "2.30.7" in found.placement.text
-    (mistake,) = placed(plain | {"learner": {"publish": {"backend": "nccl"}}}, 8, versions).mistakes
-    assert mistake.startswith("learner.publish.backend: got nccl, but the learner has NCCL 2.27.5")
+    (mistake,) = placed(plain | {"weights": {"backend": "nccl"}}, 8, versions).mistakes
+    assert mistake.startswith("weights.backend: got nccl, but the learner has NCCL 2.27.5")
 
 
 def test_an_nccl_for_another_cuda_is_refused_in_either_interpreter_where_gpus_are_used() -> None:

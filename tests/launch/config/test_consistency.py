@@ -63,8 +63,8 @@ def test_a_run_without_workers_waits_for_those_who_join_and_says_so() -> None:
 
 def test_open_ports_are_told_of_at_each_start() -> None:
     publish = {"host": "10.0.0.7", "allow_plain_network": True}
-    (told,) = warnings(learner={"publish": publish})
-    assert told.startswith("learner.publish.host: other machines reach 10.0.0.7; torch's store and the ports of the")
+    (told,) = warnings(weights=publish)
+    assert told.startswith("weights.host: other machines reach 10.0.0.7; torch's store and the ports of the")
     plain = {"bind": "tcp://10.0.0.7:0", "encrypt": "off", "allow_plain_network": True}
     (told,) = warnings(buffer=plain)
     assert told.startswith("buffer.allow_plain_network: the links to tcp://10.0.0.7:0 are not encrypted")

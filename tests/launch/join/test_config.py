@@ -79,7 +79,7 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
         (target(), ("--actors=1", "--student=/no/such"), "models.student: no folder"),
         (target(), ("--actors=1", "--actor.torch.max_context=999999"), "actor.torch.max_context: got 999999"),
         (target(models=MODELS | {"teacher": "/gone"}), ("--teachers=1",), "--models.teacher FOLDER says where it is"),
-        (target(address="tcp://203.0.113.9:5555"), ("--actors=1",), "learner.publish.host: the learner sends"),
+        (target(address="tcp://203.0.113.9:5555"), ("--actors=1",), "weights.host: the learner sends"),
     ],
 )
 def test_what_does_not_fit_the_run_is_refused_by_key(run: Target, arguments: tuple[str, ...], message: str) -> None:
@@ -116,7 +116,7 @@ def test_an_actor_joins_a_run_on_nccl_with_a_gpu_that_nobody_else_has(
 ) -> None:
     monkeypatch.setattr(join_config, "find_machine", lambda: Machine(("0", "1", "2", "3")))
     monkeypatch.setattr(torch_build, "own_build", lambda: TorchBuild("2.13.0", "12.8"))
-    run = target(learner={"publish": {"backend": "nccl"}})
+    run = target(weights={"backend": "nccl"})
     if not message:
         assert joining(run, *arguments).config.actors == int("--actors=1" in arguments)
         return

@@ -123,7 +123,7 @@ def test_nccl_finds_the_same_on_all_sides() -> None:
 
 def test_on_a_network_nccl_chooses_the_interface_and_embedded_engines_keep_its_defaults() -> None:
     publish = {"host": "10.0.0.1", "allow_plain_network": True}
-    assert nccl_environment(build(RunConfig, {"learner": {"publish": publish}}), {}) == {}
+    assert nccl_environment(build(RunConfig, {"weights": publish}), {}) == {}
     assert nccl_environment(RunConfig(), {}) == {"NCCL_SOCKET_IFNAME": "lo"}
 
 

@@ -32,7 +32,7 @@ from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 from tests.patience import SLOWNESS
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine
 from tests.sim.weights.nccl_like import Fabric, Fault, FaultKind
-from weights.config import PublishConfig
+from weights.config import WeightsConfig
 from weights.group_operations import BackendName
 from weights.members import Members
 from weights.publisher import Publisher, PublisherFailed
@@ -45,7 +45,7 @@ OPERATIONS: Final = 6
 TURN_S: Final = 60.0 * SLOWNESS
 """Bound of one turn: from a version with its fault until all who live have it. Made of short limits (CONFIG): a round,
 a new group, and another round, a few times over."""
-CONFIG: Final = PublishConfig(
+CONFIG: Final = WeightsConfig(
     bucket_bytes=4_096,
     join_timeout_s=1.0 * SLOWNESS,
     broadcast_timeout_s=0.5 * SLOWNESS,
