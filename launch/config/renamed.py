@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, cast
 
 RENAMED: Final[Mapping[str, str]] = {"learner.publish": "weights.*"}
-"""Old key, or old section -> the new key, or what to do. With `.*` at its end: the keys below it have their names still."""
+"""Old key, or old section -> the new key, or what to do. `.*` at its end: the keys below keep their names."""
 
 
 def new_name(key: str) -> str | None:
