@@ -1,7 +1,7 @@
 # make demo | test | test-all | check | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make; the first target makes .venv and
 # installs into it.
 #
-#   make demo ARGS="--steps 40"      any key of launch/cluster.py --help
+#   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
 #   make venv PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"     a smaller torch, without CUDA
 #   make venv PYTHON=/path/to/python3.12
 

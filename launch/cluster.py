@@ -85,6 +85,10 @@ def run_command() -> int:
         from launch.audit.command import main as audit_main
 
         return audit_main(arguments)
+    if command == "completion":
+        from launch.completion import main as completion_main
+
+        return completion_main(arguments)
     from launch.run import main as run_main
 
     return run_main(sys.argv[1:])

@@ -7,6 +7,7 @@ is no failure, and what was trained is in a checkpoint.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import sys
@@ -19,8 +20,9 @@ import psutil
 from launch.checks import preflight
 from launch.checks.placement import NOWHERE, Placement
 from launch.checks.recorded import check_recorded
-from launch.config.command_line import help_text, parse_arguments, resolve_config
+from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
+from launch.config.help import help_text
 from launch.config.pools import needs_no_teacher, teacher_pools
 from launch.config.run import RunConfig
 from launch.errors import LaunchError, interrupted, refuse
@@ -47,12 +49,23 @@ def main(arguments: Sequence[str]) -> int:
         return _main(arguments)
 
 
+def _version() -> str:
+    """Of the installed package; a clone that was never installed has none."""
+    try:
+        return importlib.metadata.version("stillhouse")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: run from a clone)"
+
+
 def _main(arguments: Sequence[str]) -> int:
     began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
     try:
         line = parse_arguments(arguments)
         if line.help:
-            print(help_text())
+            print(help_text(line.topics))
+            return 0
+        if line.version:
+            print(f"stillhouse {_version()}")
             return 0
         config = resolve_config(line)
         checked = preflight.check(config, pretended_machine(line.gpus) if line.gpus else None)

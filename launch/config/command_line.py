@@ -8,41 +8,21 @@ what the rest is laid over.
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
-import msgspec
-
 from launch.config.files import read_plain, read_resolved
-from launch.config.run import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
-from launch.config.tree import Key, Plain, build, choose, get, keys_of, merge, parse_text, put, type_name
+from launch.config.run import BUILTIN, BUILTIN_RECIPE, RunConfig
+from launch.config.tree import Key, Plain, build, choose, get, merge, parse_text, put
 from launch.config.words import split_words
 from launch.errors import ConfigError
 from launch.runfolder import choose_path
 from learner.checkpoints.files import CHECKPOINTS
-from protocol.settings import Member
 
 OWN_FLAGS: Final = ("config", "run_dir", "name", "gpus")
-SWITCHES: Final = ("resume", "check", "help")
-USAGE: Final = """\
-usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
-       cluster.py join RUN [--actors N] [--teachers M] ...     more workers for a run that goes on (join --help)
-       cluster.py export RUN FOLDER                            what another machine needs to join (export --help)
-
-Runs on-policy distillation: a buffer, a learner, and as many actors and teachers as asked for, each a process.
-Without arguments: the built-in task, a few minutes on two cores.
-
-  --config FILE    TOML or YAML with any of the keys below; flags win over it
-  --run-dir DIR    folder of the run; runs/<name> without it
-  --name NAME      name of the run; the time without it
-  --resume         go on in that folder (without --run-dir: the newest run) from its last checkpoint
-  --check          check the configuration, models and prompts, and stop
-  --gpus N         with --check: as if this machine had N GPUs of 80 GiB (8x40: of 40 GiB each)
-  --help           this text
-"""
+SWITCHES: Final = ("resume", "check", "help", "version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +37,16 @@ class CommandLine:
     gpus: str = ""
     """A layout to pretend, with --check; empty: this machine's."""
     help: bool = False
+    topics: tuple[str, ...] = ()
+    """Sections and keys that help is wanted on; empty: an overview."""
+    version: bool = False
     overrides: tuple[tuple[Key, str], ...] = ()
     """(key, text), aliases replaced, in order."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     """Split the words; values are not looked at yet. Raises ConfigError for unknown flags and missing values."""
-    own, switches, _, overrides = split_words(arguments, own=OWN_FLAGS, switches=SWITCHES)
+    own, switches, topics, overrides = split_words(arguments, own=OWN_FLAGS, switches=SWITCHES)
     if "gpus" in own and "check" not in switches:
         raise ConfigError("--gpus: pretends GPUs, and so goes with --check only; a run uses those that are there")
     return CommandLine(
@@ -74,6 +57,8 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
         check="check" in switches,
         gpus=own.get("gpus", ""),
         help="help" in switches,
+        topics=topics,
+        version="version" in switches,
         overrides=overrides,
     )
 
@@ -147,45 +132,3 @@ def _count_pools(plain: Plain) -> None:
         counts.append(told.get("count", 1))
     if "teachers" not in plain and all(isinstance(count, int) for count in counts):
         plain["teachers"] = sum(cast(list[int], counts))
-
-
-def help_text() -> str:
-    """Every key with its type, default and docstring, and the short flags."""
-    short = {key: alias for alias, key in ALIASES.items()}
-    lines = [USAGE]
-    section = None
-    for key in keys_of(RunConfig):
-        branch = key.name.rpartition(".")[0]
-        if branch != section:
-            lines.append(f"\n{branch or 'run'}:" if lines[1:] else "run:")
-            section = branch
-        lines += _help_lines(key, short.get(key.name))
-    return "\n".join(lines)
-
-
-def _help_lines(key: Key, alias: str | None) -> list[str]:
-    default = "" if key.default is msgspec.NODEFAULT else f"  [{_shown(key.default)}]"
-    also = f", --{alias.replace('_', '-')}" if alias else ""
-    doc = textwrap.fill(key.doc, width=110, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    lines = [f"  --{key.name}{also}  {type_name(key.type)}{default}", doc]
-    return lines if key.members is None else [*lines, *_member_lines(key)]
-
-
-def _member_lines(key: Key) -> Iterator[str]:
-    """The options of each member that has some, under its name."""
-    for name, section in key.members.known().items() if key.members is not None else ():
-        options = [option for option in keys_of(section) if option.name != "name"]
-        if not options:
-            continue
-        yield f"      {name}:"
-        for option in options:
-            yield f"        --{key.name}.{option.name}  {type_name(option.type)}  [{_shown(option.default)}]"
-            yield textwrap.fill(option.doc, width=110, initial_indent=" " * 14, subsequent_indent=" " * 14)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Member):
-        return value.name
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return value or '""' if isinstance(value, str) else str(msgspec.to_builtins(value))

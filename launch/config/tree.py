@@ -100,6 +100,15 @@ def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
             yield Key(name, field.type, _default(field), docs.get(field.name, ""))
 
 
+def sections_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Every section below the top, with its Struct, in the order of the source: `learner`, `learner.tasks`, ..."""
+    for field in msgspec.structs.fields(struct):
+        nested = _struct_type(field.type) if members_of(field.type) is None else None
+        if nested is not None:
+            yield prefix + field.name, nested
+            yield from sections_of(nested, f"{prefix}{field.name}.")
+
+
 def lacking(struct: type[msgspec.Struct], plain: Mapping[str, object]) -> list[str]:
     """Keys that a tree written in full would say and `plain` does not, those of chosen members included."""
     missing: list[str] = []
@@ -163,7 +172,7 @@ def _build(
             build_one = _build_table if _is_table(field_type) else _build_member
             values[name] = build_one(members, fields[name], value, key, mistakes)
             continue
-        item = _struct_of_items(field_type)
+        item = struct_of_items(field_type)
         if item is not None and isinstance(value, Mapping):
             values[name] = _build_items(item, cast(Mapping[str, object], value), key, mistakes)
         elif (nested := _struct_type(field_type)) is None:
@@ -372,7 +381,7 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
     if not near:
         close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
         near = [name for name, its_leaf in zip(valid, leaves, strict=True) if its_leaf in close]
-    hint = f"; did you mean {' or '.join(near[:3])}?" if near else "; --help lists all keys"
+    hint = f"; did you mean {' or '.join(near[:3])}?" if near else "; --help all lists the keys"
     return f"{key}: unknown key{hint}"
 
 
@@ -422,8 +431,8 @@ def _struct_type(annotation: object) -> type[msgspec.Struct] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
 
 
-def _struct_of_items(annotation: object) -> type[msgspec.Struct] | None:
-    """Of `dict[str, SomeStruct]`."""
+def struct_of_items(annotation: object) -> type[msgspec.Struct] | None:
+    """SomeStruct, where a key is a table of them: `dict[str, SomeStruct]`."""
     return _struct_type(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 

@@ -66,7 +66,7 @@ def test_values_land_in_the_tree_and_the_rest_has_its_default() -> None:
         ({"learner": {"lrr": 3}}, "did you mean learner.lr?"),
         ({"lr": 3}, "did you mean learner.lr?"),
         ({"learner": {"steps": 3}}, "did you mean steps?"),
-        ({"qqqqqqqq": 3}, "--help lists all keys"),
+        ({"qqqqqqqq": 3}, "--help all lists the keys"),
     ],
 )
 def test_an_unknown_key_is_refused_and_the_nearest_valid_one_is_named(plain: dict[str, object], nearest: str) -> None:

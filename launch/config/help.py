@@ -1,0 +1,141 @@
+"""What `--help` prints: the keys that most people set, one section, one key, or everything."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from launch.config.run import ALIASES, RunConfig
+from launch.config.tree import Key, find_key, keys_of, sections_of, struct_of_items, type_name, unknown_key
+from launch.errors import ConfigError
+from protocol.settings import Member
+
+USAGE: Final = """\
+usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
+       cluster.py join RUN [--actors N] [--teachers M] ...     add workers to a run that is going on
+       cluster.py export RUN FOLDER                            write what another machine needs to join
+       cluster.py audit RUN                                    count again what a recorded run trained
+       cluster.py completion bash|zsh|fish                     print a script that completes keys in your shell
+
+Runs on-policy distillation: a buffer, a learner, and as many actors and teachers as you ask for, each a process.
+Without arguments: the built-in task, a few minutes on two cores.
+
+  --config FILE    TOML or YAML with any of the keys below; flags win over it
+  --run-dir DIR    folder of the run (default: runs/<name>)
+  --name NAME      name of the run (default: the time)
+  --resume         go on from the last checkpoint in that folder (without --run-dir: in the newest run)
+  --check          check the configuration, models and prompts, then stop
+  --gpus N         with --check: pretend that this machine has N GPUs of 80 GiB (8x40: of 40 GiB each)
+  --version        print the version
+  --help [WHAT]    this text; or a section (--help buffer), a key (--help learner.lr), or all of them (--help all)
+"""
+MAIN_KEYS: Final = (
+    *("models.student", "models.teacher", "learner.tasks.prompts", "learner.tasks.eval_prompts", "learner.tasks.env"),
+    *("actors", "teachers", "device", "actor.engine", "teacher.engine", "steps", "buffer.batch_rollouts"),
+    *("learner.tasks.group_size", "learner.tasks.max_new_tokens", "learner.lr", "learner.divergence"),
+    *("teacher.top_k", "buffer.max_staleness", "learner.lora.rank", "learner.eval_every", "learner.checkpoint_every"),
+)
+WIDTH: Final = 110
+EVERYTHING: Final = "all"
+
+
+def help_text(topics: Sequence[str] = ()) -> str:
+    """For `--help` and the words after it. Raises ConfigError for a word that is neither a section nor a key."""
+    if not topics:
+        return _overview()
+    mistakes: list[str] = []
+    parts: list[str] = []
+    for topic in topics:
+        try:
+            parts.append("\n".join(_about(topic.removeprefix("--").replace("-", "_"))))
+        except ConfigError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return "\n".join(parts)
+
+
+def _overview() -> str:
+    lines = [USAGE, "The keys that most people set:"]
+    for name in MAIN_KEYS:
+        key = find_key(RunConfig, name)
+        assert key is not None, name
+        lines.append(_heading(key))
+        lines.append(_wrapped(_first_sentence(key.doc), 8))
+    sections = list(sections_of(RunConfig))
+    width = max(len(name) for name, _ in sections)
+    lines.append("\nSections (--help SECTION):")
+    for name, section in sections:
+        purpose = f"  {name:{width}}  {_first_sentence(inspect.getdoc(section) or '')}"
+        lines.append(textwrap.fill(purpose, WIDTH, subsequent_indent=" " * (width + 4)))
+    return "\n".join(lines)
+
+
+def _about(topic: str) -> Iterator[str]:
+    """Lines on one section with all that is below it, on one key, or on everything."""
+    topic = ALIASES.get(topic, topic)
+    if topic == EVERYTHING:
+        yield USAGE
+    keys = [key for key in keys_of(RunConfig) if topic == EVERYTHING or f"{key.name}.".startswith(f"{topic}.")]
+    if topic == "run":
+        keys = [key for key in keys_of(RunConfig) if "." not in key.name]
+    if not keys:
+        key = find_key(RunConfig, topic)
+        if key is None:
+            names = [*(key.name for key in keys_of(RunConfig)), *(name for name, _ in sections_of(RunConfig))]
+            raise ConfigError(f"--help {unknown_key(topic, names)}")
+        keys = [key]
+    documents = dict(sections_of(RunConfig))
+    section = None
+    for key in keys:
+        branch = key.name.rpartition(".")[0] or "run"
+        if branch != section:
+            yield f"{'' if section is None else chr(10)}{branch}:"
+            if branch in documents and branch != "run":
+                yield _wrapped(inspect.getdoc(documents[branch]) or "", 2)
+            section = branch
+        yield from _key_lines(key)
+
+
+def _key_lines(key: Key) -> Iterator[str]:
+    yield _heading(key)
+    if key.doc:
+        yield _wrapped(key.doc, 8)
+    for name, section in key.members.known().items() if key.members is not None else ():
+        options = [option for option in keys_of(section) if option.name != "name"]
+        if options:
+            yield f"      {name}:"
+        for option in options:
+            yield f"        --{key.name}.{option.name}  {type_name(option.type)}  [{_shown(option.default)}]"
+            yield _wrapped(option.doc, 14)
+    if (item := struct_of_items(key.type)) is not None:
+        for option in keys_of(item, f"{key.name}.NAME."):
+            yield from _key_lines(option)
+
+
+def _heading(key: Key) -> str:
+    short = {name: alias for alias, name in ALIASES.items()}.get(key.name)
+    also = f", --{short.replace('_', '-')}" if short else ""
+    default = "" if key.default is msgspec.NODEFAULT else f"  [{_shown(key.default)}]"
+    return f"  --{key.name}{also}  {type_name(key.type)}{default}"
+
+
+def _wrapped(text: str, indent: int) -> str:
+    return textwrap.fill(text, width=WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+def _first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence."""
+    return " ".join(text.split()).partition(". ")[0].rstrip(".") + "."
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Member):
+        return value.name
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return value or '""' if isinstance(value, str) else str(msgspec.to_builtins(value))
