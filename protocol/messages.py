@@ -556,7 +556,8 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     group_epoch: int
     host: str
     port: int
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl", "folder"]
+    """folder: there is no process group; each version is a file that members are told to load."""
     members: tuple[str, ...]
     """Actor names, in the order of their ranks."""
     world_size: int

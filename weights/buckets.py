@@ -3,7 +3,7 @@
     Layout          tensor 0 | pad | tensor 1 | pad | ... | tensor n-1 | pad    (each starts at a multiple of 64 bytes)
     buckets         [0, bucket_bytes) [bucket_bytes, 2 * bucket_bytes) ... the last one is smaller
 
-    PackedLayout    whole tensors without padding, as weights.manifest cuts them: what SGLang servers take
+    PackedLayout    buckets of whole tensors without padding, as weights.manifest cuts them: what SGLang servers take
 
 A bucket border of `Layout` may run through a tensor: whoever receives has the whole run in one piece, so that each
 tensor is a view of it and nothing is copied. Whoever sends gathers one bucket at a time.
@@ -14,7 +14,9 @@ Legend: B = bytes of the whole run, b = bytes of one bucket. All byte tensors ar
 from __future__ import annotations
 
 import bisect
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,99 +49,114 @@ def manifest_of(named: Iterable[tuple[str, Tensor]]) -> Manifest:
     return Manifest(specs)
 
 
-class Layout:
-    """Where each tensor of a manifest lies, and where the buckets are cut."""
+class BucketLayout(ABC):
+    """Where each tensor of a manifest lies in the run, and where the run is cut into buckets."""
+
+    def __init__(self, manifest: Manifest, offsets: Sequence[int], total_bytes: int) -> None:
+        """`offsets`: first byte of each tensor, in manifest order."""
+        self.manifest = manifest
+        self.offsets = list(offsets)
+        self.total_bytes = total_bytes
+        tensors = enumerate(zip(offsets, manifest.tensors, strict=True))
+        self._by_offset = sorted((offset, i) for i, (offset, spec) in tensors if spec.n_bytes)
+
+    @property
+    @abstractmethod
+    def n_buckets(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def largest_bytes(self) -> int:
+        """Of a bucket."""
+
+    @abstractmethod
+    def bounds(self, index: int) -> tuple[int, int]:
+        """First byte and end of bucket `index`."""
+
+    def gather(self, start: int, end: int, sources: Sequence[Tensor], out_b: Tensor) -> None:
+        """Copy bytes [start, end) of the run to the front of `out_b` (other device allowed). `sources`: `byte_views` of
+        the tensors, in manifest order."""
+        first = max(0, bisect.bisect_right(self._by_offset, (start, len(self.offsets))) - 1)
+        for offset, i in self._by_offset[first:]:
+            if offset >= end:
+                break
+            low, high = max(start, offset), min(end, offset + sources[i].numel())
+            if low < high:
+                out_b[low - start : high - start].copy_(sources[i][low - offset : high - offset])
+
+    def run_of(self, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
+        """The run that these tensors are views of, if they are: then its buckets need no gathering."""
+        first = named[0][1]
+        storage = first.untyped_storage()
+        for (_, tensor), spec, offset in zip(named, self.manifest.tensors, self.offsets, strict=True):
+            same = tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            at = tensor.storage_offset() * tensor.dtype.itemsize
+            if not same or not tensor.is_contiguous() or (at != offset and spec.n_bytes > 0):
+                return None
+        if storage.nbytes() != self.total_bytes:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+
+    def views(self, run_B: Tensor) -> list[tuple[str, Tensor]]:
+        """The named tensors, in manifest order, as views of the run."""
+        return [
+            (spec.name, run_B[offset : offset + spec.n_bytes].view(torch_dtype(spec)).view(spec.shape))
+            for spec, offset in zip(self.manifest.tensors, self.offsets, strict=True)
+        ]
+
+
+class Layout(BucketLayout):
+    """Tensors start at multiples of 64 bytes; buckets of one size cut through them."""
 
     def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
         """Raises ValueError unless `bucket_bytes` is a positive multiple of 64."""
         if bucket_bytes < ALIGN_BYTES or bucket_bytes % ALIGN_BYTES:
             raise ValueError(f"bucket_bytes = {bucket_bytes}; expected a positive multiple of {ALIGN_BYTES}")
-        self.manifest = manifest
         self.bucket_bytes = bucket_bytes
-        self.offsets: list[int] = []
-        end = 0
-        for spec in manifest.tensors:
-            self.offsets.append(end)
-            end += -(-spec.n_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        self.total_bytes = max(end, ALIGN_BYTES)
+        padded = [-(-spec.n_bytes // ALIGN_BYTES) * ALIGN_BYTES for spec in manifest.tensors]
+        *offsets, end = accumulate(padded, initial=0)
+        super().__init__(manifest, offsets, max(end, ALIGN_BYTES))
 
     @property
     def n_buckets(self) -> int:
         return -(-self.total_bytes // self.bucket_bytes)
 
+    @property
+    def largest_bytes(self) -> int:
+        return min(self.bucket_bytes, self.total_bytes)
+
     def bounds(self, index: int) -> tuple[int, int]:
-        """First byte and end of bucket `index`."""
         start = index * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.total_bytes)
 
-    def gather(self, index: int, sources: Sequence[Tensor], out_b: Tensor) -> None:
-        """Copy the bytes of bucket `index` to the front of `out_b` (other device allowed). `sources`: `byte_views` of
-        the tensors, in manifest order."""
-        start, end = self.bounds(index)
-        first = max(0, bisect.bisect_right(self.offsets, start) - 1)
-        for offset, source in zip(self.offsets[first:], sources[first:], strict=True):
-            if offset >= end:
-                break
-            low, high = max(start, offset), min(end, offset + source.numel())
-            if low < high:
-                out_b[low - start : high - start].copy_(source[low - offset : high - offset])
 
-    def run_of(self, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
-        """The run that these tensors are views of, if they are: then its buckets need no gathering."""
-        return _run_of(named, self.manifest, self.offsets, self.total_bytes)
-
-    def views(self, run_B: Tensor) -> list[tuple[str, Tensor]]:
-        """The named tensors, as views of the run."""
-        return _views(run_B, self.manifest, self.offsets)
-
-
-class PackedLayout:
-    """Where each tensor of a manifest lies when buckets hold whole tensors."""
+class PackedLayout(BucketLayout):
+    """Buckets of whole tensors, without gaps."""
 
     def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
         """Raises ValueError unless `bucket_bytes` is positive."""
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes = {bucket_bytes}; expected at least 1")
-        self.manifest = manifest
         self.buckets: tuple[Bucket, ...] = whole_tensor_buckets(manifest, bucket_bytes)
-        self.total_bytes = self.buckets[-1].end if self.buckets else 0
         starts: dict[str, int] = {}
         for bucket in self.buckets:
             at = bucket.start
             for spec in bucket.tensors:
                 starts[spec.name] = at
                 at += spec.n_bytes
-        self.offsets = [starts.get(spec.name, 0) for spec in manifest.tensors]
+        offsets = [starts.get(spec.name, 0) for spec in manifest.tensors]
+        super().__init__(manifest, offsets, self.buckets[-1].end if self.buckets else 0)
 
-    def run_of(self, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
-        """The run that these tensors are views of, if they are."""
-        return _run_of(named, self.manifest, self.offsets, self.total_bytes)
+    @property
+    def n_buckets(self) -> int:
+        return len(self.buckets)
 
-    def views(self, run_B: Tensor) -> list[tuple[str, Tensor]]:
-        """The named tensors, in manifest order, as views of the run."""
-        return _views(run_B, self.manifest, self.offsets)
+    @property
+    def largest_bytes(self) -> int:
+        return max((bucket.end - bucket.start for bucket in self.buckets), default=0)
 
-
-def _run_of(
-    named: Sequence[tuple[str, Tensor]], manifest: Manifest, offsets: Sequence[int], total_bytes: int
-) -> Tensor | None:
-    first = named[0][1]
-    storage = first.untyped_storage()
-    for (_, tensor), spec, offset in zip(named, manifest.tensors, offsets, strict=True):
-        same = tensor.untyped_storage().data_ptr() == storage.data_ptr()
-        at = tensor.storage_offset() * tensor.dtype.itemsize
-        if not same or not tensor.is_contiguous() or (at != offset and spec.n_bytes > 0):
-            return None
-    if storage.nbytes() != total_bytes:
-        return None
-    return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
-
-
-def _views(run_B: Tensor, manifest: Manifest, offsets: Sequence[int]) -> list[tuple[str, Tensor]]:
-    return [
-        (spec.name, run_B[offset : offset + spec.n_bytes].view(torch_dtype(spec)).view(spec.shape))
-        for spec, offset in zip(manifest.tensors, offsets, strict=True)
-    ]
+    def bounds(self, index: int) -> tuple[int, int]:
+        return self.buckets[index].start, self.buckets[index].end
 
 
 def byte_views(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:

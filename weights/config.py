@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -12,12 +12,23 @@ from protocol.addresses import is_local
 PublishDtype: TypeAlias = Literal["auto", "keep", "float32", "bfloat16", "float16"]
 Staging: TypeAlias = Literal["auto", "device", "host"]
 
+BUILT_IN: Final = {
+    "collective": "weights.transports.collective:collective",
+    "folder": "weights.transports.folder:FolderTransport",
+}
+"""Transports by name; what stands there makes one of a weights.transport.Setup."""
+ENTRY_POINTS: Final = "stillhouse.weights"
+"""Entry-point group of further ones."""
 _BUCKET_UNIT_BYTES = 64
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The collective path (all actors at once), the snapshot path (those who were not there), and who is waited for."""
 
+    transport: str = "auto"
+    """How a version gets to the actors. collective: one broadcast to all. folder: as a file in the run's folder, for
+    actors that can read it and reach nothing of the learner's but weights.control_port. auto: collective. A transport
+    of another package by the name of its entry point (stillhouse.weights), or as module:attribute."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl where the learner and all actors (or their servers) have a GPU each and the same NCCL, else gloo. The
     launcher decides before the start, and says which and why; nccl that cannot work is refused then."""
@@ -82,6 +93,15 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     versions. 0: only the first."""
 
     def __post_init__(self) -> None:
+        if not self.transport:
+            raise ValueError(f"transport is empty; expected auto, {', '.join(BUILT_IN)}, or module:attribute")
+        if self.transport == "folder" and self.backend == "nccl":
+            raise ValueError("backend = nccl with transport = folder, which makes no process group; use backend = auto")
+        if self.transport == "folder" and self.verify == "reload":
+            raise ValueError(
+                "verify = reload with transport = folder: servers load each version from the very file that they would "
+                "be compared with; use verify = auto, a prompt that learner and server both score"
+            )
         if not self.host:
             raise ValueError("host is empty; expected an address of this machine that the actors can reach")
         if not is_local(self.host) and not self.allow_plain_network:

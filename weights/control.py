@@ -113,7 +113,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True, tag=True):
-    """rank 0 -> member: the header of a broadcast, which starts at once."""
+    """rank 0 -> member: a version follows."""
 
     group_epoch: int
     number: int
@@ -124,6 +124,8 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     grace_s: float = 3.0
     """After a failure each member has answered within this."""
     check: Check | None = None
+    weights: WeightsRef | None = None
+    """The version as a file, to be loaded; None: it comes as a broadcast, which starts at once."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

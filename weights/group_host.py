@@ -6,6 +6,8 @@ come to pass (rank 0's part fails, a member answers `broken` because a neighbour
 one, the deadline passes), rank 0 tells all to leave, which they heed inside the collective too, and answer: they live.
 Who has not answered when a grace is over is the one. So a killed member costs the grace, a hung one the deadline more.
 
+What carries the bytes, and how they are laid, is a subclass's to say (weights/transports/).
+
 Used by one thread, the publisher's. Every wait asks `gone` (has the buffer lost one of these?) and `closing`.
 """
 
@@ -14,81 +16,94 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
-from protocol.keys import ServerKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.buckets import Layout, PackedLayout, manifest_of
-from weights.collective import WeightGroup
-from weights.config import WeightsConfig
+from weights.buckets import BucketLayout, manifest_of
 from weights.control import Agreed, Answer, Check, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
-from weights.group_operations import BackendName, Store, host_store
+from weights.group_operations import BackendName
 from weights.limits import Limits, kind_of
 from weights.manifest import Manifest
-from weights.members import EMBEDDED, AnyLayout, Members
 from weights.roster import Seat
-from weights.server_group import ServerGroup
 from weights.sink import GroupBroken, GroupInterrupted
 from weights.staged_weights import StagedWeights
+from weights.transport import DropReason, Result, Setup
 
 log = logging.getLogger(__name__)
-
-DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
-"""Why a member is left out: it did not take up the plan in time; joined but hung, or failed by its own fault, while the
-group was made; did not confirm a version in time; its server did not come out of a failed broadcast; it got a version
-that it could not use; its server took all of a version and does not have it; the buffer lost it (or it restarted)."""
 
 WAIT_SLICE_S: Final = 0.05
 _Message = TypeVar("_Message", Joined, Ready, Answer)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What came of making a group, or of sending through it. It worked exactly if there is no error."""
-
-    error: str | None = None
-    lost: dict[Seat, DropReason] = field(default_factory=dict[Seat, DropReason])
-    """Seats to leave out of the next group. Empty with an error: nobody's fault that could be told."""
-    behind: bool = False
-    """After making a group: some member lacks the newest version."""
+class NotSent(Exception):
+    """A version could not be sent, through no member's fault."""
 
 
-class GroupHost:
-    """At most one group at a time."""
+class Channel(Protocol):
+    """Rank 0's end of what carries the bytes to the members of one plan. One thread."""
 
-    def __init__(
-        self,
-        config: WeightsConfig,
-        *,
-        backend: BackendName,
-        device: torch.device | str,
-        gone: Callable[[Iterable[Seat]], frozenset[Seat]],
-        closing: Callable[[], bool],
-        members: Members = EMBEDDED,
-        control_keys: ServerKeys | None = None,
+    def join(self, timeout_s: float) -> None:
+        """Meet the members. Raises GroupBroken or GroupInterrupted."""
+        ...
+
+    def send(
+        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
     ) -> None:
-        self._config = config
-        self.limits = Limits(config)
-        self._members = members
-        self._backend: BackendName = backend
-        self._device = device
-        self._gone = gone
-        self._closing = closing
-        self._store: Store | None = None
-        self._control = ControlHost(config.host, config.control_port, control_keys)
+        """Returns when the bytes have left this process, which says nothing about who has them. Raises GroupBroken or
+        GroupInterrupted."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GroupHost(ABC):
+    """A transport (weights.transport) whose members answer on the control channel; at most one group at a time.
+    Subclasses say where members meet, what carries the bytes, and how they are laid."""
+
+    backend: ClassVar[BackendName | Literal["folder"] | None] = None
+    """By which members receive, as plans say it; None: that of the Setup."""
+    independent: ClassVar[bool] = False
+    """A member that fails does not keep the others from having the version."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._config = setup.config
+        self.limits = Limits(setup.config)
+        self._members = setup.members
+        self._backend: BackendName = setup.backend
+        self._device = setup.device
+        self._gone = setup.gone
+        self._closing = setup.closing
+        self._snapshots = setup.snapshots
+        self._control = ControlHost(setup.config.host, setup.config.control_port, setup.control_keys)
         self._heard: list[FromMember] = []
         """Read inside a collective, for `_collect`."""
         self._token = secrets.token_hex(4)
         self._epoch = 0
         self._round = 0
-        self._group: WeightGroup | ServerGroup | None = None
+        self._group: Channel | None = None
         self._seats: tuple[Seat, ...] = ()
-        self._layout: AnyLayout | None = None
+        self._layout: BucketLayout | None = None
+
+    @abstractmethod
+    def _meet_at(self) -> int:
+        """TCP port of the store at which the members of the next plan meet; 0 where they need none."""
+
+    @abstractmethod
+    def _open(self, seats: tuple[Seat, ...]) -> Channel:
+        """To the members of the plan that named `_meet_at`."""
+
+    @abstractmethod
+    def _layout_of(self, manifest: Manifest) -> BucketLayout: ...
+
+    def _file_of(self, weights: StagedWeights) -> WeightsRef | None:
+        """The version as a file, where members are to load it. Raises NotSent."""
+        return None
 
     def __repr__(self) -> str:
         return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
@@ -132,25 +147,32 @@ class GroupHost:
         self._round = 0
         return Result(behind=newest is not None and any(_lacks(message, newest) for message in joined.values()))
 
-    def send(self, weights: StagedWeights, check: Check | None = None) -> Result:
-        """Broadcast a version to the group and wait until every member has staged it: at most its limit and a grace.
+    def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
+        """Send a version to the group and wait until every member has staged it: at most its limit and a grace.
         With an error the group is gone. `check`: what the members do to prove that they have it. Raises ValueError
         when the tensors are not the same as before."""
         if self._group is None:
             raise RuntimeError("there is no weight group to send through; form one first")
-        kind = kind_of(check)
+        written_s = time.monotonic()
+        try:
+            file = self._file_of(weights)
+        except NotSent as unsent:
+            return self._failed(str(unsent), {})
+        kind = kind_of(check) if file is None else "file"
         timeout_s = self.limits.limit_s(kind, weights.n_bytes)
-        layout, header = self._header(weights, check, timeout_s)
+        layout, header = self._header(weights, check, timeout_s, file)
         began_s = time.monotonic()
         self._control.send(header)
         error: str | None = None
         try:
-            self._broadcast(self._group, layout, weights, timeout_s)
+            self._group.send(self._round, layout, weights.named, timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
         answers = self._collect(self._seats, Answer, began_s + timeout_s, error=error)
         self.limits.took(kind, timeout_s, time.monotonic() - began_s)
-        return self._conclude(answers, error)
+        has = tuple(self._seats[rank - 1] for rank, answer in answers.items() if answer.status == "staged")
+        result = self._conclude(answers, error)
+        return replace(result, has=has, n_bytes=weights.n_bytes, seconds=time.monotonic() - written_s)
 
     def disband(self, reason: str) -> None:
         """End the group; its members wait for the next plan."""
@@ -160,20 +182,15 @@ class GroupHost:
     def close(self) -> None:
         self.disband("the learner is closing")
         self._control.close()
-        self._store = None
 
     # ------------------------------------------------------------------------------------------------ steps
 
     def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None, join_limit_s: float) -> WeightPlan:
-        """Embedded members keep their connection to one store; one that servers wait at has to end with its group."""
-        if self._members.kind == "servers":
-            self._store = None
-        store = self._store = self._store or host_store(self._config.host, self._config.store_port)
         return WeightPlan(
             group_epoch=self._epoch,
             host=self._config.host,
-            port=store.port,
-            backend=self._backend,
+            port=self._meet_at(),
+            backend=self.backend or self._backend,
             members=tuple(seat.name for seat in seats),
             world_size=self._world_size(seats),
             join_timeout_s=join_limit_s,
@@ -192,39 +209,10 @@ class GroupHost:
     def _world_size(self, seats: tuple[Seat, ...]) -> int:
         return 1 + len(seats) * self._members.ranks_each
 
-    def _make_group(self, seats: tuple[Seat, ...]) -> WeightGroup | ServerGroup:
-        def interrupted() -> str | None:
-            return self._stop_reason(seats)
-
-        store = self._store
-        if store is None:
-            raise RuntimeError("a group is made from a plan that names its store")
-        if self._members.kind == "servers":
-            self._store = None  # the group's alone: it must be able to end it
-            return ServerGroup(
-                store,
-                group_name=self._group_name,
-                world_size=self._world_size(seats),
-                backend=self._backend,
-                device=self._device,
-                address=self._config.host,
-                interrupted=interrupted,
-            )
-        return WeightGroup(
-            store,
-            group_epoch=self._epoch,
-            rank=0,
-            world_size=self._world_size(seats),
-            backend=self._backend,
-            device=self._device,
-            address=self._config.host,
-            interrupted=interrupted,
-        )
-
     def _connect(self, seats: tuple[Seat, ...]) -> Result:
         timeout_s = self._config.join_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        self._group = self._make_group(seats)
+        self._group = self._open(seats)
         self._control.send(Go(self._epoch, timeout_s))
         error: str | None = None
         try:
@@ -243,22 +231,9 @@ class GroupHost:
         }
         return self._failed(error or "not every member was ready in time", lost)
 
-    def _broadcast(
-        self, group: WeightGroup | ServerGroup, layout: AnyLayout, weights: StagedWeights, timeout_s: float
-    ) -> None:
-        if isinstance(group, ServerGroup):
-            assert isinstance(layout, PackedLayout)
-            group.send(self._round, layout, weights.named, timeout_s)
-        else:
-            assert isinstance(layout, Layout)
-            group.send(self._round, layout, weights.named, timeout_s)
-
-    def _layout_of(self, manifest: Manifest) -> AnyLayout:
-        bucket_bytes = self._config.bucket_bytes
-        servers = self._members.kind == "servers"
-        return PackedLayout(manifest, bucket_bytes) if servers else Layout(manifest, bucket_bytes)
-
-    def _header(self, weights: StagedWeights, check: Check | None, timeout_s: float) -> tuple[AnyLayout, Round]:
+    def _header(
+        self, weights: StagedWeights, check: Check | None, timeout_s: float, file: WeightsRef | None
+    ) -> tuple[BucketLayout, Round]:
         manifest = manifest_of(weights.named)
         agreed: Agreed | None = None
         if self._layout is None:
@@ -279,6 +254,7 @@ class GroupHost:
             timeout_s=timeout_s,
             grace_s=self._config.answer_grace_s,
             check=check,
+            weights=file,
         )
         return self._layout, header
 
@@ -341,6 +317,8 @@ class GroupHost:
     def _failure_of(self, message: FromMember) -> str:
         """Why the others cannot go on either; empty if they can. An engine refuses when it has passed on every byte, a
         server perhaps before."""
+        if self.independent:
+            return ""
         match message:
             case Answer():
                 harmless = ("staged", "refused") if self._members.kind == "engines" else ("staged",)

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -34,6 +34,7 @@ from torch.distributed import PrefixStore as _PrefixStore  # pyright: ignore[rep
 from torch.distributed import Store as _AnyStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from weights.buckets import BucketLayout, byte_views
 from weights.patience import in_thread, wait_patiently
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted
 
@@ -186,6 +187,32 @@ class GroupOperations:
             self._under_way.append(self._group.broadcast([tensor], options))
         except RuntimeError as error:
             raise GroupBroken(f"{self!r}: {first_line(error)}") from None
+
+    def _send_buckets(
+        self,
+        layout: BucketLayout,
+        named: Sequence[tuple[str, Tensor]],
+        pieces: Iterable[tuple[int, int]],
+        deadline_s: float,
+        each: Callable[[Tensor], None] = lambda bucket_b: None,
+    ) -> None:
+        """Rank 0: start a broadcast for each piece, bytes [start, end) of the run, which `each` sees before. A run that
+        lies on the group's device goes out as it lies; else a piece is copied while the one before is on its way."""
+        run_B = layout.run_of(named)
+        sources = byte_views(named) if run_B is None else []
+        for index, (start, end) in enumerate(pieces):
+            if len(self._under_way) == BUFFERS:
+                self._finish_oldest(deadline_s)  # the buffer of piece index - 2 is free again
+            if run_B is not None and run_B.device == self._device:
+                bucket_b = run_B[start:end]
+            else:
+                bucket_b = self._buffer(index, layout.largest_bytes)[: end - start]
+                if run_B is not None:
+                    bucket_b.copy_(run_B[start:end])
+                else:
+                    layout.gather(start, end, sources, bucket_b)
+            each(bucket_b)
+            self._start(bucket_b, deadline_s)
 
     def _patiently(self, act: Callable[[], T], deadline_s: float) -> T:
         """Something of torch's that cannot be interrupted, in a thread: when nobody waits any more that is left to end

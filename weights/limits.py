@@ -4,6 +4,7 @@
 
     join       an actor reads and hashes the snapshot, and its engine or server loads it
     plain      a broadcast is received and copied into the engine
+    file       a snapshot is read, hashed and loaded, by an engine or a server
     reload     received, hashed, the snapshot file hashed, read by the server, and hashed again
 
 patience, of each kind of its own, begins with 1. A limit that was missed is doubled for the next time, so that nothing
@@ -18,9 +19,9 @@ from typing import Final, Literal, TypeAlias
 from weights.config import WeightsConfig
 from weights.control import Check
 
-LimitKind: TypeAlias = Literal["join", "plain", "reload"]
+LimitKind: TypeAlias = Literal["join", "plain", "file", "reload"]
 
-PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "reload": 6}
+PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "file": 3, "reload": 6}
 """Over all bytes."""
 MOST_PATIENCE: Final = 16.0
 

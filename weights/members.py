@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from weights.buckets import ALIGN_BYTES, Layout, PackedLayout
+from weights.buckets import ALIGN_BYTES, BucketLayout, Layout, PackedLayout
 from weights.config import WeightsConfig
 from weights.manifest import Manifest
 from weights.publish_choices import ActorSettings, SentDtype, held_dtype
 
-CheckBy: TypeAlias = Literal["reload", "off"]
-"""How a server proves that it has what was sent (weights.control.Check); off: not at all."""
-AnyLayout: TypeAlias = Layout | PackedLayout
+CheckBy: TypeAlias = Literal["reload", "canary", "off"]
+"""How a server proves that it has what was sent (weights.control.Check): by its checksums after loading the snapshot
+file and by a canary; by the canary alone, where the file is what it was sent; not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Members:
     dtype: SentDtype = "keep"
     """Of their weights; keep: not known."""
 
-    def staging(self, manifest: Manifest, bucket_bytes: int) -> AnyLayout:
+    def staging(self, manifest: Manifest, bucket_bytes: int) -> BucketLayout:
         """How copies of the weights are laid, so that buckets can be sent as they lie. With engines the cuts are made
         later, and only the places of the tensors count."""
         if self.kind == "servers":
@@ -42,5 +42,7 @@ def members_of(actor: ActorSettings, weights: WeightsConfig, student: str) -> Me
     dtype = held_dtype(actor, student)
     if actor.engine != "sglang":
         return Members(dtype=dtype)
-    check_by: CheckBy = "off" if weights.verify == "off" else "reload"
+    check_by: CheckBy = "canary" if weights.transport == "folder" else "reload"
+    if weights.verify == "off":
+        check_by = "off"
     return Members(kind="servers", ranks_each=actor.server.tp, check_by=check_by, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.messages import WeightVersion
-from weights.group_host import DropReason
+from weights.transport import DropReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PublisherStats:
     failed_groups_total: int
     skipped_versions_total: int
     dropped_total: dict[DropReason, int]
-    """Members left out, by `weights.group_host.DropReason`."""
+    """Members left out, by `weights.transport.DropReason`."""
     control_unreadable_total: int
     """Messages on the control channel that were not ours."""
     check_requests_total: int
@@ -44,9 +44,6 @@ class PublishFigures:
     broadcast_s: float = 0.0
     broadcast_s_total: float = 0.0
     broadcast_bytes: int = 0
-    snapshots: int = 0
-    snapshot_s: float = 0.0
-    snapshot_failures: int = 0
     rebuilds: int = 0
     failed_groups: int = 0
     check_requests: int = 0

@@ -35,16 +35,16 @@ from weights.canary import LearnerCanary
 from weights.checks import Canary
 from weights.config import WeightsConfig
 from weights.control import Check
-from weights.group_host import DropReason, GroupHost, Result
 from weights.group_operations import choose_backend
 from weights.members import EMBEDDED, Members
 from weights.publish_choices import bucket_size, sent_dtype, staged_in
 from weights.publish_stats import PublisherStats, PublishFigures
 from weights.roster import Roster, Seat
 from weights.server_checks import CheckSchedule, Due
-from weights.snapshot import write_snapshot
+from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights, Weight
 from weights.streams import WeightStreams, streams_of
+from weights.transport import DropReason, Result, Setup, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -85,24 +85,27 @@ class Publisher:
         checked with, beside their checksums. `control_keys`: encrypt the control channel. `streams`: None = those of
         `device`. Raises ValueError for a backend that this machine has not."""
         device = torch.device(device)
-        backend = choose_backend(config.backend, device)
+        backend = "gloo" if config.transport == "folder" else choose_backend(config.backend, device)
         config = replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config = config
         self._members = members
         self._canary = canary
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
-        self._snapshot_dir = snapshot_dir
+        self._snapshots = SnapshotKeeper(snapshot_dir, keep=config.keep_snapshots, canary_of=self._canary_of)
         self._post_plan = post_plan
         self._published = published
-        self._host = GroupHost(
-            config,
-            backend=backend,
-            device=device if backend == "nccl" else "cpu",
-            gone=self._gone,
-            closing=lambda: self._closing,
-            members=members,
-            control_keys=control_keys,
+        self._transport = make_transport(
+            Setup(
+                config,
+                backend=backend,
+                device=device if backend == "nccl" else "cpu",
+                gone=self._gone,
+                closing=lambda: self._closing,
+                snapshots=self._snapshots,
+                members=members,
+                control_keys=control_keys,
+            )
         )
         self._roster = Roster(config, expected_actors)
         # Shared between the threads, under this lock.
@@ -123,7 +126,6 @@ class Publisher:
         self._broken = False
         self._retry_s = 0.0
         self._not_before_s = 0.0
-        self._ref: WeightsRef | None = None
         self._dropped: Counter[DropReason] = Counter()
         self._figures = PublishFigures()
         self._checks = CheckSchedule(members, config.verify_every)
@@ -146,13 +148,13 @@ class Publisher:
         PublishTimeout with `every_version`."""
         with self._changed:
             self._raise_if_failed()
-            wait_s = self._host.limits.publish_wait_s(0 if self._pending is None else self._pending.n_bytes)
+            wait_s = self._transport.limits.publish_wait_s(0 if self._pending is None else self._pending.n_bytes)
             if self._config.every_version and not self._changed.wait_for(
                 lambda: self._pending is None or self._over(), wait_s
             ):
                 raise PublishTimeout(
                     f"version {version}: the one before is not out after {wait_s:.0f} s; "
-                    f"{self._host!r}, {self._roster!r}; see the actors' logs"
+                    f"{self._transport!r}, {self._roster!r}; see the actors' logs"
                 )
             self._raise_if_failed()
             if self._closing:
@@ -206,21 +208,21 @@ class Publisher:
             figures = self._figures
             return PublisherStats(
                 published=figures.published,
-                members=len(self._host.seats),
-                group_epoch=self._host.group_epoch,
+                members=len(self._transport.seats),
+                group_epoch=self._transport.group_epoch,
                 broadcasts_total=figures.broadcasts,
                 broadcast_s=figures.broadcast_s,
                 broadcast_s_total=figures.broadcast_s_total,
                 broadcast_bytes=figures.broadcast_bytes,
                 copy_s=self._copy_s,
-                snapshots_total=figures.snapshots,
-                snapshot_s=figures.snapshot_s,
-                snapshot_failures_total=figures.snapshot_failures,
+                snapshots_total=self._snapshots.written_total,
+                snapshot_s=self._snapshots.write_s,
+                snapshot_failures_total=self._snapshots.failures_total,
                 rebuilds_total=figures.rebuilds,
                 failed_groups_total=figures.failed_groups,
                 skipped_versions_total=self._skipped,
                 dropped_total=dict(self._dropped),
-                control_unreadable_total=self._host.control_unreadable_total,
+                control_unreadable_total=self._transport.control_unreadable_total,
                 check_requests_total=figures.check_requests,
             )
 
@@ -255,7 +257,7 @@ class Publisher:
             with self._changed:
                 self._failure = error
         finally:
-            self._host.close()
+            self._transport.close()
             with self._changed:
                 self._working = False
                 self._changed.notify_all()
@@ -282,8 +284,8 @@ class Publisher:
                 self._working = True
                 if rebuild_in_s == 0.0:
                     return "rebuild"
-                nobody = not self._host.seats and not self._roster.wanted(now_s)
-                if self._owed and (self._host.seats or nobody):
+                nobody = not self._transport.seats and not self._roster.wanted(now_s)
+                if self._owed and (self._transport.seats or nobody):
                     return "deliver"
                 self._working = False
                 self._changed.notify_all()
@@ -306,7 +308,7 @@ class Publisher:
     def _rebuild_in_s(self, now_s: float) -> float | None:
         """Waiting for more changes is pointless once the group cannot be used, or has lost a member while weights are
         to be sent."""
-        seated = self._host.seats
+        seated = self._transport.seats
         lost_one = self._owed and bool(set(seated) - set(self._roster.wanted(now_s)))
         rebuild_in_s = self._roster.rebuild_in_s(now_s, seated, urgent=self._broken or lost_one)
         if rebuild_in_s is None:
@@ -316,18 +318,18 @@ class Publisher:
 
     def _rebuild(self) -> None:
         seats = self._roster.wanted(time.monotonic())
-        left = set(self._host.seats) - set(self._connected or ())
+        left = set(self._transport.seats) - set(self._connected or ())
         self._count_dropped(Counter({"disconnected": len(left)} if left else {}))
         self._roster.rebuilt()
         self._broken = False
         if not seats:
-            self._host.disband("nobody is left")
+            self._transport.disband("nobody is left")
             return
         self._figures.rebuilds += 1
         newest = self._newest
-        ref = self._snapshot()
+        ref = self._snapshots.write(newest)
         began_s = time.monotonic()
-        result = self._host.form(seats, ref, newest.version if newest is not None else None, self._post_plan)
+        result = self._transport.form(seats, ref, newest.version if newest is not None else None, self._post_plan)
         self._learn_from(result)
         if result.behind:
             self._owed = True
@@ -338,32 +340,30 @@ class Publisher:
         newest = self._newest
         if newest is None:
             raise RuntimeError("there is nothing to deliver")
-        if not self._host.seats:
-            self._snapshot()
+        if not self._transport.seats:
+            self._snapshots.write(newest)
             self._out(newest.version, 0.0)
             return
         newest.wait()
-        plan = self._host.group_epoch
+        plan = self._transport.group_epoch
         due = self._checks.due(plan)
         check = self._check_of(newest, due)
-        began_s = time.monotonic()
-        result = self._host.send(newest, check)
+        result = self._transport.publish(newest, check)
         self._learn_from(result)
         if result.error is None:
-            broadcast_s = time.monotonic() - began_s
-            self._checks.sent(plan, checked=check is not None and check.is_whole(due.checksums != "off"))
+            self._checks.sent(plan, checked=check is not None and check.is_whole(due.checksums == "reload"))
             self._figures.check_requests += check is not None
-            self._roster.confirm(self._host.seats)
+            self._roster.confirm(result.has)
             self._figures.broadcasts += 1
-            self._figures.broadcast_s = broadcast_s
-            self._figures.broadcast_s_total += broadcast_s
-            self._figures.broadcast_bytes = newest.n_bytes
-            self._out(newest.version, broadcast_s)
+            self._figures.broadcast_s = result.seconds
+            self._figures.broadcast_s_total += result.seconds
+            self._figures.broadcast_bytes = result.n_bytes
+            self._out(newest.version, result.seconds)
 
     def _check_of(self, newest: StagedWeights, due: Due) -> Check | None:
         """What the members shall prove this time. A snapshot that cannot be written is owed with the next version."""
         canary = self._canary_of(newest) if due.canary else None
-        ref = self._snapshot() if due.checksums == "reload" else None
+        ref = self._snapshots.write(newest) if due.checksums == "reload" else None
         weights = ref if ref is not None and ref.version == newest.version else None
         if weights is None and canary is None:
             return None
@@ -399,30 +399,7 @@ class Publisher:
             self._owed = False
         if self._figures.published is None or version > self._figures.published:
             self._figures.published = version
-            self._published(version, self._ref, broadcast_s)
-
-    def _snapshot(self) -> WeightsRef | None:
-        """Of the newest version; the one before if it cannot be written, which joiners then get by broadcast."""
-        newest = self._newest
-        if newest is None or (self._ref is not None and self._ref.version == newest.version):
-            return self._ref
-        newest.wait()
-        began_s = time.monotonic()
-        try:
-            self._ref = write_snapshot(
-                self._snapshot_dir,
-                newest.version,
-                newest.named,
-                keep=self._config.keep_snapshots,
-                canary=self._canary_of(newest),
-            )
-        except OSError as error:
-            self._figures.snapshot_failures += 1
-            log.error("no snapshot of version %s: %s", newest.version, error)
-            return self._ref
-        self._figures.snapshots += 1
-        self._figures.snapshot_s = time.monotonic() - began_s
-        return self._ref
+            self._published(version, self._snapshots.ref, broadcast_s)
 
     def _gone(self, seats: Iterable[Seat]) -> frozenset[Seat]:
         """Those that the buffer has lost meanwhile. Asked by the group host in its waits."""

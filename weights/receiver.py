@@ -221,7 +221,8 @@ class WeightReceiver:
 
         try:
             try:
-                self._sink.join(plan, index, timeout_s, interrupted)
+                if plan.backend != "folder":
+                    self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
                 free = self._sink.settle(SETTLE_S)
                 control.send(Ready(plan.group_epoch, index + 1, str(error), at_fault=not free))
@@ -272,6 +273,7 @@ class WeightReceiver:
             answer("wrong_weights", str(error))
             raise
         except Exception as error:
+            self._figures.snapshots_refused_total += isinstance(error.__cause__, SnapshotRefused)
             answer("refused", f"{type(error).__name__}: {error}")
             raise
         self._figures.weights_received_total += 1

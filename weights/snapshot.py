@@ -11,10 +11,12 @@ wrote, whatever the shared folder does in between.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -29,9 +31,51 @@ from protocol.messages import WeightsRef, WeightVersion
 from weights.checks import Canary
 from weights.sink import SnapshotRefused
 from weights.snapshot_check import check_snapshot
+from weights.staged_weights import StagedWeights
+
+log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "model.safetensors"
 _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
+
+
+class SnapshotKeeper:
+    """The snapshots of one publisher's versions, each written once, when somebody needs it. Used by one thread."""
+
+    def __init__(self, folder: Path, *, keep: int, canary_of: Callable[[StagedWeights], Canary | None]) -> None:
+        """`keep`: the newest so many stay. `canary_of`: goes into the file."""
+        self._folder = folder
+        self._keep = keep
+        self._canary_of = canary_of
+        self.ref: WeightsRef | None = None
+        """The newest one."""
+        self.written_total = 0
+        self.failures_total = 0
+        self.write_s = 0.0
+        """Of the newest one."""
+
+    def write(self, weights: StagedWeights | None) -> WeightsRef | None:
+        """The snapshot of these weights; the one before where this cannot be written (or there are none), which is
+        counted."""
+        if weights is None or (self.ref is not None and self.ref.version == weights.version):
+            return self.ref
+        weights.wait()
+        began_s = time.monotonic()
+        try:
+            self.ref = write_snapshot(
+                self._folder, weights.version, weights.named, keep=self._keep, canary=self._canary_of(weights)
+            )
+        except OSError as error:
+            self.failures_total += 1
+            log.error("no snapshot of version %s: %s", weights.version, error)
+            return self.ref
+        self.written_total += 1
+        self.write_s = time.monotonic() - began_s
+        return self.ref
+
+    def forget(self) -> None:
+        """The newest file is of no use: it is written anew when it is needed next."""
+        self.ref = None
 
 
 def write_snapshot(

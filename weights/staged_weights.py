@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from protocol.messages import WeightVersion
-from weights.buckets import manifest_of
+from weights.buckets import BucketLayout, manifest_of
 from weights.manifest import Manifest, TensorSpec
-from weights.members import EMBEDDED, AnyLayout, Members
+from weights.members import EMBEDDED, Members
 from weights.publish_choices import CPU_BUCKET_BYTES, SentDtype
 from weights.streams import Mark, NoStreams, WeightStreams
 
@@ -64,7 +64,7 @@ class StagedWeights:
         self._place = place
         self._streams = NoStreams() if streams is None else streams
         self._bucket_bytes = bucket_bytes
-        self._layout: AnyLayout | None = None
+        self._layout: BucketLayout | None = None
         self._copied: Mark | None = None
 
     def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:

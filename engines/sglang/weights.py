@@ -3,6 +3,7 @@
     join     POST /init_weights_update_group
     take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
              tensor again, synchronise; end, check, resume
+             from a file: pause, POST /update_weights_from_disk, check, resume
     load     pause, POST /update_weights_from_disk, resume
     leave    POST /destroy_weights_update_group
 
@@ -128,33 +129,45 @@ class ServerWeights:
             raise WeightsRefused(str(error)) from error
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
-        if self._group_name is None:
+        if self._group_name is None and header.weights is None:
             raise GroupBroken("no group was joined")
         deadline_s = time.monotonic() + header.timeout_s
-        buckets = whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes)
         check = header.check
         named_by_update = check is None or not self._engine.features.labels_settable
+        name = header.version if named_by_update else None
         began_s = time.monotonic()
         with self._faults():
+            path = self._checked(header.weights, deadline_s, interrupted) if header.weights is not None else None
             self._pause(deadline_s, cut=check is not None and check.canary is not None)
             paused_s = time.monotonic()
-            self._open_session()
-            self._known = False
-            for index, bucket in enumerate(buckets):
-                last = index == len(buckets) - 1
-                body = self._update(bucket, header.version if last and named_by_update else None, last=last)
-                self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
-            if self._answers_when_queued:
-                self._confirm(buckets, deadline_s, interrupted)
-            self._close_session()
-            if self._answers_when_queued:
-                self._synchronise(deadline_s, interrupted)
+            if path is not None:
+                self._known = False
+                self._ask(_FROM_DISK, self._from_disk(str(path.parent), name), deadline_s, interrupted)
+            else:
+                self._receive(whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes), name, deadline_s, interrupted)
             received_s = time.monotonic()
             if check is not None:
                 self._check(check, header.version, deadline_s, interrupted)
             self._resume(header.version, name=not named_by_update)
         whole_s, receive_s = time.monotonic() - began_s, received_s - paused_s
-        return Taken(n_bytes=buckets[-1].end if buckets else 0, receive_s=receive_s, stage_s=whole_s - receive_s)
+        n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
+        return Taken(n_bytes=n_bytes, receive_s=receive_s, stage_s=whole_s - receive_s)
+
+    def _receive(
+        self, buckets: Sequence[Bucket], name: WeightVersion | None, deadline_s: float, interrupted: Interrupted
+    ) -> None:
+        """A broadcast. `name`: what the server is to call its weights after the last bucket."""
+        self._open_session()
+        self._known = False
+        for index, bucket in enumerate(buckets):
+            last = index == len(buckets) - 1
+            body = self._update(bucket, name if last else None, last=last)
+            self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
+        if self._answers_when_queued:
+            self._confirm(buckets, deadline_s, interrupted)
+        self._close_session()
+        if self._answers_when_queued:
+            self._synchronise(deadline_s, interrupted)
 
     def settle(self, timeout_s: float) -> bool:
         if self._pending is None:
@@ -268,11 +281,15 @@ class ServerWeights:
             return self._ask(path, body, deadline_s, interrupted)
 
         def reload(ref: WeightsRef) -> None:
-            checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
-            path = wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
+            path = self._checked(ref, deadline_s, interrupted)
             ask(_FROM_DISK, self._from_disk(str(path.parent), None))
 
         self._verify.check(check, version, ask, reload)
+
+    def _checked(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> Path:
+        """The file, if it is what the learner wrote. Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
+        checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
+        return wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
 
     @property
     def _flushes(self) -> bool:

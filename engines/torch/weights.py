@@ -10,11 +10,12 @@ from torch import Tensor
 from engines.base import TakesWeights
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import Layout
-from weights.collective import WeightGroup
 from weights.control import Agreed, Round
 from weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
-from weights.sink import GroupBroken, GroupInterrupted, Interrupted, Taken
+from weights.patience import in_thread, wait_patiently
+from weights.sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
 from weights.snapshot import read_snapshot
+from weights.transports.collective import WeightGroup
 
 
 class EmbeddedWeights:
@@ -44,12 +45,14 @@ class EmbeddedWeights:
         if plan.kind != "engines":
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is embedded")
         if plan.backend == "nccl" and self._device.type != "cuda":
-            raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set publish.backend to gloo")
+            raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set weights.backend to gloo")
 
     def load(self, ref: WeightsRef) -> None:
         self._stage(ref.version, read_snapshot(ref))
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
+        if plan.backend == "folder":
+            raise ValueError(f"weight plan {plan.group_epoch} has no process group; its versions are files")
         self.leave()
         self._layout = None
         self._group = WeightGroup(
@@ -70,19 +73,37 @@ class EmbeddedWeights:
             raise
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+        if header.weights is not None:
+            return self._take_file(header, header.weights, interrupted)
         if self._group is None:
             raise GroupBroken("no group was joined")
         if self._layout is None or self._layout.manifest != agreed.manifest:
             self._layout = Layout(agreed.manifest, agreed.bucket_bytes)
         began_s = time.monotonic()
         named = self._group.receive(header.number, self._layout, header.timeout_s)
+        return self._taken(header, named, self._layout.total_bytes, began_s, interrupted)
+
+    def _take_file(self, header: Round, ref: WeightsRef, interrupted: Interrupted) -> Taken:
+        began_s = time.monotonic()
+        reading = in_thread(lambda: read_snapshot(ref), name="weight-file", daemon=True)
+        missed = f"{ref.path}: not read at the deadline"
+        try:
+            named = wait_patiently(reading, began_s + header.timeout_s, interrupted, missed)
+        except SnapshotRefused as error:
+            raise WeightsRefused(str(error)) from error
+        return self._taken(header, named, sum(tensor.nbytes for _, tensor in named), began_s, interrupted)
+
+    def _taken(
+        self, header: Round, named: list[tuple[str, Tensor]], n_bytes: int, began_s: float, interrupted: Interrupted
+    ) -> Taken:
+        """Stage what is here, unless the engine has it."""
         received_s = time.monotonic()
         staged = header.version > self.version
         if staged:
             self._stage(header.version, named)
             wait_for_device(self._device, began_s + header.timeout_s, interrupted)  # else it is queued, not here
         return Taken(
-            n_bytes=self._layout.total_bytes,
+            n_bytes=n_bytes,
             receive_s=received_s - began_s,
             stage_s=time.monotonic() - received_s,
             staged=staged,

@@ -52,7 +52,8 @@ def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, w
     members = list(_actors(config, places, interpreters))
     gpu = places.seats[LEARNER]
     learner = Member(LEARNER, () if gpu is None else (gpu,), own.nccl_version, sys.executable)
-    weights = choose_weight_backend(config.weights.backend, learner, members)
+    wanted = "gloo" if config.weights.transport == "folder" else config.weights.backend
+    weights = choose_weight_backend(wanted, learner, members)
     text = "; ".join(_told(config, machine, places, weights, why, own))
     return Placement(places, weights, text)
 
@@ -138,4 +139,7 @@ def _told(
         if n:
             groups = places.servers.get(pool.key, ())
             yield role(name, pool.key, teacher.engine, seats, groups, teacher.server.device)
-    yield f"weights by {weights.backend} ({weights.why})"
+    if config.weights.transport == "folder":
+        yield "weights by files in the run's folder (weights.transport)"
+    else:
+        yield f"weights by {weights.backend} ({weights.why})"

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import weights.publisher
+import weights.snapshot
 from engines.sglang.config import SGLangConfig, SwapMode
 from engines.sglang.engine import SGLangEngine
 from engines.sglang.http import ServerLost
@@ -505,7 +505,7 @@ def test_loaded_from_the_file_a_version_must_have_the_same_checksums(
         return write_snapshot(folder, version, changed(named, 9), **rest)
 
     if other_file:
-        monkeypatch.setattr(weights.publisher, "write_snapshot", write_other)
+        monkeypatch.setattr(weights.snapshot, "write_snapshot", write_other)
     publisher = run.start(three[:1], rejoin_delay_s=60.0)
     run.publish(V1)
     if other_file:

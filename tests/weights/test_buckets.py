@@ -33,7 +33,7 @@ def gathered(layout: Layout, named: Named) -> Tensor:
     run_B = torch.empty(layout.total_bytes, dtype=torch.uint8)
     for index in range(layout.n_buckets):
         start, end = layout.bounds(index)
-        layout.gather(index, sources, run_B[start:end])
+        layout.gather(*layout.bounds(index), sources, run_B[start:end])
     return run_B
 
 

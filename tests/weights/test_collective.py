@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import weights.collective
+import weights.transports.collective
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import Fault, doomed_rank, fork_server
 from weights.buckets import Layout, manifest_of
-from weights.collective import WeightGroup
 from weights.group_operations import Store, connect_store, host_store
 from weights.sink import GroupBroken, GroupInterrupted, WeightsRefused
+from weights.transports.collective import WeightGroup
 
 Named = list[tuple[str, Tensor]]
 HOST = "127.0.0.1"
@@ -122,9 +122,9 @@ def test_the_next_bucket_is_gathered_while_the_one_before_is_on_its_way(
         if group is four_ranks.groups[0]:
             steps.append("finish")
 
-    def log_gather(self: Layout, index: int, sources: list[Tensor], out_b: Tensor) -> None:
+    def log_gather(self: Layout, start: int, end: int, sources: list[Tensor], out_b: Tensor) -> None:
         steps.append("gather")
-        gather(self, index, sources, out_b)
+        gather(self, start, end, sources, out_b)
 
     monkeypatch.setattr(WeightGroup, "_start", log_start)
     monkeypatch.setattr(WeightGroup, "_finish_oldest", log_finish)
@@ -139,7 +139,7 @@ def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypa
     four_ranks.join()
     layout = Layout(manifest_of(mixed_tensors(0)), 1_024)
     receive_started = threading.local()
-    honest = weights.collective.checksum
+    honest = weights.transports.collective.checksum
 
     def receive(group: WeightGroup) -> list[tuple[str, Tensor]]:
         receive_started.here = True
@@ -148,7 +148,7 @@ def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypa
     def lie(bucket_b: Tensor) -> Tensor:
         return honest(bucket_b) + (0 if hasattr(receive_started, "here") else 1)
 
-    monkeypatch.setattr(weights.collective, "checksum", lie)
+    monkeypatch.setattr(weights.transports.collective, "checksum", lie)
     sent = four_ranks.pool.submit(four_ranks.groups[0].send, 1, layout, mixed_tensors(1), TIMEOUT_S)
     received = [four_ranks.pool.submit(receive, group) for group in four_ranks.groups[1:]]
     sent.result()

@@ -12,10 +12,12 @@ import torch
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.config import WeightsConfig
 from weights.control import Check, Leave, Round
-from weights.group_host import GroupHost
 from weights.limits import MOST_PATIENCE, Limits, kind_of
 from weights.roster import Seat
+from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights
+from weights.transport import Setup
+from weights.transports.collective import CollectiveTransport
 
 CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,
@@ -64,17 +66,20 @@ def test_publish_waits_longer_than_a_group_and_a_checked_version_may_take() -> N
 
 
 @pytest.fixture
-def host() -> Iterator[GroupHost]:
+def host() -> Iterator[CollectiveTransport]:
     def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
         return frozenset()
 
     config = msgspec.structs.replace(CONFIG, join_timeout_s=0.2, broadcast_timeout_s=0.2, slowest_bytes_per_s=1e6)
-    host = GroupHost(config, backend="gloo", device="cpu", gone=nobody, closing=lambda: False)
+    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1, canary_of=lambda weights: None)
+    host = CollectiveTransport(Setup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
     yield host
     host.close()
 
 
-def test_joiners_have_the_time_to_load_their_snapshot_and_more_the_next_time(host: GroupHost, tmp_path: Path) -> None:
+def test_joiners_have_the_time_to_load_their_snapshot_and_more_the_next_time(
+    host: CollectiveTransport, tmp_path: Path
+) -> None:
     (tmp_path / "snapshot").write_bytes(bytes(100_000))
     ref = WeightsRef(V1, str(tmp_path / "snapshot"), "00")
     plans: list[WeightPlan] = []
@@ -87,7 +92,7 @@ def test_joiners_have_the_time_to_load_their_snapshot_and_more_the_next_time(hos
 
 
 def test_a_round_tells_its_limit_and_a_miss_is_not_repeated_with_the_same_one(
-    host: GroupHost, monkeypatch: pytest.MonkeyPatch
+    host: CollectiveTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group in which nobody answers, and rank 0's part succeeds at once."""
 
@@ -104,6 +109,6 @@ def test_a_round_tells_its_limit_and_a_miss_is_not_repeated_with_the_same_one(
     for check in (None, None, BY_RELOAD):
         monkeypatch.setattr(host, "_group", Group())
         monkeypatch.setattr(host, "_seats", (Seat("actor-0", "1"),))
-        assert host.send(weights, check).lost == {Seat("actor-0", "1"): "no_answer"}
+        assert host.publish(weights, check).lost == {Seat("actor-0", "1"): "no_answer"}
     said = [message.timeout_s for message in headers if isinstance(message, Round)]
     assert said == pytest.approx([0.28, 0.56, 0.44])  # pyright: ignore[reportUnknownMemberType]

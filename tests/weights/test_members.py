@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -12,7 +12,7 @@ from actors.config import ActorConfig
 from engines.config import EngineConfig
 from engines.sglang.config import ServerConfig
 from weights.config import WeightsConfig
-from weights.members import CheckBy, Members, members_of
+from weights.members import Members, members_of
 
 
 def on_servers(server: ServerConfig) -> ActorConfig:
@@ -56,6 +56,6 @@ def test_servers_hold_what_the_students_checkpoint_says(
 
 
 @pytest.mark.parametrize("verify", ["reload", "off"])
-def test_or_as_configured(verify: CheckBy) -> None:
+def test_or_as_configured(verify: Literal["reload", "off"]) -> None:
     members = members_of(on_servers(ServerConfig(device="cuda", tp=2)), WeightsConfig(verify=verify), "")
     assert members.check_by == verify

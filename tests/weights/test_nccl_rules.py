@@ -23,11 +23,11 @@ from engines.torch.weights import EmbeddedWeights
 from protocol.messages import WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from weights.buckets import Layout, PackedLayout, manifest_of
-from weights.collective import WeightGroup
 from weights.control import Agreed, Round
 from weights.group_operations import host_store, wait_for_device
-from weights.server_group import ServerGroup
 from weights.sink import GroupBroken, GroupInterrupted
+from weights.transports.collective import WeightGroup
+from weights.transports.servers import ServerGroup
 
 HOST = "127.0.0.1"
 NAMED = [("large", torch.arange(1_000, dtype=torch.float32))]

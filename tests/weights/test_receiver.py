@@ -19,15 +19,15 @@ from engines.torch.weights import EmbeddedWeights
 from models.loading import load_causal_lm
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S, eventually
-from weights.collective import WeightGroup
 from weights.config import WeightsConfig
 from weights.control import ControlHost, Go
-from weights.group_host import GroupHost
 from weights.group_operations import host_store
 from weights.receiver import WeightReceiver, WeightReceiverFailed
 from weights.roster import Seat
-from weights.snapshot import write_snapshot
+from weights.snapshot import SnapshotKeeper, write_snapshot
 from weights.staged_weights import StagedWeights
+from weights.transport import Setup
+from weights.transports.collective import CollectiveTransport, WeightGroup
 
 WAIT_S = PATIENCE_S
 NAME = "actor-0"
@@ -90,15 +90,16 @@ def receiver(engine: MemoryEngine) -> Iterator[WeightReceiver]:
     assert "weight-receiver" not in [thread.name for thread in threading.enumerate()]
 
 
-def make_host(config: WeightsConfig = CONFIG) -> GroupHost:
+def make_host(config: WeightsConfig = CONFIG) -> CollectiveTransport:
     def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
         return frozenset()
 
-    return GroupHost(config, backend="gloo", device="cpu", gone=nobody, closing=lambda: False)
+    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1, canary_of=lambda weights: None)
+    return CollectiveTransport(Setup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
 
 
 @pytest.fixture
-def host() -> Iterator[GroupHost]:
+def host() -> Iterator[CollectiveTransport]:
     host = make_host()
     yield host
     host.close()
@@ -132,7 +133,7 @@ def test_a_snapshot_newer_than_the_engine_is_loaded_and_an_older_one_is_not(
 
 
 def test_a_corrupted_snapshot_is_refused_and_counted_and_the_broadcast_brings_the_version(
-    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, tmp_path: Path
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, tmp_path: Path
 ) -> None:
     ref = snapshot(tmp_path, V1)
     damaged = bytearray(Path(ref.path).read_bytes())
@@ -142,48 +143,48 @@ def test_a_corrupted_snapshot_is_refused_and_counted_and_the_broadcast_brings_th
     assert result.error is None and result.behind
     assert engine.versions == []
     assert receiver.stats["snapshots_refused_total"] == 1
-    assert host.send(staged(V1)).error is None
+    assert host.publish(staged(V1)).error is None
     assert engine.versions == [V1] and holds(engine, 1)
 
 
 def test_a_plan_brings_first_its_snapshot_then_the_versions_broadcast(
-    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, tmp_path: Path
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, tmp_path: Path
 ) -> None:
     result = host.form((SEAT,), snapshot(tmp_path, V1), V1, receiver.handle_plan)
     assert result.error is None and not result.behind
     for version in (V2, V3):
-        assert host.send(staged(version)).error is None
+        assert host.publish(staged(version)).error is None
         assert holds(engine, version.step)
     assert engine.versions == [V1, V2, V3]
     assert receiver.stats["weights_received_total"] == 2
 
 
 def test_a_version_that_the_engine_has_is_received_but_not_staged_again(
-    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
-    assert host.send(staged(V2)).error is None
-    assert host.send(staged(V2)).error is None
+    assert host.publish(staged(V2)).error is None
+    assert host.publish(staged(V2)).error is None
     assert engine.versions == [V2]
 
 
 def test_a_newer_plan_is_followed_out_of_the_former_group(
-    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
     for version in (V1, V2, V3):
         assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
-        assert host.send(staged(version)).error is None
+        assert host.publish(staged(version)).error is None
     assert engine.versions == [V1, V2, V3]
     assert receiver.stats["weight_groups_joined_total"] == 3
 
 
 def test_a_snapshot_announced_while_in_a_group_is_loaded(
-    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, tmp_path: Path
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, tmp_path: Path
 ) -> None:
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
     receiver.catch_up(snapshot(tmp_path, V1))
     eventually(lambda: receiver.version == V1, "V1")
-    assert host.send(staged(V2)).error is None
+    assert host.publish(staged(V2)).error is None
     assert engine.versions == [V1, V2]
 
 
@@ -194,14 +195,14 @@ def test_a_new_learner_is_followed_after_the_former_vanished_without_a_word(
     assert former.form((SEAT,), None, None, receiver.handle_plan).error is None
     successor = make_host()
     assert successor.form((SEAT,), None, None, receiver.handle_plan).error is None
-    assert successor.send(staged(V1)).error is None
+    assert successor.publish(staged(V1)).error is None
     assert engine.versions == [V1]
     former.close()
     successor.close()
 
 
 def test_a_plan_of_a_learner_that_is_gone_is_given_up_and_the_next_one_followed(
-    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
     plans: list[WeightPlan] = []
     gone = make_host(msgspec.structs.replace(CONFIG, join_timeout_s=0.1))
@@ -210,35 +211,35 @@ def test_a_plan_of_a_learner_that_is_gone_is_given_up_and_the_next_one_followed(
     receiver.handle_plan(with_closed_port)
     eventually(lambda: receiver.stats["weight_groups_broken_total"] == 1, "a broken group")
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
-    assert host.send(staged(V1)).error is None
+    assert host.publish(staged(V1)).error is None
     assert engine.versions == [V1]
     gone.close()
 
 
 def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
-    engine: MemoryEngine, receiver: WeightReceiver, host: GroupHost, monkeypatch: pytest.MonkeyPatch
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes would be taken for tensors that they are not."""
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
-    assert host.send(staged(V1)).error is None
-    header = GroupHost._header  # pyright: ignore[reportPrivateUsage]
+    assert host.publish(staged(V1)).error is None
+    header = CollectiveTransport._header  # pyright: ignore[reportPrivateUsage]
 
-    def other(host: GroupHost, *args: Any) -> Any:
+    def other(host: CollectiveTransport, *args: Any) -> Any:
         layout, told = header(host, *args)
         return layout, msgspec.structs.replace(told, manifest_digest="00" * 32)
 
-    monkeypatch.setattr(GroupHost, "_header", other)
-    assert host.send(staged(V2)).lost == {SEAT: "refused"}
+    monkeypatch.setattr(CollectiveTransport, "_header", other)
+    assert host.publish(staged(V2)).lost == {SEAT: "refused"}
     assert engine.versions == [V1]
 
 
 def test_tensors_that_the_engine_does_not_take_end_the_receiver_loudly(
-    receiver: WeightReceiver, host: GroupHost
+    receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
     other = StagedWeights()
     other.fill(V1, [("unknown", torch.zeros(3))])
-    result = host.send(other)
+    result = host.publish(other)
     assert result.lost == {SEAT: "refused"}
     eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
     with pytest.raises(WeightReceiverFailed, match="unknown"):
@@ -255,7 +256,7 @@ def test_a_plan_for_others_is_an_error(receiver: WeightReceiver) -> None:
 def test_a_plan_over_nccl_for_an_engine_on_a_cpu_says_what_to_set(receiver: WeightReceiver) -> None:
     receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "nccl", (NAME,), 2, 1.0, None))
     eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
-    with pytest.raises(WeightReceiverFailed, match=r"publish\.backend to gloo"):
+    with pytest.raises(WeightReceiverFailed, match=r"weights\.backend to gloo"):
         receiver.raise_if_failed()
 
 
@@ -286,7 +287,7 @@ def test_closing_ends_the_thread_while_it_waits_inside_a_collective(
     control.close()
 
 
-def test_the_embedded_engine_runs_on_what_was_broadcast(host: GroupHost) -> None:
+def test_the_embedded_engine_runs_on_what_was_broadcast(host: CollectiveTransport) -> None:
     """The built-in student's parameters, changed, through a real group into a real engine."""
     from builtin import STUDENT_DIR
 
@@ -299,7 +300,7 @@ def test_the_embedded_engine_runs_on_what_was_broadcast(host: GroupHost) -> None
     student = StagedWeights()
     student.fill(V1, changed)
     assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
-    assert host.send(student).error is None
+    assert host.publish(student).error is None
     engine.poll(0.0)
     assert engine.version == V1
     for name, parameter in model.named_parameters():

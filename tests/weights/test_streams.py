@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.messages import WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S
-from weights import publisher as publisher_module
+from weights import snapshot as snapshot_module
 from weights.config import WeightsConfig
 from weights.publisher import Publisher
 from weights.staged_weights import Merged, StagedWeights
@@ -91,13 +91,13 @@ def test_the_publisher_sends_on_a_stream_of_its_own_and_after_the_copies(
 ) -> None:
     log: list[str] = []
     cuda = FakeCuda(log)
-    write = publisher_module.write_snapshot
+    write = snapshot_module.write_snapshot
 
     def noted(*args: Any, **kwargs: Any) -> WeightsRef:
         log.append(f"read on {cuda.current_stream(GPU)}")
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(publisher_module, "write_snapshot", noted)
+    monkeypatch.setattr(snapshot_module, "write_snapshot", noted)
     with Publisher(
         WeightsConfig(),
         snapshot_dir=tmp_path,

@@ -346,7 +346,7 @@ def _nccl_like(fabric: Fabric) -> Generator[None]:
     with (
         patch("torch.distributed.ProcessGroupNCCL", fabric.group_class(), create=True),
         patch("weights.publisher.choose_backend", choose),
-        patch("weights.server_group.LATE_S", 0.2),
+        patch("weights.transports.servers.LATE_S", 0.2),
         patch("weights.receiver.SETTLE_S", 0.5 * SLOWNESS),
     ):
         yield

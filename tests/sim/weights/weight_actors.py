@@ -31,9 +31,9 @@ from engines.base import EngineStats, GenerationDelta, GenerationRequest
 from engines.torch.weights import EmbeddedWeights
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import Layout
-from weights.collective import WeightGroup
 from weights.group_operations import connect_store
 from weights.receiver import WeightReceiver
+from weights.transports.collective import WeightGroup
 
 
 @dataclass(frozen=True, slots=True)

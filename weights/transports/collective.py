@@ -25,17 +25,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weights.buckets import Layout, byte_views, checksum
+from weights.buckets import BucketLayout, Layout, checksum
+from weights.group_host import GroupHost
 from weights.group_operations import (
-    BUFFERS,
     BackendName,
     GroupOperations,
     Store,
     first_line,
+    host_store,
     prefixed,
     wait_for_device,
 )
+from weights.manifest import Manifest
+from weights.roster import Seat
 from weights.sink import GroupBroken, Interrupted, WeightsRefused
+from weights.transport import Setup, Transport
 
 
 def _never() -> str | None:
@@ -85,30 +89,20 @@ class WeightGroup(GroupOperations):
         if int(hello.item()) != self._group_epoch:
             raise GroupBroken(f"{self!r}: rank 0 greets group {int(hello.item())}, expected {self._group_epoch}")
 
-    def send(self, round_number: int, layout: Layout, named: Sequence[tuple[str, Tensor]], timeout_s: float) -> None:
+    def send(
+        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
+    ) -> None:
         """Rank 0: broadcast the tensors of `layout.manifest`, in its order. They must not change meanwhile. Views of a
         run on the group's device (`Layout.views`) go out as they lie, others are gathered bucket by bucket. Returns
         when the bytes have left this process, which says nothing about who has them."""
         deadline_s = time.monotonic() + timeout_s
-        run_B = layout.run_of(named)
-        ready_made = run_B is not None and run_B.device == self._device
-        sources = [] if ready_made else byte_views(named)
         sums: list[Tensor] = []
-        for index in range(layout.n_buckets):
-            if len(self._under_way) == BUFFERS:
-                self._finish_oldest(deadline_s)  # the buffer of bucket index - 2 is free again
-            start, end = layout.bounds(index)
-            if ready_made and run_B is not None:
-                bucket_b = run_B[start:end]
-            else:
-                bucket_b = self._buffer(index, min(layout.bucket_bytes, layout.total_bytes))[: end - start]
-                layout.gather(index, sources, bucket_b)
-            sums.append(checksum(bucket_b))
-            self._start(bucket_b, deadline_s)
+        pieces = (layout.bounds(index) for index in range(layout.n_buckets))
+        self._send_buckets(layout, named, pieces, deadline_s, lambda bucket_b: sums.append(checksum(bucket_b)))
         self._start(self._trailer(sums, round_number), deadline_s)
         self._finish_all(deadline_s)
 
-    def receive(self, round_number: int, layout: Layout, timeout_s: float) -> list[tuple[str, Tensor]]:
+    def receive(self, round_number: int, layout: BucketLayout, timeout_s: float) -> list[tuple[str, Tensor]]:
         """Other ranks: take part in a broadcast; the named tensors, views of memory that the next `receive` uses again
         (fresh memory costs more than the transfer: its page faults). Raises GroupBroken, GroupInterrupted or
         WeightsRefused."""
@@ -144,3 +138,45 @@ class WeightGroup(GroupOperations):
             raise WeightsRefused(f"rank 0 is in round {int(announced[-1].item())}, here is {int(got[-1].item())}")
         wrong = (got != announced).nonzero().view(-1).tolist()
         raise WeightsRefused(f"checksum differs in buckets {wrong[:8]} of {len(got) - 1}")
+
+
+class CollectiveTransport(GroupHost):
+    """Broadcasts to embedded engines. Members keep their connection to one store for all groups."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._store: Store | None = None
+
+    def close(self) -> None:
+        super().close()
+        self._store = None
+
+    def _meet_at(self) -> int:
+        self._store = self._store or host_store(self._config.host, self._config.store_port)
+        return self._store.port
+
+    def _open(self, seats: tuple[Seat, ...]) -> WeightGroup:
+        if self._store is None:
+            raise RuntimeError("a group is made from a plan that names its store")
+        return WeightGroup(
+            self._store,
+            group_epoch=self._epoch,
+            rank=0,
+            world_size=self._world_size(seats),
+            backend=self._backend,
+            device=self._device,
+            address=self._config.host,
+            interrupted=lambda: self._stop_reason(seats),
+        )
+
+    def _layout_of(self, manifest: Manifest) -> Layout:
+        return Layout(manifest, self._config.bucket_bytes)
+
+
+def collective(setup: Setup) -> Transport:
+    """`weights.transport = collective`: to embedded engines, or to SGLang servers."""
+    if setup.members.kind == "servers":
+        from weights.transports.servers import ServerTransport
+
+        return ServerTransport(setup)
+    return CollectiveTransport(setup)

@@ -20,18 +20,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from weights.buckets import PackedLayout
+from weights.buckets import BucketLayout, PackedLayout
+from weights.group_host import GroupHost
 from weights.group_operations import (
-    BUFFERS,
     WAIT_SLICE_S,
     BackendName,
     GroupOperations,
     Store,
     connect_store,
+    host_store,
     prefixed,
 )
-from weights.manifest import smallest_tensor_bucket
+from weights.manifest import Manifest, smallest_tensor_bucket
+from weights.roster import Seat
 from weights.sink import GroupBroken, Interrupted
+from weights.transport import Setup
 
 LATE_S: Final = 1.5
 """Between telling a server to come and its coming."""
@@ -76,27 +79,22 @@ class ServerGroup(GroupOperations):
         self._meeting = self._connects_late  # gloo's ranks have all been here
 
     def send(
-        self, round_number: int, layout: PackedLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
+        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
     ) -> None:
-        """Broadcast the tensors, which must lie in one run as `layout` says (`layout.views`). Returns when the bytes
-        have left this process. Raises GroupBroken or GroupInterrupted."""
-        deadline_s = time.monotonic() + timeout_s
-        run_B = layout.run_of(named)
-        if run_B is None:
-            raise ValueError(f"round {round_number}: the tensors do not lie as the layout says")
+        """Broadcast the tensors. Returns when the bytes have left this process. Raises GroupBroken or
+        GroupInterrupted."""
+        if not isinstance(layout, PackedLayout):
+            raise TypeError(f"round {round_number}: got a {type(layout).__name__}; servers take whole tensors")
         buckets = layout.buckets
         if self._backend == "nccl":
             buckets = (*buckets, smallest_tensor_bucket(buckets))
-        for index, bucket in enumerate(buckets):
-            if len(self._under_way) == BUFFERS:
-                self._finish_oldest(deadline_s)  # the buffer of bucket index - 2 is free again
-            bucket_b = run_B[bucket.start : bucket.end]
-            if bucket_b.device != self._device:
-                buffer_b = self._buffer(index, max(bucket.end - bucket.start for bucket in buckets))
-                bucket_b = buffer_b[: bucket.end - bucket.start].copy_(bucket_b)
-            self._start(bucket_b, deadline_s)
-            self._meeting = False
+        deadline_s = time.monotonic() + timeout_s
+        self._send_buckets(layout, named, [(bucket.start, bucket.end) for bucket in buckets], deadline_s)
         self._finish_all(deadline_s)
+
+    def _start(self, tensor: Tensor, deadline_s: float) -> None:
+        super()._start(tensor, deadline_s)
+        self._meeting = False
 
     def close(self) -> None:
         """Also ends the store: servers that wait for the rendezvous come free. One that has not come to it yet would go
@@ -106,3 +104,37 @@ class ServerGroup(GroupOperations):
         self._meeting = False
         self._hosted = None
         super().close()
+
+
+class ServerTransport(GroupHost):
+    """Broadcasts to SGLang servers. The store at which they wait has to end with its group."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._store: Store | None = None
+
+    def close(self) -> None:
+        super().close()
+        self._store = None
+
+    def _meet_at(self) -> int:
+        self._store = None  # its port is free again before the next one takes it
+        self._store = host_store(self._config.host, self._config.store_port)
+        return self._store.port
+
+    def _open(self, seats: tuple[Seat, ...]) -> ServerGroup:
+        store, self._store = self._store, None  # the group's alone: it must be able to end it
+        if store is None:
+            raise RuntimeError("a group is made from a plan that names its store")
+        return ServerGroup(
+            store,
+            group_name=self._group_name,
+            world_size=self._world_size(seats),
+            backend=self._backend,
+            device=self._device,
+            address=self._config.host,
+            interrupted=lambda: self._stop_reason(seats),
+        )
+
+    def _layout_of(self, manifest: Manifest) -> PackedLayout:
+        return PackedLayout(manifest, self._config.bucket_bytes)

@@ -1,0 +1,65 @@
+"""Versions as files, for actors that no collective reaches: each one is a snapshot in the run's folder, and members are
+told on the control channel to load it.
+
+    learner    write snapshot (atomic, sha256) | Round: version, file, sha256     | wait for answers
+    member                                     | check sha256, load, prove, Answer |
+
+Members need the run's folder and a connection to the learner's control port; they connect to nobody else, and nobody
+connects to them. Versions, proofs, deadlines and reasons for leaving a member out are those of the other transports. A
+file that a member refuses is written anew for the next attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from protocol.messages import WeightsRef
+from weights.buckets import ALIGN_BYTES, BucketLayout, Layout
+from weights.control import Check
+from weights.group_host import GroupHost, NotSent
+from weights.manifest import Manifest
+from weights.roster import Seat
+from weights.staged_weights import StagedWeights
+from weights.transport import Result
+
+
+class NoGroup:
+    """Nobody has to be met before the answers."""
+
+    def join(self, timeout_s: float) -> None: ...
+
+    def send(
+        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FolderTransport(GroupHost):
+    """Snapshots that members load."""
+
+    backend = "folder"
+    independent = True
+
+    def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
+        result = super().publish(weights, check)
+        if "refused" in result.lost.values():
+            self._snapshots.forget()
+        return result
+
+    def _meet_at(self) -> int:
+        return 0
+
+    def _open(self, seats: tuple[Seat, ...]) -> NoGroup:
+        return NoGroup()
+
+    def _layout_of(self, manifest: Manifest) -> BucketLayout:
+        return Layout(manifest, ALIGN_BYTES)
+
+    def _file_of(self, weights: StagedWeights) -> WeightsRef:
+        ref = self._snapshots.write(weights)
+        if ref is None or ref.version != weights.version:
+            raise NotSent(f"version {weights.version} could not be written to the run's folder")
+        return ref
