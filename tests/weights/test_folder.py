@@ -1,0 +1,178 @@
+"""Versions as files: real actor processes load what the learner wrote, without any process group."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from tests.patience import PATIENCE_S, eventually
+from tests.sim.weights.weight_actors import ActorFleet, digest_of
+from weights.config import WeightsConfig
+from weights.publisher import Publisher
+from weights.snapshot import snapshots
+
+CONFIG = WeightsConfig(
+    transport="folder",
+    join_timeout_s=PATIENCE_S,
+    broadcast_timeout_s=PATIENCE_S,
+    answer_grace_s=1.0,
+    join_window_s=0.05,
+    rejoin_delay_s=0.2,
+)
+NAMES = ("actor-0", "actor-1")
+
+
+def version(step: int) -> WeightVersion:
+    return WeightVersion(0, step)
+
+
+def weights(step: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [("w", torch.randn(300, 256, generator=generator)), ("half", torch.randn(64, generator=generator).half())]
+
+
+@dataclass
+class Learner:
+    fleet: ActorFleet
+    folder: Path
+    plans: list[WeightPlan] = field(default_factory=list[WeightPlan])
+    announced: list[tuple[WeightVersion, WeightsRef | None]] = field(
+        default_factory=list[tuple[WeightVersion, WeightsRef | None]]
+    )
+
+    def post_plan(self, plan: WeightPlan) -> None:
+        self.plans.append(plan)
+        self.fleet.post_plan(plan)
+
+    def start(self, **changes: Any) -> Publisher:
+        return Publisher(
+            msgspec.structs.replace(CONFIG, **changes),
+            snapshot_dir=self.folder,
+            post_plan=self.post_plan,
+            published=lambda version, ref, _: self.announced.append((version, ref)),
+        )
+
+    def delivered(self, step: int, *names: str) -> None:
+        for staged in self.fleet.wait_for(version(step), PATIENCE_S, names or None).values():
+            assert (staged.version, staged.digest) == (version(step), digest_of(weights(step)))
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[Learner]:
+    with ActorFleet() as fleet:
+        yield Learner(fleet, tmp_path / "weights")
+
+
+def test_every_version_is_a_file_that_every_member_loads_and_no_process_group_is_made(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_store(*_: object) -> None:
+        raise AssertionError("a folder needs no store")
+
+    monkeypatch.setattr("weights.transports.collective.host_store", no_store)
+    with learner.start(every_version=True) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        for step in range(1, 6):
+            publisher.publish(version(step), weights(step))
+        assert publisher.wait_idle(PATIENCE_S)
+        learner.delivered(5)
+        stats = publisher.stats
+    assert [(announced, ref and ref.version) for announced, ref in learner.announced] == [
+        (version(step), version(step)) for step in range(1, 6)
+    ]
+    assert (stats.members, stats.skipped_versions_total, stats.dropped_total) == (2, 0, {})
+    assert stats.snapshots_total == 5 and snapshots(learner.folder) == [version(4), version(5)]
+    assert {plan.backend for plan in learner.plans} == {"folder"}
+    assert stats.broadcast_bytes == sum(tensor.nbytes for _, tensor in weights(1))
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_file_that_was_damaged_is_refused_counted_and_written_anew(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weights import snapshot
+
+    write, written = snapshot.write_snapshot, 0
+
+    def write_and_damage(*args: Any, **kwargs: Any) -> WeightsRef:
+        nonlocal written
+        ref = write(*args, **kwargs)
+        written += ref.version == version(2)
+        if ref.version == version(2) and written == 1:
+            damage(Path(ref.path))
+        return ref
+
+    monkeypatch.setattr(snapshot, "write_snapshot", write_and_damage)
+    with learner.start() as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        publisher.publish(version(2), weights(2))
+        learner.delivered(2)
+        assert publisher.wait_idle(PATIENCE_S)
+        assert publisher.stats.dropped_total == {"refused": 2}
+        eventually(lambda: publisher.stats.members == 2, "both are back")
+        for name in NAMES:
+            report = learner.fleet.report(name)
+            assert report.failure is None and report.stats["snapshots_refused_total"] == 1
+
+
+def test_a_member_that_hangs_is_left_out_and_the_others_have_the_version(learner: Learner) -> None:
+    with learner.start(broadcast_timeout_s=1.0, rejoin_delay_s=60.0) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        learner.fleet.signal(NAMES[0], signal.SIGSTOP)
+        publisher.publish(version(2), weights(2))
+        learner.delivered(2, NAMES[1])
+        assert publisher.wait_idle(PATIENCE_S)
+        assert publisher.stats.dropped_total == {"no_answer": 1}
+
+
+def test_a_folder_that_cannot_be_written_is_counted_and_no_version_is_announced_before_it_can(
+    learner: Learner,
+) -> None:
+    learner.folder.write_text("a file where the folder should be")
+    with learner.start() as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        eventually(lambda: publisher.stats.failed_groups_total > 0, "a version that could not be sent")
+        assert learner.announced == [] and publisher.stats.snapshot_failures_total > 0
+        assert publisher.stats.dropped_total == {}
+        learner.folder.unlink()
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+    assert [announced for announced, _ in learner.announced] == [version(1)]
+
+
+def test_a_transport_of_another_package_is_taken_by_its_name(learner: Learner) -> None:
+    with learner.start(transport="weights.transports.folder:FolderTransport"):
+        pass
+    with pytest.raises(ValueError, match=r"weights\.transport = carrier_pigeon; expected one of auto, collective, fol"):
+        learner.start(transport="carrier_pigeon")
+
+
+@pytest.mark.parametrize(("field", "value"), [("backend", "nccl"), ("verify", "reload")])
+def test_what_a_folder_cannot_do_is_refused(field: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} = {value} with transport = folder"):
+        msgspec.convert({"transport": "folder", field: value}, WeightsConfig)
