@@ -2,115 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-import msgspec
+from msgspec import Meta
 
 from protocol.addresses import is_local
+from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 Sync: TypeAlias = Literal["process", "disk"]
 Release: TypeAlias = Literal["rollout", "segment", "deadline"]
 
-AT_LEAST_ZERO: Final = (
-    *("max_staleness", "max_held_segments", "journal_reserve_mb", "journal_memory_mb"),
-    *("hedge_multiple", "hedge_floor_s", "breaker_failures"),
-)
-AT_LEAST_ONE: Final = (
-    *("batch_rollouts", "max_attempts", "max_score_attempts", "task_queue", "max_segment_tokens"),
-    *("max_rollout_tokens", "journal_log_mb", "max_top_k_bytes"),
-)
-ABOVE_ZERO: Final = (
-    *("heartbeat_s", "peer_timeout_s", "tick_s", "idle_release_s", "lease_s", "ticket_timeout_s"),
-    "breaker_backoff_s",
-)
-SHARES: Final = ("hedge_quantile", "hedge_budget")
-
-
-ATTEMPTS_PER_EPOCH: Final = 1000
+ATTEMPTS_PER_EPOCH = 1000
 """Attempts at a sample are numbered from `epoch * ATTEMPTS_PER_EPOCH` on, so that a rollout id is never used twice,
 not even by a buffer that remembers nothing of the ones before a restart."""
 
 
-class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The buffer's settings. Times are seconds, lengths are tokens."""
+class BufferConfig(Settings, frozen=True, kw_only=True):
+    """Staleness bound, batches, what happens when a worker is slow or gone, size limits and the journal."""
 
     bind: str = "tcp://127.0.0.1:0"
-    """Address the server binds to; port 0 lets the system choose."""
+    """Address that the buffer listens on. Port 0: the system chooses one."""
     advertise: str = ""
-    """Where other machines reach the buffer, if that is not `bind` (a port forward, NAT, bind on all addresses):
-    tcp://HOST:PORT. Told to those that join (launch/cluster.py join); empty: `bind`."""
+    """Address at which other machines reach the buffer, tcp://HOST:PORT, where it differs from `bind` (port forwarding,
+    NAT, or bind on all interfaces). Workers that join are given it. Empty: the same as `bind`."""
     encrypt: Literal["auto", "on", "off"] = "auto"
-    """Encrypt the links to the buffer and the weight control channel, and let in only who has a key of this run
-    (SECURITY.md). auto: on, unless `bind` and `advertise` can be reached from this machine alone."""
+    """Encrypt the links to the buffer and the weight control channel, and admit only holders of this run's keys
+    (SECURITY.md). auto: on, unless only this machine can reach `bind` and `advertise`."""
     allow_plain_network: bool = False
-    """Needed for encrypt = off where other machines reach `bind`: they can then read all of it, and take part."""
-    heartbeat_s: float = 1.0
-    """Peers are told to send a heartbeat at least this often."""
-    peer_timeout_s: float = 10.0
-    """A peer silent for longer is lost: its tickets and leases go to others."""
-    tick_s: float = 0.05
-    """How often the server lets the core look at its clocks (leases, ticket timeouts, idle release)."""
-    max_staleness: int = 4
-    """S. No token is trained further than this many optimizer steps from the version that sampled it.
-    0 = synchronous."""
-    batch_rollouts: int = 64
-    """B. Rollouts trained per optimizer step (a piece of a rollout counts as a fraction)."""
+    """Required for encrypt = off when other machines can reach `bind`. They can then read all traffic and take part."""
+    heartbeat_s: PositiveFloat = 1.0
+    """Longest time between two heartbeats of a worker."""
+    peer_timeout_s: PositiveFloat = 10.0
+    """A worker that is silent for longer is counted as lost, and its tickets and leases go to others."""
+    tick_s: PositiveFloat = 0.05
+    """Time between two checks of leases, ticket timeouts and idle release."""
+    max_staleness: NonNegativeInt = 4
+    """Staleness bound: no token is trained more than this many optimizer steps after the version that sampled it.
+    0: synchronous."""
+    batch_rollouts: PositiveInt = 64
+    """Rollouts per optimizer step. A piece of a rollout counts as a fraction."""
     release: Release = "deadline"
-    """What may leave for the learner. `rollout`: whole groups of whole rollouts. `segment`: tokens as soon as scored.
-    `deadline`: whole rollouts, but a scored prefix leaves early when waiting would make it stale or leave the learner
-    idle."""
-    idle_release_s: float = 2.0
-    """`deadline` only: once the learner waited this long, scored prefixes may fill its batch."""
-    lease_s: float = 60.0
-    """A teacher that has not returned scores after this long loses the lease; another teacher gets it."""
-    hedge_multiple: float = 3.0
-    """An item that a teacher has held for this many times as long as is usual in its pool is given to a second teacher
-    as well; the first answer counts. 0: never."""
-    hedge_quantile: float = 0.95
-    """What is usual: this quantile of the pool's recent lease times."""
-    hedge_floor_s: float = 2.0
-    """An item held for less is never given to a second teacher."""
-    hedge_budget: float = 0.05
-    """At most this share of a pool's recent leases are such second ones."""
-    breaker_failures: int = 3
-    """A teacher that fails so many items in a row (or lets their leases run out), which no other teacher failed, is
-    given no work for a while, then one item as a trial. 0: it is always given work."""
-    breaker_backoff_s: float = 1.0
-    """How long, at first; doubled whenever the trial fails."""
+    """When scored tokens may be trained. `rollout`: in whole groups of whole rollouts. `segment`: as soon as they are
+    scored. `deadline`: in whole rollouts, but a scored prefix is released early if waiting would make it stale or leave
+    the learner idle."""
+    idle_release_s: PositiveFloat = 2.0
+    """`deadline` only: how long the learner waits before scored prefixes may fill its batch."""
+    lease_s: PositiveFloat = 60.0
+    """Time that a teacher has to return scores. After it the item goes to another teacher."""
+    hedge_multiple: NonNegativeFloat = 3.0
+    """Lease an item to a second teacher when the first has held it this many times longer than is usual in its pool.
+    The first answer counts. 0: never."""
+    hedge_quantile: Share = 0.95
+    """Quantile of a pool's recent lease times that counts as usual."""
+    hedge_floor_s: NonNegativeFloat = 2.0
+    """An item that was held for less than this is never leased to a second teacher."""
+    hedge_budget: Share = 0.05
+    """Largest share of a pool's recent leases that may be second ones."""
+    breaker_failures: NonNegativeInt = 3
+    """Circuit breaker: a teacher that fails this many items in a row, none of which another teacher failed, receives no
+    work for a while, then one item as a trial. 0: no circuit breaker."""
+    breaker_backoff_s: PositiveFloat = 1.0
+    """Time without work after the breaker opens. It doubles each time the trial fails."""
     breaker_backoff_max_s: float = 60.0
-    """How long at most."""
-    ticket_timeout_s: float = 600.0
-    """A rollout of which nothing was heard for this long is taken from its actor and issued again."""
-    max_attempts: int = 3
-    """Times a rollout is tried in all; then it is dropped and its group shrinks."""
-    max_score_attempts: int = 4
-    """Times a segment is leased to teachers of one pool in all; then its tokens are masked as unscorable."""
-    task_queue: int = 64
-    """Train tasks held ready. The learner is asked for more when fewer than half are left."""
-    max_segment_tokens: int = 32_768
-    """Longer segments are rejected."""
-    max_rollout_tokens: int = 131_072
-    """A segment that would make its rollout longer is rejected."""
-    max_top_k_bytes: int = 1024
-    """Per token. Top-k sets of teachers (teacher.top_k) that take more are refused. They are held in memory here until
-    they are trained, and are part of the journal."""
-    max_held_segments: int = 64
-    """Segments of one rollout that may arrive ahead of a missing one and wait for it; one more is rejected."""
+    """Longest time without work."""
+    ticket_timeout_s: PositiveFloat = 600.0
+    """A rollout that made no progress for this long is taken from its actor and started again elsewhere."""
+    max_attempts: Annotated[int, Meta(ge=1, le=ATTEMPTS_PER_EPOCH)] = 3
+    """Attempts per rollout. After the last one fails it is dropped, and its group is smaller by one."""
+    max_score_attempts: PositiveInt = 4
+    """Leases of a segment per pool. After the last one fails its tokens are masked as unscorable."""
+    task_queue: PositiveInt = 64
+    """Prompts to keep ready. The learner is asked for more when fewer than half are left."""
+    max_segment_tokens: PositiveInt = 32_768
+    """Longest segment. Longer ones are rejected."""
+    max_rollout_tokens: PositiveInt = 131_072
+    """Longest rollout. A segment that would exceed it is rejected."""
+    max_top_k_bytes: PositiveInt = 1024
+    """Largest top-k set of a teacher, in bytes per token (teacher.top_k). Larger ones are refused. The buffer keeps
+    them in memory and in the journal until they are trained."""
+    max_held_segments: NonNegativeInt = 64
+    """Segments of a rollout that may wait for a missing earlier one. Further ones are rejected."""
 
     journal: bool = True
-    """Write all that happens to RUN/journal before it is acknowledged: a buffer that dies is started again, and goes on
-    as if nothing had been. Off: a buffer that dies ends the run."""
+    """Write everything to RUN/journal before acknowledging it, so that a buffer that dies is restarted and continues
+    where it was. Off: the death of the buffer ends the run."""
     journal_sync: Sync = "process"
-    """What must not lose anything acknowledged. `process`: the death of the buffer's process. `disk`: the loss of power
-    too, at the price of one flush of the disk per turn of the loop; without it the last moments before a loss of power
-    may be missing, which is noticed, and the run is resumed from its last checkpoint."""
-    journal_log_mb: int = 256
-    """MiB of journal after which an image of what is still held takes its place (later, when the image is large)."""
-    journal_reserve_mb: int = 64
-    """MiB of disk that are kept occupied, so that grades and trained batches can still be journaled when the disk is
-    full and nothing new is taken in."""
-    journal_memory_mb: int = 64
-    """MiB of journal that may wait in memory when it cannot be written at all; then everything stops."""
+    """What acknowledged data must survive. `process`: the death of the buffer process. `disk`: a power failure too, at
+    the cost of one disk flush per turn of the buffer's loop. With `process`, a power failure may lose the last moments;
+    this is detected, and the run resumes from its last checkpoint."""
+    journal_log_mb: PositiveInt = 256
+    """MiB of journal after which it is replaced by an image of what is still held (later if the image is large)."""
+    journal_reserve_mb: NonNegativeInt = 64
+    """MiB of disk space to reserve, so that scores and trained batches can still be journaled when the disk is full and
+    nothing new is accepted."""
+    journal_memory_mb: NonNegativeInt = 64
+    """MiB of journal that may wait in memory while the disk cannot be written. After that everything stops."""
 
     @property
     def encrypted(self) -> bool:
@@ -118,12 +104,12 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def _reachable(self) -> bool:
-        """From other machines."""
+        """Whether other machines can reach it."""
         return not is_local(self.bind) or bool(self.advertise and not is_local(self.advertise))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_network()
-        self._check_numbers()
         self._check_pairs()
 
     def _check_network(self) -> None:
@@ -135,18 +121,6 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"buffer.encrypt is off, and other machines reach {where}: whoever does could read "
                 "and feed this run. Leave encrypt at auto, or say buffer.allow_plain_network = true as well"
             )
-
-    def _check_numbers(self) -> None:
-        """Each by itself. NaN is refused everywhere: no comparison with it holds."""
-        checks = (
-            *((name, getattr(self, name) >= 0, "0 or more") for name in AT_LEAST_ZERO),
-            *((name, getattr(self, name) >= 1, "1 or more") for name in AT_LEAST_ONE),
-            *((name, getattr(self, name) > 0, "more than 0 seconds") for name in ABOVE_ZERO),
-            *((name, 0 <= getattr(self, name) <= 1, "a share from 0 to 1") for name in SHARES),
-        )
-        for name, fits, expected in checks:
-            if not fits:
-                raise ValueError(f"buffer.{name} is {getattr(self, name)}, expected {expected}")
 
     def _check_pairs(self) -> None:
         """Fields that bound one another."""
@@ -160,8 +134,6 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"buffer.breaker_backoff_max_s is {self.breaker_backoff_max_s}, expected at least breaker_backoff_s"
                 f" ({self.breaker_backoff_s})"
             )
-        if self.max_attempts > ATTEMPTS_PER_EPOCH:
-            raise ValueError(f"buffer.max_attempts is {self.max_attempts}, expected at most {ATTEMPTS_PER_EPOCH}")
         if self.max_segment_tokens > self.max_rollout_tokens:
             raise ValueError(
                 f"buffer.max_segment_tokens is {self.max_segment_tokens}, expected at most max_rollout_tokens"

@@ -75,7 +75,7 @@ def members_of(annotation: object) -> Members | None:
 def described(annotation: object) -> str:
     """A type with its range: `int >= 1`, `float > 0 and < 1`."""
     name = getattr(_bare(annotation), "__name__", str(annotation))
-    limits = [f"{sign} {limit:g}" for meta in _metas(annotation) for sign, limit in _limits(meta)]
+    limits = [f"{sign} {limit}" for meta in _metas(annotation) for sign, limit in _limits(meta)]
     return f"{name} {' and '.join(limits)}" if limits else f"finite {name}"
 
 

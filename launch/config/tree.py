@@ -367,7 +367,7 @@ def parse_text(key: Key, text: str) -> object:
             continue
         if _accepts(value, key.type):
             return value
-    raise ConfigError(wrong_type(key.name, text, key.type, ""))
+    raise ConfigError(f"{key.name}: got {text!r}, expected {type_name(key.type)}")
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:

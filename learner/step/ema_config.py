@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-import msgspec
+from msgspec import Meta
+
+from protocol.settings import PositiveInt, Settings
 
 
-class EmaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exponential moving average of the student's weights, e <- decay * e + (1 - decay) * w after each step, which
-    takes the place of the weights of one pool of teachers. Their model must be the student's: there it begins."""
+class EmaConfig(Settings, frozen=True, kw_only=True):
+    """Exponential moving average of the student's weights as the teacher (self-distillation). After each step
+    e <- decay * e + (1 - decay) * w; the teachers of one pool load it now and then. They begin with the student's
+    model."""
 
-    decay: float = 0.0
-    """0 = off: teachers keep their weights. 0.99 averages over about the last 100 steps."""
+    decay: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Weight of the former average, in [0, 1). 0.99 averages over about the last 100 steps. 0: off."""
     pool: str = "default"
-    """Whose teachers they are."""
-    every: int = 10
-    """Steps between two snapshots of the average for the teachers."""
+    """Pool of teachers that load the average."""
+    every: PositiveInt = 10
+    """Steps between two snapshots of the average."""
     device: Literal["cpu", "learner"] = "cpu"
-    """Where the average is kept: 4 bytes per parameter."""
-    keep_snapshots: int = 2
-    """Of the average, on disk; older ones are deleted. A teacher that starts reads the newest."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.decay < 1.0:
-            raise ValueError(f"ema.decay must be 0 (off) or in (0, 1), got {self.decay}")
-        for name in ("every", "keep_snapshots"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ema.{name} must be at least 1, got {getattr(self, name)}")
+    """Where the average is kept. It takes 4 bytes per parameter."""
+    keep_snapshots: PositiveInt = 2
+    """Number of recent snapshots of the average to keep on disk. A teacher that starts loads the newest."""

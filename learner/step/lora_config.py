@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
-import msgspec
+from protocol.settings import NonNegativeInt, PositiveFloat, Settings
 
 
-class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Train adapters of the student's matrices, W + alpha / rank * B A, and leave W as it is."""
+class LoraConfig(Settings, frozen=True, kw_only=True):
+    """Low-rank adapters: train W + (alpha / rank) B A, and keep W as it is."""
 
-    rank: int = 0
-    """Rows of A and columns of B; 0 = no adapters: all weights are trained."""
-    alpha: float = 32.0
-    """The product B A counts alpha / rank times."""
+    rank: NonNegativeInt = 0
+    """Rank of the adapters. 0: no adapters, all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """Scale: the product B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Linear layers that get an adapter, by the end of their name (q_proj). Empty: all but the output head."""
+    """Linear layers that get an adapter, by the end of their names (q_proj). Empty: all except the output head."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora.rank must be 0 (off) or more, got {self.rank}")
-        if not 0.0 < self.alpha < math.inf:
-            raise ValueError(f"lora.alpha must be positive and finite, got {self.alpha}")
+        super().__post_init__()
         if not all(self.targets):
             raise ValueError(f"lora.targets must name layers, e.g. q_proj, got {self.targets}")
         if self.targets and not self.rank:
