@@ -20,12 +20,12 @@ BUILTIN: Final = "builtin"
 
 
 class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who learns, and from whom. Each a Hugging Face folder, a name on the model hub, or `builtin`."""
+    """The student and the teacher: each a Hugging Face folder, a name on the model hub, or `builtin`."""
 
     student: str = BUILTIN
-    """The model that is trained."""
+    """Model to train."""
     teacher: str = BUILTIN
-    """The model that grades; its tokenizer must map the same tokens to the same ids."""
+    """Model that scores what the student writes. Its tokenizer must map the same tokens to the same ids."""
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,16 +86,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     steps: int = 200
     """Optimizer steps; the run ends after them."""
     seed: int = 0
-    """Of the task order and of all sampling."""
+    """Random seed for task order and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Of learner, actors, teachers and their servers, wherever their own `device` is auto. auto: GPUs where there are
-    any."""
+    """Where learner, actors, teachers and servers run, unless their own `device` says otherwise. auto: on GPUs if there
+    are any."""
     actors: int = 2
-    """Student processes that write rollouts. With actor.urls: as many as there are urls. More can join while the run
-    goes on (launch/cluster.py join); 0: the run waits for them."""
+    """Number of actors: student processes that write rollouts. With actor.urls: one per url. More can join during the
+    run (launch/cluster.py join). 0: the run waits for actors to join."""
     teachers: int = 1
-    """Teacher processes that grade them. With teacher.urls: as many as there are urls; with pools: the sum of their
-    counts. More can join; 0: the run waits for them, unless learner.coef = 0: then it needs none."""
+    """Number of teachers: processes that score rollouts. With teacher.urls: one per url; with pools: the sum of their
+    counts. More can join. 0: the run waits for teachers to join, unless learner.coef = 0, which needs none."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
@@ -103,8 +103,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     actor: ActorConfig = msgspec.field(default_factory=ActorConfig)
     teacher: TeacherConfig = msgspec.field(default_factory=TeacherConfig)
     pools: dict[str, PoolConfig] = msgspec.field(default_factory=dict[str, PoolConfig])
-    """Teachers with different models: `[pools.NAME]` with a model and a count each, and what differs from `teacher`.
-    learner.tasks.routes says which tags a pool grades. Empty: one pool of `teachers` with models.teacher."""
+    """Several teacher models: one section `[pools.NAME]` each, with a model, a count, and settings that differ from
+    `teacher`. learner.tasks.routes says which tags a pool scores. Empty: one pool of `teachers` with models.teacher."""
     launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:

@@ -55,15 +55,15 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     if kl_first is not None and kl_last is not None:
         yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
     if (noise := summary.teacher_noise) is not None:
-        between = "" if noise.teachers is None else f", {noise.teachers:.1g} between teachers (mean of a text)"
-        yield "noise of its grades", f"{noise.batch:.1g} nats with what is graded beside a token{between}"
+        between = "" if noise.teachers is None else f"; {noise.teachers:.1g} nats between teachers"
+        yield "teacher noise", f"{noise.batch:.1g} nats (change of a log-prob when scored in another batch){between}"
     ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
     yield "steps, time", f"{summary.steps} optimizer steps in {clock(summary.wall_s)}, {ready}"
     yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
     tokens = summary.tokens
     yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
     if summary.tokens_trained_offline:
-        yield "of the teacher's text", f"{summary.tokens_trained_offline:,} trained besides"
+        yield "off-policy tokens", f"{summary.tokens_trained_offline:,} trained as well, written by the teacher"
     if summary.failed_rollouts:
         yield "failed rollouts", failed_text(summary)
     source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
@@ -87,8 +87,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     tensorboard = _as_typed(Path(sys.executable).with_name("tensorboard"))
     yield "TensorBoard", f"{tensorboard} --logdir {summary.tensorboard}" if summary.tensorboard else "none"
     if not summary.ok:
-        yield "go on", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
-    yield "all of it", str(folder.path)
+        yield "to resume", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
+    yield "run folder", str(folder.path)
 
 
 def lost_steps(summary: Summary) -> str:
@@ -135,7 +135,7 @@ def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
 def joined_text(summary: Summary) -> str:
     """What those did that joined; empty without any."""
     told: list[str] = []
-    roles: dict[Role, str] = {"actor": "written", "teacher": "graded"}
+    roles: dict[Role, str] = {"actor": "written", "teacher": "scored"}
     for role, did in roles.items():
         workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
         others = summary.forgotten.get(role, ForgottenPeers())

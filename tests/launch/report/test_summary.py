@@ -141,8 +141,8 @@ def test_the_noise_of_grades_stands_beside_the_divergence(
     config = msgspec.structs.replace(CONFIG, pools=build(RunConfig, {"teachers": 2, "pools": pools}).pools)
     shown = table(write_summary(config, folder, outcome(WELL)), folder)
     assert written(folder)["teacher_noise"] == {"batch": 0.003, "teachers": between}
-    assert "noise of its grades 0.003 nats with what is graded beside a token" in shown
-    assert ("0.2 between teachers" in shown) == (between is not None)
+    assert "teacher noise 0.003 nats (change of a log-prob when scored in another batch)" in shown
+    assert ("0.2 nats between teachers" in shown) == (between is not None)
 
 
 def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None:
