@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,8 +84,12 @@ def plain_losses() -> list[tuple[float, int]]:
     return losses
 
 
-def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(launch: Callable[..., Launched]) -> None:
+@pytest.mark.parametrize("transport", ["collective", "folder"])
+def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(
+    launch: Callable[..., Launched], transport: str
+) -> None:
     run = launch(
+        f"--weights.transport={transport}",
         "--actors=2",
         "--teachers=2",
         f"--steps={STEPS}",
@@ -104,4 +109,9 @@ def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(launch: Calla
     assert [row["train/tokens"] for row in rows] == [tokens for _, tokens in expected]
     for row, (loss, _) in zip(rows, expected, strict=True):
         assert math.isclose(row["train/loss"], loss, abs_tol=1e-5), (row["step"], row["train/loss"], loss)
-    assert run.summary()["staleness"]["max"] == 0
+    summary = run.summary()
+    assert summary["staleness"]["max"] == 0 and summary["state"] == "finished"
+    last = rows[-1]
+    assert last["weights/skipped_versions_total"] == 0, "a version was skipped"
+    assert (last["weights/snapshots_total"] >= STEPS - 1) == (transport == "folder")
+    assert ("by files in the run's folder" in run.text()) == (transport == "folder")

@@ -13,12 +13,13 @@ import torch
 from engines.sglang.config import SGLangConfig
 from engines.sglang.http import ServerLost
 from engines.sglang.weights import ServerWeights
-from protocol.messages import WeightPlan, WeightVersion
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine, Refused
 from weights.buckets import manifest_of
+from weights.checks import Canary
 from weights.control import Agreed, Check, Round
-from weights.sink import GroupBroken, GroupInterrupted, Taken
+from weights.sink import GroupBroken, GroupInterrupted, Taken, WeightsDiffer, WeightsRefused
 from weights.snapshot import write_snapshot
 
 V1 = WeightVersion(0, 1)
@@ -58,6 +59,8 @@ class Rig:
         self.sink = ServerWeights(cast("Any", self.engine), student="/nowhere")
         self.hold = threading.Event()
         self.held = threading.Event()
+        if backend == "folder":  # there is no group to join
+            return
         plan = WeightPlan(1, "127.0.0.1", 1, backend, ("a",), 2, 1.0, None, kind="servers", group_name="run-1")
         self.sink.join(plan, 0, PATIENCE_S, lambda: None)
 
@@ -71,9 +74,13 @@ class Rig:
         self.server.before[path] = stuck
 
     def take(
-        self, check: Check | None = None, timeout_s: float = PATIENCE_S, stop: threading.Event | None = None
+        self,
+        check: Check | None = None,
+        timeout_s: float = PATIENCE_S,
+        stop: threading.Event | None = None,
+        file: WeightsRef | None = None,
     ) -> Taken:
-        header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check)
+        header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, weights=file)
         return self.sink.take(header, AGREED, lambda: "enough" if stop is not None and stop.is_set() else None)
 
     def paths(self) -> list[str]:
@@ -196,6 +203,54 @@ def test_a_server_that_is_still_reading_when_the_round_is_over_is_not_lost(group
     rig.engine.server.raise_if_lost()
     rig.engine.close()
     rig.server.close()
+
+
+# ---------------------------------------------------------------------- a version that comes as a file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[tuple[Rig, WeightsRef]]:
+    rig = Rig(Group(), "folder")
+    yield rig, write_snapshot(tmp_path, V1, [(name, tensor + 1.0) for name, tensor in NAMED], keep=1)
+    rig.engine.close()
+    rig.server.close()
+
+
+def test_a_version_that_comes_as_a_file_is_loaded_by_the_server_without_a_group(folder: tuple[Rig, WeightsRef]) -> None:
+    rig, file = folder
+    taken = rig.take(file=file)
+    assert taken.n_bytes == 4_032 and rig.sink.version == V1
+    assert torch.equal(rig.server.weights["large"], dict(NAMED)["large"] + 1.0)
+    assert DISK in rig.paths() and not [path for path in rig.paths() if "group" in path or "distributed" in path]
+    rig.sink.leave()
+    rig.engine.server.raise_if_lost()
+
+
+def test_a_damaged_file_is_refused_before_the_server_is_asked_for_anything(folder: tuple[Rig, WeightsRef]) -> None:
+    rig, file = folder
+    before = rig.sink.version
+    Path(file.path).write_bytes(Path(file.path).read_bytes()[:-1] + b"?")
+    with pytest.raises(WeightsRefused, match="was damaged or replaced"):
+        rig.take(file=file)
+    assert rig.paths() == [] and rig.sink.version == before
+    rig.sink.leave()
+    rig.engine.server.raise_if_lost()
+
+
+def test_a_server_that_computes_with_something_else_than_the_file_is_lost(
+    folder: tuple[Rig, WeightsRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, file = folder
+
+    def wrong(*_: object) -> None:
+        raise WeightsDiffer("version 0.1: log-probs of a canary prompt")
+
+    monkeypatch.setattr("engines.sglang.verify.ServerVerifier.check_canary", wrong)
+    with pytest.raises(WeightsDiffer, match="canary"):
+        rig.take(Check(canary=Canary((1, 2), (-1.0,), exact=True)), file=file)
+    assert rig.sink.version is None
+    with pytest.raises(ServerLost, match="canary"):
+        rig.sink.leave()
 
 
 # ---------------------------------------------------------------------- a server that does not come out
