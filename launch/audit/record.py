@@ -1,7 +1,8 @@
 """Reads the file that `learner.record` names: MAGIC, then records of head (kind, sizes, CRC), MessagePack header, blob.
 
-Structs here hold only what is counted. Fields that they lack are passed over, and fields that an older file lacks have
-defaults, so that one reader is enough for all files.
+The headers are unpacked by msgpack and not by msgspec, which wrote them: what only the writer's library can read would
+be noticed. Structs here hold only what is counted. Fields that they lack are passed over, and fields that an older file
+lacks have defaults, so that one reader is enough for all files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
+import msgpack
 import msgspec
 import numpy as np
 
@@ -215,8 +217,9 @@ class RecordFile:
 
     def _decode(self, kind: int, at: int, n_bytes: int) -> Record:
         try:
-            record = msgspec.msgpack.decode(self._read(at, n_bytes), type=_KINDS[kind])
-        except msgspec.MsgspecError as error:
+            plain: object = msgpack.unpackb(self._read(at, n_bytes), strict_map_key=False)
+            record = msgspec.convert(plain, type=_KINDS[kind])
+        except (ValueError, msgpack.UnpackException, msgspec.MsgspecError) as error:
             raise AuditError(f"{self.path}, byte {at}: the header of a record cannot be read: {error}") from error
         if isinstance(record, Begin) and record.format != FORMAT:
             raise AuditError(f"{self.path} has format {record.format}, expected {FORMAT}")
