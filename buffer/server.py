@@ -55,6 +55,8 @@ class BufferAddress(msgspec.Struct, frozen=True):
     pid: int
     run_id: str
     """The file of a former run in the same folder is not to be believed."""
+    incarnation: str = ""
+    """The process that listens: a launcher waits for the one that it started last."""
 
 
 def main(
@@ -62,6 +64,7 @@ def main(
     config: BufferConfig,
     run_id: str,
     run_dir: Path,
+    incarnation: str = "",
     bind: str | None = None,
     version: WeightVersion = WeightVersion(0, 0),  # noqa: B008 - frozen
     carried: Ledger | None = None,
@@ -72,10 +75,10 @@ def main(
     balances, TERMINATED after SIGTERM, FAILED otherwise. Raises what breaks the core, after saying so to all peers, and
     `buffer.journal.recovery.JournalError` when there is a journal of this run that it cannot go on with.
 
-    `bind`: in place of config.bind. `version`: the weights the run (re)starts from; `carried`: the ledger of the
-    checkpoint it restarts from; neither is looked at when there is a journal of this run. `vocab_fingerprint`: of the
-    run's tokenizer; None = the learner's. `vocab_size`: token ids from it on are rejected; None =
-    only negative ones are.
+    `incarnation`: of this process, written into buffer.json. `bind`: in place of config.bind. `version`: the weights
+    the run (re)starts from; `carried`: the ledger of the checkpoint it restarts from; neither is looked at when there
+    is a journal of this run. `vocab_fingerprint`: of the run's tokenizer; None = the learner's. `vocab_size`: token ids
+    from it on are rejected; None = only negative ones are.
     """
     beginning = Beginning(
         release=release_hash(),
@@ -95,7 +98,7 @@ def main(
         server = _listen(bind, run_dir, beginning, started)
         with SigtermCount() as sigterms:
             loop = BufferLoop(server, started, sigterms, tick_s=config.tick_s)
-            _tell_address(run_dir, BufferAddress(server.address, os.getpid(), run_id), started)
+            _tell_address(run_dir, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
             log.info("listening at %s", server.address)
             try:
                 loop.run()

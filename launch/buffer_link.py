@@ -29,9 +29,9 @@ def read_address(file: Path, run_id: str) -> str | None:
     return told.address if told.run_id == run_id else None
 
 
-def read_pid(file: Path) -> int | None:
-    """Of the buffer's process that listens, or did last."""
-    return msgspec.json.decode(file.read_bytes(), type=BufferAddress).pid if file.is_file() else None
+def read_incarnation(file: Path) -> str | None:
+    """The buffer's process that listens, or did last."""
+    return msgspec.json.decode(file.read_bytes(), type=BufferAddress).incarnation if file.is_file() else None
 
 
 class BufferLink:

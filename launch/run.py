@@ -12,13 +12,13 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 
 from launch.checks import preflight
-from launch.checks.placement import NOWHERE, Placement
 from launch.checks.recorded import check_recorded
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
@@ -27,6 +27,8 @@ from launch.config.pools import needs_no_teacher, teacher_pools
 from launch.config.run import RunConfig
 from launch.errors import LaunchError, interrupted, refuse
 from launch.machine.machine import pretended_machine
+from launch.processes.backend import ProcessBackend
+from launch.processes.local import local_processes
 from launch.processes.slots import worker_name
 from launch.report.status import make_status
 from launch.report.summary import add_teachers, write_summary
@@ -35,18 +37,21 @@ from launch.report.teacher_accuracy import longest_s, measured_teachers
 from launch.report.terminal import lasting_output
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.runfolder import RunFolder, choose_path, unwritable
-from launch.servers.plan import ServerPlan
-from launch.workers.roles import ENTRIES, PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
+from launch.workers.launch_plan import LaunchPlan
+from launch.workers.roles import PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
 from launch.workers.supervisor import Supervisor
+from launch.workers.work_folder import WorkFolder
 from learner.checkpoints.files import NOTHING_FOUND, Found
-from protocol.context import WorkerRole
 from protocol.printable import LineFormatter
 
+MakeBackend: TypeAlias = Callable[[LaunchPlan, WorkFolder], ProcessBackend]
+"""What runs the workers of a plan, in a folder that exists."""
 
-def main(arguments: Sequence[str]) -> int:
+
+def main(arguments: Sequence[str], make_backend: MakeBackend = local_processes) -> int:
     """The exit code."""
     with lasting_output():
-        return _main(arguments)
+        return _main(arguments, make_backend)
 
 
 def _version() -> str:
@@ -57,7 +62,7 @@ def _version() -> str:
         return "(not installed: run from a clone)"
 
 
-def _main(arguments: Sequence[str]) -> int:
+def _main(arguments: Sequence[str], make_backend: MakeBackend) -> int:
     began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
     try:
         line = parse_arguments(arguments)
@@ -89,17 +94,16 @@ def _main(arguments: Sequence[str]) -> int:
                 print(f"not on this machine: {told}")
             print("configuration, models and prompts are fine; nothing was started")
             return 0
+        plan = LaunchPlan(
+            config=checked.config,
+            began_s=began_s,
+            resume=line.resume,
+            preload=preload_modules(checked.config, checked.model_types),
+            servers=tuple(checked.servers),
+            placement=checked.placement,
+        )
         with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
-            return run(
-                checked.config,
-                folder,
-                began_s,
-                resume=line.resume,
-                found=found,
-                preload=preload_modules(checked.config, checked.model_types),
-                servers=checked.servers,
-                placement=checked.placement,
-            )
+            return run(plan, folder, found=found, make_backend=make_backend)
     except LaunchError as error:
         return refuse(error)
     except KeyboardInterrupt:  # afterwards, signals are the supervisor's
@@ -107,19 +111,15 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def run(
-    config: RunConfig,
+    plan: LaunchPlan,
     folder: RunFolder,
-    began_s: float,
     *,
-    resume: bool,
     found: Found = NOTHING_FOUND,
-    preload: tuple[str, ...],
-    entries: Mapping[WorkerRole, str] = ENTRIES,
-    servers: Sequence[ServerPlan] = (),
-    placement: Placement = NOWHERE,
+    make_backend: MakeBackend = local_processes,
 ) -> int:
     """Run in an open folder; leaves summary.json there whatever happens. `found`: what a resumed one goes on from.
     Returns the exit code."""
+    config = plan.config
     try:
         write_config(config, folder.config_path)
         folder.keep_keys(own_workers(config), encrypted=config.buffer.encrypted)
@@ -127,22 +127,12 @@ def run(
     except OSError as error:
         raise unwritable(folder.path, error) from error
     status = make_status(config.launch.status, config.launch.status_every_s)
-    status.say(_headline(config, folder, resume=resume))
-    for told in (*describe_resumed(found), *set_damaged_aside(found)) if resume else ():
+    status.say(_headline(config, folder, resume=plan.resume))
+    for told in (*describe_resumed(found), *set_damaged_aside(found)) if plan.resume else ():
         status.say(told)
-    if placement.text:
-        status.say(placement.text)
-    supervisor = Supervisor(
-        config,
-        folder,
-        status,
-        resume=resume,
-        began_s=began_s,
-        preload=preload,
-        entries=entries,
-        servers=servers,
-        placement=placement,
-    )
+    if plan.placement.text:
+        status.say(plan.placement.text)
+    supervisor = Supervisor(plan, folder, status, make_backend(plan, folder))
     summary = write_summary(config, folder, supervisor.run())
     folder.finish(summary.exit_code)
     if summary.ok and any(point.accuracy_sampled is not None for point in summary.eval):

@@ -1,7 +1,8 @@
 """`cluster.py join RUN`: more actors and teachers for a run that goes on, from this machine or another.
 
-Exit codes: 0 the run finished; 1 it failed (and did not come back in --wait-s), or this end did; 2 the command line or
-the machine does not fit the run (nothing was started); 128 + n stopped by signal n (130: Ctrl-C), the run goes on.
+Exit codes: 0 the run finished, now or before; 1 it broke off, or this end failed; 2 the command line or the machine
+does not fit the run, or there is no such run now (nothing was started); 128 + n stopped by signal n (130: Ctrl-C), the
+run goes on. Whatever starts this command may start it again: it joins as soon as the run is back (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import os
 import platform
 import re
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -29,22 +29,23 @@ from launch.errors import ConfigError, LaunchError, interrupted, refuse
 from launch.join.config import Joining, check_joining
 from launch.join.joiner import Joiner
 from launch.join.link import check_names, close_on_error, connect
-from launch.join.rejoin import account, same_run, wait_for_run
 from launch.join.status import JoinStatus, JoinSummary
-from launch.join.target import Target, find_target
-from launch.processes.signals import StopRequests
-from launch.processes.slots import Ending
+from launch.join.target import RunIsFinished, Target, find_target
+from launch.processes.local import local_processes
 from launch.report.terminal import lasting_output
 from launch.run import log_to, preload_modules
+from launch.workers.launch_plan import LaunchPlan
 from launch.workers.work_folder import WorkFolder
 from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS
 
-LOOK_TIMEOUT_S: Final = 5.0
-"""How long the buffer may take to answer while it is only looked whether the run is back."""
 LONGEST_PREFIX: Final = 60
+WAIT_REMOVED: Final = (
+    "--wait-s: was removed. A join ends when its run breaks off (exit code 1). Let whatever starts it start it again, "
+    "with the same --name-prefix: systemd, a requeued Slurm job or a shell loop; docs/cluster.md has the lines"
+)
 USAGE: Final = """\
-usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--wait-s S] [--KEY VALUE ...]
+usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--KEY VALUE ...]
 
 More actors and teachers for a run that goes on. They leave with Ctrl-C, or when the run ends; what they were at goes to
 others. docs/cluster.md has the whole of it.
@@ -55,8 +56,6 @@ others. docs/cluster.md has the whole of it.
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
   --name-prefix NAME   the workers are called actor-NAME-0, ...; this machine's name and something random without it
-  --wait-s S           a run that breaks off is waited for, so many seconds each time, until --resume brings it back;
-                       0: leave with it [0]
   --keys FOLDER        keys of the run, where RUN is an address
   --config FILE        config.yaml of the run, where RUN is an address
   --dir DIR            for logs; joined/NAME in the run's folder without it
@@ -74,7 +73,6 @@ class JoinLine:
     config: Path | None
     dir: Path | None
     prefix: str
-    wait_s: float
     overrides: tuple[tuple[Key, str], ...]
 
 
@@ -104,7 +102,10 @@ def _main(arguments: Sequence[str]) -> int:
         link = connect(target, line.prefix)
         with close_on_error(link):
             check_names(link, joining, line.prefix)
-        return stay(line, Found(target, joining, link), began_s).exit_code
+        return join(line, Found(target, joining, link), began_s).exit_code
+    except RunIsFinished as error:  # as if we had been there at the end; whoever starts us again need not
+        print(f"stillhouse: {error}", file=sys.stderr)
+        return 0
     except LaunchError as error:
         return refuse(error)
     except KeyboardInterrupt:
@@ -113,9 +114,11 @@ def _main(arguments: Sequence[str]) -> int:
 
 def parse_join(arguments: Sequence[str]) -> JoinLine | None:
     """None: help is wanted. Raises ConfigError."""
+    if any(word.partition("=")[0] in ("--wait-s", "--wait_s") for word in arguments):
+        raise ConfigError(WAIT_REMOVED)
     words = split_words(
         arguments,
-        own=("keys", "config", "dir", "name_prefix", "wait_s"),
+        own=("keys", "config", "dir", "name_prefix"),
         switches=("help",),
         positional=1,
         aliases={**ALIASES, "pool": "teacher.pool"},
@@ -136,86 +139,39 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
         config=Path(own["config"]).expanduser() if "config" in own else None,
         dir=Path(own["dir"]).expanduser() if "dir" in own else None,
         prefix=prefix,
-        wait_s=_seconds(own.get("wait_s", "0")),
         overrides=words.overrides,
     )
 
 
-def _seconds(text: str) -> float:
-    try:
-        wait_s = float(text)
-    except ValueError:
-        wait_s = -1.0
-    if wait_s < 0 or not isfinite(wait_s):
-        raise ConfigError(f"--wait-s: got {text!r}, expected 0 or more seconds")
-    return wait_s
-
-
-def stay(line: JoinLine, found: Found, began_s: float) -> JoinSummary:
-    """Join, stay until the end, and come back as often as the run does. Raises LaunchError when the folder cannot be
-    made."""
-    launch = found.joining.config.launch
-    status = JoinStatus(None if launch.status == "off" else launch.status_every_s, began_s)
-    stays: list[JoinSummary] = []
-    while True:
-        stays.append(last := join(line, found, status))
-        ending = Ending(last.ok, last.reason, last.exit_code)
-        if not last.broke_off or not line.wait_s:
-            break
-        status.say(f"the run has broken off; it is waited for, up to {line.wait_s:g} s, until --resume brings it back")
-        with StopRequests() as stops:
-            back = wait_for_run(partial(look, line, last.run_id), line.wait_s, stops)
-        if isinstance(back, Ending):
-            ending = back if back.ok else back._replace(reason=f"{ending.reason}; {back.reason}")
-            status.say(back.reason)
-            break
-        found = back
-    summary = account(stays, ending, time.monotonic() - began_s)
-    file = _folder(line, found.target) / "summary.json"
-    write_atomic(file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    for name, worker in summary.workers.items():
-        print(f"{name}: {worker.tokens:,} tokens, {worker.done:,} {'rollouts' if name[0] == 'a' else 'items'} done")
-    return summary
-
-
-def look(line: JoinLine, former_id: str) -> Found:
-    """The run of which `former_id` was a launch, when it is back. Raises LaunchError as `wait_for_run` wants it."""
-    target = find_target(line.run, keys=line.keys, config=line.config, wait_s=0.0)
-    link = connect(target, line.prefix, timeout_s=LOOK_TIMEOUT_S)
-    with close_on_error(link):
-        if not same_run(former_id, link.run_id):
-            raise LaunchError(f"{target.address}: another run listens there now, {link.run_id}")
-        joining = check_joining(target, line.overrides, line.prefix)
-        check_names(link, joining, line.prefix)
-    return Found(target, joining, link)
-
-
-def join(line: JoinLine, found: Found, status: JoinStatus) -> JoinSummary:
-    """One stay; closes the link. Raises LaunchError when the folder cannot be made."""
+def join(line: JoinLine, found: Found, began_s: float) -> JoinSummary:
+    """Join and stay until the end; closes the link. Raises LaunchError when the folder cannot be made."""
     target, joining, link = found
-    config, began_s = joining.config, time.monotonic()
+    config = joining.config
     with close_on_error(link):
         folder = _open_folder(_folder(line, target), target, joining, link.run_id)
     log_to(folder.logs / "launcher.log")
+    status = JoinStatus(None if config.launch.status == "off" else config.launch.status_every_s, began_s)
     status.say(
         f"joining {target.name} at {target.address} with {config.actors} actors and {config.teachers} teachers, called "
         f"...-{line.prefix}-N; logs in {folder.logs}"
     )
-    joiner = Joiner(
-        config,
-        folder,
-        status,
-        link,
-        address=target.address,
-        prefix=line.prefix,
+    plan = LaunchPlan(
+        config=config,
         began_s=began_s,
         preload=preload_modules(config, joining.model_types, learner=False, roles=joining.roles),
         servers=joining.servers,
         placement=joining.placement,
     )
+    backend = local_processes(plan, folder)
+    joiner = Joiner(plan, folder, status, backend, link, address=target.address, prefix=line.prefix)
     if joining.placement.text:
         status.say(joining.placement.text)
-    return joiner.run(target.name)
+    summary = joiner.run(target.name)
+    file = folder.path / "summary.json"
+    write_atomic(file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    for name, worker in summary.workers.items():
+        print(f"{name}: {worker.tokens:,} tokens, {worker.done:,} {'rollouts' if name[0] == 'a' else 'items'} done")
+    return summary
 
 
 def _folder(line: JoinLine, target: Target) -> Path:

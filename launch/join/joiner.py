@@ -9,18 +9,14 @@ leave     told by the buffer: each worker leaves by itself; then, or else: SIGTE
 from __future__ import annotations
 
 import logging
-import signal
 import time
-from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from launch.buffer_link import BufferLink
-from launch.checks.placement import Placement
-from launch.config.run import RunConfig
 from launch.join.status import JoinedWorker, JoinStatus, JoinSummary, own_peers
+from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Worker, said
-from launch.servers.plan import ServerPlan
-from launch.workers.roles import ENTRIES
+from launch.workers.launch_plan import LaunchPlan
 from launch.workers.watch import WORD_S, Watch
 from launch.workers.work_folder import WorkFolder
 from protocol.context import ExitCode
@@ -36,32 +32,19 @@ class Joiner(Watch):
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: LaunchPlan,
         folder: WorkFolder,
         status: JoinStatus,
+        backend: ProcessBackend,
         link: BufferLink,
         *,
         address: str,
         prefix: str,
-        began_s: float,
-        preload: tuple[str, ...],
-        servers: Sequence[ServerPlan],
-        placement: Placement,
     ) -> None:
         """`link`: connected; closed at the end of `run`."""
-        super().__init__(
-            config,
-            folder,
-            status,
-            [Worker("teacher", i, prefix) for i in range(config.teachers)]
-            + [Worker("actor", i, prefix) for i in range(config.actors)],
-            resume=False,
-            began_s=began_s,
-            preload=preload,
-            entries=ENTRIES,
-            servers=servers,
-            placement=placement,
-        )
+        teachers = [Worker("teacher", i, prefix) for i in range(plan.config.teachers)]
+        actors = [Worker("actor", i, prefix) for i in range(plan.config.actors)]
+        super().__init__(plan, folder, status, backend, teachers + actors)
         self._crew.address = address
         self._link = link
 
@@ -86,7 +69,7 @@ class Joiner(Watch):
             reason=self._ending.reason,
             exit_code=self._ending.exit_code,
             broke_off=broke_off and not self._signals.count,
-            wall_s=time.monotonic() - self._began_s,
+            wall_s=time.monotonic() - self._plan.began_s,
             ready_s=self._ready_s,
             workers={
                 name: JoinedWorker(
@@ -100,7 +83,7 @@ class Joiner(Watch):
         )
 
     def _start_and_watch(self) -> None:
-        self._processes.warm_up()
+        self._backend.prepare()
         self._servers.start()
         for worker in self._crew.workers.values():
             self._crew.start(worker)
@@ -147,7 +130,7 @@ class Joiner(Watch):
         try:
             if self._link is not None and self._link.shutdown is not None:
                 for name in self._unwelcomed():  # the buffer never met them, so it did not tell them
-                    self._processes.signal(name, signal.SIGTERM)
+                    self._backend.stop(name)
                 self._last_look()
                 self._link.close()  # the buffer waits for its peers to leave
                 self._wait_gone(everybody)

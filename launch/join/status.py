@@ -76,6 +76,4 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     """It was the run that ended otherwise than well, or was not to be reached; nobody asked us to leave."""
     wall_s: float
     ready_s: float | None
-    stays: int = 1
-    """1, and one more for each time that the run came back after it had broken off."""
     workers: dict[str, JoinedWorker]

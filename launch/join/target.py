@@ -95,10 +95,8 @@ class Target:
         return list(dict.fromkeys(mistakes))
 
 
-def find_target(
-    run: str, *, keys: Path | None = None, config: Path | None = None, wait_s: float = ADDRESS_WAIT_S
-) -> Target:
-    """Waits for `wait_s` until the buffer of a run that is being started listens. Raises LaunchError when there is no
+def find_target(run: str, *, keys: Path | None = None, config: Path | None = None) -> Target:
+    """Waits until the buffer of a run that is being started listens. Raises LaunchError when there is no
     such run, it is over, or it cannot be reached from here."""
     if "://" in run:
         return _at_address(run, keys, config)
@@ -117,7 +115,7 @@ def find_target(
         )
     else:
         record = running_record(folder)
-        address = listening_address(folder, record, wait_s)
+        address = listening_address(folder, record)
         settings = read_plain(settings_file)  # only now: who starts a run writes it before the buffer is started
         address = _address_from_here(address, record, build(RunConfig, settings))
         told = Target(
@@ -159,9 +157,9 @@ def running_record(folder: Path) -> RunRecord:
     return record
 
 
-def listening_address(folder: Path, record: RunRecord, wait_s: float = ADDRESS_WAIT_S) -> str:
+def listening_address(folder: Path, record: RunRecord) -> str:
     """Where its buffer says that it listens; waits while it does not yet. Raises LaunchError."""
-    deadline_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + ADDRESS_WAIT_S
     while (address := read_address(folder / "buffer.json", record.run_id)) is None:
         if time.monotonic() > deadline_s:
             raise LaunchError(f"the buffer of {record.name} does not listen yet; see {folder / 'logs'}")

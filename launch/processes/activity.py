@@ -1,12 +1,14 @@
-"""Does a process do anything? What a wait goes by where seconds would say more of the machine than of the process."""
+"""Does a worker do anything? What a wait goes by where seconds would say more of the machine than of the worker."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import psutil
+
+from launch.processes.backend import Vitals
 
 LOOK_S: Final = 1.0
 """How often it is looked whether those that are waited for do anything."""
@@ -17,30 +19,28 @@ LONGEST: Final = 5.0
 LEAST_SHARE: Final = 0.01
 """Of a core: a process that computed less since the last look does nothing. Heartbeats and polls are below."""
 BUSY: Final = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class Activity:
-    """Looks at processes now and then."""
+    """Compares signs of life, by name, with those of the last look."""
 
     def __init__(self) -> None:
-        self._cpu_s: dict[int, float] = {}
+        self._cpu_s: dict[str, float] = {}
         self._looked_s = time.monotonic()
 
-    def moved(self, pids: Iterable[int]) -> bool:
+    def moved(self, vitals: Mapping[str, Vitals]) -> bool:
         """Has one of them computed since the last look, or does it want to, or wait for a disk? The first look at a
         process says yes."""
         now_s = time.monotonic()
         share_s, self._looked_s = LEAST_SHARE * (now_s - self._looked_s), now_s
         moved = False
-        for pid in pids:
-            try:
-                process = psutil.Process(pid)
-                times, status = process.cpu_times(), process.status()
-            except psutil.Error:
-                continue
-            cpu_s = times.user + times.system
-            moved |= status in BUSY or cpu_s - self._cpu_s.get(pid, -1.0) > share_s
-            self._cpu_s[pid] = cpu_s
+        for name, (cpu_s, wants_cpu, _) in vitals.items():
+            former_s = self._cpu_s.get(name, -1.0)
+            if cpu_s < former_s:  # it is another process
+                former_s = -1.0
+            moved |= wants_cpu or cpu_s - former_s > share_s
+            self._cpu_s[name] = cpu_s
         return moved
 
 
@@ -57,18 +57,20 @@ class Patience:
     def waited_s(self) -> float:
         return time.monotonic() - self._began_s
 
-    def over(self, pids: Callable[[], Iterable[int]]) -> bool:
-        """`pids`: of those that are waited for now."""
+    def over(self, vitals: Callable[[], Mapping[str, Vitals]]) -> bool:
+        """`vitals`: of those that are waited for now."""
         now_s, waited_s = time.monotonic(), self.waited_s
         if now_s - self._looked_s > LOOK_S:
             self._looked_s = now_s
-            self._moved_s = now_s if self._activity.moved(pids()) else self._moved_s
+            self._moved_s = now_s if self._activity.moved(vitals()) else self._moved_s
         return waited_s > self._timeout_s and (now_s - self._moved_s > IDLE_S or waited_s > LONGEST * self._timeout_s)
 
 
-def is_stopped(pid: int) -> bool:
-    """SIGSTOP, or its relatives, hold it."""
+def vitals_of(pid: int) -> Vitals | None:
+    """Signs of life of a process of this machine; None: it is gone."""
     try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        process = psutil.Process(pid)
+        times, status = process.cpu_times(), process.status()
     except psutil.Error:
-        return False
+        return None
+    return Vitals(times.user + times.system, status in BUSY, status in STOPPED)

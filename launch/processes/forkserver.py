@@ -1,6 +1,6 @@
 """The warmed parent: imports torch and transformers once, then forks a worker per request in a few milliseconds.
 
-    python -m launch.processes.forkserver CONTROL_FD LIFELINE_FD LAUNCHER_PID CONFIG_PATH MODULE...
+    python -m launch.processes.forkserver CONTROL_FD LIFELINE_FD LAUNCHER_PID RUN_DIR MODULE...
 
 Started by the launcher before anything else. One thread, no device touched, so that forking is safe; both are checked
 before every fork, and a fork that would not be safe is refused (the launcher then spawns). Spoken on the control
@@ -32,7 +32,9 @@ import msgspec
 from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent, kill_group, reap, thread_count
-from launch.workers.roles import StartRole, redirect_output, run_role
+from launch.workers.roles import redirect_output, run_role
+from launch.workers.start_role import StartRole
+from launch.workers.work_folder import WorkFolder
 from protocol.context import ExitCode
 
 READ_BYTES: Final = 65536
@@ -110,9 +112,10 @@ def preload(modules: list[str]) -> None:
 class ForkServer:
     """The loop: requests in, forks and exit codes out. One thread; waits for the socket or for SIGCHLD."""
 
-    def __init__(self, control: socket.socket, lifeline_fd: int, config: RunConfig) -> None:
+    def __init__(self, control: socket.socket, lifeline_fd: int, folder: WorkFolder, config: RunConfig) -> None:
         self._control = control
         self._lifeline_fd = lifeline_fd
+        self._folder = folder
         self._config = config
         self._children: set[int] = set()
         self._decoder = msgspec.json.Decoder(ToForkserver)
@@ -184,12 +187,12 @@ class ForkServer:
                 signal.signal(signum, signal.SIG_DFL)
             for inherited in (self._control, self._woken, self._wake):
                 inherited.close()
-            redirect_output(start.log_path)
+            redirect_output(self._folder.log_path(start.name))
             gc.enable()
         except BaseException:
             traceback.print_exc()
             os._exit(ExitCode.FAILED)
-        run_role(msgspec.structs.replace(start, lifeline_fd=self._lifeline_fd), self._config)
+        run_role(start, self._config, self._folder.path, self._lifeline_fd)
 
     def _reap(self) -> None:
         for pid in tuple(self._children):
@@ -200,13 +203,13 @@ class ForkServer:
 
 def main() -> None:
     control_fd, lifeline_fd, launcher_pid = (int(arg) for arg in sys.argv[1:4])
-    config_path, modules = Path(sys.argv[4]), sys.argv[5:]
+    folder, modules = WorkFolder(Path(sys.argv[4])), sys.argv[5:]
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(launcher_pid)
     began_s = time.monotonic()
     with socket.socket(fileno=control_fd) as control:
-        server = ForkServer(control, lifeline_fd, read_config(config_path))
+        server = ForkServer(control, lifeline_fd, folder, read_config(folder.config_path))
         preload(modules)
         try:
             server.send(Warm(time.monotonic() - began_s))

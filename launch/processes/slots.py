@@ -28,7 +28,8 @@ class Worker:
     incarnation: str = ""
     running: bool = False
     """A process of it was asked for and has not exited."""
-    pid: int | None = None
+    where: str = ""
+    """Where its process is, once there is one; empty: there is none yet, or none any more."""
     started_s: float = 0.0
     restart_at_s: float | None = None
     awaits_server: bool = False

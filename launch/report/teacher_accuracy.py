@@ -24,7 +24,7 @@ from launch.config.files import read_config
 from launch.config.pools import TeacherPool, teacher_pools
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent
-from launch.processes.processes import worker_environment
+from launch.processes.local import worker_environment
 from launch.runfolder import RunFolder
 
 LEAST_S: Final = 60.0

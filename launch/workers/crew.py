@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from launch.checks.placement import NOWHERE, Placement
 from launch.config.pools import config_of, pool_of
-from launch.config.run import RunConfig
-from launch.processes.processes import Processes
+from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Worker
 from launch.servers.plan import urls_of
 from launch.servers.watch import ServerWatch
-from launch.workers.roles import StartRole
-from launch.workers.work_folder import WorkFolder
+from launch.workers.launch_plan import LaunchPlan
+from launch.workers.start_role import StartRole
 from protocol.context import WorkerRole
 from protocol.messages import Snapshot
 
@@ -29,26 +27,18 @@ class Crew:
 
     def __init__(
         self,
-        config: RunConfig,
-        folder: WorkFolder,
-        processes: Processes,
+        plan: LaunchPlan,
+        run_id: str,
+        backend: ProcessBackend,
         servers: ServerWatch,
-        entries: Mapping[WorkerRole, str],
         workers: Sequence[Worker],
-        *,
-        resume: bool,
-        preload: Collection[str],
-        placement: Placement = NOWHERE,
     ) -> None:
-        """`preload`: modules that the fork server has imported. `placement`: of embedded workers."""
-        self._config = config
-        self._folder = folder
-        self._processes = processes
+        self._plan = plan
+        self._config = plan.config
+        self._run_id = run_id
+        self._backend = backend
         self._servers = servers
-        self._entries = entries
-        self._resume = resume
-        self._placement = placement
-        self._learner_preloaded = entries["learner"].partition(":")[0] in preload
+        self._learner_preloaded = plan.entries["learner"].partition(":")[0] in plan.preload
         self.workers = {worker.name: worker for worker in workers}
         self.address = ""
 
@@ -73,35 +63,30 @@ class Crew:
         return [name for name, worker in self.workers.items() if worker.role != "buffer" and name not in met]
 
     def start(self, worker: Worker) -> None:
-        """A new process for the worker, when its server answers, if it has one. The buffer is spawned: it needs no
-        torch, nor to wait for it. The learner is spawned where nobody else needs torch."""
+        """A new process for the worker, when its server answers, if it has one. The buffer needs no torch, nor to wait
+        for it; nor does the learner, where nobody else needs torch."""
         worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
         if worker.awaits_server:
             worker.restart_at_s = None
             return
         worker.incarnation = secrets.token_hex(8)
-        worker.running, worker.pid, worker.restart_at_s = True, None, None
+        worker.running, worker.where, worker.restart_at_s = True, "", None
         worker.started_s = time.monotonic()
         start = StartRole(
-            entry=self._entries[worker.role],
+            entry=self._plan.entries[worker.role],
             role=worker.role,
             index=worker.index,
             name=worker.name,
             incarnation=worker.incarnation,
-            run_id=self._folder.run_id,
-            run_dir=str(self._folder.path),
+            run_id=self._run_id,
             buffer_address=self.address,
             # A buffer that is started again has its journal.
-            resume=self._resume or (bool(worker.exit_codes) and worker.role != "buffer"),
-            log_path=str(self._folder.log_path(worker.name)),
-            config_path=str(self._folder.config_path),
-            parent_pid=0,
-            lifeline_fd=-1,
+            resume=self._plan.resume or (bool(worker.exit_codes) and worker.role != "buffer"),
             server_url=self._server_url(worker),
-            device=self._placement.device(worker.role, worker.index),
+            device=self._plan.placement.device(worker.role, worker.index),
         )
-        self._processes.start(
-            start, fork=self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"
+        self._backend.start(
+            start, preloaded=self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"
         )
 
     def _server_url(self, worker: Worker) -> str:

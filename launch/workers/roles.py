@@ -1,7 +1,11 @@
 """The worker processes: which role runs which function, and what surrounds that function in its process.
 
-    python -m launch.workers.roles START     START is a StartRole in JSON; the spawned twin of a fork from
-    launch.processes.forkserver
+    python -m launch.workers.roles RUN_DIR [LAUNCHER_PID]
+
+is how a backend (launch.processes.backend) makes one by a command, on any machine that sees the run folder, there at
+RUN_DIR. On stdin: a StartRole in JSON, one line, then nothing; at the end of stdin the launcher is gone, and the worker
+ends at once. LAUNCHER_PID: its parent process, with which it dies, too. launch.processes.forkserver does the same in a
+fork.
 
 A role's main is `(ctx: RoleContext[...]) -> int`. Around it: output to the role's own log, SIGINT ignored (Ctrl-C is
 the launcher's to handle), SIGTERM turned into SystemExit in the main thread, a stack dump on SIGUSR1, and the promise
@@ -25,10 +29,10 @@ from typing import Final, NoReturn
 import msgspec
 
 from launch.config.files import read_config
-from launch.config.pools import config_of
 from launch.config.run import RunConfig
-from launch.machine.devices import on_device
 from launch.processes.lifeline import die_with_parent, watch_launcher
+from launch.workers.start_role import StartRole
+from launch.workers.work_folder import WorkFolder
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.errors import HandshakeRefused
@@ -63,47 +67,7 @@ LEAVE_AGAIN_S: Final = 0.25
 log = logging.getLogger("launch.workers.roles")  # also when run by -m
 
 
-class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Launcher -> forkserver, or the command line of a spawned worker: start this one."""
-
-    entry: str
-    """`module:function`"""
-    role: WorkerRole
-    index: int
-    name: str
-    incarnation: str
-    run_id: str
-    run_dir: str
-    buffer_address: str
-    resume: bool
-    log_path: str
-    config_path: str
-    """The resolved configuration; read by spawned workers, forked ones inherit it."""
-    parent_pid: int
-    """Of the launcher; a forked worker's parent is the fork server, which sets its own."""
-    lifeline_fd: int
-    server_url: str = ""
-    """Of the worker's own inference server; empty for an embedded engine."""
-    device: str = ""
-    """Torch device that the launcher gave it (launch.checks.placement); empty: as the configuration has it."""
-
-    def context(self, config: RunConfig) -> RoleContext[RunConfig]:
-        own = config_of(config, self.role, self.index)
-        return RoleContext(
-            role=self.role,
-            index=self.index,
-            name=self.name,
-            incarnation=self.incarnation,
-            run_id=self.run_id,
-            run_dir=Path(self.run_dir),
-            buffer_address=self.buffer_address,
-            resume=self.resume,
-            config=on_device(own, self.role, self.device) if self.device else own,
-            server_url=self.server_url,
-        )
-
-
-def redirect_output(log_path: str) -> None:
+def redirect_output(log_path: Path) -> None:
     """Send stdout and stderr (the descriptors, so native libraries too) to the end of the log; stdin reads nothing."""
     log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null_fd = os.open(os.devnull, os.O_RDONLY)
@@ -113,17 +77,18 @@ def redirect_output(log_path: str) -> None:
     os.close(null_fd)
 
 
-def run_role(start: StartRole, config: RunConfig) -> NoReturn:
-    """Run the role's main in this process and end the process with its exit code; never returns.
+def run_role(start: StartRole, config: RunConfig, run_dir: Path, lifeline_fd: int) -> NoReturn:
+    """Run the role's main in this process and end the process with its exit code; never returns. `lifeline_fd`: its
+    end-of-file means that the launcher is gone.
 
     os._exit: neither the fork server's exit handlers nor a thread that hangs may hold the end up. Mains close what
     they opened."""
     code = int(ExitCode.FAILED)
     try:
         try:
-            _prepare(start)
+            _prepare(start, lifeline_fd)
             log.info("%s (%s) starts, pid %d", start.name, start.incarnation, os.getpid())
-            code = int(_load_entry(start.entry)(start.context(config)))
+            code = int(_load_entry(start.entry)(start.context(config, run_dir)))
             log.info("%s ends with exit code %d", start.name, code)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else ExitCode.FAILED
@@ -142,13 +107,13 @@ def run_role(start: StartRole, config: RunConfig) -> NoReturn:
         os._exit(int(code))
 
 
-def _prepare(start: StartRole) -> None:
+def _prepare(start: StartRole, lifeline_fd: int) -> None:
     faulthandler.enable()
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
-    watch_launcher(start.lifeline_fd)
+    watch_launcher(lifeline_fd)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - both are TextIOWrappers
     to_log = logging.StreamHandler()
@@ -216,6 +181,7 @@ def run_buffer(ctx: RoleContext[RunConfig]) -> int:
         config=ctx.config.buffer,
         run_id=ctx.run_id,
         run_dir=ctx.run_dir,
+        incarnation=ctx.incarnation,
         version=carried.version,
         carried=carried.ledger,
         vocab_fingerprint=_vocab_fingerprint(ctx.config.models.student),
@@ -248,17 +214,29 @@ def _vocab_size(model: Path) -> int | None:
     return msgspec.json.decode(file.read_bytes(), type=_ModelShape).vocab_size if file.is_file() else None
 
 
+def _read_start() -> tuple[StartRole, int]:
+    """The first line of stdin, and a descriptor for the rest of it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := os.read(0, 1)):
+            raise EOFError(f"stdin ended after {line!r}; expected a StartRole in JSON and a newline")
+        line += byte
+    return msgspec.json.decode(line, type=StartRole), os.dup(0)
+
+
 def main() -> NoReturn:
-    """A spawned worker."""
+    """A worker that was started by a command."""
     try:
-        start = msgspec.json.decode(sys.argv[1].encode(), type=StartRole)
-        redirect_output(start.log_path)
-        die_with_parent(start.parent_pid)
-        config = read_config(Path(start.config_path))
+        folder = WorkFolder(Path(sys.argv[1]))
+        start, lifeline_fd = _read_start()
+        redirect_output(folder.log_path(start.name))
+        if len(sys.argv) > 2:
+            die_with_parent(int(sys.argv[2]))
+        config = read_config(folder.config_path)
     except BaseException:
         traceback.print_exc()
         os._exit(ExitCode.FAILED)
-    run_role(start, config)
+    run_role(start, config, folder.path, lifeline_fd)
 
 
 if __name__ == "__main__":

@@ -16,24 +16,22 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Final
 
-from launch.buffer_link import BufferLink, read_address, read_pid
-from launch.checks.placement import NOWHERE, Placement
-from launch.config.run import RunConfig
+from launch.buffer_link import BufferLink, read_address, read_incarnation
 from launch.machine.memory import MemoryGauge
-from launch.processes.activity import LOOK_S, Activity, is_stopped
+from launch.processes.activity import LOOK_S, Activity
+from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Ending, Outcome, Worker, said
 from launch.report.failures import FailureNews, failures_text
 from launch.report.figures import RunView
 from launch.report.guests import Guests
 from launch.report.status import StatusView
-from launch.runfolder import RunFolder
-from launch.servers.plan import ServerPlan
 from launch.workers.crew import ROLES
-from launch.workers.roles import ENTRIES
+from launch.workers.launch_plan import LaunchPlan
 from launch.workers.watch import STARTING_PUMP_S, WORD_S, Watch
+from launch.workers.work_folder import WorkFolder
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
 from protocol.keys import run_client_keys
@@ -61,33 +59,17 @@ class Supervisor(Watch):
 
     def __init__(
         self,
-        config: RunConfig,
-        folder: RunFolder,
+        plan: LaunchPlan,
+        folder: WorkFolder,
         status: StatusView,
+        backend: ProcessBackend,
         *,
-        resume: bool,
-        began_s: float,
-        preload: tuple[str, ...] = (),
-        entries: Mapping[WorkerRole, str] = ENTRIES,
         restartable: Collection[WorkerRole] = RESTARTABLE,
-        servers: Sequence[ServerPlan] = (),
-        placement: Placement = NOWHERE,
     ) -> None:
-        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the run.
-        `placement`: devices of embedded workers."""
+        config = plan.config
         counts = (1, 1, config.teachers, config.actors)
-        super().__init__(
-            config,
-            folder,
-            status,
-            [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)],
-            resume=resume,
-            began_s=began_s,
-            preload=preload,
-            entries=entries,
-            servers=servers,
-            placement=placement,
-        )
+        workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
+        super().__init__(plan, folder, status, backend, workers)
         self._restartable = restartable
         self._guests = Guests(self._crew.workers)
         self._failures = FailureNews()
@@ -109,7 +91,7 @@ class Supervisor(Watch):
         return Outcome(
             ending=self._after_all(self._ending),
             ready_s=self._ready_s,
-            wall_s=time.monotonic() - self._began_s,
+            wall_s=time.monotonic() - self._plan.began_s,
             peak_memory_bytes=self._memory.peak_bytes,
             snapshot=self._link.snapshot if self._link is not None else None,
             restarts=dict(self._budget.totals),
@@ -120,7 +102,7 @@ class Supervisor(Watch):
     # ------------------------------------------------------------------------------------------------- starting
 
     def _start_and_watch(self) -> None:
-        self._processes.warm_up()
+        self._backend.prepare()
         self._servers.start()
         self._crew.start(self._crew.workers[BUFFER])
         if not self._until_there(
@@ -214,18 +196,19 @@ class Supervisor(Watch):
         """Its exit is then treated like any other: with a journal it is started again. One that is merely slow is let
         be."""
         buffer = self._crew.workers[BUFFER]
-        if buffer.pid is None or min(link.unanswered_s(now_s), now_s - buffer.started_s) < BUFFER_ANSWER_S:
+        if not buffer.where or min(link.unanswered_s(now_s), now_s - buffer.started_s) < BUFFER_ANSWER_S:
             self._buffer_moved_s = now_s
             return
-        stopped = is_stopped(buffer.pid)
-        if self._activity.moved([buffer.pid]) and not stopped:
+        vitals = self._backend.vitals([BUFFER])
+        stopped = any(process.stopped for process in vitals.values())
+        if self._activity.moved(vitals) and not stopped:
             self._buffer_moved_s = now_s
         elif stopped or now_s - self._buffer_moved_s > BUFFER_IDLE_S:
             why = "is stopped (SIGSTOP)" if stopped else "does nothing"
             self._status.say(f"{BUFFER} has not answered for {link.unanswered_s(now_s):.0f} s and {why}; it is killed")
             self._buffer_moved_s = buffer.started_s = now_s  # once is enough
             self._dump_stacks([buffer])
-            self._processes.signal(BUFFER, signal.SIGKILL)
+            self._backend.kill(BUFFER)
 
     def _show(self, now_s: float) -> None:
         if self._link is not None and self._link.snapshot is not None:
@@ -248,7 +231,7 @@ class Supervisor(Watch):
                 self._link.close()
                 for name in self._unwelcomed():  # nobody told them, and the buffer will not be there to
                     if self._crew.workers[name].role in ("actor", "teacher"):
-                        self._processes.signal(name, signal.SIGTERM)
+                        self._backend.stop(name)
                 self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"])
                 self._wait_gone(self._crew.of("buffer"), BUFFER_ALONE_S)
             orderly = self._crew.workers[BUFFER].running and not self._at_once
@@ -296,7 +279,7 @@ class Supervisor(Watch):
         deadline_s = time.monotonic() + self._config.launch.ready_timeout_s
         file = self._folder.path / "buffer.json"
         while buffer.running and buffer.exit_codes and not self._at_once and time.monotonic() < deadline_s:
-            if buffer.pid is not None and read_pid(file) == buffer.pid:
+            if buffer.where and read_incarnation(file) == buffer.incarnation:
                 return
             self._pump(STARTING_PUMP_S)
 
@@ -307,7 +290,7 @@ class Supervisor(Watch):
         if not learners or self._silent(learners):
             return
         for learner in learners:
-            self._processes.signal(learner.name, signal.SIGTERM)
+            self._backend.stop(learner.name)
         self._status.say("the learner finishes its step and writes a checkpoint (Ctrl-C again: stop at once, without)")
         deadline_s = time.monotonic() + self._config.learner.stall_timeout_s
         while self._crew.running(learners) and not (self._at_once or self._silent(learners)):

@@ -1,6 +1,6 @@
 """Worker processes under watch, and their servers: started, started again when they die, ended in stages.
 
-One thread, one loop: `_pump` waits a moment for processes (launch.processes.processes), reads the buffer's word
+One thread, one loop: `_pump` waits a moment for processes (launch.processes.backend), reads the buffer's word
 (buffer_link), looks at signals, starts what is due. Everything that ends the watch sets `_ending`, once; nothing else
 does. The second Ctrl-C goes straight to SIGKILL. Whose workers they are, and what follows from the end of one, is said
 by launch.workers.supervisor (a whole run's) and launch.join.joiner (some that join a run).
@@ -10,31 +10,26 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar, Final
 
-from engines.sglang.http import API_KEY_VARIABLE
 from launch.buffer_link import BufferLink
-from launch.checks.placement import Placement
 from launch.checks.server_features import features_of_run
-from launch.config.run import RunConfig
 from launch.processes.activity import Patience
+from launch.processes.backend import Exited, Notice, ProcessBackend, Started
 from launch.processes.lifeline import sweep
-from launch.processes.processes import Exited, Notice, Processes, Started
 from launch.processes.restarts import RestartBudget
 from launch.processes.signals import StopRequests, said_of
 from launch.processes.slots import Ending, ServerEnd, Worker, said
 from launch.report.figures import RunView
 from launch.report.status import StatusView
-from launch.servers.plan import ServerPlan, nccl_environment
 from launch.servers.watch import ServerNews, ServerWatch
 from launch.workers.crew import Crew
+from launch.workers.launch_plan import LaunchPlan
 from launch.workers.work_folder import WorkFolder
-from protocol.context import ExitCode, WorkerRole
+from protocol.context import ExitCode
 from protocol.messages import Snapshot
 
 log = logging.getLogger(__name__)
@@ -50,53 +45,28 @@ KILLED_WAIT_S: Final = 5.0
 
 
 class Watch(ABC):
-    """Owner of the processes. Subclasses start them and decide what their deaths mean."""
+    """Owner of the worker slots. Subclasses start them and decide what their deaths mean."""
 
     LEAVING: ClassVar[str] = "the run ends"
     """What is said when it ends otherwise than well."""
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: LaunchPlan,
         folder: WorkFolder,
         status: StatusView,
+        backend: ProcessBackend,
         workers: Sequence[Worker],
-        *,
-        resume: bool,
-        began_s: float,
-        preload: tuple[str, ...],
-        entries: Mapping[WorkerRole, str],
-        servers: Sequence[ServerPlan],
-        placement: Placement,
     ) -> None:
-        """`began_s`: monotonic time at which the user's command started. `servers`: to be started with the workers.
-        `placement`: devices of embedded workers."""
-        self._config = config
+        """`backend`: made for this plan and folder; closed here."""
+        self._plan = plan
+        self._config = plan.config
         self._folder = folder
         self._status = status
-        self._began_s = began_s
-        self._budget = RestartBudget(config.launch)
-        api_key = secrets.token_hex(32)  # of letters and digits: a key that began with - would be taken for an argument
-        self._processes = Processes(
-            method=config.launch.start_method,
-            log_dir=folder.logs,
-            config_path=folder.config_path,
-            preload=preload,
-            threads=config.launch.threads_per_worker,
-            environment=nccl_environment(config) | ({API_KEY_VARIABLE: api_key} if servers else {}),
-        )
-        self._servers = ServerWatch(servers, config, folder.logs, self._budget, api_key)
-        self._crew = Crew(
-            config,
-            folder,
-            self._processes,
-            self._servers,
-            entries,
-            workers,
-            resume=resume,
-            preload=preload,
-            placement=placement,
-        )
+        self._backend = backend
+        self._budget = RestartBudget(plan.config.launch)
+        self._servers = ServerWatch(plan.servers, plan.config, folder.logs, self._budget, plan.api_key)
+        self._crew = Crew(plan, folder.run_id, backend, self._servers, workers)
         self._link: BufferLink | None = None
         self._signals = StopRequests()
         self._ending: Ending | None = None
@@ -139,7 +109,7 @@ class Watch(ABC):
         timeout_s = self._config.launch.ready_timeout_s + self._servers.start_timeout_s
         if not self._until_there(lambda: not self._unwelcomed(), timeout_s, self._unwelcomed, self._who_is_missing):
             return False
-        self._ready_s = time.monotonic() - self._began_s
+        self._ready_s = time.monotonic() - self._plan.began_s
         return True
 
     def _who_is_missing(self) -> str:
@@ -164,7 +134,7 @@ class Watch(ABC):
         while self._ending is None:
             if there():
                 return True
-            if patience.over(lambda: self._processes.pids_behind(missing())):
+            if patience.over(lambda: self._backend.vitals(missing())):
                 self._end(False, f"waited {patience.waited_s:.0f} s for {what()}", ExitCode.FAILED)
                 break
             self._pump(STARTING_PUMP_S)
@@ -174,11 +144,11 @@ class Watch(ABC):
 
     def _pump(self, timeout_s: float) -> None:
         """One turn of the loop."""
-        for event in self._processes.poll(timeout_s):
+        for event in self._backend.poll(timeout_s):
             match event:
-                case Started(name, incarnation, pid):
+                case Started(name, incarnation, where):
                     if (worker := self._crew.workers[name]).incarnation == incarnation:
-                        worker.pid, worker.started_s = pid, time.monotonic()
+                        worker.where, worker.started_s = where, time.monotonic()
                 case Exited():
                     self._exited(event)
                 case Notice(text, fatal):
@@ -205,7 +175,7 @@ class Watch(ABC):
         worker = self._crew.workers[event.name]
         if worker.incarnation != event.incarnation:
             return
-        worker.running, worker.pid, worker.kill_at_s = False, None, None
+        worker.running, worker.where, worker.kill_at_s = False, "", None
         worker.exit_codes.append(event.code)
         if self._ending is None and self._link is not None:
             self._link.take()  # Shutdown may have come before the exit; _read_link acts on it
@@ -267,13 +237,13 @@ class Watch(ABC):
         if worker.running:
             worker.excused = True
             worker.kill_at_s = time.monotonic() + self._crew.grace_s(worker)
-            self._processes.signal(worker.name, signal.SIGTERM)
+            self._backend.stop(worker.name)
 
     def _start_due(self, now_s: float) -> None:
         for worker in self._crew.workers.values():
             if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
                 worker.kill_at_s = None
-                self._processes.signal(worker.name, signal.SIGKILL)
+                self._backend.kill(worker.name)
             if worker.restart_at_s is not None and now_s >= worker.restart_at_s:
                 self._crew.start(worker)
 
@@ -295,13 +265,13 @@ class Watch(ABC):
         limit_s = self._config.launch.silent_kill_s
         for peer in snapshot.peers:
             worker = self._crew.workers.get(peer.name)
-            if worker is None or worker.pid is None or self._ending is not None:
+            if worker is None or not worker.where or self._ending is not None:
                 continue
             if not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
                 self._status.say(f"{peer.name} runs but was silent for {peer.silent_s:.0f} s; it is killed")
                 worker.started_s = now_s  # once is enough
                 self._dump_stacks([worker])
-                self._processes.signal(worker.name, signal.SIGKILL)
+                self._backend.kill(worker.name)
 
     def _end(self, ok: bool, reason: str, exit_code: int, *, tail_of: Iterable[str] = ()) -> None:
         """The run ends, for this reason; the first one counts."""
@@ -320,7 +290,7 @@ class Watch(ABC):
     def _view(self, now_s: float) -> RunView:
         return RunView(
             now_s=now_s,
-            elapsed_s=now_s - self._began_s,
+            elapsed_s=now_s - self._plan.began_s,
             steps=self._config.steps,
             snapshot=self._link.snapshot if self._link is not None else None,
             workers={name: worker.running for name, worker in self._crew.workers.items()},
@@ -341,7 +311,7 @@ class Watch(ABC):
         """SIGTERM, a grace, SIGKILL."""
         if not self._at_once:
             for worker in self._crew.running(workers):
-                self._processes.signal(worker.name, signal.SIGTERM)
+                self._backend.stop(worker.name)
             self._wait_gone(workers)
         left = self._crew.running(workers)
         if left and not self._at_once:
@@ -350,7 +320,7 @@ class Watch(ABC):
             self._dump_stacks(left)
         for worker in left:
             worker.given_up = True
-            self._processes.signal(worker.name, signal.SIGKILL)
+            self._backend.kill(worker.name)
         deadline_s = time.monotonic() + KILLED_WAIT_S
         while self._crew.running(workers) and time.monotonic() < deadline_s:
             self._pump(STARTING_PUMP_S)
@@ -364,9 +334,9 @@ class Watch(ABC):
             self._pump(STARTING_PUMP_S)
 
     def _dump_stacks(self, workers: list[Worker]) -> None:
-        """Where a worker hangs goes to its log (faulthandler answers SIGUSR1), for whoever asks why it was killed."""
+        """Where a worker hangs goes to its log, for whoever asks why it was killed."""
         for worker in workers:
-            self._processes.signal(worker.name, signal.SIGUSR1)
+            self._backend.dump_stacks(worker.name)
         time.sleep(STARTING_PUMP_S)
 
     def _wait_gone(self, workers: Collection[Worker], timeout_s: float | None = None) -> None:
@@ -387,7 +357,7 @@ class Watch(ABC):
         """Whatever still runs ends now."""
         if self._link is not None:
             self._link.close()
-        self._processes.close()
+        self._backend.close()
         self._servers.close()
         for left in sweep():
             self._status.say(f"a process was left behind and is killed: {left}")

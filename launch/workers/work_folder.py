@@ -9,9 +9,9 @@ from protocol.printable import printable
 
 
 class WorkFolder:
-    """At `path`, for workers of the run `run_id`."""
+    """At `path`, for workers of the run `run_id` (empty: it was not asked for)."""
 
-    def __init__(self, path: Path, run_id: str) -> None:
+    def __init__(self, path: Path, run_id: str = "") -> None:
         self.path = path
         self.run_id = run_id
 

@@ -20,7 +20,8 @@ from launch.checks import preflight
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
 from launch.run import own_workers
-from launch.workers.roles import ENTRIES, StartRole
+from launch.workers.roles import ENTRIES
+from launch.workers.start_role import StartRole
 from protocol.context import WorkerRole
 from protocol.keys import KEYS, make_keys
 from protocol.messages import Snapshot
@@ -47,7 +48,6 @@ class HostRun:
         checked = preflight.check(resolve_config(parse_arguments([*arguments, *addresses])))
         write_config(checked.config, run_dir / "config.yaml")
         make_keys(run_dir / KEYS, own_workers(checked.config))  # seen by all hosts
-        self._lifeline, self._lifeline_held = os.pipe()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, host: str, role: WorkerRole, index: int = 0) -> None:
@@ -58,28 +58,26 @@ class HostRun:
             name=f"{role}-{index}",
             incarnation=secrets.token_hex(8),
             run_id=self._run_id,
-            run_dir=str(self.run_dir),
             buffer_address=self._address,
             resume=False,
-            log_path=str(self.run_dir / "logs" / f"{role}-{index}.log"),
-            config_path=str(self.run_dir / "config.yaml"),
-            parent_pid=os.getpid(),
-            lifeline_fd=self._lifeline,
         )
-        command = [sys.executable, "-P", "-m", "launch.workers.roles", msgspec.json.encode(start).decode()]
+        command = [sys.executable, "-P", "-m", "launch.workers.roles", str(self.run_dir), str(os.getpid())]
         self.processes[start.name] = subprocess.Popen(
             self._network.command(host, command),
             env=environment(),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(self._lifeline,),
+            stdin=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
         )
+        stdin = self.processes[start.name].stdin
+        assert stdin is not None
+        stdin.write(msgspec.json.encode(start) + b"\n")
 
     def kill(self, name: str) -> None:
         """SIGKILL; `start` starts it again."""
         process = self.processes.pop(name)
         process.kill()
-        process.wait(PATIENCE_S)
+        self._bury(process)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         limit = Limit(RUN_PATIENCE_S)
@@ -108,6 +106,10 @@ class HostRun:
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(PATIENCE_S)
-        os.close(self._lifeline)
-        os.close(self._lifeline_held)
+            self._bury(process)
+
+    @staticmethod
+    def _bury(process: subprocess.Popen[bytes]) -> None:
+        process.wait(PATIENCE_S)
+        assert process.stdin is not None
+        process.stdin.close()

@@ -126,11 +126,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 @pytest.fixture
 def join(tmp_path: Path) -> Iterator[Join]:
-    """`join(run, prefix, *arguments)`. Ends what still runs."""
+    """`join(run, prefix, *arguments, command=...)`, the command put before it. Ends what still runs."""
     running: list[Joined] = []
 
-    def start(run: str | Path, prefix: str, *arguments: str) -> Joined:
-        running.append(Joined(run, prefix, tmp_path / f"joined-{prefix}", arguments))
+    def start(run: str | Path, prefix: str, *arguments: str, command: Sequence[str] = ()) -> Joined:
+        running.append(Joined(run, prefix, tmp_path / f"joined-{prefix}", arguments, command))
         return running[-1]
 
     yield start

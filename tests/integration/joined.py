@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
+
 from launch.buffer_link import BufferLink
 from launch.join.target import find_target
 from launch.runfolder import read_record
@@ -77,7 +79,11 @@ class Joined:
 
     def end(self) -> None:
         if self.process.poll() is None:
+            family = psutil.Process(self.process.pid).children(recursive=True)  # a shell that starts it again has one
             self.process.kill()
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self.process.wait(PATIENCE_S)
 
 

@@ -5,6 +5,7 @@
 Everything but the workers' mains is the real thing. MODULE...: what the fork server imports."""
 
 import json
+import os
 import sys
 import time
 from contextlib import closing
@@ -13,11 +14,14 @@ from pathlib import Path
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import LaunchError
+from launch.processes.local import local_processes
 from launch.report.terminal import lasting_output
-from launch.run import run
+from launch.run import MakeBackend, run
 from launch.runfolder import RunFolder
 from launch.servers.plan import plan_servers
+from launch.workers.launch_plan import LaunchPlan
 from protocol.context import WorkerRole
+from tests.subprocess_backend import SubprocessBackend
 
 ENTRIES: dict[WorkerRole, str] = {
     "buffer": "fake_roles:buffer",
@@ -25,6 +29,8 @@ ENTRIES: dict[WorkerRole, str] = {
     "actor": "fake_roles:worker",
     "teacher": "fake_roles:worker",
 }
+BACKEND = "TEST_BACKEND"
+BACKENDS: dict[str, MakeBackend] = {"local": local_processes, "subprocess": SubprocessBackend}
 
 
 def main() -> int:
@@ -42,15 +48,14 @@ def _main() -> int:
     with closing(folder):
         (run_dir / "behaviour.json").write_text(behaviour)
         config = build(RunConfig, settings)
-        return run(
-            config,
-            folder,
-            time.monotonic(),
-            resume=False,
+        plan = LaunchPlan(
+            config=config,
+            began_s=time.monotonic(),
             preload=tuple(sys.argv[4:]),
             entries=ENTRIES,
-            servers=plan_servers(config, (), {}),
+            servers=tuple(plan_servers(config, (), {})),
         )
+        return run(plan, folder, make_backend=BACKENDS[os.environ.get(BACKEND, "local")])
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class FakeBuffer:
         self._over: RunFinished | None = None
 
     def run(self) -> int:
-        address = BufferAddress(self._server.address, os.getpid(), self._ctx.run_id)
+        address = BufferAddress(self._server.address, os.getpid(), self._ctx.run_id, self._ctx.incarnation)
         draft = self._ctx.run_dir / "buffer.json.draft"
         draft.write_bytes(msgspec.json.encode(address))
         draft.rename(self._ctx.run_dir / "buffer.json")

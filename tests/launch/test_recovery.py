@@ -15,14 +15,14 @@ from launcher_process import Launcher, StartLauncher, eventually
 
 from launch.config.run import RunConfig
 from launch.config.tree import build
-from launch.processes.activity import Activity, is_stopped
-from launch.processes.processes import Processes
+from launch.processes.activity import Activity, vitals_of
+from launch.processes.backend import ProcessBackend, Vitals
 from launch.processes.restarts import RestartBudget
 from launch.processes.slots import Worker
 from launch.servers.watch import ServerWatch
 from launch.workers.crew import Crew
-from launch.workers.roles import ENTRIES, StartRole
-from launch.workers.work_folder import WorkFolder
+from launch.workers.launch_plan import LaunchPlan
+from launch.workers.start_role import StartRole
 from tests.patience import SLOWNESS
 
 REAL_BUFFER = {"buffer-0": "real"}
@@ -117,6 +117,15 @@ def test_a_buffer_that_takes_long_to_start_is_waited_for_while_it_computes(start
     assert launcher.summary_when_finished()["ready_s"] > timeout_s
 
 
+def seen(pid: int) -> dict[str, Vitals]:
+    vitals = vitals_of(pid)
+    return {str(pid): vitals} if vitals is not None else {}
+
+
+def is_stopped(pid: int) -> bool:
+    return any(vitals.stopped for vitals in seen(pid).values())
+
+
 def test_activity_tells_who_computes_from_who_sleeps_or_is_stopped() -> None:
     programs = {"busy": "while True: pass", "asleep": "import time; time.sleep(600)"}
     children = {
@@ -131,27 +140,27 @@ def test_activity_tells_who_computes_from_who_sleeps_or_is_stopped() -> None:
             child.stdout.readline()
         busy, asleep = children["busy"].pid, children["asleep"].pid
         activity = Activity()
-        eventually(lambda: activity.moved([busy]), "it computes")
-        eventually(lambda: not activity.moved([asleep]), "it sleeps")
+        eventually(lambda: activity.moved(seen(busy)), "it computes")
+        eventually(lambda: not activity.moved(seen(asleep)), "it sleeps")
         assert not is_stopped(busy)
         os.kill(busy, signal.SIGSTOP)
         eventually(lambda: is_stopped(busy), "it is stopped")
-        eventually(lambda: not activity.moved([busy]), "it stands still")
+        eventually(lambda: not activity.moved(seen(busy)), "it stands still")
     finally:
         for child in children.values():
             child.kill()
             child.communicate()
-    assert not activity.moved([busy]) and not is_stopped(busy), "who is gone does nothing"
+    assert not activity.moved(seen(busy)) and not is_stopped(busy), "who is gone does nothing"
 
 
 class _Recorded:
-    """Stands for Processes: how each worker was to be started."""
+    """Stands for a backend: how each worker was to be started."""
 
     def __init__(self) -> None:
-        self.forked: dict[str, bool] = {}
+        self.preloaded: dict[str, bool] = {}
 
-    def start(self, start: StartRole, *, fork: bool) -> None:
-        self.forked[start.name] = fork
+    def start(self, start: StartRole, *, preloaded: bool) -> None:
+        self.preloaded[start.name] = preloaded
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -161,16 +170,8 @@ def test_the_buffer_never_waits_for_the_import_of_torch(tmp_path: Path, resume: 
     recorded = _Recorded()
     workers = [Worker("buffer", 0), Worker("learner", 0), Worker("actor", 0)]
     servers = ServerWatch((), config, tmp_path, RestartBudget(config.launch), "")
-    crew = Crew(
-        config,
-        WorkFolder(tmp_path, "run-1"),
-        cast(Processes, recorded),
-        servers,
-        ENTRIES,
-        workers,
-        resume=resume,
-        preload=("learner.worker",),
-    )
+    plan = LaunchPlan(config=config, began_s=0.0, resume=resume, preload=("learner.worker",))
+    crew = Crew(plan, "run-1", cast(ProcessBackend, recorded), servers, workers)
     for worker in workers:
         crew.start(worker)
-    assert recorded.forked == {"buffer-0": False, "learner-0": True, "actor-0": True}
+    assert recorded.preloaded == {"buffer-0": False, "learner-0": True, "actor-0": True}

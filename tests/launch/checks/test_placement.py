@@ -22,7 +22,7 @@ from launch.errors import ConfigError
 from launch.machine.interpreter import Interpreters, Look
 from launch.machine.machine import Machine, pretended_machine
 from launch.machine.torch_build import TorchBuild, constants
-from launch.workers.roles import StartRole
+from launch.workers.start_role import StartRole
 
 PYTHON = Path(sys.executable)
 NCCL_12 = (("nvidia-nccl-cu12", "2.27.5"),)
@@ -301,16 +301,11 @@ def test_each_worker_is_told_its_own_device() -> None:
         name="actor-1",
         incarnation="i",
         run_id="r",
-        run_dir="/r",
         buffer_address="tcp://127.0.0.1:1",
         resume=False,
-        log_path="/l",
-        config_path="/c",
-        parent_pid=0,
-        lifeline_fd=-1,
         device=told["actor", 1],
     )
-    context = msgspec.json.decode(msgspec.json.encode(start), type=StartRole).context(found.config)
+    context = msgspec.json.decode(msgspec.json.encode(start), type=StartRole).context(found.config, Path("/r"))
     assert context.config.actor.torch.device == "cuda:4"
     assert context.config.learner.device == found.config.learner.device == "auto"
 

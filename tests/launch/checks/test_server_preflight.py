@@ -21,7 +21,7 @@ from launch.machine import torch_build
 from launch.machine.devices import fill_devices
 from launch.machine.machine import NO_GPUS, find_machine
 from launch.machine.torch_build import TorchBuild
-from launch.processes.processes import worker_environment
+from launch.processes.local import worker_environment
 from launch.run import preload_modules
 from launch.servers.plan import interface_of, server_environment, url_of
 from sglang_server.servers import DEFAULT_PYTHON

@@ -15,6 +15,8 @@ from launch.config.files import write_config
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError, LaunchError
+from launch.join.command import main as join_main
+from launch.join.command import parse_join
 from launch.join.export import export
 from launch.join.export import main as export_main
 from launch.join.target import find_target
@@ -80,6 +82,19 @@ def test_a_run_that_cannot_be_joined_is_refused_with_the_reason(
     run = make_run(tmp_path / "run", address="tcp://127.0.0.1:5555", **record)
     with pytest.raises(LaunchError, match=message):
         find_target(str(run))
+
+
+def test_a_run_that_finished_leaves_nothing_to_do_and_one_that_broke_off_does(tmp_path: Path) -> None:
+    """What starts a join again goes by its exit code."""
+    for state, code, expected in (("finished", 0, 0), ("stopped", 130, 2), ("failed", 1, 2)):
+        run = make_run(tmp_path / state, state=state, exit_code=code)
+        assert join_main([str(run), "--teachers=1"]) == expected
+
+
+@pytest.mark.parametrize("words", [["--wait-s", "3600"], ["--wait_s=0"]])
+def test_waiting_inside_a_join_is_refused_by_name_with_what_to_do(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--wait-s: was removed.*--name-prefix.*docs/cluster\.md"):
+        parse_join(["run", *words])
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:

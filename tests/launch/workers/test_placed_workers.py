@@ -19,11 +19,12 @@ from launch.checks.weight_backend import Choice
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
+from launch.processes import local
 from launch.processes.slots import Worker
-from launch.workers import watch
 from launch.workers.crew import Crew
-from launch.workers.roles import ENTRIES, StartRole
-from launch.workers.supervisor import Supervisor
+from launch.workers.launch_plan import LaunchPlan
+from launch.workers.start_role import StartRole
+from launch.workers.work_folder import WorkFolder
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from teachers.worker import main as teacher_main
 from tests.server_features import CAPABLE
@@ -34,56 +35,30 @@ PLACED = Placement(Places({"learner": 0, "teacher-0": 1, "actor-0": 2, "actor-1"
 def test_a_worker_is_started_with_the_device_that_it_was_given() -> None:
     started: list[StartRole] = []
 
-    def begin(start: StartRole, *, fork: bool) -> None:
+    def begin(start: StartRole, *, preloaded: bool) -> None:
         started.append(start)
 
-    folder = SimpleNamespace(run_id="r", path=Path("/r"), config_path=Path("/c"), log_path=Path("/l").joinpath)
-    processes = SimpleNamespace(start=begin)
+    backend = SimpleNamespace(start=begin)
     workers = [Worker("learner", 0), Worker("teacher", 0), Worker("actor", 1), Worker("buffer", 0)]
-    crew = Crew(
-        build(RunConfig, {"actor": {"engine": "torch"}, "teacher": {"engine": "torch"}}),
-        cast(Any, folder),
-        cast(Any, processes),
-        cast(Any, {}),  # no worker has a server of its own
-        ENTRIES,
-        workers,
-        resume=False,
-        preload=(),
-        placement=PLACED,
-    )
+    config = build(RunConfig, {"actor": {"engine": "torch"}, "teacher": {"engine": "torch"}})
+    plan = LaunchPlan(config=config, began_s=0.0, placement=PLACED)
+    crew = Crew(plan, "r", cast(Any, backend), cast(Any, {}), workers)  # no worker has a server of its own
     for worker in workers:
         crew.start(worker)
     assert [start.device for start in started] == ["cuda:0", "cuda:1", "cuda:3", ""]
 
 
-class Stop(Exception):
-    """Far enough."""
-
-
-def test_placement_and_the_environment_of_nccl_go_on_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def processes(**told: Any) -> Any:
-        seen.update(told)
-        return SimpleNamespace()
-
-    def servers(*_: Any) -> Any:
-        return SimpleNamespace()
-
-    def crew(*_: Any, **told: Any) -> Any:
-        seen.update(told)
-        raise Stop
-
-    monkeypatch.setattr(watch, "Processes", processes)
-    monkeypatch.setattr(watch, "ServerWatch", servers)
-    monkeypatch.setattr(watch, "Crew", crew)
+def test_the_environment_of_nccl_goes_on_from_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
-    folder = SimpleNamespace(logs=Path("/l"), config_path=Path("/c"))
-    config = build(RunConfig, {"actor": {"engine": "sglang"}})
-    with pytest.raises(Stop):
-        Supervisor(config, cast(Any, folder), cast(Any, None), resume=False, began_s=0.0, placement=PLACED)
-    assert seen["placement"] is PLACED
+    seen: dict[str, Any] = {}
+
+    def processes(*_: Any, **settings: Any) -> None:
+        seen.update(settings)
+
+    monkeypatch.setattr(local, "LocalProcesses", processes)
+    plan = LaunchPlan(config=build(RunConfig, {"actor": {"engine": "sglang"}}), began_s=0.0)
+    local.local_processes(plan, WorkFolder(tmp_path))
     assert seen["environment"] == {"NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 

@@ -1,6 +1,6 @@
-"""Starting, signalling and reaping worker processes, by fork (launch.processes.forkserver) or by spawn. No policy here.
+"""The process backend for this machine: workers by fork (launch.processes.forkserver) or by spawn.
 
-    input   start(), signal()                  from the supervisor
+    input   start(), stop(), kill(), dump_stacks()      from launch.workers.watch
     output  poll() -> Started | Exited | Notice
     waits   in poll() only, at most its timeout: for the fork server, for SIGCHLD, for a signal to the launcher
 
@@ -21,16 +21,21 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from launch.processes import forkserver
-from launch.processes.activity import Activity, is_stopped
+from launch.processes.activity import Activity, vitals_of
+from launch.processes.backend import Event, Exited, Notice, ProcessBackend, Started, Vitals
 from launch.processes.lifeline import kill_group, reap
-from launch.workers.roles import StartRole
+from launch.workers.launch_plan import LaunchPlan
+from launch.workers.start_role import StartRole
+from launch.workers.work_folder import WorkFolder
 
 StartMethod: TypeAlias = Literal["auto", "fork", "spawn"]
+FORKSERVER: Final = "forkserver"
+"""Name of its log, and of its signs of life."""
 REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 FORKSERVER_END_S: Final = 5.0
 FORKSERVER_STARTS: Final = 4
@@ -41,33 +46,6 @@ ANSWER_S: Final = 5.0
 HANGS_S: Final = 60.0
 """It is killed when it has not answered for so long, and has not computed either."""
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-class Started(NamedTuple):
-    """A worker process exists."""
-
-    name: str
-    incarnation: str
-    pid: int
-
-
-class Exited(NamedTuple):
-    """A worker process is gone and reaped. A negative code is the signal that killed it."""
-
-    name: str
-    incarnation: str
-    pid: int
-    code: int
-
-
-class Notice(NamedTuple):
-    """Something the user should see; `fatal` ends the run."""
-
-    text: str
-    fatal: bool
-
-
-Event: TypeAlias = Started | Exited | Notice
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -83,15 +61,26 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
 
 
-class Processes:
-    """All worker processes of one run. Owned by the supervisor, used from one thread."""
+def local_processes(plan: LaunchPlan, folder: WorkFolder) -> LocalProcesses:
+    """As `launch.start_method` has it."""
+    launch = plan.config.launch
+    return LocalProcesses(
+        folder,
+        method=launch.start_method,
+        preload=plan.preload,
+        threads=launch.threads_per_worker,
+        environment=plan.environment,
+    )
+
+
+class LocalProcesses(ProcessBackend):
+    """All worker processes of one launcher, as its children and grandchildren."""
 
     def __init__(
         self,
+        folder: WorkFolder,
         *,
         method: StartMethod,
-        log_dir: Path,
-        config_path: Path,
         preload: tuple[str, ...],
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
@@ -102,8 +91,7 @@ class Processes:
             raise ValueError(f"launch.start_method is fork, which is not safe on {sys.platform}; use auto or spawn")
         self._method: StartMethod = method
         self._forking = forkable and method != "spawn"
-        self._log_dir = log_dir
-        self._config_path = config_path
+        self._folder = folder
         self._preload = preload
         self._environment = worker_environment(threads) | dict(environment or {})
         self.lifeline_fd, self._lifeline_held = os.pipe()
@@ -121,6 +109,7 @@ class Processes:
         self._asked: dict[tuple[str, str], StartRole] = {}
         self._forked: dict[int, StartRole] = {}
         self._spawned: dict[int, tuple[StartRole, subprocess.Popen[bytes]]] = {}
+        """Their stdin stays open: it is their lifeline."""
         self._events: list[Event] = []
         self._woken, self._wake = socket.socketpair()
         for end in (self._woken, self._wake):
@@ -130,7 +119,7 @@ class Processes:
 
     def __repr__(self) -> str:
         return (
-            f"Processes(forking={self._forking}, warm={self._warm}, queued={len(self._queued)}, "
+            f"LocalProcesses(forking={self._forking}, warm={self._warm}, queued={len(self._queued)}, "
             f"forked={sorted(self._forked)}, spawned={sorted(self._spawned)})"
         )
 
@@ -140,24 +129,24 @@ class Processes:
         spawned = {start.name: pid for pid, (start, _) in self._spawned.items()}
         return spawned | {start.name: pid for pid, start in self._forked.items()}
 
-    def pids_behind(self, names: Collection[str]) -> list[int]:
+    def vitals(self, names: Collection[str]) -> dict[str, Vitals]:
         """Of these workers, and of the fork server while it has one of them still to fork."""
         pids = self.pids
-        behind = [pids[name] for name in names if name in pids]
+        behind = {name: pids[name] for name in names if name in pids}
         if len(behind) < len(names) and self._forkserver is not None:
-            behind.append(self._forkserver.pid)
-        return behind
+            behind[FORKSERVER] = self._forkserver.pid
+        return {name: vitals for name, pid in behind.items() if (vitals := vitals_of(pid)) is not None}
 
-    def warm_up(self) -> None:
-        """Start the fork server, where forking is what we do; returns at once."""
+    def prepare(self) -> None:
+        """Start the fork server, where forking is what we do."""
         if not self._forking:
             return
         self._starts += 1
         self._warm, self._unread = False, b""
         self._pinged_s = self._heard_s = time.monotonic()
         self._control, theirs = socket.socketpair()
-        arguments = [theirs.fileno(), self.lifeline_fd, os.getpid(), self._config_path, *self._preload]
-        with theirs, (self._log_dir / "forkserver.log").open("ab") as log:
+        arguments = [theirs.fileno(), self.lifeline_fd, os.getpid(), self._folder.path, *self._preload]
+        with theirs, self._folder.log_path(FORKSERVER).open("ab") as log:
             self._forkserver = subprocess.Popen(
                 [sys.executable, "-P", "-m", "launch.processes.forkserver", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
@@ -168,22 +157,31 @@ class Processes:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
             )
 
-    def start(self, start: StartRole, *, fork: bool = True) -> None:
-        """Start a worker. `fork=False` spawns it whatever the method: for a role that wants no torch in its memory, or
-        must be there before the fork server is warm."""
-        if not (fork and self._forking):
+    def start(self, start: StartRole, *, preloaded: bool) -> None:
+        """One that is not `preloaded` is spawned, whatever the method: it wants no torch in its memory, or must be
+        there before the fork server is warm."""
+        if not (preloaded and self._forking):
             self._spawn(start)
         elif not self._warm:
             self._queued.append(start)
         else:
             self._ask_fork(start)
 
-    def signal(self, name: str, signum: int) -> None:
-        """Send a signal to a worker, if it still runs; SIGKILL goes to its whole process group. A worker that waits for
-        its fork is signalled once it is there, or, if the fork server is not warm yet, never started."""
+    def stop(self, name: str) -> None:
+        self._signal(name, signal.SIGTERM)
+
+    def kill(self, name: str) -> None:
+        self._signal(name, signal.SIGKILL)
+
+    def dump_stacks(self, name: str) -> None:
+        self._signal(name, signal.SIGUSR1)  # faulthandler answers it
+
+    def _signal(self, name: str, signum: int) -> None:
+        """SIGKILL goes to the worker's whole process group. A worker that waits for its fork is signalled once it is
+        there, or, if the fork server is not warm yet, never started."""
         for start in [start for start in self._queued if start.name == name]:
             self._queued.remove(start)
-            self._events.append(Exited(name, start.incarnation, 0, -signum))
+            self._events.append(Exited(name, start.incarnation, -signum))
         for asked_name, incarnation in self._asked:
             if asked_name == name:
                 self._owed.append((incarnation, signum))
@@ -209,8 +207,9 @@ class Processes:
         for pid, (start, process) in list(self._spawned.items()):
             if (code := reap(pid)) is not None:
                 process.returncode = code  # reaped behind its back
+                _close_stdin(process)
                 del self._spawned[pid]
-                self._events.append(Exited(start.name, start.incarnation, pid, code))
+                self._events.append(Exited(start.name, start.incarnation, code))
         events, self._events = self._events, []
         return events
 
@@ -231,6 +230,7 @@ class Processes:
             kill_group(pid)
             process.kill()
             process.wait(FORKSERVER_END_S)
+            _close_stdin(process)
         self._spawned.clear()
         if self._lifeline_held >= 0:
             signal.set_wakeup_fd(self._former_wakeup)
@@ -242,19 +242,21 @@ class Processes:
             self._wake.close()
 
     def _spawn(self, start: StartRole) -> None:
-        start = msgspec.structs.replace(start, parent_pid=os.getpid(), lifeline_fd=self.lifeline_fd)
-        with Path(start.log_path).open("ab") as log:
+        with self._folder.log_path(start.name).open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "launch.workers.roles", msgspec.json.encode(start).decode()],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", "launch.workers.roles", str(self._folder.path), str(os.getpid())],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                pass_fds=(self.lifeline_fd,),
                 start_new_session=True,
+                bufsize=0,
             )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which poll() tells
+            process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._spawned[process.pid] = (start, process)
-        self._events.append(Started(start.name, start.incarnation, process.pid))
+        self._events.append(Started(start.name, start.incarnation, _where(process.pid)))
 
     def _ask_fork(self, start: StartRole) -> None:
         self._asked[start.name, start.incarnation] = start
@@ -287,15 +289,15 @@ class Processes:
                 self._warm = True
                 queued, self._queued = self._queued, []
                 for start in queued:
-                    self.start(start)
+                    self.start(start, preloaded=True)
             case forkserver.Forked(name, incarnation, pid):
                 self._forked[pid] = self._asked.pop((name, incarnation))
-                self._events.append(Started(name, incarnation, pid))
+                self._events.append(Started(name, incarnation, _where(pid)))
                 for signum in [signum for owed, signum in self._owed if owed == incarnation]:
                     self._tell(forkserver.Signal(pid, signum))
             case forkserver.Exited(pid, code):
                 start = self._forked.pop(pid)
-                self._events.append(Exited(start.name, start.incarnation, pid, code))
+                self._events.append(Exited(start.name, start.incarnation, code))
             case forkserver.ForkRefused(name, incarnation, reason):
                 self._refused(self._asked.pop((name, incarnation)), reason)
             case forkserver.Pong():
@@ -304,7 +306,7 @@ class Processes:
     def _refused(self, start: StartRole, reason: str) -> None:
         if self._method == "fork":
             self._events.append(Notice(f"launch.start_method is fork, but {reason}; use auto or spawn", fatal=True))
-            self._events.append(Exited(start.name, start.incarnation, 0, -signal.SIGKILL))
+            self._events.append(Exited(start.name, start.incarnation, -signal.SIGKILL))
             return
         if self._forking:
             self._forking = False
@@ -319,10 +321,11 @@ class Processes:
         silent_s = now_s - self._heard_s
         if silent_s > ANSWER_S:
             pid = self._forkserver.pid
-            if is_stopped(pid):
+            vitals = vitals_of(pid)
+            if vitals is not None and vitals.stopped:
                 self._events.append(Notice("the fork server was stopped (SIGSTOP); it is told to go on", fatal=False))
                 os.kill(pid, signal.SIGCONT)
-            elif self._activity.moved([pid]):
+            elif self._activity.moved({FORKSERVER: vitals} if vitals is not None else {}):
                 self._heard_s = now_s  # it imports, or the machine is slow
             elif silent_s > HANGS_S:
                 self._events.append(Notice(f"the fork server hangs since {silent_s:.0f} s; it is killed", fatal=False))
@@ -339,24 +342,32 @@ class Processes:
             self._forkserver.wait(FORKSERVER_END_S)
         code = self._forkserver.returncode
         self._forkserver = None
-        never = [(0, start) for start in (*self._queued, *self._asked.values())]
-        for pid, start in (*self._forked.items(), *never):
-            self._events.append(Exited(start.name, start.incarnation, pid, -signal.SIGKILL))
+        for start in (*self._forked.values(), *self._queued, *self._asked.values()):
+            self._events.append(Exited(start.name, start.incarnation, -signal.SIGKILL))
         for lost in (self._forked, self._asked, self._queued, self._owed):
             lost.clear()
         self._go_on_without(code)
 
     def _go_on_without(self, code: int | None) -> None:
         """The fork server ended with this code: begin another one, or spawn, or end the run."""
-        log = self._log_dir / "forkserver.log"
+        log = self._folder.log_path(FORKSERVER)
         told = "the fork server died, and its workers with it"
         if code is None or code >= 0:
             self._events.append(Notice(f"{told}; see {log}", fatal=True))
         elif self._starts < FORKSERVER_STARTS:
             self._events.append(Notice(f"{told}; it is started again", fatal=False))
-            self.warm_up()
+            self.prepare()
         elif self._method == "fork":
             self._events.append(Notice(f"{told}, {self._starts} times; see {log}", fatal=True))
         else:
             self._forking = False
             self._events.append(Notice(f"{told}, {self._starts} times; workers are spawned now", fatal=False))
+
+
+def _where(pid: int) -> str:
+    return f"process {pid}"
+
+
+def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
