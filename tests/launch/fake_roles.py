@@ -244,6 +244,13 @@ def worker(ctx: Context) -> int:
     return 1
 
 
+def tell(ctx: Context) -> int:
+    """What it was told."""
+    told = f"resume={ctx.resume} actors={ctx.config.actors} in {ctx.run_dir}"
+    print(f"{ctx.name} {ctx.incarnation} {ctx.run_id} {ctx.buffer_address} {told}")
+    return 0
+
+
 def drain() -> None:
     """On SIGTERM: a while longer than the grace of the test that asks for this."""
     asked = threading.Event()
