@@ -62,18 +62,6 @@ TEACHER_SNAPSHOTS: Final = "teacher_weights"
 """Of the student's average, with learner.ema."""
 EXPORT: Final = "export"
 """What a run with adapters leaves for others (`learner.export`)."""
-ACCOUNT_EVAL_FIELDS: Final = (
-    "step",
-    "accuracy_greedy",
-    "accuracy_sampled",
-    "reverse_kl",
-    "n_greedy",
-    "n_sampled",
-    "missing",
-    "failed",
-    "tags",
-)
-"""Of each EvaluationResult, what the account carries (`launch.report.summary.EvalPoint`)."""
 FLUSH_TIMEOUT_S: Final = 5.0
 
 
@@ -387,7 +375,7 @@ def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str,
     progress, times = loop.progress, loop.clock.total()
     return {
         "steps": loop.version.step,
-        "eval": [{name: getattr(result, name) for name in ACCOUNT_EVAL_FIELDS} for result in progress.evaluations],
+        "eval": [result.point for result in progress.evaluations],
         "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
         "versions_published": loop.versions_published,
         "tokens_trained_offline": progress.tokens_trained_offline,

@@ -22,6 +22,7 @@ from launch.report.guests import guests
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import EndState, RunFolder, end_state
 from learner.checkpoints.files import CHECKPOINTS, damaged, newest
+from learner.evaluation.figures import EvalPoint
 from protocol.atomic_file import write_atomic
 from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
 
@@ -29,34 +30,6 @@ UNBALANCED_EXIT_CODE = 3
 NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
 log = logging.getLogger(__name__)
 StructT = TypeVar("StructT", bound=msgspec.Struct)
-
-
-class TagPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation, of the tasks with one tag."""
-
-    accuracy_greedy: float | None = None
-    accuracy_sampled: float | None = None
-    reverse_kl: float | None = None
-    n_greedy: int = 0
-    n_sampled: int = 0
-
-
-class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of the student. Accuracies are fractions; None where that kind was not asked for."""
-
-    step: int
-    accuracy_greedy: float | None = None
-    accuracy_sampled: float | None = None
-    reverse_kl: float | None = None
-    n_greedy: int | None = None
-    """Rollouts received, of each kind; None in accounts of older versions, as the next two."""
-    n_sampled: int | None = None
-    missing: int | None = None
-    """Rollouts of both kinds that were asked for and not received when the learner stopped waiting."""
-    failed: int | None = None
-    """Rollouts of both kinds that the buffer gave up."""
-    tags: dict[str, TagPoint] = {}
-    """By tag, where the tasks of the evaluation have more than one."""
 
 
 class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):

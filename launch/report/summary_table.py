@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.report.figures import clock
-from launch.report.summary import EvalPoint, Summary, TagPoint, TokenCounts
+from launch.report.summary import Summary, TokenCounts
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import RunFolder
+from learner.evaluation.figures import EvalPoint, TagFigures
 from protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 
@@ -118,7 +119,7 @@ def _as_typed(path: Path) -> str:
 def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
     """One per tag of the last evaluation: what it was at first, what it is now, and of how many rollouts."""
     for tag, now in last.tags.items():
-        was = first.tags.get(tag, TagPoint())
+        was = first.tags.get(tag, TagFigures())
         figures = {
             f"sampled (of {now.n_sampled})": (was.accuracy_sampled, now.accuracy_sampled),
             f"greedy (of {now.n_greedy})": (was.accuracy_greedy, now.accuracy_greedy),

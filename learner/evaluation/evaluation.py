@@ -22,7 +22,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
-from learner.evaluation.figures import EvalRollout, TagFigures, accuracy, figures_by_tag, mean, ratio, reverse_kl
+from learner.evaluation.figures import EvalPoint, EvalRollout, accuracy, figures_by_tag, mean, ratio, reverse_kl
 from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
 from learner.prompts.privileged import NONE, teacher_prompt
 from learner.prompts.records import PromptRecord
@@ -48,31 +48,17 @@ class EvalSample(msgspec.Struct, frozen=True):
     finish_reason: str | None
 
 
-class EvaluationResult(msgspec.Struct, frozen=True):
-    """Figures of one evaluation. None = cannot be said: no graded rollout, or no teacher."""
+class EvaluationResult(EvalPoint, frozen=True, kw_only=True):
+    """Figures of one evaluation, with all that the learner knows of it."""
 
-    step: int
-    accuracy_greedy: float | None
-    """Share of graded greedy rollouts with reward >= 0.5."""
-    accuracy_sampled: float | None
     reward_greedy: float | None
-    """Mean reward of the graded rollouts."""
+    """Mean reward of the rollouts that have one."""
     reward_sampled: float | None
-    reverse_kl: float | None
-    """Per token: mean over the sampled tokens of the temperature-1 half of (behaviour log-prob - teacher log-prob),
-    the latter averaged over the teachers. Not finite if any log-prob is not."""
     mean_length_greedy: float | None
     """Sampled tokens per rollout."""
     mean_length_sampled: float | None
-    n_greedy: int
-    """Rollouts received."""
-    n_sampled: int
     ungraded: int
     """Received, but without a reward; not part of the accuracies."""
-    failed: int
-    """Given up by the buffer: no figure contains them."""
-    missing: int
-    """Neither received nor given up: 0 unless the learner stopped waiting."""
     duplicates: int
     """Results of a rollout that was received already; ignored."""
     version_min: WeightVersion | None
@@ -80,8 +66,11 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     version_mean_step: float | None
     """Mean over its tokens of the step of the weights that sampled them."""
     samples: tuple[EvalSample, ...] = ()
-    tags: dict[str, TagFigures] = {}
-    """By tag, where the tasks have more than one."""
+
+    @property
+    def point(self) -> EvalPoint:
+        """What is kept of it in the account."""
+        return EvalPoint(**{name: getattr(self, name) for name in EvalPoint.__struct_fields__})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -56,29 +56,31 @@ class EvalRollout:
         )
 
 
-class TagFigures(msgspec.Struct, frozen=True):
-    """Of the rollouts with one tag, as those of the same name in EvaluationResult. None = cannot be said."""
+class TagFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the rollouts with one tag, or of all. None: nothing was measured (no rollout with a reward, no
+    teacher), or not asked for."""
 
-    accuracy_greedy: float | None
-    accuracy_sampled: float | None
-    reverse_kl: float | None
-    n_greedy: int
-    n_sampled: int
+    accuracy_greedy: float | None = None
+    """Share of the greedy rollouts with a reward that have one of at least 0.5."""
+    accuracy_sampled: float | None = None
+    reverse_kl: float | None = None
+    """Per token: mean over the sampled tokens of the temperature-1 half of (behaviour log-prob - teacher log-prob),
+    the latter averaged over the teachers. Not finite if any log-prob is not."""
+    n_greedy: int | None = None
+    """Rollouts received; None in accounts of older versions, as `missing` and `failed`."""
+    n_sampled: int | None = None
 
 
-class Figures(Protocol):
-    """What an evaluation says of all rollouts, and of those with one tag."""
+class EvalPoint(TagFigures, frozen=True, kw_only=True):
+    """One evaluation, as learner.json and summary.json keep it."""
 
-    @property
-    def accuracy_greedy(self) -> float | None: ...
-    @property
-    def accuracy_sampled(self) -> float | None: ...
-    @property
-    def reverse_kl(self) -> float | None: ...
-    @property
-    def n_greedy(self) -> int: ...
-    @property
-    def n_sampled(self) -> int: ...
+    step: int
+    missing: int | None = None
+    """Rollouts neither received nor given up: 0 unless the learner stopped waiting."""
+    failed: int | None = None
+    """Rollouts given up by the buffer: no figure contains them."""
+    tags: dict[str, TagFigures] = {}
+    """By tag, where the tasks have more than one."""
 
 
 def figures_by_tag(
@@ -93,7 +95,7 @@ def figures_by_tag(
     }
 
 
-def describe(figures: Figures) -> str:
+def describe(figures: TagFigures) -> str:
     """For people: what can be said, with the rollouts it is said of."""
     return ", ".join(_parts(figures)) or "nothing could be measured"
 
@@ -117,10 +119,16 @@ def ratio(total: float, n: int) -> float | None:
 
 
 def _of_tag(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) -> TagFigures:
-    return TagFigures(accuracy(greedy), accuracy(sampled), reverse_kl(sampled), len(greedy), len(sampled))
+    return TagFigures(
+        accuracy_greedy=accuracy(greedy),
+        accuracy_sampled=accuracy(sampled),
+        reverse_kl=reverse_kl(sampled),
+        n_greedy=len(greedy),
+        n_sampled=len(sampled),
+    )
 
 
-def _parts(figures: Figures) -> Iterator[str]:
+def _parts(figures: TagFigures) -> Iterator[str]:
     if figures.accuracy_greedy is not None:
         yield f"greedy {figures.accuracy_greedy:.3f} (of {figures.n_greedy})"
     if figures.accuracy_sampled is not None:

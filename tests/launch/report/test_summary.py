@@ -14,13 +14,11 @@ from rich.console import Console
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.processes.slots import Ending, Outcome
-from launch.report.summary import EvalPoint, Summary, add_teachers, write_summary
+from launch.report.summary import Summary, add_teachers, write_summary
 from launch.report.summary_table import print_summary
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import RunFolder
 from learner.checkpoints.files import CHECKPOINTS
-from learner.evaluation.evaluation import EvaluationResult
-from learner.worker import ACCOUNT_EVAL_FIELDS
 from protocol.messages import (
     ForgottenPeers,
     Ledger,
@@ -254,11 +252,6 @@ def test_workers_that_joined_are_counted_even_those_of_which_only_the_sum_is_kno
     assert "joined 301 actors (1,066 tokens written)" in text
     assert written(folder)["forgotten"] == {"actor": {"n": 300, "done_total": 5, "tokens_total": 1000}}
     assert written(folder)["workers"]["actor-guest-0"]["tokens"] == 66
-
-
-def test_the_learner_tells_of_an_evaluation_what_the_summary_knows_of_it() -> None:
-    assert EvalPoint.__struct_fields__ == ACCOUNT_EVAL_FIELDS
-    assert set(ACCOUNT_EVAL_FIELDS) <= set(EvaluationResult.__struct_fields__)
 
 
 def test_the_table_says_when_an_accuracy_is_of_fewer_rollouts_than_asked_for(folder: RunFolder) -> None:

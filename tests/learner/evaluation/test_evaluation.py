@@ -147,7 +147,7 @@ def test_figures_by_tag_are_those_of_an_evaluation_of_the_tag_alone(small_tokeni
     assert (sums.n_greedy, sums.n_sampled, sums.accuracy_sampled) == (2, 3, pytest.approx(2 / 3))
     assert sums.reverse_kl == pytest.approx((1 * 0.5 + 3 * 0.2 + 2 * 0.1) / 6, abs=1e-6)
     assert (untagged.accuracy_sampled, untagged.reverse_kl, untagged.n_sampled) == (0.5, None, 3)
-    assert whole.tags["lost"] == TagFigures(None, None, None, 0, 0)
+    assert whole.tags["lost"] == TagFigures(n_greedy=0, n_sampled=0)
     assert describe(untagged) == "greedy 0.000 (of 1), sampled 0.500 (of 3)"
     assert describe(whole.tags["lost"]) == "nothing could be measured"
     one = Evaluation(config, mixed[:1], small_tokenizer, version=V40, seed=1)

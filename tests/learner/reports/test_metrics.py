@@ -95,7 +95,8 @@ def scalar_series(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_figures_of_tags_are_written_beside_those_of_all(tmp_path: Path) -> None:
-    tags = {"sums": TagFigures(0.5, 0.25, 0.4, 2, 4), "style": TagFigures(None, 0.75, None, 0, 4)}
+    sums = TagFigures(accuracy_greedy=0.5, accuracy_sampled=0.25, reverse_kl=0.4, n_greedy=2, n_sampled=4)
+    tags = {"sums": sums, "style": TagFigures(accuracy_sampled=0.75, n_greedy=0, n_sampled=4)}
     with MetricsWriter(tmp_path) as writer:
         row = writer.evaluation(evaluation(3, tags=tags))
         writer.evaluation(evaluation(6))
