@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from engines.config import EngineConfig
+from engines.registry import check_engine
 from engines.sglang.config import ServerConfig, SGLangConfig, check_urls
 
 
@@ -35,9 +36,10 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One actor: its engine, its rollouts and how they are streamed."""
 
-    engine: Literal["auto", "torch", "sglang"] = "auto"
+    engine: str = "auto"
     """Generation engine. `torch` is the embedded one; `sglang`: each actor has an SGLang server; `auto`: sglang where
-    there are GPUs and actor.server.python has SGLang (or with urls), else torch."""
+    there are GPUs and actor.server.python has SGLang (or with urls), else torch. Others: one that an installed package
+    names in its entry points, or `module:attribute` (docs/engines.md)."""
     torch: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """Settings of the embedded engine."""
     sglang: SGLangConfig = msgspec.field(default_factory=SGLangConfig)
@@ -67,8 +69,7 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"max_concurrent_rollouts must be at least 1, got {self.max_concurrent_rollouts}")
 
         check_urls(self.urls)
-        if self.urls and self.engine == "torch":
-            raise ValueError("urls are for engine sglang, got engine torch")
+        check_engine("actor", self.engine, self.urls)
 
     def environments_of(self, task_env: str) -> dict[str, EnvConfig]:
         """All that a task may name, where the configured tasks name `task_env`."""

@@ -23,9 +23,11 @@ from typing import Final, Protocol
 
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
+from actors.envs.base import TextTokenizer
 from actors.rollouts_running import RunningRollouts
-from actors.student import ActorRunConfig, StudentSource, embedded, on_server
-from engines.base import GenerationEngine
+from engines.base import EngineLost, EngineMismatch, GenerationEngine
+from engines.provider import StudentModel, StudentSource
+from engines.registry import find_engine
 from protocol.client import Client
 from protocol.codec import Received
 from protocol.context import ExitCode, RoleContext
@@ -51,6 +53,27 @@ REPORT_EVERY_S: Final = 0.25
 """How often the figures of the next heartbeat are brought up to date."""
 FLUSH_TIMEOUT_S: Final = 5.0
 """How long a leaving actor waits for its last segments to be acknowledged."""
+
+
+class TaskSettings(Protocol):
+    @property
+    def env(self) -> str: ...
+
+
+class LearnerSettings(Protocol):
+    @property
+    def tasks(self) -> TaskSettings: ...
+
+
+class ActorRunConfig(Protocol):
+    """The parts of the run's configuration that an actor reads."""
+
+    @property
+    def actor(self) -> ActorConfig: ...
+    @property
+    def models(self) -> StudentModel: ...
+    @property
+    def learner(self) -> LearnerSettings: ...
 
 
 class WeightSource(Protocol):
@@ -172,20 +195,15 @@ class ActorWorker:
 
 def main(ctx: RoleContext[ActorRunConfig]) -> int:
     """Entry of an actor process (see launch.workers.roles)."""
-    if ctx.config.actor.engine != "sglang":
-        return _write(ctx, embedded(ctx))
-    from engines.sglang.features import ServerMismatch
-    from engines.sglang.http import ServerLost
-
     try:
-        return _write(ctx, on_server(ctx))
-    except ServerMismatch as error:
+        return _write(ctx, find_engine(ctx.config.actor.engine).student(ctx))
+    except EngineMismatch as error:
         log.error("%s", error)
         return ExitCode.USELESS
-    except ServerLost as error:
+    except EngineLost as error:
         log.error("server lost: %s", error)
     except WeightReceiverFailed as error:
-        if not isinstance(error.__cause__, ServerLost):
+        if not isinstance(error.__cause__, EngineLost):
             raise
         log.error("server lost while it took weights: %s", error.__cause__)
     return ExitCode.SERVER_LOST
@@ -219,7 +237,7 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         rollouts = RunningRollouts(
             student.engine,
             environments,
-            source.tokenizer,
+            TextTokenizer(source.tokenizer),
             config,
             task_env=ctx.config.learner.tasks.env,
             stop_token_ids=source.stop_token_ids,

@@ -18,7 +18,7 @@ import msgspec
 
 import actors.worker
 from actors.config import ActorConfig
-from actors.student import ActorRunConfig
+from actors.worker import ActorRunConfig
 from engines.sglang.config import SGLangConfig
 from protocol.context import RoleContext
 

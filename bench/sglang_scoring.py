@@ -22,8 +22,9 @@ import numpy as np
 from bench.sglang_rollouts import READY_S, CpuClock
 from builtin import TEACHER_DIR
 from engines.base import ScoreRequest
-from engines.sglang.config import SGLangConfig, vocabulary_size
+from engines.sglang.config import SGLangConfig
 from engines.sglang.scorer import SGLangScorer
+from models.vocabulary import vocabulary_size
 from sglang_server.servers import Servers
 
 N_PROMPT = 16

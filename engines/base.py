@@ -164,6 +164,15 @@ class SwapsRemotely(Protocol):
         ...
 
 
+class EngineLost(Exception):
+    """What the engine works on (its server) is away or stuck for longer than anybody waits. The worker ends with
+    ExitCode.SERVER_LOST, so that whoever runs the server starts it again."""
+
+
+class EngineMismatch(ValueError):
+    """What the engine works on is not as configured, and will not be: the worker ends with ExitCode.USELESS."""
+
+
 class ScoringEngine(Protocol):
     """A teacher that grades."""
 

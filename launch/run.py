@@ -23,7 +23,7 @@ from launch.checks.recorded import check_recorded
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
 from launch.config.help import help_text
-from launch.config.pools import needs_no_teacher, teacher_pools
+from launch.config.pools import needs_no_teacher, worker_groups
 from launch.config.run import RunConfig
 from launch.errors import LaunchError, interrupted, refuse
 from launch.machine.machine import pretended_machine
@@ -38,7 +38,7 @@ from launch.report.terminal import lasting_output
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.runfolder import RunFolder, choose_path, unwritable
 from launch.workers.launch_plan import LaunchPlan
-from launch.workers.roles import PRELOADED, PRELOADED_SGLANG, PRELOADED_TORCH, PRELOADED_WITH_TORCH
+from launch.workers.roles import PRELOADED, PRELOADED_WITH_TORCH
 from launch.workers.supervisor import Supervisor
 from launch.workers.work_folder import WorkFolder
 from learner.checkpoints.files import NOTHING_FOUND, Found
@@ -161,14 +161,10 @@ def preload_modules(
     """What the fork server imports before it forks: all that every worker of `roles` needs, the models' own modules
     among it (transformers would import them in each worker otherwise). Without torch where none of them has a model.
     `learner`: it is one of those that are forked."""
-    engines = [("actor", config.actor.engine)]
-    engines += [("teacher", pool.config.teacher.engine) for pool in teacher_pools(config)]
-    engines = [(role, engine) for role, engine in engines if role in roles]
-    needed = [*PRELOADED]
-    for role, engine in engines:
-        needed += (PRELOADED_SGLANG if engine == "sglang" else PRELOADED_TORCH)[role]
-    if all(engine == "sglang" for _, engine in engines):
-        return tuple(needed)
+    groups = [group for group in worker_groups(config) if group.role in roles]
+    needed = [*PRELOADED, *(module for group in groups for module in group.engine.preload(group.role))]
+    if not any(group.engine.loads_model for group in groups):
+        return tuple(dict.fromkeys(needed))
     transformers = importlib.util.find_spec("transformers")
     models: list[str] = []
     if transformers is not None and transformers.origin is not None:

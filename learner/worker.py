@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from engines.provider import ActorSettings
+from engines.registry import find_engine
 from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.checkpoints.rng import capture_rng, restore_rng
@@ -50,8 +52,8 @@ from recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from recording.writer import BatchRecorder
 from weights.canary import LearnerCanary
 from weights.config import WeightsConfig
-from weights.members import members_of
-from weights.publish_choices import ActorSettings, sent_dtype
+from weights.members import Members
+from weights.publish_choices import sent_dtype
 from weights.publisher import Publisher
 from weights.server_checks import NamesError, check_names
 
@@ -185,7 +187,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         seed=config.seed,
         checkpoint=checkpoint,
     )
-    if members_of(config.actor, config.weights, config.models.student).kind == "servers":
+    if _members(config).kind == "servers":
         check_names(trainer.model, trainer.weights())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:
@@ -297,6 +299,10 @@ def _make_loop(
     return loop, write_account
 
 
+def _members(config: LearnerRunConfig) -> Members:
+    return find_engine(config.actor.engine).members(config.actor, config.weights, config.models.student)
+
+
 def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> Publisher:
     config, publish = ctx.config, ctx.config.weights
 
@@ -308,7 +314,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
 
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
-    members = members_of(config.actor, publish, config.models.student)
+    members = _members(config)
     model, canary = start.trainer.model, None
     if members.kind == "servers" and members.check_by != "off":
         n_vocab = vocab_tokens(start.tokenizer.get_vocab())

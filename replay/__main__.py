@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from engines.registry import EMBEDDED
 from launch.checks import preflight
 from launch.checks.preflight import replace
 from launch.config.command_line import CommandLine, parse_arguments, resolve_config
@@ -204,14 +205,14 @@ def _base(header: RecordHeader) -> Plain:
         "actors": 1,  # of a run that workers joined there may be none in its own configuration
         "learner": {"record": "", "frozen": False, "ema": {"decay": 0.0}},
         "weights": {"backend": "gloo"},
-        "actor": {"engine": "torch", "urls": []},
-        "teacher": {"engine": "torch", "urls": []},
+        "actor": {"engine": EMBEDDED, "urls": []},
+        "teacher": {"engine": EMBEDDED, "urls": []},
     }
     recorded = copy.deepcopy(header.config)  # overrides are laid into what comes out of this
     pools = cast(dict[str, Any], recorded.get("pools") or {})
     if not pools:  # the evaluations'
         here["teachers"] = 0 if get(recorded, "learner.tasks.routes") == {} else 1
-    here["pools"] = {name: {"engine": "torch", "urls": []} for name in pools}
+    here["pools"] = {name: {"engine": EMBEDDED, "urls": []} for name in pools}
     if pools:
         recorded = {name: value for name, value in recorded.items() if name != "teachers"}  # it is counted again
     if header.writer == "student":

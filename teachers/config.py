@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from engines.registry import check_engine
 from engines.sglang.config import ServerConfig, SGLangConfig, check_urls
 from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
 
@@ -16,9 +17,10 @@ FLUSH_TIMEOUT_S: Final = 5.0
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One teacher process: an engine that grades, and how much work it holds."""
 
-    engine: Literal["auto", "torch", "sglang"] = "auto"
+    engine: str = "auto"
     """Scoring engine. `torch` is the embedded one; `sglang`: each teacher has an SGLang server; `auto`: sglang where
-    there are GPUs and teacher.server.python has SGLang (or with urls), else torch."""
+    there are GPUs and teacher.server.python has SGLang (or with urls), else torch. Others: one that an installed
+    package names in its entry points, or `module:attribute` (docs/engines.md)."""
     sglang: SGLangConfig = msgspec.field(default_factory=SGLangConfig)
     """How a teacher talks to its SGLang server."""
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
@@ -67,8 +69,7 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.pool:
             raise ValueError("teacher.pool is empty; expected a name, e.g. default")
         check_urls(self.urls)
-        if self.urls and self.engine == "torch":
-            raise ValueError("urls are for engine sglang, got engine torch")
+        check_engine("teacher", self.engine, self.urls)
 
     def rest_bits(self, vocab_tokens: int) -> int:
         """Bits for each token behind the set; 0 where they are pooled."""
@@ -92,7 +93,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Their model; empty = models.teacher."""
     count: int = 1
     """How many of them. With urls: as many as there are urls."""
-    engine: Literal["auto", "torch", "sglang"] | None = None
+    engine: str | None = None
     """As teacher.engine."""
     urls: tuple[str, ...] = ()
     """Running SGLang servers of this pool."""

@@ -16,21 +16,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 
-from engines.base import Float32s, Int32s, ScoreRequest, ScoreResult, ScoringEngine, TakesSnapshots
+from engines.base import (
+    EngineLost,
+    EngineMismatch,
+    Float32s,
+    Int32s,
+    ScoreRequest,
+    ScoreResult,
+    ScoringEngine,
+    TakesSnapshots,
+)
+from engines.provider import ScorerSource, TeacherModel
+from engines.registry import find_engine
 from protocol.client import Client
 from protocol.codec import Array
 from protocol.context import ExitCode, RoleContext
 from protocol.errors import EncodeError
-from protocol.fingerprint import vocab_tokens
 from protocol.keys import run_client_keys
 from protocol.messages import (
     Hello,
@@ -338,85 +347,22 @@ class TeacherRunConfig(Protocol):
     @property
     def teacher(self) -> TeacherConfig: ...
     @property
-    def models(self) -> TeacherModels: ...
-
-
-class TeacherModels(Protocol):
-    @property
-    def teacher(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GraderSource:
-    """The fingerprint of the teacher's vocabulary, how many ids it has, and how to get its engine."""
-
-    fingerprint: str
-    vocab_tokens: int
-    start: Callable[[], ScoringEngine]
-
-
-def embedded(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
-    """The model in this process; torch is imported here."""
-    from engines.torch.scorer import TorchScorer
-    from models.tokenizer import load_tokenizer, token_map_fingerprint
-
-    path = ctx.config.models.teacher
-    tokenizer = load_tokenizer(path)
-    return GraderSource(
-        token_map_fingerprint(tokenizer),
-        vocab_tokens(tokenizer.get_vocab()),
-        lambda: TorchScorer.load(path, ctx.config.teacher),
-    )
-
-
-def on_server(ctx: RoleContext[TeacherRunConfig]) -> GraderSource:
-    """The model on the SGLang server at `ctx.server_url`, without torch. `start` raises ServerLost when it is not
-    there, and ServerMismatch when one that the launcher started is not as configured."""
-    from engines.sglang.config import vocabulary_size
-    from engines.sglang.features import ServerMismatch, check_layout, write_features
-    from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
-    from engines.sglang.scorer import SGLangScorer
-    from models.tokenizer_file import FileTokenizer
-
-    config, path = ctx.config.teacher, ctx.config.models.teacher
-    key = "" if config.urls else os.environ.get(API_KEY_VARIABLE, "")
-
-    def start() -> SGLangScorer:
-        try:
-            scorer = SGLangScorer(ctx.server_url, config.sglang, vocab_size=vocabulary_size(path), api_key=key)
-        except ServerUnavailable as error:
-            raise ServerLost(str(error)) from error
-        if not config.urls:  # running ones need not be alike
-            try:
-                check_layout(scorer.features, config.server)
-            except ServerMismatch:
-                scorer.close()
-                raise
-        write_features(ctx.run_dir, ctx.name, ctx.server_url, scorer.features)
-        return scorer
-
-    tokenizer = FileTokenizer(path)
-    return GraderSource(tokenizer.fingerprint, vocab_tokens(tokenizer.get_vocab()), start)
+    def models(self) -> TeacherModel: ...
 
 
 def main(ctx: RoleContext[TeacherRunConfig]) -> int:
     """Entry of a teacher process (see launch.workers.roles)."""
-    if ctx.config.teacher.engine != "sglang":
-        return _grade_until_told(ctx, embedded(ctx))
-    from engines.sglang.features import ServerMismatch
-    from engines.sglang.http import ServerLost
-
     try:
-        return _grade_until_told(ctx, on_server(ctx))
-    except ServerMismatch as error:
+        return _grade_until_told(ctx, find_engine(ctx.config.teacher.engine).scorer(ctx))
+    except EngineMismatch as error:
         log.error("%s", error)
         return ExitCode.USELESS
-    except ServerLost as error:
+    except EngineLost as error:
         log.error("server lost: %s", error)
         return ExitCode.SERVER_LOST
 
 
-def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: GraderSource) -> int:
+def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
     config = ctx.config.teacher
     hello = Hello(
         role="teacher",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from weights.config import PublishDtype, Staging
 
@@ -19,31 +19,6 @@ _NAMES: Final[dict[str, SentDtype]] = {
     **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("float16", "half", "torch.float16"), "float16"),
 }
-
-
-class EngineSettings(Protocol):
-    @property
-    def dtype(self) -> Literal["float32", "bfloat16", "float16"]: ...
-
-
-class ServerSettings(Protocol):
-    @property
-    def device(self) -> str: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def args(self) -> tuple[str, ...]: ...
-
-
-class ActorSettings(Protocol):
-    @property
-    def engine(self) -> Literal["auto", "torch", "sglang"]: ...
-    @property
-    def torch(self) -> EngineSettings: ...
-    @property
-    def server(self) -> ServerSettings: ...
-    @property
-    def urls(self) -> tuple[str, ...]: ...
 
 
 def sent_dtype(asked: PublishDtype, held: SentDtype) -> SentDtype:
@@ -62,13 +37,6 @@ def server_dtype(args: Sequence[str], device: str, checkpoint_dtype: str | None)
             if wanted != "auto":
                 return _NAMES.get(wanted, "keep")
     return "keep" if device == "cpu" else _NAMES.get(checkpoint_dtype or "", "keep")
-
-
-def held_dtype(actor: ActorSettings, student: str) -> SentDtype:
-    """Of the actors' weights. `student`: its path. Of servers that others started nothing is known."""
-    if actor.engine != "sglang":
-        return actor.torch.dtype
-    return "keep" if actor.urls else server_dtype(actor.server.args, actor.server.device, checkpoint_dtype(student))
 
 
 def checkpoint_dtype(student: str) -> str | None:

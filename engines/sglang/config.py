@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -99,16 +97,3 @@ def check_urls(urls: tuple[str, ...]) -> None:
             raise ValueError(f"urls: got {url!r}; expected http://host:port of an SGLang server")
     if len(set(urls)) != len(urls):
         raise ValueError(f"urls: {', '.join(urls)}: one comes twice; each worker needs a server of its own")
-
-
-def vocabulary_size(model_path: str | Path) -> int:
-    """Rows of a checkpoint's embedding, from its config.json: ids from here on kill a server. Raises ValueError."""
-    path = Path(model_path) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: {error}; expected the config.json of a checkpoint folder") from error
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
-        raise ValueError(f"{path} has no vocab_size; expected one at its top or in text_config")
-    return size

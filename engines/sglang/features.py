@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from engines.base import EngineMismatch
 from engines.sglang.config import ServerConfig, SGLangConfig
 from engines.sglang.http import RequestRefused, ServerLink
 from engines.sglang.stream import Chunk, StreamError, decode_chunk
@@ -130,7 +131,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
-class ServerMismatch(ValueError):
+class ServerMismatch(EngineMismatch):
     """The server is not as it was configured; starting it or its worker again would not help."""
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar, cast
 import aiohttp
 import msgspec
 
+from engines.base import EngineLost
 from engines.sglang.config import SGLangConfig
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class RequestRefused(RuntimeError):
     """The server answered that it does not want this request; another attempt is pointless."""
 
 
-class ServerLost(Exception):
+class ServerLost(EngineLost):
     """The server is away or stuck for longer than anybody waits, or another one answers in its place. Its worker ends
     with ExitCode.SERVER_LOST, so that whoever runs the server starts it again."""
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from launch.checks.weight_files import check_weights
 from launch.config.consistency import teacher_window
-from launch.config.pools import teacher_pools
+from launch.config.pools import engine_of, teacher_pools
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import torch_devices
@@ -156,7 +156,7 @@ def _models(config: RunConfig) -> Iterator[str]:
 def _architectures(config: RunConfig) -> Iterator[str]:
     """Those that torch shall run here. What a server can run it says itself when it starts."""
     named = {"models.student": config.models.student}
-    pools = (pool for pool in teacher_pools(config) if pool.config.teacher.engine != "sglang")
+    pools = (pool for pool in teacher_pools(config) if engine_of(pool.config, "teacher").loads_model)
     named |= {pool.model_key: pool.config.models.teacher for pool in pools}
     for key, name in named.items():
         try:

@@ -1,23 +1,25 @@
-"""`engine = auto`: SGLang where GPUs and an interpreter with SGLang are found, the embedded engine otherwise.
+"""`engine = auto`: the first engine of `engines.registry.AUTO_ORDER` that fits the machine, the embedded one otherwise.
 
-Decided once, before all other checks, so that what comes behind sees torch or sglang only, and config.yaml of the run
-has what was chosen.
+Decided once, before all other checks, so that what comes behind sees engines by name, and config.yaml of the run has
+what was chosen.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+import functools
+from typing import NamedTuple
 
 import msgspec
 
+from engines.provider import Wish
+from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
 from engines.sglang.config import ServerConfig
 from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices
-from launch.machine.interpreter import Interpreters, choose_python, lacks_sglang
+from launch.machine.interpreter import Interpreters
 from launch.machine.machine import Machine
 
-ENGINE_NAMES: Final = {"torch": "embedded", "sglang": "SGLang servers"}
 replace = msgspec.structs.replace
 
 
@@ -25,7 +27,7 @@ class Engines(NamedTuple):
     """What was chosen."""
 
     config: RunConfig
-    """Each engine is torch or sglang."""
+    """No engine is auto."""
     why: dict[str, str]
     """actor, teacher or pools.NAME -> the reason; only where it was auto."""
 
@@ -35,7 +37,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
     filled = fill_devices(config)
     why: dict[str, str] = {}
     actor = config.actor
-    if actor.engine == "auto":
+    if actor.engine == AUTO:
         engine, why["actor"] = _choose(filled.actor.server, filled.actor.urls, "", machine, interpreters)
         actor = replace(actor, engine=engine)
     average = config.learner.ema.pool if config.learner.ema.decay else None
@@ -43,7 +45,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
     teacher = config.teacher
     for pool in teacher_pools(filled):
         own = pool.config.teacher
-        if own.engine != "auto":
+        if own.engine != AUTO:
             continue
         unfit = "it grades with the student's average" if pool.name == average else ""
         engine, why[pool.key] = _choose(own.server, own.urls, unfit, machine, interpreters)
@@ -51,26 +53,21 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
             pools[pool.name] = replace(pools[pool.name], engine=engine)
         else:
             teacher = replace(teacher, engine=engine)
-    if teacher.engine == "auto":  # of nobody: all pools have their own, or there is no teacher
-        teacher = replace(teacher, engine="torch")
+    if teacher.engine == AUTO:  # of nobody: all pools have their own, or there is no teacher
+        teacher = replace(teacher, engine=EMBEDDED)
     return Engines(replace(config, actor=actor, teacher=teacher, pools=pools), why)
 
 
 def _choose(
-    server: ServerConfig, urls: tuple[str, ...], unfit: str, machine: Machine, interpreters: Interpreters
-) -> tuple[Literal["torch", "sglang"], str]:
-    """(engine, why). `unfit`: what only the embedded engine can do; empty: nothing."""
-    if urls:
-        return "sglang", "urls are given"
-    if unfit:
-        return "torch", unfit
-    if server.device == "cpu":
-        return "torch", "device is cpu"
-    if not machine.gpus:
-        return "torch", "no GPU"
-    on_gpu = replace(server, device="cuda")
-    python = choose_python(on_gpu)
-    if lacking := lacks_sglang("", on_gpu, python, interpreters.look(python)):
-        found = lacking.partition(": ")[2].partition(",")[0].partition(";")[0]
-        return "torch", f"GPUs, but {found}"
-    return "sglang", f"GPUs, and SGLang in {python}"
+    server: ServerConfig, urls: tuple[str, ...], in_process: str, machine: Machine, interpreters: Interpreters
+) -> tuple[str, str]:
+    """(engine, why). `in_process`: why only an engine in the worker's process will do; empty: any will."""
+    why = ""
+    for name in AUTO_ORDER:
+        provider = find_engine(name)
+        modules = provider.servers.modules if provider.servers is not None else ()
+        look = functools.partial(interpreters.look, modules=modules)
+        fits, why = provider.fits(Wish(server, urls, in_process, bool(machine.gpus), look))
+        if fits:
+            return name, why
+    return EMBEDDED, why

@@ -30,34 +30,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
+from engines.provider import EngineRole, ModelShape
 from launch.checks.placement import Placement
 from launch.checks.weight_files import check_weights
-from launch.config.pools import teacher_pools
+from launch.config.pools import engine_of, teacher_pools
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER
 from launch.machine.machine import Machine
-from launch.servers.options import FRACTION, value_of
-from launch.servers.plan import launched_groups, server_config
-from weights.publish_choices import held_dtype, sent_dtype, staged_in
+from launch.servers.plan import launched_groups, server_config, servers_of
+from models.dtypes import BYTES
+from models.vocabulary import vocabulary_size
+from weights.publish_choices import sent_dtype, staged_in
 
 GIB: Final = 2**30
 PROCESS_GIB: Final = 1.0
-SERVER_FRACTION: Final = 0.85
-BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class Shape(NamedTuple):
-    """Of a model."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    mlp: int
-    vocabulary: int
-    kv_width: int
-    """KV heads times head size."""
-    dtype_bytes: int
-    """Of its files."""
 
 
 class Need(NamedTuple):
@@ -84,7 +70,7 @@ class Memory(NamedTuple):
     mistakes: list[str]
 
 
-def read_shape(folder: Path) -> Shape | None:
+def read_shape(folder: Path) -> ModelShape | None:
     """None where there are no safetensors files, or config.json does not say all of it."""
     parameters = check_weights("", folder).parameters
     told = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -93,12 +79,12 @@ def read_shape(folder: Path) -> Shape | None:
         heads = int(text["num_attention_heads"])
         head = int(text.get("head_dim") or text["hidden_size"] // heads)
         return (
-            Shape(
+            ModelShape(
                 parameters=parameters,
                 layers=int(text["num_hidden_layers"]),
                 hidden=int(text["hidden_size"]),
                 mlp=int(text["intermediate_size"]),
-                vocabulary=int(text["vocab_size"]),
+                vocabulary=vocabulary_size(folder),
                 kv_width=int(text.get("num_key_value_heads") or heads) * head,
                 dtype_bytes=BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2),
             )
@@ -109,11 +95,12 @@ def read_shape(folder: Path) -> Shape | None:
         return None
 
 
-def learner_need(config: RunConfig, shape: Shape, backend: Literal["gloo", "nccl"]) -> Need:
+def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", "nccl"]) -> Need:
     learner = config.learner
     p = shape.parameters
     trained = 0 if learner.frozen or learner.lora.rank else p
-    sent = BYTES.get(sent_dtype(config.weights.dtype, held_dtype(config.actor, config.models.student)), 4)
+    members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
+    sent = BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
     on_gpu = staged_in(config.weights.staging, "cuda", backend) == "device"
     width = 4 if learner.dtype == "float32" else 2
     kept = learner.pack_tokens * shape.layers * (10 * shape.hidden + 4 * shape.mlp) * width
@@ -127,26 +114,14 @@ def learner_need(config: RunConfig, shape: Shape, backend: Literal["gloo", "nccl
     return _need("learner", sure, likely)
 
 
-def actor_need(config: RunConfig, shape: Shape, who: str) -> Need:
-    engine = config.actor.torch
-    width = BYTES[engine.dtype]
-    cache = engine.max_concurrent * engine.max_context * shape.layers * 2 * shape.kv_width * width
-    own = width * shape.parameters
-    return _need(who, {"weights": own, "KV cache": cache}, {"next weights": own})
+def worker_need(config: RunConfig, role: EngineRole, shape: ModelShape, who: str) -> Need:
+    """`config`: of a teacher, as its pool has it."""
+    settings = config.actor if role == "actor" else config.teacher
+    return _need(who, *engine_of(config, role).memory(role, settings, shape))
 
 
-def teacher_need(config: RunConfig, shape: Shape, who: str) -> Need:
-    """`config`: as its pool has it."""
-    width = BYTES.get(config.teacher.dtype, 2)
-    block = config.teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
-    return _need(who, {"weights": width * shape.parameters}, {"activations": block, "logits": 1.3 * GIB})
-
-
-def server_need(args: tuple[str, ...], tp: int, shape: Shape, who: str, gib: float) -> Need:
-    told = value_of(args, FRACTION)
-    fraction = float(told) if told is not None and told.replace(".", "", 1).isdecimal() else SERVER_FRACTION
-    weights = shape.dtype_bytes * shape.parameters / tp
-    return _need(who, {"weights": weights}, {"KV cache": max(0.0, fraction * gib * GIB - weights)})
+def server_need(config: RunConfig, role: EngineRole, shape: ModelShape, who: str, gib: float) -> Need:
+    return _need(who, *servers_of(config, role).memory(server_config(config, role), shape, gib * GIB))
 
 
 def _need(who: str, sure: Mapping[str, float], likely: Mapping[str, float]) -> Need:
@@ -185,19 +160,20 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
     if student is not None:
         if LEARNER in seats:
             yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
-        yield from ((gpu, actor_need(config, student, who)) for who, gpu in seats.items() if who.startswith("actor"))
+        yield from (
+            (gpu, worker_need(config, "actor", student, who)) for who, gpu in seats.items() if who.startswith("actor")
+        )
     for pool in teacher_pools(config):
         numbers = range(pool.first, pool.first + pool.config.teachers)
         here = [f"teacher-{i}" for i in numbers if f"teacher-{i}" in seats]
         shape = shape_of(Path(pool.config.models.teacher)) if here else None
         if shape is not None:
-            yield from ((seats[who], teacher_need(pool.config, shape, who)) for who in here)
+            yield from ((seats[who], worker_need(pool.config, "teacher", shape, who)) for who in here)
     for key, role, first, own in launched_groups(config):
-        server = server_config(own, role)
         groups = placement.places.servers.get(key, ())
         shape = shape_of(Path(own.models.student if role == "actor" else own.models.teacher)) if groups else None
         for index, group in enumerate(groups if shape is not None else ()):
             assert shape is not None
             for gpu in group:
                 who = f"server-{role}-{first + index}"
-                yield gpu, server_need(server.args, server.tp, shape, who, machine.gib[gpu])
+                yield gpu, server_need(own, role, shape, who, machine.gib[gpu])

@@ -10,15 +10,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from launch.checks.engine_choice import ENGINE_NAMES
+from engines.provider import EngineProvider
 from launch.checks.weight_backend import Choice, Member, choose_weight_backend
-from launch.config.pools import teacher_pools
+from launch.config.pools import engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, Groups, Places, Seat, Wanted, place
-from launch.machine.interpreter import Interpreters, choose_python
+from launch.machine.interpreter import Interpreters
 from launch.machine.machine import Machine
 from launch.machine.torch_build import TorchBuild
-from launch.servers.plan import count, launched_groups, server_config
+from launch.servers.plan import count, launched_groups, server_config, servers_of
 from protocol.context import WorkerRole
 
 
@@ -44,7 +44,7 @@ NOWHERE = Placement()
 
 
 def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, why: Mapping[str, str]) -> Placement:
-    """`config`: engines are torch or sglang, `server.device` is cpu or cuda, models are folders. `why`: of the engines
+    """`config`: no engine is auto, `server.device` is cpu or cuda, models are folders. `why`: of the engines
     that were chosen. Raises ValueError for what does not fit."""
     own = interpreters.own()
     n = len(machine.gpus)
@@ -63,12 +63,13 @@ def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
         return told if told != "auto" and (usable or told == "cpu") else "cuda" if usable else "cpu"
 
     yield Seat(LEARNER, "learner.device", device(config.learner.device))
-    for pool in teacher_pools(config):
-        teacher = pool.config.teacher
-        for index in range(pool.config.teachers if teacher.engine != "sglang" else 0):
-            yield Seat(f"teacher-{pool.first + index}", f"{pool.key}.device", device(teacher.device))
-    for index in range(config.actors if config.actor.engine != "sglang" else 0):
-        yield Seat(f"actor-{index}", "actor.torch.device", device(config.actor.torch.device))
+
+    groups = worker_groups(config)
+    for group in (*groups[1:], groups[0]):  # teachers before actors (launch.machine.gpus.place)
+        where = group.engine.device(group.role, group.settings)
+        key, told = (f"{group.key}.{where.key}", device(where.device)) if where is not None else (group.key, "cpu")
+        for index in range(group.n if group.engine.servers is None else 0):
+            yield Seat(f"{group.role}-{group.first + index}", key, told)
 
 
 def _wanted(config: RunConfig) -> list[Wanted]:
@@ -83,7 +84,8 @@ def _wanted(config: RunConfig) -> list[Wanted]:
 def _actors(config: RunConfig, places: Places, interpreters: Interpreters) -> Iterator[Member]:
     """What the actors contribute to the weight group."""
     actor = config.actor
-    if actor.engine != "sglang":
+    servers = engine_of(config, "actor").servers
+    if servers is None:
         for index in range(config.actors):
             gpu = places.seats[f"actor-{index}"]
             yield Member(
@@ -94,8 +96,8 @@ def _actors(config: RunConfig, places: Places, interpreters: Interpreters) -> It
     elif actor.urls:
         yield from (Member(f"actor-{index}", None, None, url) for index, url in enumerate(actor.urls))
     else:
-        python = choose_python(actor.server)
-        version = interpreters.look(python).torch.nccl_version
+        python = servers.choose_python(actor.server)
+        version = interpreters.look(python, servers.modules).torch.nccl_version
         for index, gpus in enumerate(places.servers["actor"]):
             yield Member(f"actor-{index}", gpus, version, str(python))
 
@@ -105,9 +107,9 @@ def wrong_nccl(config: RunConfig, places: Places, interpreters: Interpreters) ->
     if any(gpu is not None for gpu in places.seats.values()) and (wrong := interpreters.own().wrong_wheel()):
         yield f"learner.device: {sys.executable} {wrong}, or say device = cpu"
     for key, role, _, own in launched_groups(config):
-        server = server_config(own, role)
-        python = choose_python(server)
-        if server.device == "cuda" and (wrong := interpreters.look(python).torch.wrong_wheel()):
+        server, servers = server_config(own, role), servers_of(own, role)
+        python = servers.choose_python(server)
+        if server.device == "cuda" and (wrong := interpreters.look(python, servers.modules).torch.wrong_wheel()):
             yield f"{key}.server.python: {python} {wrong}"
 
 
@@ -119,26 +121,26 @@ def _told(
         told = [machine.gpus[gpu] for gpu in on if gpu is not None]
         return f"GPU {', '.join(told)}" if told else "the CPU"
 
-    def role(name: str, key: str, engine: str, seats: Sequence[str], servers: Groups, device: str) -> str:
+    def role(name: str, key: str, engine: EngineProvider, seats: Sequence[str], servers: Groups, device: str) -> str:
         where = gpus(seats) if seats else "the CPU" if device == "cpu" else "GPUs of their own"
         if servers:
             where = f"GPU {', '.join('+'.join(machine.gpus[gpu] for gpu in group) for group in servers)}"
         chosen = f" (auto: {why[key]})" if key in why else ""
-        return f"{name} {ENGINE_NAMES[engine]} on {where}{chosen}"
+        return f"{name} {engine.title} on {where}{chosen}"
 
     cpu_build = machine.gpus and not own.has_gpu_code and not machine.pretended
     yield f"learner on {gpus([LEARNER])}" + (f" (torch {own.version} has no CUDA)" if cpu_build else "")
     if config.actors:
         seats = [who for who in places.seats if who.startswith("actor")]
         groups = places.servers.get("actor", ())
-        yield role("actors:", "actor", config.actor.engine, seats, groups, config.actor.server.device)
+        yield role("actors:", "actor", engine_of(config, "actor"), seats, groups, config.actor.server.device)
     for pool in teacher_pools(config):
-        teacher, n = pool.config.teacher, pool.config.teachers
-        seats = [f"teacher-{pool.first + index}" for index in range(n) if teacher.engine != "sglang"]
+        teacher, n, engine = pool.config.teacher, pool.config.teachers, engine_of(pool.config, "teacher")
+        seats = [f"teacher-{pool.first + index}" for index in range(n) if engine.servers is None]
         name = f"teachers of {pool.name}:" if config.pools else "teachers:"
         if n:
             groups = places.servers.get(pool.key, ())
-            yield role(name, pool.key, teacher.engine, seats, groups, teacher.server.device)
+            yield role(name, pool.key, engine, seats, groups, teacher.server.device)
     if config.weights.transport == "folder":
         yield "weights by files in the run's folder (weights.transport)"
     else:

@@ -11,19 +11,20 @@ from engines.sglang.features import Features
 from launch.checks.gpu_memory import estimate
 from launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
 from launch.checks.server_features import grouped
+from launch.config.pools import WorkerGroup
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices, torch_devices
-from launch.machine.interpreter import Interpreters, choose_python, lacks_sglang
+from launch.machine.interpreter import Interpreters
 from launch.machine.machine import NO_GPUS, Machine
 from launch.servers.arguments import contradictions, overfull_gpus
 from launch.servers.attached import ask_servers
 from launch.servers.plan import (
-    ServerGroup,
     ServerPlan,
     count,
     launched_groups,
     plan_servers,
     server_config,
+    servers_of,
     with_server,
 )
 from protocol.ports import free_port
@@ -60,7 +61,7 @@ def check_servers(
     interpreters: Interpreters | None = None,
     why: Mapping[str, str] | None = None,
 ) -> Found:
-    """`config`: models are folders, engines are torch or sglang. Running servers are asked, and interpreters looked at,
+    """`config`: models are folders, no engine is auto. Running servers are asked, and interpreters looked at,
     only where servers are wanted. `why`: of the engines that were chosen (launch.checks.engine_choice)."""
     interpreters = interpreters or Interpreters()
     config = fill_devices(config)
@@ -113,7 +114,7 @@ def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreter
         )
 
 
-def _lacking(group: ServerGroup, machine: Machine, interpreters: Interpreters) -> tuple[list[str], list[str]]:
+def _lacking(group: WorkerGroup, machine: Machine, interpreters: Interpreters) -> tuple[list[str], list[str]]:
     """(what another machine may have, what is wrong anywhere)."""
     key, role, _, config = group
     server = server_config(config, role)
@@ -123,8 +124,9 @@ def _lacking(group: ServerGroup, machine: Machine, interpreters: Interpreters) -
         others.append(
             f"{key}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
         )
-    python = choose_python(server)
-    if told := lacks_sglang(key, server, python, interpreters.look(python)):
+    servers = servers_of(config, role)
+    python = servers.choose_python(server)
+    if told := servers.lacks(key, server, python, interpreters.look(python, servers.modules)):
         lacking.append(told)
     last = server.port + count(config, role) - 1
     if server.port and last > HIGHEST_PORT:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, cast
 
-from engines.sglang.config import vocabulary_size
 from launch.errors import ConfigError
+from models.vocabulary import known_vocabulary_size
 from protocol.fingerprint import vocab_fingerprint, vocab_tokens
 
 NAMED: Final = 3
@@ -39,7 +39,7 @@ def _check(key: str, student: Path, ours: Vocabulary | None, teacher: Path) -> I
             "token-to-id map"
         )
         return
-    rows, student_rows = _rows(teacher), _rows(student)
+    rows, student_rows = known_vocabulary_size(teacher), known_vocabulary_size(student)
     # The rows past the vocabulary are padding, of which each model may have its own number.
     if rows is not None and student_rows is not None and rows < min(student_rows, vocab_tokens(ours)):
         yield (
@@ -82,10 +82,3 @@ def read_vocabulary(file: Path) -> dict[str, int] | None:
     for added in cast(list[dict[str, object]], content.get("added_tokens") or []):
         vocab[str(added["content"])] = int(str(added["id"]))
     return vocab
-
-
-def _rows(folder: Path) -> int | None:
-    try:
-        return vocabulary_size(folder)
-    except ValueError:
-        return None

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
-from engines.sglang.config import vocabulary_size
+from engines.registry import BUILT_IN, find_engine
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
-from launch.config.pools import TeacherPool, teacher_pools
+from launch.config.pools import TeacherPool, engine_of, teacher_pools
 from launch.config.run import BUILTIN, RunConfig
 from learner.objectives.registry import needs_top_k
+from models.vocabulary import known_vocabulary_size
 from protocol.addresses import is_local
 from protocol.topk_codec import MAX_TOKENS_KEPT
 
@@ -33,7 +34,7 @@ class Findings(NamedTuple):
 
 def check_consistency(config: RunConfig, student: Path | None) -> Findings:
     """`student`: the model's folder, None where it was not found."""
-    rows, window = _vocabulary_size(student), _writing_window(config, student)
+    rows, window = known_vocabulary_size(student), _writing_window(config, student)
     return Findings(
         mistakes=[
             *_pools(config),
@@ -144,7 +145,7 @@ def _needs_sets(config: RunConfig) -> bool:
 
 def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
     """A divergence between distributions needs them of every pool."""
-    rows = _vocabulary_size(student)
+    rows = known_vocabulary_size(student)
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
         if _needs_sets(config) and not teacher.top_k:
@@ -159,24 +160,16 @@ def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
             )
 
 
-def _vocabulary_size(folder: Path | None) -> int | None:
-    """Rows of the embedding. None where the model was not found, or does not say."""
-    try:
-        return None if folder is None else vocabulary_size(folder)
-    except ValueError:
-        return None
-
-
 def _writing_window(config: RunConfig, student: Path | None) -> int | None:
     """Longest sequence that an actor writes; None where it is not known."""
-    if config.actor.engine != "sglang":
-        return config.actor.torch.max_context
+    if (limit := engine_of(config, "actor").context_limit(config.actor)) is not None:
+        return limit.tokens
     return context_window(student) if student is not None else None
 
 
 def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
     """Those that nobody looks at now or in a recording, and those that the buffer refuses."""
-    limit, rows = config.buffer.max_top_k_bytes, _vocabulary_size(student)
+    limit, rows = config.buffer.max_top_k_bytes, known_vocabulary_size(student)
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
         if teacher.top_k and not _needs_sets(config) and not config.learner.record:
@@ -223,10 +216,11 @@ def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str
             f"{pool.model_key}: got {named!r} with learner.ema.decay = {ema.decay}, expected the student's, "
             f"{student or config.models.student}: the teacher begins as the student, and becomes its average"
         )
-    if engine == "sglang":
+    if not find_engine(engine).reads_snapshots():
+        able = " or ".join(repr(name) for name in BUILT_IN if find_engine(name).reads_snapshots())
         yield (
-            f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected 'torch': only embedded "
-            "teachers read snapshots of the average"
+            f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected {able}: other teachers "
+            "do not read snapshots of the average"
         )
 
 
@@ -252,10 +246,10 @@ def _uneven_groups(config: RunConfig) -> Iterator[str]:
 
 def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
     """A server takes its window from the model."""
-    wanted, window = config.actor.torch.max_context, context_window(student)
-    if config.actor.engine != "sglang" and window is not None and wanted > window:
+    limit, window = engine_of(config, "actor").context_limit(config.actor), context_window(student)
+    if limit is not None and window is not None and limit.tokens > window:
         yield (
-            f"actor.torch.max_context: got {wanted}, expected at most {window}, the max_position_embeddings of "
+            f"{limit.key}: got {limit.tokens}, expected at most {window}, the max_position_embeddings of "
             f"{student / 'config.json'}"
         )
 
@@ -283,15 +277,16 @@ def _teachers_window(config: RunConfig) -> Iterator[str]:
     """A teacher that cannot take a rollout fails it, and it is masked: then long answers are never trained."""
     tasks = config.learner.tasks
     longest = tasks.max_prompt_tokens + tasks.max_new_tokens
-    if config.actor.engine != "sglang":
-        longest = min(longest, config.actor.torch.max_context)
+    limit, at_most = engine_of(config, "actor").context_limit(config.actor), ""
+    if limit is not None:
+        longest, at_most = min(longest, limit.tokens), f", and at most {limit.key}"
     for pool in teacher_pools(config):
         window = teacher_window(pool)
         if window is not None and longest > window:
             yield (
                 f"{pool.model_key}: its context of {window} tokens is less than the {longest} that a rollout may have "
                 f"(learner.tasks.max_prompt_tokens + max_new_tokens = {tasks.max_prompt_tokens} + "
-                f"{tasks.max_new_tokens}, and at most actor.torch.max_context); lower one of them, or use a teacher "
+                f"{tasks.max_new_tokens}{at_most}); lower one of them, or use a teacher "
                 "with a longer context"
             )
 
@@ -310,8 +305,10 @@ def _little_room_for_teachers(config: RunConfig) -> Iterator[str]:
 
 
 def _little_room(config: RunConfig, student: Path | None) -> Iterator[str]:
-    tasks, window, told = config.learner.tasks, config.actor.torch.max_context, "actor.torch.max_context: "
-    if config.actor.engine == "sglang":
+    tasks, limit = config.learner.tasks, engine_of(config, "actor").context_limit(config.actor)
+    if limit is not None:
+        window, told = limit.tokens, f"{limit.key}: "
+    else:
         of_model = context_window(student) if student is not None else None
         if of_model is None:
             return

@@ -10,8 +10,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from actors.config import ActorConfig
+from engines.provider import EngineProvider, EngineRole
+from engines.registry import find_engine
 from launch.config.run import RunConfig
 from protocol.context import WorkerRole
+from teachers.config import TeacherConfig
 
 replace = msgspec.structs.replace
 
@@ -47,6 +51,44 @@ def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
         found.append(TeacherPool(name, f"pools.{name}", model_key, first, own))
         first += pool.count
     return tuple(found)
+
+
+def engine_of(config: RunConfig, role: EngineRole) -> EngineProvider:
+    """Of the actors, or of the teachers; `config`: of a pool, as its teachers see it."""
+    return find_engine(config.actor.engine if role == "actor" else config.teacher.engine)
+
+
+class WorkerGroup(NamedTuple):
+    """Workers that are alike: the actors, or the teachers of one pool."""
+
+    key: str
+    """Where their settings stand: actor, teacher, pools.NAME."""
+    role: EngineRole
+    first: int
+    """Number of the first of these workers."""
+    config: RunConfig
+    """As they see it."""
+
+    @property
+    def engine(self) -> EngineProvider:
+        return engine_of(self.config, self.role)
+
+    @property
+    def settings(self) -> ActorConfig | TeacherConfig:
+        return self.config.actor if self.role == "actor" else self.config.teacher
+
+    @property
+    def n(self) -> int:
+        return self.config.actors if self.role == "actor" else self.config.teachers
+
+
+def worker_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
+    """All that have engines, the actors first."""
+    pools = teacher_pools(config)
+    return (
+        WorkerGroup("actor", "actor", 0, config),
+        *(WorkerGroup(pool.key, "teacher", pool.first, pool.config) for pool in pools),
+    )
 
 
 def needs_no_teacher(config: RunConfig) -> bool:

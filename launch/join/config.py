@@ -11,6 +11,8 @@ from typing import Final, NamedTuple, cast
 
 import msgspec
 
+from engines.provider import EngineRole
+from engines.registry import EMBEDDED
 from launch.checks.engine_choice import choose_engines
 from launch.checks.placement import Placement
 from launch.checks.preflight import find_model, model_type
@@ -18,7 +20,7 @@ from launch.checks.server_preflight import check_servers
 from launch.checks.vocabularies import read_vocabulary
 from launch.config.command_line import build_run, put_overrides
 from launch.config.consistency import check_join
-from launch.config.pools import teacher_pools
+from launch.config.pools import engine_of, teacher_pools
 from launch.config.run import RunConfig
 from launch.config.tree import Key, Plain, get, put
 from launch.errors import ConfigError
@@ -27,7 +29,7 @@ from launch.machine.devices import lacking_cuda
 from launch.machine.interpreter import Interpreters
 from launch.machine.machine import find_machine
 from launch.processes.slots import worker_name
-from launch.servers.plan import ServedRole, ServerPlan, count
+from launch.servers.plan import ServerPlan, count
 from protocol.addresses import is_local
 from protocol.fingerprint import vocab_fingerprint
 
@@ -37,8 +39,8 @@ OF_THE_RUN: Final = ("teacher.top_k", "teacher.top_mass", "teacher.tail")
 """Keys under these that are not: the learner's objective needs the same of every teacher."""
 LEFT_OUT: Final = ("urls", "server.gpus", "server.host", "server.port")
 """Keys of actor and teacher that speak of the run's own machine."""
-ROLES: Final[tuple[ServedRole, ...]] = ("actor", "teacher")
-MODELS: Final[Mapping[ServedRole, str]] = {"actor": "student", "teacher": "teacher"}
+ROLES: Final[tuple[EngineRole, ...]] = ("actor", "teacher")
+MODELS: Final[Mapping[EngineRole, str]] = {"actor": "student", "teacher": "teacher"}
 replace = msgspec.structs.replace
 
 
@@ -47,7 +49,7 @@ class Joining(NamedTuple):
 
     config: RunConfig
     """`actors` and `teachers` are those that join; models are folders here."""
-    roles: tuple[ServedRole, ...]
+    roles: tuple[EngineRole, ...]
     model_types: tuple[str, ...]
     servers: tuple[ServerPlan, ...]
     placement: Placement
@@ -57,14 +59,14 @@ class Joining(NamedTuple):
 def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
     """Raises ConfigError with all that is wrong."""
     config = _resolved(target, overrides)
-    roles: tuple[ServedRole, ...] = tuple(role for role in ROLES if count(config, role))
+    roles: tuple[EngineRole, ...] = tuple(role for role in ROLES if count(config, role))
     if not roles:
         raise ConfigError("say how many join: --actors N, --teachers M or both")
     interpreters = Interpreters()
     machine = find_machine()
     config, why_engines = choose_engines(config, machine, interpreters)
     mistakes: list[str] = target.check_keys(roles)
-    folders: dict[ServedRole, Path] = {}
+    folders: dict[EngineRole, Path] = {}
     for role in roles:
         key, named = f"models.{MODELS[role]}", getattr(config.models, MODELS[role])
         try:
@@ -134,7 +136,7 @@ def _of_pool(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
     return replace(pools.get(name, run), pools={}, teachers=0)
 
 
-def _vocabularies(target: Target, folders: Mapping[ServedRole, Path]) -> Iterator[str]:
+def _vocabularies(target: Target, folders: Mapping[EngineRole, Path]) -> Iterator[str]:
     """As far as the run's own student can be seen from here; the handshake with the buffer compares in any case."""
     student = Path(target.config.models.student) / "tokenizer.json"
     theirs = read_vocabulary(student)
@@ -150,7 +152,7 @@ def _vocabularies(target: Target, folders: Mapping[ServedRole, Path]) -> Iterato
 def _one_kind(run: RunConfig, ours: RunConfig) -> Iterator[str]:
     """All actors of a run take weights in one group."""
     pairs = [("actor.engine", run.actor.engine, ours.actor.engine)]
-    if run.actor.engine == ours.actor.engine == "sglang":
+    if run.actor.engine == ours.actor.engine and engine_of(run, "actor").servers is not None:
         pairs += [
             ("actor.server.tp", str(run.actor.server.tp), str(ours.actor.server.tp)),
             ("actor.server.device", run.actor.server.device, ours.actor.server.device),
@@ -160,13 +162,13 @@ def _one_kind(run: RunConfig, ours: RunConfig) -> Iterator[str]:
             yield f"{key}: got {here}, expected {theirs}, as the run has it: all actors take the weights together"
 
 
-def _of_this_machine(config: RunConfig, roles: Sequence[ServedRole], *, elsewhere: bool) -> RunConfig:
+def _of_this_machine(config: RunConfig, roles: Sequence[EngineRole], *, elsewhere: bool) -> RunConfig:
     """Roles that do not join need neither servers nor GPUs here; nor does the learner of another machine."""
     if "actor" not in roles:
         torch = replace(config.actor.torch, device="cpu")
-        config = replace(config, actor=replace(config.actor, engine="torch", torch=torch))
+        config = replace(config, actor=replace(config.actor, engine=EMBEDDED, torch=torch))
     if "teacher" not in roles:
-        config = replace(config, teacher=replace(config.teacher, engine="torch", device="cpu"))
+        config = replace(config, teacher=replace(config.teacher, engine=EMBEDDED, device="cpu"))
     weights = replace(config.weights, backend="gloo")  # by what weights are sent is the run's to say
     device = "cpu" if elsewhere else config.learner.device
     return replace(config, weights=weights, learner=replace(config.learner, device=device))
@@ -176,7 +178,8 @@ def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -
     """NCCL takes one rank per GPU; two on one would break the group of all actors, again and again."""
     if target.config.weights.backend != "nccl":
         return
-    key = "actor.server.gpus" if asked.actor.engine == "sglang" else "actor.torch.device"
+    where = engine_of(asked, "actor").device("actor", asked.actor)
+    key = "actor.server.gpus" if where is None else f"actor.{where.key}"
     places = placement.places
     gpus = [gpu for who, gpu in places.seats.items() if who.startswith("actor")]
     gpus += [gpu for group in places.servers.get("actor", ()) for gpu in group]
@@ -185,7 +188,7 @@ def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -
             f"{key}: the run sends weights by NCCL, which needs a GPU of its own for each actor; expected as many free "
             "GPUs here as actors that join, or a run with --weights.backend gloo"
         )
-    named = asked.actor.server.gpus or asked.actor.torch.device.startswith("cuda:")
+    named = asked.actor.server.gpus or (where is not None and where.device.startswith("cuda:"))
     if not target.elsewhere and not named:
         yield (
             f"{key}: the run sends weights by NCCL, and has GPUs of this machine; expected {key} with GPUs that none "

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from launch.config.pools import teacher_pools
+from launch.config.pools import worker_groups
 from launch.config.run import RunConfig
 from launch.machine.machine import Machine
 from launch.machine.torch_build import TorchBuild
@@ -69,8 +69,6 @@ def torch_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, device) of the learner and of all embedded engines."""
     config = fill_devices(config)
     yield "learner.device", config.learner.device
-    if config.actor.engine != "sglang":
-        yield "actor.torch.device", config.actor.torch.device
-    for pool in teacher_pools(config):
-        if pool.config.teacher.engine != "sglang":
-            yield f"{pool.key}.device", pool.config.teacher.device
+    for group in worker_groups(config):
+        if (where := group.engine.device(group.role, group.settings)) is not None:
+            yield f"{group.key}.{where.key}", where.device

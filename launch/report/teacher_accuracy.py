@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from launch.config.files import read_config
-from launch.config.pools import TeacherPool, teacher_pools
+from launch.config.pools import TeacherPool, engine_of, teacher_pools
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent
 from launch.processes.local import worker_environment
@@ -44,13 +44,15 @@ class MeasuredTeacher(msgspec.Struct, frozen=True, kw_only=True):
 def measurable_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
     """Pools whose model can write here as the student does."""
     learner = config.learner
-    if not learner.eval_every or not learner.tasks.eval_sampled or learner.frozen or config.actor.engine == "sglang":
+    if not learner.eval_every or not learner.tasks.eval_sampled or learner.frozen:
+        return ()
+    if not engine_of(config, "actor").loads_model:
         return ()
     average = learner.ema.pool if learner.ema.decay else None
     return tuple(
         pool
         for pool in teacher_pools(config)
-        if pool.config.teacher.engine != "sglang" and pool.config.teachers and pool.name != average
+        if engine_of(pool.config, "teacher").loads_model and pool.config.teachers and pool.name != average
     )
 
 

@@ -1,52 +1,18 @@
-"""The user's own arguments of sglang.launch_server (`server.args`), where they contradict the configuration, or cannot
-work with weights that change or with a GPU that is shared.
-
-They come last on the server's command line, so they win over ours there, while GPUs are handed out and ranks are
-counted by the configuration.
-"""
+"""GPUs that servers share with others, and whether they leave them room."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, Places
-from launch.servers.options import DEVICE, DP, FRACTION, LOAD_FORMAT, NODES, PP, QUANTIZATION, TP, value_of
-from launch.servers.plan import launched_groups, server_config
-
-UPDATABLE: Final = "flash_rl"
-"""SGLang's loader that keeps what it takes to quantize weights again when others arrive (QuantizedRLModelLoader)."""
+from launch.servers.plan import launched_groups, server_config, servers_of
 
 
 def contradictions(config: RunConfig) -> Iterator[str]:
-    """Of the arguments with the configuration. `server.device` is cpu or cuda."""
+    """Of the user's own arguments with the rest of the configuration. `server.device` is cpu or cuda."""
     for key, role, _, own in launched_groups(config):
-        server = server_config(own, role)
-        where = f"{key}.server.args"
-        if (tp := value_of(server.args, TP)) is not None and tp != str(server.tp):
-            yield (
-                f"{where}: got {TP.names[0]} {tp}, but {key}.server.tp is {server.tp}, by which GPUs are handed out "
-                f"and ranks of the weight group counted; expected --{key}.server.tp {tp}, and no {TP.names[0]} here"
-            )
-        for option in (DP, PP, NODES):
-            if (n := value_of(server.args, option)) not in (None, "1"):
-                yield (
-                    f"{where}: got {option.names[0]} {n}, expected 1: a server has {key}.server.tp GPUs, and a rank on "
-                    "each"
-                )
-        if (device := value_of(server.args, DEVICE)) is not None and device.partition(":")[0] != server.device:
-            yield (
-                f"{where}: got --device {device}, but {key}.server.device is {server.device}; expected "
-                f"--{key}.server.device {device.partition(':')[0]}, and no --device here"
-            )
-        quantized, loader = value_of(server.args, QUANTIZATION), value_of(server.args, LOAD_FORMAT)
-        if role == "actor" and quantized and loader != UPDATABLE:
-            yield (
-                f"{where}: got --quantization {quantized}, and the learner's weights arrive as they are: they would be "
-                f"put unquantized where quantized ones lie. Expected --load-format {UPDATABLE} with it (the loader "
-                "that quantizes again, for fp8 and dense Qwen models), or no quantization"
-            )
+        yield from servers_of(own, role).contradictions(key, role, server_config(own, role))
 
 
 def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
@@ -57,7 +23,7 @@ def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
             others.setdefault(gpu, []).append("the learner" if who == LEARNER else who)
     servers: dict[int, list[tuple[str, str, float | None]]] = {}
     for key, role, first, own in launched_groups(config):
-        fraction = _fraction(value_of(server_config(own, role).args, FRACTION))
+        fraction = servers_of(own, role).memory_fraction(server_config(own, role).args)
         for index, group in enumerate(places.servers.get(key, ())):
             for gpu in group:
                 servers.setdefault(gpu, []).append((key, f"server-{role}-{first + index}", fraction))
@@ -79,10 +45,3 @@ def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
                 f"{here[0][0]}.server.args: the servers on GPU {gpu} take {total:g} of its memory together "
                 f"(--mem-fraction-static), expected less than 1 with {', '.join(names)} on it"
             )
-
-
-def _fraction(text: str | None) -> float | None:
-    try:
-        return float(text) if text is not None else None
-    except ValueError:
-        return None  # which SGLang refuses

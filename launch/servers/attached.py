@@ -11,13 +11,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from engines.provider import EngineRole
 from engines.sglang.config import ServerConfig, SGLangConfig
 from engines.sglang.features import Features, probe_server, why_unfit
 from engines.sglang.http import RequestRefused, ServerUnavailable
 from engines.sglang.stream import StreamError
 from engines.sglang.tokenizer import compare_tokenizers
 from launch.config.run import RunConfig
-from launch.servers.plan import ServedRole, count, server_config, server_groups, urls_of, with_server
+from launch.servers.plan import count, server_config, server_groups, urls_of, with_server
 
 PROBE_TIMEOUT_S: Final = 20.0
 """For a server that should be there; the configured connect timeout where that is shorter."""
@@ -60,7 +61,7 @@ def ask_servers(config: RunConfig) -> Attached:
     return Attached(config, found, mistakes)
 
 
-def _ask(config: RunConfig, key: str, role: ServedRole) -> tuple[list[Features], list[str]]:
+def _ask(config: RunConfig, key: str, role: EngineRole) -> tuple[list[Features], list[str]]:
     """(features of all, or none; what went wrong). `key`: where their settings stand."""
     settings = _settings(config, role)
     name, secret = settings.api_key_env, _secret(settings)
@@ -86,7 +87,7 @@ def _ask_one(url: str, settings: SGLangConfig, key: str) -> Features | str:
         return f"{url} does not answer like an SGLang server: {error}"
 
 
-def _other_tokenizers(config: RunConfig, key: str, role: ServedRole) -> list[str]:
+def _other_tokenizers(config: RunConfig, key: str, role: EngineRole) -> list[str]:
     """Servers that mean other text by the student's ids. `models.student`: a folder, else nothing is asked."""
     student, settings = Path(config.models.student), _settings(config, role)
     if not (student / "tokenizer.json").is_file():
@@ -111,7 +112,7 @@ def _other_tokenizers(config: RunConfig, key: str, role: ServedRole) -> list[str
     return mistakes
 
 
-def _settings(config: RunConfig, role: ServedRole) -> SGLangConfig:
+def _settings(config: RunConfig, role: EngineRole) -> SGLangConfig:
     """With a short wait: the server should be there."""
     settings = config.actor.sglang if role == "actor" else config.teacher.sglang
     short = min(settings.connect_timeout_s, PROBE_TIMEOUT_S)
@@ -123,7 +124,7 @@ def _secret(settings: SGLangConfig) -> str:
     return os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
 
 
-def _one_kind(role: ServedRole, urls: tuple[str, ...], features: list[Features]) -> list[str]:
+def _one_kind(role: EngineRole, urls: tuple[str, ...], features: list[Features]) -> list[str]:
     """The servers of the actors are ranks of one weight group: laid out by one tp, on one kind of device."""
     kinds = {(server.device, server.tp_size) for server in features}
     if role != "actor" or len(kinds) == 1:

@@ -9,29 +9,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import msgspec
 import psutil
 
+from engines.provider import EngineRole, ServerEngine
 from engines.sglang.config import ServerConfig
-from launch.config.pools import teacher_pools
+from launch.config.pools import WorkerGroup, engine_of, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import Groups
-from launch.machine.interpreter import choose_python, needs_shim
-from launch.servers.options import NVLS, SYMMETRIC, has
 from protocol.addresses import is_local
-from sglang_server.servers import SERVER_ARGS
 
-ServedRole = Literal["actor", "teacher"]
-COMMON_ARGS: Final = ("--log-level-http", "warning")
-"""Of every server: not a log line per request."""
 OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
 """Of every server whose version has them."""
-ROLE_ARGS: Final[Mapping[ServedRole, tuple[str, ...]]] = {"actor": (), "teacher": ()}
-"""Recommended for what the role does with it."""
-
-
 FAILED_GROUPS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """In servers: a weight group that fails is aborted, and the server lives. By torch's default (3) its watchdog would end
 the process, after waiting for a dump four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, a minute (ProcessGroupNCCL.hpp and
@@ -67,15 +58,18 @@ class ServerPlan:
         return f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
 
 
-def uses_sglang(config: RunConfig, role: ServedRole) -> bool:
-    return (config.actor.engine if role == "actor" else config.teacher.engine) == "sglang"
+def servers_of(config: RunConfig, role: EngineRole) -> ServerEngine:
+    """Of a role that has servers."""
+    servers = engine_of(config, role).servers
+    assert servers is not None
+    return servers
 
 
-def urls_of(config: RunConfig, role: ServedRole) -> tuple[str, ...]:
+def urls_of(config: RunConfig, role: EngineRole) -> tuple[str, ...]:
     return config.actor.urls if role == "actor" else config.teacher.urls
 
 
-def server_config(config: RunConfig, role: ServedRole) -> ServerConfig:
+def server_config(config: RunConfig, role: EngineRole) -> ServerConfig:
     return config.actor.server if role == "actor" else config.teacher.server
 
 
@@ -86,26 +80,12 @@ def plan_servers(config: RunConfig, visible: Sequence[str], gpus: Mapping[str, G
     return tuple(plan for group in launched_groups(config) for plan in _plans(group, named.get(group.key, ())))
 
 
-class ServerGroup(NamedTuple):
-    """Workers whose servers are alike: the actors, or the teachers of one pool."""
-
-    key: str
-    """Where their settings stand: actor, teacher, pools.NAME."""
-    role: ServedRole
-    first: int
-    """Number of the first of these workers."""
-    config: RunConfig
-    """As they see it."""
-
-
-def server_groups(config: RunConfig) -> tuple[ServerGroup, ...]:
+def server_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
     """All that have servers, started or running."""
-    groups = [ServerGroup("actor", "actor", 0, config)]
-    groups += [ServerGroup(pool.key, "teacher", pool.first, pool.config) for pool in teacher_pools(config)]
-    return tuple(group for group in groups if uses_sglang(group.config, group.role))
+    return tuple(group for group in worker_groups(config) if group.engine.servers is not None)
 
 
-def launched_groups(config: RunConfig) -> tuple[ServerGroup, ...]:
+def launched_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
     """Those whose servers the launcher starts."""
     return tuple(group for group in server_groups(config) if not urls_of(group.config, group.role))
 
@@ -121,34 +101,27 @@ def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
     return replace(config, pools={**config.pools, name: replace(config.pools[name], server=server)})
 
 
-def _plans(group: ServerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[ServerPlan]:
+def _plans(group: WorkerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[ServerPlan]:
     """`gpus`: of each server of the group; empty on a CPU."""
     role, config = group.role, group.config
     server = server_config(config, role)
-    python = choose_python(server)
-    shim = needs_shim(server, python)
+    launch = servers_of(config, role).launch(server)
     for index in range(count(config, role)):
         yield ServerPlan(
             worker=f"{role}-{group.first + index}",
             model=config.models.student if role == "actor" else config.models.teacher,
-            python=python,
-            shim=shim,
+            python=launch.python,
+            shim=launch.forked,
             gpus=tuple(gpus[index]) if gpus else (),
-            args=(*_arguments(server, shim=shim), *ROLE_ARGS[role], *server.args),
+            args=launch.arguments,
             host=server.host,
             port=server.port + index if server.port else 0,
             start_timeout_s=server.start_timeout_s,
         )
 
 
-def count(config: RunConfig, role: ServedRole) -> int:
+def count(config: RunConfig, role: EngineRole) -> int:
     return config.actors if role == "actor" else config.teachers
-
-
-def _arguments(server: ServerConfig, *, shim: bool) -> tuple[str, ...]:
-    """On GPUs SGLang's own defaults are left alone."""
-    base = SERVER_ARGS if shim else ("--device", server.device)
-    return (*base, *COMMON_ARGS, "--tp-size", str(server.tp))
 
 
 def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -165,15 +138,13 @@ def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) ->
     """What NCCL must find alike on all sides of the weight group: in the learner, in embedded actors and in servers.
 
     NCCL_SOCKET_IFNAME: on one machine the loopback, which NCCL passes over by itself where there is another interface.
-    NCCL_CUMEM_ENABLE, NCCL_NVLS_ENABLE: the way memory is shared. SGLang sets both to 0 where they are not set, and
-    to 1 by --enable-symm-mem and --enable-nccl-nvls (0.5.23, `_set_envs_and_config` of srt/entrypoints/engine.py); the
-    learner would take NCCL's own defaults. What the user has set is left alone: all sides inherit it."""
+    What the actors' servers set themselves (`ServerEngine.nccl_environment`), the others must have, too. What the user
+    has set is left alone: all sides inherit it."""
     told: dict[str, str] = {}
     if is_local(config.weights.host) and (interface := interface_of(config.weights.host)):
         told["NCCL_SOCKET_IFNAME"] = interface
-    if config.actor.engine == "sglang":
-        symmetric, nvls = has(config.actor.server.args, SYMMETRIC), has(config.actor.server.args, NVLS)
-        told |= {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(symmetric or nvls))}
+    if (servers := engine_of(config, "actor").servers) is not None:
+        told |= servers.nccl_environment(config.actor.server)
     return {name: value for name, value in told.items() if name not in base}
 
 

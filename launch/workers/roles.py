@@ -34,6 +34,7 @@ from launch.processes.lifeline import die_with_parent, watch_launcher
 from launch.workers.start_role import StartRole
 from launch.workers.work_folder import WorkFolder
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
+from models.vocabulary import known_vocabulary_size
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.errors import HandshakeRefused
 from protocol.messages import Ledger, WeightVersion
@@ -47,20 +48,11 @@ ENTRIES: Final[dict[WorkerRole, str]] = {
 }
 """Role -> `module:function` of its main."""
 PRELOADED: Final = ("actors.worker", "teachers.worker")
-"""What the fork server imports for its children: everything that their mains import, some of it inside functions.
-These, without torch;"""
-PRELOADED_SGLANG: Final = {
-    "actor": ("engines.sglang.engine", "engines.sglang.weights", "models.tokenizer_file"),
-    "teacher": ("engines.sglang.scorer", "models.tokenizer_file"),
-}
-"""these for a role on SGLang, without torch either;"""
-PRELOADED_TORCH: Final = {
-    "actor": ("models.loading", "models.tokenizer", "engines.torch.engine", "engines.torch.weights"),
-    "teacher": ("models.loading", "models.tokenizer", "engines.torch.scorer"),
-}
-"""these for one with an embedded engine, and then, as torch is there,"""
+"""What the fork server imports for its children, beside what their engines name (engines.provider): everything that
+their mains import, some of it inside functions."""
 PRELOADED_WITH_TORCH: Final = ("torch", "transformers")
-"""these, and the learner's. Without any such role the learner is spawned."""
+"""These, and the learner's, where an engine loads models in the worker's process. Without any such the learner is
+spawned."""
 LEAVE_AGAIN_S: Final = 0.25
 """How soon after SIGTERM it is looked whether the exception was lost."""
 
@@ -185,14 +177,8 @@ def run_buffer(ctx: RoleContext[RunConfig]) -> int:
         version=carried.version,
         carried=carried.ledger,
         vocab_fingerprint=_vocab_fingerprint(ctx.config.models.student),
-        vocab_size=_vocab_size(Path(ctx.config.models.student)),
+        vocab_size=known_vocabulary_size(ctx.config.models.student),
     )
-
-
-class _ModelShape(msgspec.Struct, frozen=True):
-    """Of a model's config.json, the part that the buffer needs."""
-
-    vocab_size: int | None = None
 
 
 def _vocab_fingerprint(model: str) -> str | None:
@@ -206,12 +192,6 @@ def _vocab_fingerprint(model: str) -> str | None:
     except TokenizerError as error:
         log.info("the learner will say what the run's vocabulary is: %s", error)
         return None
-
-
-def _vocab_size(model: Path) -> int | None:
-    """Rows of the student's embedding: no id can be above. None when the folder does not say."""
-    file = model / "config.json"
-    return msgspec.json.decode(file.read_bytes(), type=_ModelShape).vocab_size if file.is_file() else None
 
 
 def _read_start() -> tuple[StartRole, int]:

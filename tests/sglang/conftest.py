@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from engines.base import GenerationRequest
-from engines.sglang.config import SGLangConfig, SwapMode, vocabulary_size
+from engines.sglang.config import SGLangConfig, SwapMode
 from engines.sglang.engine import SGLangEngine
 from engines.sglang.features import ServerMismatch
 from models.loading import load_causal_lm
+from models.vocabulary import vocabulary_size
 from protocol.messages import Sampling, VersionSpan
 from sglang_server.servers import DEFAULT_PYTHON, Server, Servers
 from tests.patience import PATIENCE_S, Limit

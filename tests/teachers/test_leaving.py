@@ -17,11 +17,12 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from engines.base import ScoreRequest, ScoreResult
+from engines.provider import ScorerSource
 from protocol import messages as m
 from protocol.context import ExitCode, RoleContext
 from protocol.server import PeerDown
 from teachers.config import TeacherConfig
-from teachers.worker import GraderSource, _grade_until_told  # pyright: ignore[reportPrivateUsage]
+from teachers.worker import _grade_until_told  # pyright: ignore[reportPrivateUsage]
 from tests.patience import PATIENCE_S, eventually
 from tests.wire import RUN, VOCAB, ScriptedBuffer
 
@@ -64,7 +65,7 @@ def teach(address: str, run_dir: str, pause_s: float, drain_s: float) -> None:
         buffer_address=address, resume=False, config=config,
     )  # fmt: skip
     engine: Any = Slow(Path(run_dir) / "begun", pause_s)
-    sys.exit(_grade_until_told(ctx, GraderSource(VOCAB, Slow.vocab_size, lambda: engine)))
+    sys.exit(_grade_until_told(ctx, ScorerSource(VOCAB, Slow.vocab_size, lambda: engine)))
 
 
 @contextmanager

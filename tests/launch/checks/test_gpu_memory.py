@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import builtin
-from launch.checks.gpu_memory import Shape, actor_need, estimate, learner_need, read_shape, server_need, teacher_need
+from engines.provider import ModelShape
+from launch.checks.gpu_memory import estimate, learner_need, read_shape, server_need, worker_need
 from launch.checks.placement import Placement
 from launch.checks.weight_backend import Choice
 from launch.config.run import RunConfig
@@ -17,7 +18,7 @@ from launch.config.tree import build
 from launch.machine.gpus import Places
 from launch.machine.machine import Machine
 
-QWEN3_8B = Shape(
+QWEN3_8B = ModelShape(
     parameters=8_190_735_360, layers=36, hidden=4096, mlp=12288, vocabulary=151_936, kv_width=1024, dtype_bytes=2
 )
 """8.19e9 * 4 bytes = 30.5 GiB, * 2 = 15.3."""
@@ -26,6 +27,10 @@ QWEN3_8B = Shape(
 def config(**plain: Any) -> RunConfig:
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
     return build(RunConfig, {"models": models, **plain})
+
+
+def served(**server: Any) -> RunConfig:
+    return config(actor={"engine": "sglang", "server": {"device": "cuda", **server}})
 
 
 def rounded(parts: Any) -> dict[str, float]:
@@ -56,17 +61,17 @@ def test_what_is_not_trained_has_no_moments(learner: dict[str, Any]) -> None:
 
 
 def test_an_embedded_actor_holds_its_cache_and_the_next_weights() -> None:
-    need = actor_need(config(actor={"torch": {"dtype": "bfloat16"}}), QWEN3_8B, "actor-0")
+    need = worker_need(config(actor={"torch": {"dtype": "bfloat16"}}), "actor", QWEN3_8B, "actor-0")
     # 64 slots * 1,024 tokens * 36 layers * 2 * 1,024 * 2 bytes = 9.0 GiB
     assert rounded(need.sure) == {"weights": 15.3, "KV cache": 9.0}
     assert rounded(need.likely) == {"next weights": 15.3, "process": 1.0}
 
 
 def test_a_teacher_and_a_server() -> None:
-    assert rounded(teacher_need(config(), QWEN3_8B, "teacher-0").sure) == {"weights": 15.3}
-    need = server_need((), 2, QWEN3_8B, "server-actor-0", 80.0)
+    assert rounded(worker_need(config(), "teacher", QWEN3_8B, "teacher-0").sure) == {"weights": 15.3}
+    need = server_need(served(tp=2), "actor", QWEN3_8B, "server-actor-0", 80.0)
     assert (rounded(need.sure)["weights"], rounded(need.likely)["KV cache"]) == (7.6, 60.4)  # 0.85 * 80 - 7.6
-    shared = server_need(("--mem-fraction-static=0.3",), 1, QWEN3_8B, "server-actor-0", 80.0)
+    shared = server_need(served(args=["--mem-fraction-static=0.3"]), "actor", QWEN3_8B, "server-actor-0", 80.0)
     assert rounded(shared.likely)["KV cache"] == 8.7
 
 

@@ -37,7 +37,7 @@ class Installed(Interpreters):
     def __init__(self, own: TorchBuild = CUDA_12, servers: TorchBuild = CUDA_12, missing: tuple[str, ...] = ()) -> None:
         self._given, self._look = own, Look(missing=missing, torch=servers)
 
-    def look(self, python: Path) -> Look:
+    def look(self, python: Path, modules: tuple[str, ...] = ()) -> Look:
         return self._look
 
     def own(self) -> TorchBuild:

@@ -13,11 +13,11 @@ import pytest
 
 from engines.sglang.config import ServerConfig
 from engines.sglang.features import Features, ServerMismatch, check_layout
+from engines.sglang.options import FRACTION, LOAD_FORMAT, TP, value_of
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
 from launch.servers.arguments import contradictions, overfull_gpus
-from launch.servers.options import FRACTION, LOAD_FORMAT, TP, value_of
 from launch.servers.plan import nccl_environment, server_environment
 from tests.server_features import CAPABLE
 

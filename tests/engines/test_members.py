@@ -10,9 +10,14 @@ import pytest
 
 from actors.config import ActorConfig
 from engines.config import EngineConfig
+from engines.registry import find_engine
 from engines.sglang.config import ServerConfig
 from weights.config import WeightsConfig
-from weights.members import Members, members_of
+from weights.members import Members
+
+
+def members_of(actor: ActorConfig, weights: WeightsConfig, student: str) -> Members:
+    return find_engine(actor.engine).members(actor, weights, student)
 
 
 def on_servers(server: ServerConfig) -> ActorConfig:

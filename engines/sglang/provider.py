@@ -1,0 +1,124 @@
+"""SGLang, as the run sees it: a server per worker, which the launcher starts or the user names. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from engines.provider import (
+    ActorSettings,
+    EngineProvider,
+    EngineRole,
+    ScorerSource,
+    Student,
+    StudentSource,
+    Wish,
+    WithStudent,
+    WithTeacher,
+)
+from engines.sglang.servers import SGLangServers
+from protocol.context import RoleContext
+from protocol.fingerprint import vocab_tokens
+from weights.config import WeightsConfig
+from weights.members import CheckBy, Members
+from weights.publish_choices import checkpoint_dtype, server_dtype
+
+SERVERS: Final = SGLangServers()
+
+
+class SGLangProvider(EngineProvider):
+    name = "sglang"
+    title = "SGLang servers"
+    servers = SERVERS
+
+    def preload(self, role: EngineRole) -> tuple[str, ...]:
+        engine = ("engines.sglang.engine", "engines.sglang.weights") if role == "actor" else ("engines.sglang.scorer",)
+        return (*engine, "models.tokenizer_file")
+
+    def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
+        """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
+        ServerMismatch when it is not as configured."""
+        from engines.sglang.engine import SGLangEngine
+        from engines.sglang.features import ServerMismatch, check_layout, write_features
+        from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
+        from engines.sglang.weights import ServerWeights
+        from models.tokenizer_file import FileTokenizer
+        from models.vocabulary import vocabulary_size
+
+        config, path = ctx.config.actor, ctx.config.models.student
+        tokenizer: FileTokenizer = FileTokenizer(path)
+        started_by_us = not config.urls
+
+        def start(wake: Callable[[], None]) -> Student:
+            try:
+                engine = SGLangEngine(
+                    ctx.server_url,
+                    config.sglang,
+                    vocab_size=vocabulary_size(path),
+                    run_id=ctx.run_id,
+                    api_key=os.environ.get(API_KEY_VARIABLE, "") if started_by_us else "",
+                    on_output=wake,
+                )
+                if started_by_us:
+                    engine.abort_leftovers(config.sglang.control_timeout_s)
+            except ServerUnavailable as error:
+                raise ServerLost(str(error)) from error
+            try:
+                check_layout(engine.features, config.server)
+            except ServerMismatch:
+                engine.close()
+                raise
+            write_features(Path(ctx.run_dir), ctx.name, ctx.server_url, engine.features)
+            return Student(engine, ServerWeights(engine, student=path), engine.max_context)
+
+        return StudentSource(tokenizer, tokenizer.fingerprint, tokenizer.stop_token_ids, start)
+
+    def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
+        """As `student`, but running servers need not be alike."""
+        from engines.sglang.features import ServerMismatch, check_layout, write_features
+        from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
+        from engines.sglang.scorer import SGLangScorer
+        from models.tokenizer_file import FileTokenizer
+        from models.vocabulary import vocabulary_size
+
+        config, path = ctx.config.teacher, ctx.config.models.teacher
+        key = "" if config.urls else os.environ.get(API_KEY_VARIABLE, "")
+
+        def start() -> SGLangScorer:
+            try:
+                scorer = SGLangScorer(ctx.server_url, config.sglang, vocab_size=vocabulary_size(path), api_key=key)
+            except ServerUnavailable as error:
+                raise ServerLost(str(error)) from error
+            if not config.urls:
+                try:
+                    check_layout(scorer.features, config.server)
+                except ServerMismatch:
+                    scorer.close()
+                    raise
+            write_features(ctx.run_dir, ctx.name, ctx.server_url, scorer.features)
+            return scorer
+
+        tokenizer = FileTokenizer(path)
+        return ScorerSource(tokenizer.fingerprint, vocab_tokens(tokenizer.get_vocab()), start)
+
+    def members(self, actor: ActorSettings, weights: WeightsConfig, student: str) -> Members:
+        """The device of servers has been found out by the launcher. Of those that others started, the dtype is not
+        known."""
+        server = actor.server
+        check_by: CheckBy = "canary" if weights.transport == "folder" else "reload"
+        if weights.verify == "off":
+            check_by = "off"
+        dtype = "keep" if actor.urls else server_dtype(server.args, server.device, checkpoint_dtype(student))
+        return Members(kind="servers", ranks_each=server.tp, check_by=check_by, dtype=dtype)
+
+    def fits(self, wish: Wish) -> tuple[bool, str]:
+        if wish.urls:
+            return True, "urls are given"
+        if wish.in_process:
+            return False, wish.in_process
+        return SERVERS.fits(wish)
+
+
+PROVIDER: Final = SGLangProvider()

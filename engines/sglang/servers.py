@@ -1,0 +1,126 @@
+"""How SGLang's servers are started: their interpreter, their arguments and environment, the memory that they take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from engines.provider import EngineRole, Interpreter, Launch, MemoryNeed, ModelShape, ServerEngine, Wish
+from engines.sglang.config import ServerConfig
+from engines.sglang.options import (
+    DEVICE,
+    DP,
+    FRACTION,
+    LOAD_FORMAT,
+    NODES,
+    NVLS,
+    PP,
+    QUANTIZATION,
+    SYMMETRIC,
+    TP,
+    has,
+    value_of,
+)
+from sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS
+
+COMMON_ARGS: Final = ("--log-level-http", "warning")
+"""Of every server: not a log line per request."""
+NEEDED: Final = ("sglang", "triton")
+"""Modules without which an interpreter runs no server; triton only on GPUs, in the environment of `make sglang-cpu`."""
+UPDATABLE: Final = "flash_rl"
+"""SGLang's loader that keeps what it takes to quantize weights again when others arrive (QuantizedRLModelLoader)."""
+SERVER_FRACTION: Final = 0.85
+"""Of a GPU's memory, where the arguments do not say: SGLang chooses by the GPU, about that."""
+
+
+class SGLangServers(ServerEngine):
+    modules = NEEDED
+
+    def choose_python(self, server: ServerConfig) -> Path:
+        """`server.python`, or the environment of `make sglang-cpu`, or the interpreter that runs this."""
+        if server.python:
+            return Path(server.python).expanduser().absolute()
+        return DEFAULT_PYTHON if DEFAULT_PYTHON.exists() or server.device == "cpu" else Path(sys.executable)
+
+    def lacks(self, key: str, server: ServerConfig, python: Path, look: Interpreter) -> str | None:
+        make = "; `make sglang-cpu` makes one" if server.device == "cpu" else "; name one that has it"
+        if look.unusable:
+            return f"{key}.server.python: {look.unusable}{make}"
+        needed = NEEDED if server.device == "cuda" and python == DEFAULT_PYTHON else NEEDED[:1]
+        if not (missing := " and no ".join(name for name in needed if name in look.missing)):
+            return None
+        return f"{key}.server.python: {python} has no {missing}, expected an interpreter that can run SGLang{make}"
+
+    def fits(self, wish: Wish) -> tuple[bool, str]:
+        """For `engine = auto`, where servers would have to be started."""
+        if wish.server.device == "cpu":
+            return False, "device is cpu"
+        if not wish.gpus:
+            return False, "no GPU"
+        on_gpu = msgspec.structs.replace(wish.server, device="cuda")
+        python = self.choose_python(on_gpu)
+        if lacking := self.lacks("", on_gpu, python, wish.look(python)):
+            found = lacking.partition(": ")[2].partition(",")[0].partition(";")[0]
+            return False, f"GPUs, but {found}"
+        return True, f"GPUs, and SGLang in {python}"
+
+    def launch(self, server: ServerConfig) -> Launch:
+        """On a CPU, in the environment made for it, servers are forked from sglang_server's zygote; a user's own
+        interpreter has a real build of SGLang. On GPUs SGLang's own defaults are left alone."""
+        python = self.choose_python(server)
+        forked = server.device == "cpu" and python == DEFAULT_PYTHON
+        base = SERVER_ARGS if forked else ("--device", server.device)
+        return Launch(python, (*base, *COMMON_ARGS, "--tp-size", str(server.tp), *server.args), forked)
+
+    def contradictions(self, key: str, role: EngineRole, server: ServerConfig) -> Iterator[str]:
+        """The user's arguments come last on the server's command line, so they win over ours there, while GPUs are
+        handed out and ranks are counted by the configuration. `server.device` is cpu or cuda."""
+        where = f"{key}.server.args"
+        if (tp := value_of(server.args, TP)) is not None and tp != str(server.tp):
+            yield (
+                f"{where}: got {TP.names[0]} {tp}, but {key}.server.tp is {server.tp}, by which GPUs are handed out "
+                f"and ranks of the weight group counted; expected --{key}.server.tp {tp}, and no {TP.names[0]} here"
+            )
+        for option in (DP, PP, NODES):
+            if (n := value_of(server.args, option)) not in (None, "1"):
+                yield (
+                    f"{where}: got {option.names[0]} {n}, expected 1: a server has {key}.server.tp GPUs, and a rank on "
+                    "each"
+                )
+        if (device := value_of(server.args, DEVICE)) is not None and device.partition(":")[0] != server.device:
+            yield (
+                f"{where}: got --device {device}, but {key}.server.device is {server.device}; expected "
+                f"--{key}.server.device {device.partition(':')[0]}, and no --device here"
+            )
+        quantized, loader = value_of(server.args, QUANTIZATION), value_of(server.args, LOAD_FORMAT)
+        if role == "actor" and quantized and loader != UPDATABLE:
+            yield (
+                f"{where}: got --quantization {quantized}, and the learner's weights arrive as they are: they would be "
+                f"put unquantized where quantized ones lie. Expected --load-format {UPDATABLE} with it (the loader "
+                "that quantizes again, for fp8 and dense Qwen models), or no quantization"
+            )
+
+    def memory_fraction(self, arguments: Sequence[str]) -> float | None:
+        """None also for what is no number, which SGLang refuses."""
+        text = value_of(arguments, FRACTION)
+        try:
+            return float(text) if text is not None else None
+        except ValueError:
+            return None
+
+    def memory(self, server: ServerConfig, shape: ModelShape, gpu_bytes: float) -> MemoryNeed:
+        fraction = self.memory_fraction(server.args)
+        weights = shape.dtype_bytes * shape.parameters / server.tp
+        room = (SERVER_FRACTION if fraction is None else fraction) * gpu_bytes
+        return MemoryNeed({"weights": weights}, {"KV cache": max(0.0, room - weights)})
+
+    def nccl_environment(self, server: ServerConfig) -> dict[str, str]:
+        """The way memory is shared. SGLang sets both to 0 where they are not set, and to 1 by --enable-symm-mem and
+        --enable-nccl-nvls (0.5.23, `_set_envs_and_config` of srt/entrypoints/engine.py); the learner would take NCCL's
+        own defaults."""
+        symmetric, nvls = has(server.args, SYMMETRIC), has(server.args, NVLS)
+        return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(symmetric or nvls))}

@@ -1,0 +1,99 @@
+"""The embedded engine, as the run sees it: the model in the worker's own process. No torch until it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, cast
+
+from engines.provider import (
+    ActorSettings,
+    ContextLimit,
+    Device,
+    EngineProvider,
+    EngineRole,
+    MemoryNeed,
+    ModelShape,
+    ScorerSource,
+    Settings,
+    Student,
+    StudentSource,
+    TeacherSettings,
+    WithStudent,
+    WithTeacher,
+)
+from models.dtypes import BYTES
+from protocol.context import RoleContext
+from protocol.fingerprint import vocab_tokens
+from weights.config import WeightsConfig
+from weights.members import Members
+
+SCORER_LOGITS_BYTES: Final = 1.3 * 2**30
+"""Chunks of 512 MiB in float32, with what is made of them."""
+
+
+class TorchProvider(EngineProvider):
+    name = "torch"
+    title = "embedded"
+    loads_model = True
+
+    def preload(self, role: EngineRole) -> tuple[str, ...]:
+        engine = ("engines.torch.engine", "engines.torch.weights") if role == "actor" else ("engines.torch.scorer",)
+        return ("models.loading", "models.tokenizer", *engine)
+
+    def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
+        from engines.torch.engine import TorchEngine
+        from engines.torch.weights import EmbeddedWeights
+        from models.loading import load_causal_lm, resolve_device
+        from models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
+
+        config, path = ctx.config.actor.torch, ctx.config.models.student
+        tokenizer = load_tokenizer(path)
+
+        def start(wake: Callable[[], None]) -> Student:
+            engine = TorchEngine(load_causal_lm(path, device="cpu", dtype=config.dtype, attention="sdpa"), config)
+            weights = EmbeddedWeights(engine, device=resolve_device(config.device))
+            return Student(engine, weights, config.max_context)
+
+        return StudentSource(tokenizer, token_map_fingerprint(tokenizer), stop_token_ids(path, tokenizer), start)
+
+    def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
+        from engines.torch.scorer import TorchScorer
+        from models.tokenizer import load_tokenizer, token_map_fingerprint
+
+        path = ctx.config.models.teacher
+        tokenizer = load_tokenizer(path)
+        return ScorerSource(
+            token_map_fingerprint(tokenizer),
+            vocab_tokens(tokenizer.get_vocab()),
+            lambda: TorchScorer.load(path, ctx.config.teacher),
+        )
+
+    def members(self, actor: ActorSettings, weights: WeightsConfig, student: str) -> Members:
+        return Members(dtype=actor.torch.dtype)
+
+    def device(self, role: EngineRole, settings: Settings) -> Device:
+        if role == "actor":
+            return Device("torch.device", cast(ActorSettings, settings).torch.device)
+        return Device("device", cast(TeacherSettings, settings).device)
+
+    def context_limit(self, actor: ActorSettings) -> ContextLimit:
+        return ContextLimit("actor.torch.max_context", actor.torch.max_context)
+
+    def reads_snapshots(self) -> bool:
+        return True
+
+    def memory(self, role: EngineRole, settings: Settings, shape: ModelShape) -> MemoryNeed:
+        """Formulas: launch.checks.gpu_memory."""
+        if role == "actor":
+            engine = cast(ActorSettings, settings).torch
+            width = BYTES[engine.dtype]
+            cache = engine.max_concurrent * engine.max_context * shape.layers * 2 * shape.kv_width * width
+            own = width * shape.parameters
+            return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own})
+        teacher = cast(TeacherSettings, settings)
+        width = BYTES.get(teacher.dtype, 2)
+        block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
+        return MemoryNeed({"weights": width * shape.parameters}, {"activations": block, "logits": SCORER_LOGITS_BYTES})
+
+
+PROVIDER: Final = TorchProvider()
