@@ -26,7 +26,8 @@ from torch import Tensor
 
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import BucketLayout, manifest_of
-from weights.control import Agreed, Answer, Check, ControlHost, FromMember, Go, Joined, Leave, Ready, Round
+from weights.control import ControlHost
+from weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
 from weights.group_operations import BackendName
 from weights.limits import Limits, kind_of
 from weights.manifest import Manifest

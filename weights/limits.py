@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Final, Literal, TypeAlias
 
 from weights.config import WeightsConfig
-from weights.control import Check
+from weights.control_messages import Check
 
 LimitKind: TypeAlias = Literal["join", "plain", "file", "reload"]
 

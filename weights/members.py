@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from weights.buckets import BucketLayout
 
 CheckBy: TypeAlias = Literal["reload", "canary", "off"]
-"""How a server proves that it has what was sent (weights.control.Check): by its checksums after loading the snapshot
-file and by a canary; by the canary alone, where the file is what it was sent; not at all."""
+"""How a server proves that it has what was sent: by its checksums after loading the snapshot file, and by a canary; by
+the canary alone, where the file is what it was sent; not at all."""
 
 
 @dataclass(frozen=True, slots=True)

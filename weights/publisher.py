@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
@@ -32,15 +33,13 @@ from msgspec.structs import replace
 from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 from weights.canary import LearnerCanary
-from weights.checks import Canary
 from weights.config import WeightsConfig
-from weights.control import Check
 from weights.group_operations import choose_backend
 from weights.members import EMBEDDED, Members
 from weights.publish_choices import bucket_size, sent_dtype, staged_in
 from weights.publish_stats import PublisherStats, PublishFigures
 from weights.roster import Roster, Seat
-from weights.server_checks import CheckSchedule, Due
+from weights.server_checks import VersionChecks, canary_of
 from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights, Weight
 from weights.streams import WeightStreams, streams_of
@@ -92,7 +91,7 @@ class Publisher:
         self._canary = canary
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
-        self._snapshots = SnapshotKeeper(snapshot_dir, keep=config.keep_snapshots, canary_of=self._canary_of)
+        self._snapshots = SnapshotKeeper(snapshot_dir, keep=config.keep_snapshots, canary_of=partial(canary_of, canary))
         self._post_plan = post_plan
         self._published = published
         self._transport = make_transport(
@@ -128,7 +127,7 @@ class Publisher:
         self._not_before_s = 0.0
         self._dropped: Counter[DropReason] = Counter()
         self._figures = PublishFigures()
-        self._checks = CheckSchedule(members, config.verify_every)
+        self._checks = VersionChecks(members, config, canary, self._snapshots)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -346,12 +345,11 @@ class Publisher:
             return
         newest.wait()
         plan = self._transport.group_epoch
-        due = self._checks.due(plan)
-        check = self._check_of(newest, due)
+        check = self._checks.of(plan, newest)
         result = self._transport.publish(newest, check)
         self._learn_from(result)
         if result.error is None:
-            self._checks.sent(plan, checked=check is not None and check.is_whole(due.checksums == "reload"))
+            self._checks.passed(plan, check)
             self._figures.check_requests += check is not None
             self._roster.confirm(result.has)
             self._figures.broadcasts += 1
@@ -359,18 +357,6 @@ class Publisher:
             self._figures.broadcast_s_total += result.seconds
             self._figures.broadcast_bytes = result.n_bytes
             self._out(newest.version, result.seconds)
-
-    def _check_of(self, newest: StagedWeights, due: Due) -> Check | None:
-        """What the members shall prove this time. A snapshot that cannot be written is owed with the next version."""
-        canary = self._canary_of(newest) if due.canary else None
-        ref = self._snapshots.write(newest) if due.checksums == "reload" else None
-        weights = ref if ref is not None and ref.version == newest.version else None
-        if weights is None and canary is None:
-            return None
-        return Check(weights, required=self._config.verify != "auto", canary=canary)
-
-    def _canary_of(self, newest: StagedWeights) -> Canary | None:
-        return self._canary.told(newest.canary) if self._canary is not None and newest.canary is not None else None
 
     def _learn_from(self, result: Result) -> None:
         """A broken group: leave out who broke it; when that cannot be told, wait a little longer each time."""

@@ -23,19 +23,8 @@ from typing import Final
 
 from protocol.keys import ClientKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.control import (
-    Agreed,
-    Answer,
-    AnswerStatus,
-    ControlMember,
-    Go,
-    Joined,
-    Leave,
-    Ready,
-    Round,
-    Waker,
-    member_keys,
-)
+from weights.control import ControlMember, Waker, member_keys
+from weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
 from weights.sink import (
     GroupBroken,
     GroupInterrupted,

@@ -10,8 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from weights.canary import LearnerCanary
+from weights.checks import Canary
+from weights.config import WeightsConfig
+from weights.control_messages import Check
 from weights.members import CheckBy, Members
-from weights.staged_weights import Merged, Weight
+from weights.snapshot import SnapshotKeeper
+from weights.staged_weights import Merged, StagedWeights, Weight
 
 _NAMES_IN_ERROR: Final = 4
 
@@ -77,3 +82,35 @@ class CheckSchedule:
         self._n_since = 0 if checked else self._n_since + 1
         if checked:
             self._checked_plan = plan
+
+
+class VersionChecks:
+    """What members are asked to prove with each version of one publisher."""
+
+    def __init__(
+        self, members: Members, config: WeightsConfig, canary: LearnerCanary | None, snapshots: SnapshotKeeper
+    ) -> None:
+        self._schedule = CheckSchedule(members, config.verify_every)
+        self._required = config.verify != "auto"
+        self._canary = canary
+        self._snapshots = snapshots
+
+    def of(self, plan: int, newest: StagedWeights) -> Check | None:
+        """With this version, whose copies are made. A snapshot that cannot be written is owed with the next one."""
+        due = self._schedule.due(plan)
+        canary = canary_of(self._canary, newest) if due.canary else None
+        ref = self._snapshots.write(newest) if due.checksums == "reload" else None
+        weights = ref if ref is not None and ref.version == newest.version else None
+        if weights is None and canary is None:
+            return None
+        return Check(weights, required=self._required, canary=canary)
+
+    def passed(self, plan: int, check: Check | None) -> None:
+        """Every member has the version, and has proved what `check` says."""
+        whole = check is not None and check.is_whole(self._schedule.due(plan).checksums == "reload")
+        self._schedule.sent(plan, checked=whole)
+
+
+def canary_of(canary: LearnerCanary | None, weights: StagedWeights) -> Canary | None:
+    """The prompt with the learner's scores under these weights; waits for a GPU."""
+    return canary.told(weights.canary) if canary is not None and weights.canary is not None else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.control import Agreed, Round
+from weights.control_messages import Agreed, Round
 
 Interrupted: TypeAlias = Callable[[], str | None]
 """Asked about every 0.1 s in a wait; a reason ends the wait with GroupInterrupted."""

@@ -24,7 +24,7 @@ import torch
 from protocol.keys import ServerKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.config import BUILT_IN, ENTRY_POINTS, WeightsConfig
-from weights.control import Check
+from weights.control_messages import Check
 from weights.group_operations import BackendName
 from weights.limits import Limits
 from weights.members import EMBEDDED, Members

@@ -21,7 +21,7 @@ from engines.sglang.http import RequestRefused
 from engines.sglang.scorer import decode_scores
 from protocol.messages import WeightsRef, WeightVersion
 from weights.checks import Canary, CanaryWatch, Checksums, differences, parse_checksums
-from weights.control import Check
+from weights.control_messages import Check
 from weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 log = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
 from engines.sglang.verify import ServerVerifier
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.checks import Canary
-from weights.control import Agreed, Check, Round
+from weights.control_messages import Agreed, Check, Round
 from weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
 from weights.patience import in_thread, wait_patiently
 from weights.sink import GroupBroken, Interrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused

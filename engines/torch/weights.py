@@ -10,7 +10,7 @@ from torch import Tensor
 from engines.base import TakesWeights
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import Layout
-from weights.control import Agreed, Round
+from weights.control_messages import Agreed, Round
 from weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
 from weights.patience import in_thread, wait_patiently
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused

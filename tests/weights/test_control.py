@@ -17,19 +17,8 @@ from protocol.keys import ClientKeys, load_client_keys, load_server_keys, make_k
 from protocol.messages import Role, WeightPlan, WeightVersion
 from protocol.sockets import new_socket
 from tests.patience import PATIENCE_S
-from weights.control import (
-    LONGEST_WORDS,
-    MESSAGES_PER_MEMBER,
-    Answer,
-    ControlHost,
-    ControlMember,
-    FromMember,
-    Go,
-    Joined,
-    Ready,
-    Waker,
-    member_keys,
-)
+from weights.control import LONGEST_WORDS, MESSAGES_PER_MEMBER, ControlHost, ControlMember, Waker, member_keys
+from weights.control_messages import Answer, FromMember, Go, Joined, Ready
 
 JOINED = Joined(1, 1, WeightVersion(0, 3))
 MEMBERS = ("actor-0", "actor-host-0")

@@ -23,7 +23,7 @@ from engines.torch.weights import EmbeddedWeights
 from protocol.messages import WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from weights.buckets import Layout, PackedLayout, manifest_of
-from weights.control import Agreed, Round
+from weights.control_messages import Agreed, Round
 from weights.group_operations import host_store, wait_for_device
 from weights.sink import GroupBroken, GroupInterrupted
 from weights.transports.collective import WeightGroup

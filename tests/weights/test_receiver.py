@@ -20,7 +20,8 @@ from models.loading import load_causal_lm
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from weights.config import WeightsConfig
-from weights.control import ControlHost, Go
+from weights.control import ControlHost
+from weights.control_messages import Go
 from weights.group_operations import host_store
 from weights.receiver import WeightReceiver, WeightReceiverFailed
 from weights.roster import Seat

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from protocol.messages import WeightsRef
 from weights.buckets import ALIGN_BYTES, BucketLayout, Layout
-from weights.control import Check
+from weights.control_messages import Check
 from weights.group_host import GroupHost, NotSent
 from weights.manifest import Manifest
 from weights.roster import Seat

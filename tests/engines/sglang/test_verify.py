@@ -13,7 +13,7 @@ from engines.sglang.http import RequestRefused
 from engines.sglang.verify import ServerVerifier
 from protocol.messages import WeightsRef, WeightVersion
 from weights.checks import Canary
-from weights.control import Check
+from weights.control_messages import Check
 from weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 V1: Final = WeightVersion(0, 1)

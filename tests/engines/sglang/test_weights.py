@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine, Refused
 from weights.buckets import manifest_of
 from weights.checks import Canary
-from weights.control import Agreed, Check, Round
+from weights.control_messages import Agreed, Check, Round
 from weights.sink import GroupBroken, GroupInterrupted, Taken, WeightsDiffer, WeightsRefused
 from weights.snapshot import write_snapshot
 
