@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from learner.objectives.distributions import forward_kl, log_tail, reverse_kl
 from learner.objectives.head_divergence import TopKTeacher, WholeTeacher, head_divergence
+from learner.objectives.options import Distributions
 from models.logprobs import LmHead, token_scores
 from models.one_pass import SampledTokens, one_pass_loss
 
@@ -103,7 +105,9 @@ def plain_top_k(x: Inputs, chunk: int) -> Tensor:
 def top_k(x: Inputs, chunk: int) -> Tensor:
     weight_T = torch.full((len(x.targets_T),), 1.0 / len(x.targets_T))
     head = LmHead(x.weight_VH)
-    return head_divergence(head, x.hidden_TH, x.top, weight_T, reverse_kl, chunk_tokens=chunk).loss
+    return head_divergence(
+        head, x.hidden_TH, x.top, weight_T, partial(reverse_kl, options=Distributions()), chunk_tokens=chunk
+    ).loss
 
 
 def plain_whole(x: Inputs, chunk: int) -> Tensor:
@@ -116,7 +120,9 @@ def plain_whole(x: Inputs, chunk: int) -> Tensor:
 def whole(x: Inputs, chunk: int) -> Tensor:
     weight_T = torch.full((len(x.targets_T),), 1.0 / len(x.targets_T))
     head, teacher = LmHead(x.weight_VH), WholeTeacher(x.teacher_hidden_TH, LmHead(x.weight_VH.detach()))
-    return head_divergence(head, x.hidden_TH, teacher, weight_T, forward_kl, chunk_tokens=chunk).loss
+    return head_divergence(
+        head, x.hidden_TH, teacher, weight_T, partial(forward_kl, options=Distributions()), chunk_tokens=chunk
+    ).loss
 
 
 PAIRS: dict[str, tuple[Callable[[Inputs, int], Tensor], Callable[[Inputs, int], Tensor]]] = {

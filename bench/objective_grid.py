@@ -10,7 +10,7 @@ from launch.config.run import RunConfig
 BATCH_ROLLOUTS: Final = 64
 USUAL: Final = RunConfig()
 BASE: Final = (
-    f"--learner.divergence={USUAL.learner.divergence}",
+    f"--divergence={USUAL.learner.objective.divergence.name}",
     f"--teacher.top_k={USUAL.teacher.top_k}",
     f"--learner.tasks.group_size={USUAL.learner.tasks.group_size}",
     "--learner.checkpoint_every=0",
@@ -18,8 +18,8 @@ BASE: Final = (
 """Over examples/demo.toml, and under what a row says: the defaults, where the demo has settings of its own."""
 TOP_K: Final = ("--teacher.top_k=256",)
 WHOLE_GROUPS: Final = ("--buffer.release=rollout",)
-GRPO: Final = ("--learner.advantage=grpo", "--learner.importance=ppo", "--learner.ratio_low=0.8",
-               "--learner.ratio_high=1.2", *WHOLE_GROUPS)  # fmt: skip
+GRPO: Final = ("--advantage=grpo", "--importance=ppo", "--learner.objective.importance.low=0.8",
+               "--learner.objective.importance.high=1.2", *WHOLE_GROUPS)  # fmt: skip
 STALENESS_LR: Final = "--learner.lr=1e-4"
 STALENESS: Final = (0, 1, 2, 4, 8, 16)
 
@@ -46,17 +46,21 @@ class Row:
 def objectives() -> list[Row]:
     rows = {
         "OPD, k1": (),
-        "OPD, k3": ("--learner.divergence=k3",),
-        "OPD, multi-sample 4": ("--learner.divergence=multi_sample", "--learner.samples=4", *TOP_K),
-        "OPD, top-k reverse KL": ("--learner.divergence=reverse_kl", *TOP_K),
-        "OPD, top-k forward KL": ("--learner.divergence=forward_kl", *TOP_K),
-        "OPD, top-k JSD": ("--learner.divergence=jsd", *TOP_K),
-        "RL, GRPO": ("--learner.coef=0", *GRPO),
-        "OPD k1 + GRPO": ("--learner.coef=1", *GRPO),
+        "OPD, k3": ("--divergence=k3",),
+        "OPD, multi-sample 4": (
+            "--divergence=multi_sample",
+            "--learner.objective.divergence.samples=4",
+            *TOP_K,
+        ),
+        "OPD, top-k reverse KL": ("--divergence=reverse_kl", *TOP_K),
+        "OPD, top-k forward KL": ("--divergence=forward_kl", *TOP_K),
+        "OPD, top-k JSD": ("--divergence=jsd", *TOP_K),
+        "RL, GRPO": ("--learner.objective.coef=0", *GRPO),
+        "OPD k1 + GRPO": ("--learner.objective.coef=1", *GRPO),
     }
     off_policy = {
-        "off-policy SFT, seq_kd": (("--learner.divergence=seq_kd",), ()),
-        "off-policy logit KD": (("--learner.divergence=forward_kl",), TOP_K),
+        "off-policy SFT, seq_kd": (("--divergence=seq_kd",), ()),
+        "off-policy logit KD": (("--divergence=forward_kl",), TOP_K),
     }
     return [
         *(Row("objectives", name, arguments) for name, arguments in rows.items()),
@@ -71,9 +75,12 @@ def staleness() -> list[Row]:
     there is one row of it."""
     kinds = {
         "truncated, current": (),
-        "no weights, current": ("--learner.importance=none",),
-        "truncated, behaviour": ("--learner.kl_student=behaviour",),
-        "no weights, behaviour": ("--learner.importance=none", "--learner.kl_student=behaviour"),
+        "no weights, current": ("--importance=none",),
+        "truncated, behaviour": ("--learner.objective.divergence.kl_student=behaviour",),
+        "no weights, behaviour": (
+            "--importance=none",
+            "--learner.objective.divergence.kl_student=behaviour",
+        ),
     }
     return [
         Row(

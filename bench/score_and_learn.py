@@ -27,6 +27,7 @@ from engines.base import ScoreRequest
 from engines.torch.scorer import TorchScorer
 from learner.batch.packing import TrainItem, train_items
 from learner.config import LearnerConfig
+from learner.objectives.options import Capped
 from learner.step.train_step import Trainer
 from models import packed
 from protocol.messages import BatchItem
@@ -106,7 +107,7 @@ def _learning(size: tuple[int, int], sequences: Sequence[Any]) -> tuple[Callable
     def padded() -> Any:
         student_N = _padded_logprobs(plain, rectangle)
         current_N = student_N.detach()
-        weights_N = torch.exp(current_N - behaviour_N).clamp(max=config.ratio_cap)
+        weights_N = torch.exp(current_N - behaviour_N).clamp(max=Capped().cap)
         loss = (weights_N * (current_N - teacher_N) * student_N).sum() / len(student_N)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.max_grad_norm)

@@ -18,7 +18,7 @@ from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, VALUE_HEAD, Found, NoneUsable, go_on_from, set_aside
-from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
+from learner.objectives.options import TokenAdvantage
 from learner.prompts.config import n_held_out
 from learner.prompts.data import PromptSource, open_prompts
 from learner.prompts.records import DataError
@@ -61,12 +61,12 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     mistakes = list(_differences(config, former, identity, read_prompts=read_prompts))
     if mistakes:
         mistakes.append(f"--resume: {folder} goes on with the same tasks in the same order")
-    advantage = config.learner.advantage
+    advantage = config.learner.objective.advantage
     has_head = (checkpoint / VALUE_HEAD).is_file()
-    if advantage_group(advantage) is TOKEN_ADVANTAGES and not has_head:
+    if isinstance(advantage, TokenAdvantage) and not has_head:
         mistakes.append(
-            f"learner.advantage: got {advantage!r}, which needs a value head, and {checkpoint} has none; to begin "
-            "with one, start a new run with that checkpoint as --student"
+            f"learner.objective.advantage: got {advantage.name!r}, which needs a value head, and {checkpoint} has "
+            "none; to begin with one, start a new run with that checkpoint as --student"
         )
     if mistakes:
         end = "resume with what the run was started with, or start a new run; nothing was changed"

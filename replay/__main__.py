@@ -40,12 +40,12 @@ usage: python -m replay FILE [--objective NAME] [--epochs N] [--order recorded|s
 
 Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (python -m launch.write).
 Keys are those of launch/cluster.py and begin with what the recorded run had; for a file that the teacher wrote, with
-learner.divergence seq_kd and learner.importance none. Evaluations run in this process; --learner.eval_every 0: none.
+learner.objective.divergence seq_kd and .importance none. Evaluations run in this process; --learner.eval_every 0: none.
 
   --epochs N        times that every batch is trained [1]
   --order ORDER     of the batches: recorded, or shuffled by --seed [recorded]
   --resume          go on from the last checkpoint in DIR [runs/latest], to the outcome of an undisturbed replay
-  --objective NAME  the same as --learner.divergence NAME
+  --objective NAME  the same as --learner.objective.divergence NAME
   --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
   --batches N       so many of them [{COMPARED_BATCHES}]
 """
@@ -117,7 +117,7 @@ def parse(arguments: Sequence[str]) -> Asked:
             text = words.pop(0) if words and not words[0].startswith("--") else ""
         own[name] = text
     if "objective" in own:
-        others.append(f"--learner.divergence={own['objective']}")
+        others.append(f"--learner.objective.divergence={own['objective']}")
     try:
         line = parse_arguments(others)
         if line.resume and "compare" in own:
@@ -222,7 +222,10 @@ def _base(header: RecordHeader) -> Plain:
     off_policy: Plain = {
         "seed": recorded.get("seed", 0),
         "models": {"teacher": models.get("teacher", "")},
-        "learner": {"tasks": learner.get("tasks", {}), "divergence": "seq_kd", "importance": "none"},
+        "learner": {
+            "tasks": learner.get("tasks", {}),
+            "objective": {"divergence": {"name": "seq_kd"}, "importance": {"name": "none"}},
+        },
         "actor": recorded.get("actor", {}),
         "teacher": recorded.get("teacher", {}),
         "pools": pools,

@@ -29,11 +29,12 @@ from launch.runfolder import RunFolder
 from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.checkpoints.rng import RngState, capture_rng, restore_rng
+from learner.config import LearnerConfig
 from learner.evaluation.evaluation import Evaluation, EvaluationResult, render_eval_set
 from learner.evaluation.figures import describe
 from learner.make_trainer import make_trainer
-from learner.objectives.registry import needs_top_k
-from learner.offline.config import check_seq_kd
+from learner.objectives.config import ObjectiveConfig
+from learner.objectives.registry import DIVERGENCE
 from learner.prompts.tasks import load_prompts
 from learner.reports.metrics import MetricsWriter, newest_epoch
 from learner.reports.step_metrics import StepMetrics
@@ -82,8 +83,8 @@ def train(
     began_s = time.monotonic()
     tokenizer = load_tokenizer(config.models.student)
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
-    if needs_top_k(config.learner.divergence):
-        recording.expect_top_k(config.learner.divergence)
+    if config.learner.objective.needs_top_k:
+        recording.expect_top_k(config.learner.objective.divergence.name)
     start = _start(config, tokenizer, run_dir if resume else None)
     trainer = start.trainer
     with closing(RunFolder.open(run_dir, resume=resume, name=name)) as folder, ExitStack() as stack:
@@ -150,11 +151,13 @@ def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path |
 def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[str], n_batches: int) -> int:
     """Print what each divergence makes of the first batches, under the student as it is given."""
     mistakes: list[str] = []
+    compared: dict[str, LearnerConfig] = {}
     for name in names:
         try:
-            if needs_top_k(name):
+            objective = _with_divergence(config.learner.objective, name)
+            if objective.needs_top_k:
                 recording.expect_top_k(name)
-            check_seq_kd("learner.", name, config.learner.importance)
+            compared[name] = msgspec.structs.replace(config.learner, objective=objective)
         except ValueError as error:
             mistakes.append(f"--compare: {error}")
     if mistakes:
@@ -170,13 +173,13 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
     trainers = {
         name: Trainer(
             first.model,
-            msgspec.structs.replace(config.learner, divergence=name),
+            learner,
             total_steps=config.steps,
             adapters=first.adapters,
             vocab_tokens=n_vocab,
             seed=config.seed,
         )
-        for name in names
+        for name, learner in compared.items()
     }
 
     def gradient_of(name: str, batch: ReplayBatch) -> list[Tensor]:
@@ -188,10 +191,17 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
         table.add_row(row.name, f"{row.norm:.4g}", f"{row.noise:.4g}", f"{row.cosine:.4f}")
     _say(
         f"{len(batches)} batches of {recording.path}, student {config.models.student}, importance "
-        f"{config.learner.importance}; gradients before clipping"
+        f"{config.learner.objective.importance.name}; gradients before clipping"
     )
     Console().print(table)
     return 0
+
+
+def _with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
+    """The same with another divergence; the configured one keeps its options. Raises ValueError."""
+    if name == objective.divergence.name:
+        return objective
+    return msgspec.structs.replace(objective, divergence=DIVERGENCE.make(name))
 
 
 def _evaluations(
@@ -276,12 +286,12 @@ def _raise_if_asked(stop: list[int]) -> None:
 
 
 def _headline(recording: Recording, config: RunConfig, folder: RunFolder, plan: ReplayPlan, *, steps_done: int) -> str:
-    header, learner = recording.header, config.learner
+    header, learner, objective = recording.header, config.learner, config.learner.objective
     going_on = f", going on from step {steps_done}" if folder.record.launches > 1 else ""
     return (
         f"replay of {len(recording.batches)} batches of the run {header.run} (written by the {header.writer}, "
         f"configuration {header.config_digest[:12]}), {plan.epochs} epochs, {plan.order}{going_on}: "
-        f"{config.models.student}, divergence {learner.divergence}, importance {learner.importance}, "
+        f"{config.models.student}, divergence {objective.divergence.name}, importance {objective.importance.name}, "
         f"lr {learner.lr:g}, {config.steps} steps; all of it in {folder.path}"
     )
 

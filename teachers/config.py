@@ -40,8 +40,8 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Work asked for ahead, in batches: 2 keeps one batch on its way while another is graded."""
     top_k: int = 0
     """Likeliest tokens per position, at most, of which the teacher sends its log-probs: the divergences between
-    distributions need them (learner.divergence = reverse_kl, forward_kl, mixed, jsd, multi_sample). 256 is a good cap:
-    see top_mass. 0: of the sampled tokens only."""
+    distributions need them (learner.objective.divergence = reverse_kl, forward_kl, mixed, jsd, multi_sample). 256 is a
+    good cap: see top_mass. 0: of the sampled tokens only."""
     top_mass: float = 0.999
     """A position's set is the smallest whose probabilities sum to this, up to top_k tokens."""
     tail: Literal["auto", "pooled", "each"] = "auto"

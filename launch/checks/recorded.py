@@ -24,10 +24,10 @@ def check_recorded(config: RunConfig, *, resume: bool) -> None:
 def _objective(config: RunConfig) -> Iterator[str]:
     """Off-policy objectives on the student's own tokens."""
     learner = config.learner
-    if learner.divergence == "seq_kd":
+    if learner.objective.divergence.name == "seq_kd":
         yield (
-            "learner.divergence: got seq_kd, which teaches nothing on the student's own tokens (the mean of its "
-            "gradient is 0); expected another one; seq_kd is for learner.offline.divergence and python -m replay"
+            "learner.objective.divergence: got seq_kd, which teaches nothing on the student's own tokens (the mean of "
+            "its gradient is 0); expected another one; seq_kd is for learner.offline.divergence and python -m replay"
         )
     if learner.offline.student_fraction == 0.0:
         yield (

@@ -17,7 +17,6 @@ from engines.registry import BUILT_IN, find_engine
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
 from launch.config.pools import TeacherPool, engine_of, teacher_pools
 from launch.config.run import BUILTIN, RunConfig
-from learner.objectives.registry import needs_top_k
 from models.vocabulary import known_vocabulary_size
 from protocol.addresses import is_local
 from protocol.topk_codec import MAX_TOKENS_KEPT
@@ -122,11 +121,11 @@ def _environments(config: RunConfig) -> Iterator[str]:
 
 def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
     """An advantage compares the rewards of whole rollouts; the other release policies hand out parts of them."""
-    advantage, release = config.learner.advantage, config.buffer.release
+    advantage, release = config.learner.objective.advantage.name, config.buffer.release
     if advantage != "none" and release != "rollout":
         yield (
-            f"learner.advantage: got {advantage!r} with buffer.release = {release}, expected buffer.release = rollout; "
-            "it needs whole rollouts, and the first batch with parts of one would end the run"
+            f"learner.objective.advantage: got {advantage!r} with buffer.release = {release}, expected "
+            "buffer.release = rollout; it needs whole rollouts, and the first batch with parts of one would end the run"
         )
 
 
@@ -139,19 +138,16 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _needs_sets(config: RunConfig) -> bool:
-    return needs_top_k(config.learner.divergence)
-
-
 def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
     """A divergence between distributions needs them of every pool."""
-    rows = known_vocabulary_size(student)
+    rows, objective = known_vocabulary_size(student), config.learner.objective
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
-        if _needs_sets(config) and not teacher.top_k:
+        if objective.needs_top_k and not teacher.top_k:
             yield (
-                f"learner.divergence: got {config.learner.divergence!r} with {pool.key}.top_k = 0, expected one above "
-                "0, e.g. 256, so that teachers send their likeliest tokens; or one of k1, k2, k3, which do without"
+                f"learner.objective.divergence: got {objective.divergence.name!r} with {pool.key}.top_k = 0, expected "
+                "one above 0, e.g. 256, so that teachers send their likeliest tokens; or one of k1, k2, k3, which do "
+                "without"
             )
         if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
             yield (
@@ -170,12 +166,14 @@ def _writing_window(config: RunConfig, student: Path | None) -> int | None:
 def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
     """Those that nobody looks at now or in a recording, and those that the buffer refuses."""
     limit, rows = config.buffer.max_top_k_bytes, known_vocabulary_size(student)
+    objective = config.learner.objective
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
-        if teacher.top_k and not _needs_sets(config) and not config.learner.record:
+        if teacher.top_k and not objective.needs_top_k and not config.learner.record:
             yield (
-                f"{pool.key}.top_k: got {teacher.top_k}, but learner.divergence = {config.learner.divergence!r} looks "
-                "at the sampled token alone; the sets will be made, sent and thrown away (0 spares that)"
+                f"{pool.key}.top_k: got {teacher.top_k}, but learner.objective.divergence = "
+                f"{objective.divergence.name!r} looks at the sampled token alone; the sets will be made, sent and "
+                "thrown away (0 spares that)"
             )
         if teacher.top_k and rows is not None and (most := largest_set(teacher, rows)) > limit:
             yield (

@@ -36,7 +36,7 @@ Without arguments: the built-in task, a few minutes on two cores.
 MAIN_KEYS: Final = (
     *("models.student", "models.teacher", "learner.tasks.prompts", "learner.tasks.eval_prompts", "learner.tasks.env"),
     *("actors", "teachers", "device", "actor.engine", "teacher.engine", "steps", "buffer.batch_rollouts"),
-    *("learner.tasks.group_size", "learner.tasks.max_new_tokens", "learner.lr", "learner.divergence"),
+    *("learner.tasks.group_size", "learner.tasks.max_new_tokens", "learner.lr", "learner.objective.divergence"),
     *("teacher.top_k", "buffer.max_staleness", "learner.lora.rank", "learner.eval_every", "learner.checkpoint_every"),
 )
 WIDTH: Final = 110
@@ -105,16 +105,26 @@ def _key_lines(key: Key) -> Iterator[str]:
     yield _heading(key)
     if key.doc:
         yield _wrapped(key.doc, 8)
-    for name, section in key.members.known().items() if key.members is not None else ():
-        options = [option for option in keys_of(section) if option.name != "name"]
-        if options:
-            yield f"      {name}:"
-        for option in options:
-            yield f"        --{key.name}.{option.name}  {type_name(option.type)}  [{_shown(option.default)}]"
-            yield _wrapped(option.doc, 14)
+    yield from _member_lines(key)
     if (item := struct_of_items(key.type)) is not None:
         for option in keys_of(item, f"{key.name}.NAME."):
             yield from _key_lines(option)
+
+
+def _member_lines(key: Key) -> Iterator[str]:
+    """The options of a section with several shapes, each under the names of the members that read it."""
+    readers: dict[str, list[str]] = {}
+    for name, section in key.members.known().items() if key.members is not None else ():
+        for option in keys_of(section):
+            if option.name != "name":
+                heading = f"        --{key.name}.{option.name}  {type_name(option.type)}  [{_shown(option.default)}]"
+                readers.setdefault(f"{heading}\n{_wrapped(option.doc, 14)}", []).append(name)
+    last = ""
+    for option, names in readers.items():
+        if (heading := ", ".join(names)) != last:
+            yield f"      {heading}:"
+        last = heading
+        yield option
 
 
 def _heading(key: Key) -> str:

@@ -99,11 +99,11 @@ def needs_no_teacher(config: RunConfig) -> bool:
 def without_idle_routes(config: RunConfig) -> RunConfig:
     """No task is for a teacher where there is none and grades would have no weight: what waited for one would wait for
     ever. With a teacher grades are a metric."""
-    learner = config.learner
-    if config.teachers or learner.coef or any(learner.teacher_coefs.values()):
+    learner, objective = config.learner, config.learner.objective
+    if config.teachers or objective.coef or any(objective.teacher_coefs.values()):
         return config
-    tasks = replace(learner.tasks, routes={})
-    return replace(config, learner=replace(learner, tasks=tasks, teacher_coefs={}))
+    tasks, objective = replace(learner.tasks, routes={}), replace(objective, teacher_coefs={})
+    return replace(config, learner=replace(learner, tasks=tasks, objective=objective))
 
 
 def config_of(config: RunConfig, role: WorkerRole, index: int) -> RunConfig:

@@ -5,7 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, cast
 
-RENAMED: Final[Mapping[str, str]] = {"learner.publish": "weights.*"}
+RENAMED: Final[Mapping[str, str]] = {
+    "learner.publish": "weights.*",
+    "learner.divergence": "learner.objective.divergence",
+    "learner.mixed_weight": "learner.objective.divergence.weight (of mixed)",
+    "learner.jsd_beta": "learner.objective.divergence.beta (of jsd)",
+    "learner.samples": "learner.objective.divergence.samples (of multi_sample)",
+    "learner.context_weight": "learner.objective.divergence.context_cap (2 for truncated, 0 for none)",
+    "learner.kl_student": "learner.objective.divergence.kl_student (of k1, k2, k3)",
+    "learner.coef": "learner.objective.coef",
+    "learner.teacher_coefs": "learner.objective.teacher_coefs",
+    "learner.domain_scale": "learner.objective.domain_scale",
+    "learner.importance": "learner.objective.importance",
+    "learner.ratio_cap": "learner.objective.importance.cap",
+    "learner.ratio_low": "learner.objective.importance.low",
+    "learner.ratio_high": "learner.objective.importance.high",
+    "learner.ratio_dual": "learner.objective.importance.dual",
+    "learner.advantage": "learner.objective.advantage",
+    "learner.advantage_std": "learner.objective.advantage.std (of grpo)",
+    "learner.value.discount": "learner.objective.advantage.discount (of gae)",
+    "learner.value.decay": "learner.objective.advantage.decay (of gae)",
+    "learner.value": "learner.objective.advantage.value.*",
+    "learner.aggregation": "learner.objective.aggregation",
+}
 """Old key, or old section -> the new key, or what to do. `.*` at its end: the keys below keep their names."""
 
 

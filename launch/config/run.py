@@ -95,7 +95,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     run (launch/cluster.py join). 0: the run waits for actors to join."""
     teachers: int = 1
     """Number of teachers: processes that score rollouts. With teacher.urls: one per url; with pools: the sum of their
-    counts. More can join. 0: the run waits for teachers to join, unless learner.coef = 0, which needs none."""
+    counts. More can join. 0: the run waits for teachers to join, unless
+    learner.objective.coef = 0, which needs none."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
@@ -169,6 +170,9 @@ ALIASES: Final = {
     "prompts": "learner.tasks.prompts",
     "eval_prompts": "learner.tasks.eval_prompts",
     "env": "learner.tasks.env",
+    "divergence": "learner.objective.divergence",
+    "importance": "learner.objective.importance",
+    "advantage": "learner.objective.advantage",
     "lambda": "learner.offline.student_fraction",
     "offline": "learner.offline.file",
     "record": "learner.record",

@@ -54,7 +54,7 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
     if field is None:
         return None
     if (members := members_of(field.type)) is not None:
-        return _find_in_members(members, field, name, rest)
+        return _find_in_members(members, field, name, rest, field_docs(struct).get(field.name, ""))
     nested, rest_of_struct = _struct_type(field.type), rest
     if nested is None and rest and typing.get_origin(field.type) is dict:
         item = typing.get_args(field.type)[1]
@@ -68,7 +68,7 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
     return below._replace(name=name.removesuffix(rest_of_struct) + below.name) if below is not None else None
 
 
-def _find_in_members(members: Members, field: msgspec.structs.FieldInfo, name: str, rest: str) -> Key | None:
+def _find_in_members(members: Members, field: msgspec.structs.FieldInfo, name: str, rest: str, doc: str) -> Key | None:
     """A key below a section with several shapes. Which of them it is for is not known yet, so one that no known member
     has is a key too, of any type; `build` looks at it when the name is known."""
     if _is_table(field.type):
@@ -78,7 +78,7 @@ def _find_in_members(members: Members, field: msgspec.structs.FieldInfo, name: s
         if not rest:
             return None
     elif rest in ("", "name"):
-        return Key(name.removesuffix(".name"), str, _default(field), "", members)
+        return Key(name.removesuffix(".name"), str, _default(field), doc, members)
     else:
         sections = list(members.known().values())
     found = [key for section in sections if (key := find_key(section, rest)) is not None]

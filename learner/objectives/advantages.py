@@ -13,20 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from learner.batch.packing import BatchError
+from learner.objectives.options import Grpo
+from protocol.settings import Member
 
 EPSILON = 1e-6
 """Added to standard deviations."""
-
-
-class AdvantageOptions(NamedTuple):
-    std: bool = True
-    """grpo: divide by the group's standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +51,16 @@ class Rewards:
             )
 
 
-AdvantageFn: TypeAlias = Callable[[Rewards, AdvantageOptions], Tensor]
-"""-> advantage_R float64, 0 where not rewarded."""
+AdvantageFn: TypeAlias = Callable[[Rewards, Any], Tensor]
+"""(rewards, the member's own options: `learner.objectives.options`) -> advantage_R float64, 0 where not rewarded."""
 
 
-def no_advantage(rewards: Rewards, options: AdvantageOptions) -> Tensor:
+def no_advantage(rewards: Rewards, options: Member) -> Tensor:
     """0: rewards are not trained on."""
     return torch.zeros_like(rewards.reward_R)
 
 
-def grpo(rewards: Rewards, options: AdvantageOptions) -> Tensor:
+def grpo(rewards: Rewards, options: Grpo) -> Tensor:
     """reward - mean of its group, divided by the group's standard deviation (n - 1) where options.std (GRPO; Shao et
     al. 2024). Without: Dr. GRPO (Liu et al. 2025), which does not favour prompts that are nearly always, or never,
     solved. A group with one judged rollout gives 0."""
@@ -76,13 +73,13 @@ def grpo(rewards: Rewards, options: AdvantageOptions) -> Tensor:
     return centred_R / (variance_R.sqrt() + EPSILON)
 
 
-def reinforce_pp(rewards: Rewards, options: AdvantageOptions) -> Tensor:
+def reinforce_pp(rewards: Rewards, options: Member) -> Tensor:
     """reward, whitened over the trained tokens of the whole batch (REINFORCE++; Hu et al. 2025)."""
     rewards.refuse_parts("reinforce_pp")
     return _whitened(torch.where(rewards.rewarded_R, rewards.reward_R, 0.0), rewards)
 
 
-def reinforce_pp_baseline(rewards: Rewards, options: AdvantageOptions) -> Tensor:
+def reinforce_pp_baseline(rewards: Rewards, options: Member) -> Tensor:
     """reward - mean of its group (the n-sample baseline), then whitened over the trained tokens of the whole batch."""
     rewards.refuse_parts("reinforce_pp_baseline")
     return _whitened(_centred(rewards), rewards)

@@ -17,35 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
 from protocol.topk_codec import LOG_TAIL_FLOOR
 
 PADDING = -1e4
 """As a log-prob: exp of it is 0 in float32 and float64, and differences of it are 0 and not NaN."""
-
-
-@dataclass(frozen=True)
-class DistributionOptions:
-    weight: float = 0.5
-    """mixed: of the forward KL, in [0, 1]."""
-    beta: float = 0.5
-    """jsd: of the teacher in the mixture, in (0, 1)."""
-    uniform_CS: Tensor | None = None
-    """multi_sample: independent numbers in [0, 1) of these positions, one per draw."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.weight <= 1.0:
-            raise ValueError(f"weight of the forward KL must be in [0, 1], got {self.weight}")
-        if not 0.0 < self.beta < 1.0:
-            raise ValueError(
-                f"beta of the generalised JSD must be inside (0, 1), got {self.beta}; its limits are 0 on both ends: "
-                "use forward_kl or reverse_kl"
-            )
 
 
 class Bucketed(NamedTuple):
@@ -54,24 +35,28 @@ class Bucketed(NamedTuple):
     """p_b * dD/dp_b, up to a constant times p_b (which the gradient does not see)."""
 
 
-DistributionFn: TypeAlias = Callable[[Tensor, Tensor, DistributionOptions], Bucketed]
-"""(student log-probs, teacher log-probs, options), both [C, B], each row's probabilities summing to 1 -> Bucketed."""
+DistributionFn: TypeAlias = Callable[[Tensor, Tensor, Any], Bucketed]
+"""(student log-probs, teacher log-probs, the member's own options: `learner.objectives.options`), both log-probs
+[C, B], each row's probabilities summing to 1 -> Bucketed. One whose options are a `MultiSample` also takes the keyword
+`uniform_CS`: independent numbers in [0, 1) of these positions, one per draw."""
+Between: TypeAlias = Callable[[Tensor, Tensor], Bucketed]
+"""The same, given its options and draws."""
 
 
-def forward_kl(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Bucketed:
+def forward_kl(student_CB: Tensor, teacher_CB: Tensor, options: Distributions) -> Bucketed:
     """KL(teacher || student) = sum q (log q - log p). Slope -q."""
     q_CB = teacher_CB.exp()
     divergence_C = (q_CB * (teacher_CB - student_CB)).sum(dim=1)
     return Bucketed(divergence_C, q_CB.neg_())
 
 
-def reverse_kl(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Bucketed:
+def reverse_kl(student_CB: Tensor, teacher_CB: Tensor, options: Distributions) -> Bucketed:
     """KL(student || teacher) = sum p (log p - log q). Slope p (log p - log q)."""
     slope_CB = student_CB.exp().mul_(student_CB - teacher_CB)
     return Bucketed(slope_CB.sum(dim=1), slope_CB)
 
 
-def mixed(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Bucketed:
+def mixed(student_CB: Tensor, teacher_CB: Tensor, options: Mixed) -> Bucketed:
     """weight * forward KL + (1 - weight) * reverse KL."""
     forward = forward_kl(student_CB, teacher_CB, options)
     reverse = reverse_kl(student_CB, teacher_CB, options)
@@ -82,7 +67,7 @@ def mixed(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) 
     )
 
 
-def jsd(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Bucketed:
+def jsd(student_CB: Tensor, teacher_CB: Tensor, options: Jsd) -> Bucketed:
     """beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (GKD; Agarwal et al. 2024). Slope
     (1 - beta) p log(p / m). Bounded; near beta 0 it is beta times the forward KL, near 1 (1 - beta) times the reverse.
     """
@@ -93,18 +78,19 @@ def jsd(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) ->
     return Bucketed(beta * from_teacher_C + slope_CB.sum(dim=1), slope_CB)
 
 
-def multi_sample(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Bucketed:
+def multi_sample(student_CB: Tensor, teacher_CB: Tensor, options: MultiSample, *, uniform_CS: Tensor) -> Bucketed:
     """Reverse KL from S tokens drawn at each position from the student: the mean of log p_b - log q_b over their
     buckets b (a token that the teacher did not send is a draw of the tail). Slope: the same, each bucket with its share
     of the draws, so that the gradient is mean (log p_b - log q_b) * grad log p_b. Value and gradient have those of
     `reverse_kl` as their expectation, and 1/S of the variance of one draw.
 
     No leave-one-out baseline: it takes the mean of the costs, KL, out of the variance, and brings in that of S - 1
-    draws, which is more where the two distributions are near each other. Raises ValueError without
-    `options.uniform_CS`."""
-    uniform_CS = options.uniform_CS
-    if uniform_CS is None or not uniform_CS.shape[1]:
-        raise ValueError("multi_sample has nothing to draw by; expected options.uniform_CS with a column per sample")
+    draws, which is more where the two distributions are near each other. Raises ValueError for a `uniform_CS` without a
+    column per sample."""
+    if uniform_CS.shape[1] != options.samples:
+        raise ValueError(
+            f"multi_sample has {uniform_CS.shape[1]} numbers per position to draw by, expected {options.samples}"
+        )
     up_to_CB = student_CB.double().exp().cumsum(dim=1)
     sought_CS = uniform_CS.double() * up_to_CB[:, -1:]  # which rounding leaves a little off 1
     drawn_CS = torch.searchsorted(up_to_CB, sought_CS, right=True).clamp_(max=student_CB.shape[1] - 1)
@@ -113,10 +99,10 @@ def multi_sample(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOp
     return Bucketed(slope_CB.sum(dim=1), slope_CB)
 
 
-def by_autograd(divergence: Callable[[Tensor, Tensor, DistributionOptions], Tensor]) -> DistributionFn:
+def by_autograd(divergence: Callable[[Tensor, Tensor, Any], Tensor]) -> DistributionFn:
     """A member from a differentiable function of the same arguments -> divergence [C]: the slope is worked out."""
 
-    def member(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Bucketed:
+    def member(student_CB: Tensor, teacher_CB: Tensor, options: Any) -> Bucketed:
         with torch.enable_grad():
             free_CB = student_CB.detach().requires_grad_()
             divergence_C = divergence(free_CB, teacher_CB, options)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.objectives.distributions import PADDING, DistributionFn, DistributionOptions
+from learner.objectives.distributions import PADDING, Between
 from models.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
 from models.one_pass import one_pass_loss
 from models.transfer import upload
@@ -32,9 +32,7 @@ MASS_ROUNDING = 1e-3
 class Teacher(Protocol):
     """What is known of a teacher's distribution at the T positions."""
 
-    def compare(
-        self, z_CV: Tensor, place: slice, divergence: DistributionFn, options: DistributionOptions
-    ) -> tuple[Tensor, Tensor]:
+    def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
         """(divergence [C], d divergence / d z [C, V]) for the student's logits of these positions. May overwrite z."""
         ...
 
@@ -58,14 +56,12 @@ class WholeTeacher:
                 f"at least {vocab_tokens} rows"
             )
 
-    def compare(
-        self, z_CV: Tensor, place: slice, divergence: DistributionFn, options: DistributionOptions
-    ) -> tuple[Tensor, Tensor]:
+    def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
         vocab_tokens = z_CV.shape[1]
         teacher_CV = cut_to_vocabulary(self.head, vocab_tokens).logits(self.hidden_TH[place])
         teacher_CV = teacher_CV.sub_(teacher_CV.logsumexp(dim=1, keepdim=True)).to(z_CV.dtype)
         student_CV = z_CV.sub_(z_CV.logsumexp(dim=1, keepdim=True))
-        divergence_C, slope_CV = divergence(student_CV, teacher_CV, options)
+        divergence_C, slope_CV = divergence(student_CV, teacher_CV)
         total_C1 = slope_CV.sum(dim=1, keepdim=True)
         return divergence_C, slope_CV.sub_(student_CV.exp_().mul_(total_C1))
 
@@ -135,9 +131,7 @@ class TopKTeacher:
                 f"the mass of the others, at least exp({LOG_TAIL_FLOOR:.1f})"
             )
 
-    def compare(
-        self, z_CV: Tensor, place: slice, divergence: DistributionFn, options: DistributionOptions
-    ) -> tuple[Tensor, Tensor]:
+    def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
         valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]
         ids_CK = torch.where(valid_CK, self.ids_TK[place], first_C1)  # naming a token twice does no harm below
         tail_C1 = self.tail_T[place, None].to(z_CV.dtype)
@@ -152,7 +146,7 @@ class TopKTeacher:
         top_CK = top_z_CK - normaliser_C1
         student_CB = _padded(top_CK, outside_C1.log() - total_C1.log(), valid_CK, has_tail_C1)
         teacher_CB = _padded(self.logprobs_TK[place].to(z_CV.dtype), tail_C1, valid_CK, has_tail_C1)
-        divergence_C, slope_CB = divergence(student_CB, teacher_CB, options)
+        divergence_C, slope_CB = divergence(student_CB, teacher_CB)
         total_slope_C1 = slope_CB.sum(dim=1, keepdim=True)
         # of the others: p_v * (h_tail / p_tail - sum h), with p_v / p_tail = exp_v / outside
         slope_outside_C1 = slope_CB[:, -1:] / outside_C1 - total_slope_C1 / total_C1
@@ -177,8 +171,7 @@ def head_divergence(
     hidden_TH: Tensor,
     teacher: Teacher,
     weight_T: Tensor,
-    divergence: DistributionFn,
-    options: DistributionOptions | None = None,
+    divergence: Between,
     *,
     vocab_tokens: int | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
@@ -195,11 +188,10 @@ def head_divergence(
     if weight_T.shape != hidden_TH.shape[:1]:
         raise ValueError(f"{tuple(weight_T.shape)} weights for {hidden_TH.shape[0]} hidden states; expected [T]")
     teacher.check(hidden_TH.shape[0], vocab_tokens)
-    chosen = options or DistributionOptions()
     divergence_T = hidden_TH.new_zeros(hidden_TH.shape[0], dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
 
     def chunk_loss(z_CV: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-        divergence_C, grad_CV = teacher.compare(z_CV, place, divergence, chosen)
+        divergence_C, grad_CV = teacher.compare(z_CV, place, divergence)
         divergence_T[place] = divergence_C
         weight_C = weight_T[place].detach().to(grad_CV.dtype)
         return weight_C * divergence_C, grad_CV.mul_(weight_C[:, None])

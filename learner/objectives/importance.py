@@ -17,20 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-
-class ImportanceOptions(NamedTuple):
-    """Bounds on the ratio; each function reads those that its docstring is about."""
-
-    cap: float
-    low: float
-    high: float
-    dual: float = 0.0
-    """0 = off."""
+from learner.objectives.options import Bounded, Capped, Clipped, Decoupled
+from protocol.settings import Member
 
 
 @dataclass(frozen=True)
@@ -73,60 +66,61 @@ class Weights(NamedTuple):
     """bool: the weight is not the ratio itself (capped, or outside of the range)."""
 
 
-ImportanceFn: TypeAlias = Callable[[TokenRatios, ImportanceOptions], Weights]
+ImportanceFn: TypeAlias = Callable[[TokenRatios, Any], Weights]
+"""(ratios, the member's own options: `learner.objectives.options`) -> Weights."""
 
 
-def no_weights(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def no_weights(ratios: TokenRatios, options: Member) -> Weights:
     """w = 1: tokens count as if the current policy had sampled them. Biased as soon as it did not."""
     ratio_N = ratios.ratio()
     return Weights(torch.ones_like(ratio_N), torch.zeros_like(ratio_N, dtype=torch.bool))
 
 
-def truncated(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def truncated(ratios: TokenRatios, options: Capped) -> Weights:
     """w = min(r, cap), token by token (TIS; Ionides 2008, Espeholt et al. 2018)."""
     return _capped(ratios.ratio(), options.cap)
 
 
-def masked(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def masked(ratios: TokenRatios, options: Bounded) -> Weights:
     """w = r where low <= r <= high, else 0: tokens on which the two policies disagree teach nothing."""
     return _inside(ratios.ratio(), options)
 
 
-def sequence(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def sequence(ratios: TokenRatios, options: Capped) -> Weights:
     """w = min(product of r over the rollout, cap): the exact ratio of whole rollouts, up to the cap. Its variance grows
     exponentially with the length."""
     return _capped(torch.exp(ratios.sequence_log_ratio(mean=False)), options.cap)
 
 
-def sequence_masked(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def sequence_masked(ratios: TokenRatios, options: Bounded) -> Weights:
     """w = product of r over the rollout where it is inside [low, high], else the whole rollout gives nothing."""
     return _inside(torch.exp(ratios.sequence_log_ratio(mean=False)), options)
 
 
-def geometric(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def geometric(ratios: TokenRatios, options: Capped) -> Weights:
     """w = min(geometric mean of r over the rollout, cap). Not a correction of the distribution (biased), but of the
     same size whatever the length."""
     return _capped(torch.exp(ratios.sequence_log_ratio(mean=True)), options.cap)
 
 
-def geometric_masked(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def geometric_masked(ratios: TokenRatios, options: Bounded) -> Weights:
     """w = geometric mean of r over the rollout where it is inside [low, high], else the whole rollout gives nothing."""
     return _inside(torch.exp(ratios.sequence_log_ratio(mean=True)), options)
 
 
-def ppo(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def ppo(ratios: TokenRatios, options: Clipped) -> Weights:
     """Gradient of PPO's clipped surrogate (Schulman et al. 2017) with bounds low = 1 - eps_low and high = 1 + eps_high,
     and with dual > 0 of the dual clip (Ye et al. 2020): where A < 0, r above dual gives nothing either."""
     return _clipped(ratios.ratio(), ratios.advantage_N, options)
 
 
-def gspo(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def gspo(ratios: TokenRatios, options: Clipped) -> Weights:
     """The same clip on the geometric mean of r over the rollout (GSPO; Zheng et al. 2025). Belongs together with
     aggregation = sequence_mean and an advantage that is one number per rollout."""
     return _clipped(torch.exp(ratios.sequence_log_ratio(mean=True)), ratios.advantage_N, options)
 
 
-def decoupled(ratios: TokenRatios, options: ImportanceOptions) -> Weights:
+def decoupled(ratios: TokenRatios, options: Decoupled) -> Weights:
     """min(exp(prox - mu), cap) times the weight of `ppo` for exp(s - prox): what is off-policy is corrected against the
     policy that sampled, what one update may change is clipped against the one the update began from (Hilton et al.
     2022; AReaL, Fu et al. 2025). In the first update on a batch prox = s, and this is `truncated`."""
@@ -159,12 +153,12 @@ def _capped(ratio_N: Tensor, cap: float) -> Weights:
     return Weights(ratio_N.clamp(max=cap), ratio_N > cap)
 
 
-def _inside(ratio_N: Tensor, options: ImportanceOptions) -> Weights:
+def _inside(ratio_N: Tensor, options: Bounded) -> Weights:
     inside_N = (ratio_N >= options.low) & (ratio_N <= options.high)
     return Weights(torch.where(inside_N, ratio_N, 0.0), ~inside_N)  # not a product: inf * 0 is NaN
 
 
-def _clipped(ratio_N: Tensor, advantage_N: Tensor, options: ImportanceOptions) -> Weights:
+def _clipped(ratio_N: Tensor, advantage_N: Tensor, options: Clipped) -> Weights:
     """r where min(r A, clip(r) A), or with the dual clip max(that, dual * A), still depends on r."""
     rises_N = advantage_N > 0
     falls_N = advantage_N < 0

@@ -2,7 +2,7 @@
 
     cost_t = cost(sg[s_t], q_t)                     per teacher      learner.objectives.sampled; k1: s - q
     A_t    = A_reward - sum over the token's teachers of coef * cost_t       learner.objectives.combine
-    w_t    = sg[weight of exp(s_t - mu_t)]                                    learner.importance
+    w_t    = sg[weight of exp(s_t - mu_t)]                                    learner.objectives.importance
     loss   = -sum_t share_t * w_t * A_t * s_t / divisor                      learner.objectives.aggregation
 
 A divergence between distributions is no cost of a sampled token: then A = A_reward here, and it is added in
@@ -21,20 +21,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
-import msgspec
 import torch
 from torch import Tensor
 
-from learner.config import DomainScale, KlStudent, LearnerConfig
-from learner.objectives import registry
 from learner.objectives.aggregation import AggregationFn, AggregationOptions
 from learner.objectives.combine import combined_advantage
-from learner.objectives.importance import ImportanceFn, ImportanceOptions, TokenRatios
-from learner.objectives.registry import find_member
+from learner.objectives.config import DomainScale, ObjectiveConfig
+from learner.objectives.importance import ImportanceFn, TokenRatios
+from learner.objectives.options import KlStudent, Sampled
+from learner.objectives.registry import AGGREGATIONS, DIVERGENCE, WEIGHT, find_member
 from learner.objectives.reward_signal import RewardSignal, make_signal
 from learner.objectives.sampled import CostFn
-from learner.offline.config import OfflineConfig
-from learner.prompts.config import TaskConfig
+from protocol.settings import Member
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,8 @@ class Objective:
     teacher_coefs: Mapping[str, float]
     kl_student: KlStudent
     importance: ImportanceFn
-    options: ImportanceOptions
+    options: Member
+    """Of the importance weight."""
     signal: RewardSignal
     aggregation: AggregationFn
     aggregation_options: AggregationOptions
@@ -127,45 +126,33 @@ class LossTerms:
         return LossTerms(parts[0].loss.new_full((), torch.nan), *columns)
 
 
-def make_objective(config: LearnerConfig) -> Objective:
-    """Look the configured names up. Raises ValueError naming the members there are."""
-    sampled = registry.divergence_group(config.divergence) is registry.DIVERGENCES
+def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective:
+    """Look the configured names up; `max_new_tokens` is the most that a rollout may have. Raises ValueError naming the
+    members there are."""
+    divergence = config.divergence
+    importance, options, _ = WEIGHT.load(config.importance)
     return Objective(
-        cost=cast(CostFn, find_member(registry.DIVERGENCES, config.divergence)) if sampled else no_cost,
+        cost=no_cost if config.needs_top_k else _cost(divergence),
         coef=config.coef,
         teacher_coefs=config.teacher_coefs,
-        kl_student=config.kl_student,
-        importance=cast(ImportanceFn, find_member(registry.IMPORTANCE, config.importance)),
-        options=ImportanceOptions(config.ratio_cap, *config.ratio_bounds, config.ratio_dual),
-        signal=make_signal(config),
-        aggregation=cast(AggregationFn, find_member(registry.AGGREGATIONS, config.aggregation)),
-        aggregation_options=AggregationOptions(max_new_tokens=config.tasks.max_new_tokens),
+        kl_student=divergence.kl_student if isinstance(divergence, Sampled) else "current",
+        importance=importance,
+        options=options,
+        signal=make_signal(config.advantage),
+        aggregation=cast(AggregationFn, find_member(AGGREGATIONS, config.aggregation)),
+        aggregation_options=AggregationOptions(max_new_tokens=max_new_tokens),
         domain_scale=config.domain_scale,
     )
+
+
+def _cost(divergence: Member) -> CostFn:
+    cost, options, own_options = DIVERGENCE.load(divergence)
+    return (lambda student, teacher: cost(student, teacher, options)) if own_options else cost
 
 
 def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
     """Of a sampled token, where the divergence is one between distributions."""
     return torch.zeros_like(teacher)
-
-
-def offline_config(config: LearnerConfig) -> LearnerConfig:
-    """The learner's settings as rollouts see them that the teacher wrote: no rewards, and how the student samples is
-    nothing to them."""
-    offline = config.offline
-    return msgspec.structs.replace(
-        config,
-        divergence=offline.divergence,
-        importance=offline.importance,
-        coef=offline.coef,
-        teacher_coefs={},
-        domain_scale="none",
-        context_weight="none",
-        kl_student="current",
-        advantage="none",
-        tasks=TaskConfig(),
-        offline=OfflineConfig(),
-    )
 
 
 def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:

@@ -1,11 +1,15 @@
 """The members of an objective by name: built-in ones, those of installed packages, and `module:function`.
 
-A package adds its own in its pyproject.toml, under the group's entry points (docs/objectives.md has whole examples):
+A package adds its own in its pyproject.toml, under the group's entry points, and what it reads under the same name in
+`<group>.options` (docs/objectives.md has whole examples):
 
     [project.entry-points."stillhouse.divergences"]
     huber = "my_package.costs:huber"
+    [project.entry-points."stillhouse.divergences.options"]
+    huber = "my_package.options:Huber"
 
-No torch here: the launcher checks the names before anything starts.
+No torch here: the launcher checks names and options before anything starts. A function's own attribute `options` does
+instead of the second entry, but then the launcher imports the function's module where options of it are given.
 """
 
 from __future__ import annotations
@@ -16,14 +20,40 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
+import msgspec
+
+from learner.objectives.options import (
+    Bounded,
+    Capped,
+    Clipped,
+    Decoupled,
+    Distributions,
+    Grpo,
+    Gspo,
+    Jsd,
+    Mixed,
+    MultiSample,
+    Sampled,
+    TokenAdvantage,
+)
+from protocol.settings import Member, Members
+
 
 class Group(NamedTuple):
     """One registry: name -> `module:function`."""
 
     key: str
-    """Of learner.config, for messages."""
+    """Of an objective's section, for messages."""
     entry_points: str
     built_in: Mapping[str, str]
+    base: type[Member] = Member
+    """What each of its members reads; options of a package's member are a subclass."""
+    sections: Mapping[str, type[Member]] = {}
+    """Built-in members that read anything else."""
+
+    def section(self, name: str) -> type[Member]:
+        """Of a built-in one."""
+        return self.sections.get(name, self.base)
 
 
 _HERE = "learner.objectives"
@@ -32,6 +62,8 @@ DIVERGENCES = Group(
     "divergence",
     "stillhouse.divergences",
     {name: f"{_HERE}.sampled:{name}" for name in ("k1", "k2", "k3", "seq_kd")},
+    Sampled,
+    {"seq_kd": Member},
 )
 """Costs of a sampled token: `learner.objectives.sampled.CostFn`."""
 
@@ -39,6 +71,8 @@ DISTRIBUTION_DIVERGENCES = Group(
     "divergence",
     "stillhouse.distribution_divergences",
     {name: f"{_HERE}.distributions:{name}" for name in ("forward_kl", "reverse_kl", "mixed", "jsd", "multi_sample")},
+    Distributions,
+    {"mixed": Mixed, "jsd": Jsd, "multi_sample": MultiSample},
 )
 """Between whole distributions: `learner.objectives.distributions.DistributionFn`. They share the key with the costs."""
 
@@ -46,21 +80,23 @@ IMPORTANCE = Group(
     "importance",
     "stillhouse.importance",
     {
-        "none": "learner.objectives.importance:no_weights",
-        **{
-            name: f"learner.objectives.importance:{name}"
-            for name in (
-                "truncated",
-                "masked",
-                "sequence",
-                "sequence_masked",
-                "geometric",
-                "geometric_masked",
-                "ppo",
-                "gspo",
-                "decoupled",
-            )
-        },
+        "none": f"{_HERE}.importance:no_weights",
+        "truncated": f"{_HERE}.importance:truncated",
+        "masked": f"{_HERE}.importance:masked",
+        "sequence": f"{_HERE}.importance:sequence",
+        "sequence_masked": f"{_HERE}.importance:sequence_masked",
+        "geometric": f"{_HERE}.importance:geometric",
+        "geometric_masked": f"{_HERE}.importance:geometric_masked",
+        "ppo": f"{_HERE}.importance:ppo",
+        "gspo": f"{_HERE}.importance:gspo",
+        "decoupled": f"{_HERE}.importance:decoupled",
+    },
+    sections={
+        **dict.fromkeys(("truncated", "sequence", "geometric"), Capped),
+        **dict.fromkeys(("masked", "sequence_masked", "geometric_masked"), Bounded),
+        "ppo": Clipped,
+        "gspo": Gspo,
+        "decoupled": Decoupled,
     },
 )
 """How much a token of an older policy counts: `learner.objectives.importance.ImportanceFn`."""
@@ -74,6 +110,7 @@ ADVANTAGES = Group(
         "reinforce_pp": f"{_HERE}.advantages:reinforce_pp",
         "reinforce_pp_baseline": f"{_HERE}.advantages:reinforce_pp_baseline",
     },
+    sections={"grpo": Grpo},
 )
 """From rewards of rollouts: `learner.objectives.advantages.AdvantageFn`."""
 
@@ -81,6 +118,7 @@ TOKEN_ADVANTAGES = Group(
     "advantage",
     "stillhouse.token_advantages",
     {"gae": f"{_HERE}.token_advantages:gae_whitened"},
+    TokenAdvantage,
 )
 """From rewards and a value function: `learner.objectives.token_advantages.TokenAdvantageFn`. They share the key."""
 
@@ -92,10 +130,81 @@ AGGREGATIONS = Group(
 """From losses of tokens to the loss of a batch: `learner.objectives.aggregation.AggregationFn`."""
 
 
+class Loaded(NamedTuple):
+    """A member as it is called."""
+
+    function: Callable[..., Any]
+    options: Member
+    own_options: bool
+    """It reads more than each member of its group does."""
+
+
+class Choice(Members):
+    """The members of one or two groups under one key. `module:function` is one of the first group."""
+
+    def __init__(self, *groups: Group) -> None:
+        self._groups = groups
+
+    def known(self) -> Mapping[str, type[Member]]:
+        return {name: _listed(group, name) for group in self._groups for name in known_members(group)}
+
+    def section(self, name: str, *, with_options: bool) -> type[Member]:
+        group = self.group(name)
+        if name in group.built_in:
+            return group.section(name)
+        section = _options_entry(group, name)
+        if section is None and with_options:
+            section = _options_attribute(group, name, find_member(group, name))
+        return section or group.base
+
+    def group(self, name: str) -> Group:
+        """The one that has this name. Raises ValueError: none has."""
+        for group in self._groups:
+            if name in group.built_in:
+                return group
+        first, *others = self._groups
+        for group in others:
+            if ":" not in name and name in known_members(group):
+                return group
+        check_member(first, name, others=tuple(other for group in others for other in group.built_in))
+        return first
+
+    def make(self, name: str, **options: Any) -> Member:
+        """The section of a member, its other options at their defaults. Raises ValueError."""
+        section = self.section(name, with_options=bool(options))
+        try:
+            return msgspec.convert({"name": name, **options}, section)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{self._groups[0].key} = {name!r}: {error}") from error
+
+    def check(self, member: Member) -> None:
+        """Raises ValueError for a section that is not what its name reads."""
+        group = self.group(member.name)
+        expected = group.section(member.name) if member.name in group.built_in else group.base
+        if not isinstance(member, expected):
+            raise ValueError(
+                f"{group.key}: got {type(member).__name__} with the name {member.name!r}, expected {expected.__name__}"
+            )
+
+    def load(self, member: Member) -> Loaded:
+        """Raises ValueError: it cannot be imported."""
+        group = self.group(member.name)
+        function = find_member(group, member.name)
+        section = _options_attribute(group, member.name, function)
+        if section is not None and type(member) is group.base:  # of which nothing was given
+            member = msgspec.convert(msgspec.to_builtins(member), section)
+        return Loaded(function, member, type(member) not in (group.base, Member))
+
+
+DIVERGENCE = Choice(DIVERGENCES, DISTRIBUTION_DIVERGENCES)
+WEIGHT = Choice(IMPORTANCE)
+ADVANTAGE = Choice(ADVANTAGES, TOKEN_ADVANTAGES)
+
+
 def known_members(group: Group) -> dict[str, str]:
     """Name -> `module:function`. A package cannot take a built-in name."""
     installed = {entry.name: entry.value for entry in entry_points(group=group.entry_points)}
-    return installed | dict(group.built_in)
+    return dict(group.built_in) | installed | dict(group.built_in)
 
 
 def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> str:
@@ -117,41 +226,47 @@ def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> st
     )
 
 
-def divergence_group(name: str) -> Group:
-    """Whether `learner.divergence` is a cost of sampled tokens or between distributions. `module:function` is a cost.
-    Raises ValueError for a name that neither has."""
-    return _one_of(DIVERGENCES, DISTRIBUTION_DIVERGENCES, name)
-
-
-def needs_top_k(name: str) -> bool:
-    """Whether this divergence is between distributions, for which teachers must send top-k sets."""
-    return divergence_group(name) is DISTRIBUTION_DIVERGENCES
-
-
-def advantage_group(name: str) -> Group:
-    """Whether `learner.advantage` is one of rollouts, or of tokens, which needs a value function. `module:function` is
-    one of rollouts. Raises ValueError for a name that neither has."""
-    return _one_of(ADVANTAGES, TOKEN_ADVANTAGES, name)
-
-
-def _one_of(plain: Group, other: Group, name: str) -> Group:
-    for group in (plain, other):
-        if name in group.built_in:
-            return group
-    if ":" not in name and name in known_members(other):
-        return other
-    check_member(plain, name, others=(*other.built_in,))
-    return plain
-
-
 def find_member(group: Group, name: str) -> Callable[..., Any]:
     """The function behind a name. Raises ValueError when it is unknown or cannot be imported."""
     path = check_member(group, name)
-    module_name, _, attribute = path.partition(":")
-    try:
-        member = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{group.key} = {name!r}: cannot load {path!r}: {error}") from error
+    member = _imported(group, name, path)
     if not callable(member):
         raise ValueError(f"{group.key} = {name!r}: {path!r} is a {type(member).__name__}, expected a function")
     return member
+
+
+def _imported(group: Group, name: str, path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{group.key} = {name!r}: cannot load {path!r}: {error}") from error
+
+
+def _listed(group: Group, name: str) -> type[Member]:
+    """For lists of what there is: a package whose options cannot be imported is seen when it is chosen."""
+    try:
+        return group.section(name) if name in group.built_in else _options_entry(group, name) or group.base
+    except ValueError:
+        return group.base
+
+
+def _options_entry(group: Group, name: str) -> type[Member] | None:
+    """What an installed package says that its member reads; None: it says nothing. Raises ValueError."""
+    for entry in entry_points(group=f"{group.entry_points}.options", name=name):
+        return _checked(group, name, _imported(group, name, entry.value))
+    return None
+
+
+def _options_attribute(group: Group, name: str, function: Callable[..., Any]) -> type[Member] | None:
+    section = getattr(function, "options", None)
+    return None if section is None else _checked(group, name, section)
+
+
+def _checked(group: Group, name: str, section: object) -> type[Member]:
+    if not (isinstance(section, type) and issubclass(section, group.base)):
+        raise ValueError(
+            f"{group.key} = {name!r}: its options are {section!r}, expected a subclass of "
+            f"{group.base.__module__}.{group.base.__name__}"
+        )
+    return section

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from learner.config import LearnerConfig
-from learner.objectives.advantages import AdvantageFn, AdvantageOptions, Rewards
-from learner.objectives.registry import ADVANTAGES, TOKEN_ADVANTAGES, advantage_group, find_member
-from learner.objectives.token_advantages import TokenAdvantageFn, TokenAdvantageOptions, TokenRewards
+from learner.objectives.advantages import AdvantageFn, Rewards
+from learner.objectives.options import TokenAdvantage
+from learner.objectives.registry import ADVANTAGE
+from learner.objectives.token_advantages import TokenAdvantageFn, TokenRewards
+from protocol.settings import Member
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class RewardSignal(Protocol):
 @dataclass(frozen=True)
 class OfRollouts:
     advantage: AdvantageFn
-    options: AdvantageOptions
+    options: Member
 
     def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
         return TokenSignal(self.advantage(rewards, self.options).repeat_interleave(rewards.tokens_R), None)
@@ -70,12 +71,11 @@ class OfRollouts:
 
 @dataclass(frozen=True)
 class OfTokens:
-    name: str
     advantage: TokenAdvantageFn
-    options: TokenAdvantageOptions
+    options: TokenAdvantage
 
     def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
-        rewards.refuse_parts(self.name)
+        rewards.refuse_parts(self.options.name)
         n_rollouts, tokens_R = len(rewards.tokens_R), rewards.tokens_R
         sequence_N = torch.arange(n_rollouts).repeat_interleave(tokens_R)
         paid_N = torch.zeros(len(sequence_N), dtype=torch.float64)
@@ -89,10 +89,9 @@ class OfTokens:
         return TokenSignal(advantage_N, ValueTargets(old_N, return_N, judged_N))
 
 
-def make_signal(config: LearnerConfig) -> RewardSignal:
+def make_signal(advantage: Member) -> RewardSignal:
     """Raises ValueError for a name that cannot be loaded."""
-    name = config.advantage
-    if advantage_group(name) is TOKEN_ADVANTAGES:
-        member = cast(TokenAdvantageFn, find_member(TOKEN_ADVANTAGES, name))
-        return OfTokens(name, member, TokenAdvantageOptions(config.value.discount, config.value.decay))
-    return OfRollouts(cast(AdvantageFn, find_member(ADVANTAGES, name)), AdvantageOptions(std=config.advantage_std))
+    function, options, _ = ADVANTAGE.load(advantage)
+    if isinstance(options, TokenAdvantage):
+        return OfTokens(function, options)
+    return OfRollouts(function, options)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 CostFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(student log-probs without gradient, teacher log-probs), shapes that broadcast -> cost per sampled token."""
+"""(student log-probs without gradient, teacher log-probs), shapes that broadcast -> cost per sampled token. One that
+brings options of its own takes them as its third argument."""
 
 
 def k1(student: Tensor, teacher: Tensor) -> Tensor:

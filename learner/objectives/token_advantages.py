@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from learner.objectives.options import TokenAdvantage
 from learner.objectives.values import gae, whitened
-
-
-class TokenAdvantageOptions(NamedTuple):
-    discount: float = 1.0
-    decay: float = 0.95
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,11 @@ class TokenAdvantages(NamedTuple):
     """What the value function shall learn to expect."""
 
 
-TokenAdvantageFn: TypeAlias = Callable[[TokenRewards, TokenAdvantageOptions], TokenAdvantages]
-"""float64 in, float64 out, no gradient."""
+TokenAdvantageFn: TypeAlias = Callable[[TokenRewards, Any], TokenAdvantages]
+"""(rewards, the member's own options, a `TokenAdvantage`) -> TokenAdvantages. float64 in, float64 out, no gradient."""
 
 
-def gae_whitened(rewards: TokenRewards, options: TokenAdvantageOptions) -> TokenAdvantages:
+def gae_whitened(rewards: TokenRewards, options: TokenAdvantage) -> TokenAdvantages:
     """`learner.objectives.values.gae`, whitened over all tokens of the judged rollouts (PPO)."""
     advantage_N, return_N = gae(
         rewards.reward_N,

@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-import math
+from typing import Annotated
 
-import msgspec
+from learner.objectives.config import ObjectiveConfig, check_seq_kd
+from learner.objectives.options import Distributions, Sampled
+from learner.objectives.registry import DIVERGENCE, WEIGHT
+from protocol.settings import Member, PositiveFloat, Settings, Share
 
-from learner.objectives.registry import IMPORTANCE, check_member, divergence_group
 
-
-class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OfflineConfig(Settings, frozen=True, kw_only=True):
     """Off-policy data beside the student's own (docs/decisions/off-policy-data.md)."""
 
     file: str = ""
-    """Rollouts that the teacher wrote and graded, recorded by python -m launch.write. Empty: none."""
-    student_fraction: float = 1.0
+    """Rollouts that the teacher wrote and scored, recorded by python -m launch.write. Empty: none."""
+    student_fraction: Share = 1.0
     """lambda: of the trained tokens, the share that the student wrote itself; the rest is from `file`. 1: all. For 0,
     the off-policy baseline, there is no run: python -m replay trains on the file alone."""
-    divergence: str = "seq_kd"
+    divergence: Annotated[Member, DIVERGENCE] = Member(name="seq_kd")
     """Cost of a token of `file`. seq_kd: -1, which makes it plain cross-entropy on the teacher's text; the others as in
-    learner.divergence; those between distributions if `file` was written with teacher.top_k."""
-    importance: str = "none"
+    learner.objective.divergence; those between distributions if `file` was written with teacher.top_k."""
+    importance: Annotated[Member, WEIGHT] = Member(name="none")
     """Weight of a token of `file`, from r = exp(s - mu); mu is the teacher's log-prob, for it wrote the text. none:
     expectations are over the teacher's tokens; with `truncated` k1 estimates the reverse KL on its text."""
-    coef: float = 1.0
+    coef: PositiveFloat = 1.0
     """What a token of `file` weighs against one of the student."""
 
     def __post_init__(self) -> None:
-        divergence_group(self.divergence)
-        check_member(IMPORTANCE, self.importance)
-        check_seq_kd("offline.", self.divergence, self.importance)
-        if not 0.0 <= self.student_fraction <= 1.0:
-            raise ValueError(f"offline.student_fraction must be in [0, 1], got {self.student_fraction}")
-        if not 0.0 < self.coef < math.inf:
-            raise ValueError(f"offline.coef must be positive and finite, got {self.coef}")
+        super().__post_init__()
+        DIVERGENCE.check(self.divergence)
+        WEIGHT.check(self.importance)
+        check_seq_kd(self.divergence, self.importance)
+        if isinstance(self.divergence, Sampled) and self.divergence.kl_student == "behaviour":
+            raise ValueError(
+                "divergence.kl_student: got behaviour, expected current: mu of these tokens is the teacher's log-prob"
+            )
+        if isinstance(self.divergence, Distributions) and self.divergence.context_cap:
+            raise ValueError(
+                f"divergence.context_cap: got {self.divergence.context_cap}, expected 0: the contexts of these tokens "
+                "are the teacher's, and are not weighted"
+            )
         if self.student_fraction < 1.0 and not self.file:
             raise ValueError(
-                f"offline.student_fraction = {self.student_fraction} without offline.file: expected a file that the "
-                "teacher wrote (python -m launch.write), or a fraction of 1"
+                f"student_fraction = {self.student_fraction} without a file: expected one that the teacher wrote "
+                "(python -m launch.write), or a fraction of 1"
             )
         if self.file and self.student_fraction == 1.0:
             raise ValueError(
-                "offline.file with offline.student_fraction = 1 would not be used; expected a fraction below 1, or no "
-                "file"
+                "file with student_fraction = 1 would not be used; expected a fraction below 1, or no file"
             )
 
-
-def check_seq_kd(prefix: str, divergence: str, importance: str) -> None:
-    """Raises ValueError: a correction back to the student's distribution takes all out of cross-entropy, because the
-    mean of grad s over the student's own tokens is 0."""
-    if divergence == "seq_kd" and importance != "none":
-        raise ValueError(
-            f"{prefix}divergence = 'seq_kd' with {prefix}importance = {importance!r}: cross-entropy is on the text as "
-            f"it stands; expected {prefix}importance = 'none'"
-        )
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """For these tokens alone: no rewards, one coefficient for all teachers."""
+        return ObjectiveConfig(divergence=self.divergence, importance=self.importance, coef=self.coef)

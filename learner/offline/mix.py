@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from learner.batch.packing import TrainItem, train_items
-from learner.objectives.registry import needs_top_k
 from learner.offline.config import OfflineConfig
 from recording.format import RecordError, Rollout
 from recording.reader import Recording
@@ -40,8 +39,8 @@ class OfflineMixer:
                 f"{recording.path} was written by the student of the run {recording.header.run!r}; expected one that "
                 "the teacher wrote (python -m launch.write) for learner.offline.file"
             )
-        if needs_top_k(config.divergence):
-            recording.expect_top_k(config.divergence)
+        if config.objective.needs_top_k:
+            recording.expect_top_k(config.divergence.name)
         self._recording = recording
         self._owed_per_token = (1.0 - config.student_fraction) / config.student_fraction
         self._seed = seed

@@ -16,13 +16,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
 from learner.batch.packing import Microbatch, PackedBatch, TrainItem
 from learner.config import LearnerConfig
-from learner.objectives.registry import TOKEN_ADVANTAGES, advantage_group
+from learner.objectives.options import TokenAdvantage
 from learner.objectives.reward_signal import ValueTargets
 from learner.objectives.values import ValueHead, value_loss
 from learner.reports.step_metrics import ValueMetrics
@@ -81,7 +80,7 @@ class NoCritic:
     """No value function: its part of the loss is 0."""
 
     def values(self, states_NH: Tensor) -> Tensor:
-        raise TypeError("learner.advantage of single tokens without a value head")
+        raise TypeError("learner.objective.advantage of single tokens without a value head")
 
     def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms:
         return ValueTerms.nothing(states_NH)
@@ -98,7 +97,9 @@ class NoCritic:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
-            log.warning("the checkpoint has a value head, which this run's learner.advantage has no use for: left out")
+            log.warning(
+                "the checkpoint has a value head, which this run's learner.objective.advantage has no use for: left out"
+            )
 
 
 class ValueCritic:
@@ -106,14 +107,23 @@ class ValueCritic:
     by how wrong the values are. No weight decay."""
 
     def __init__(
-        self, hidden_size: int, config: LearnerConfig, *, total_steps: int, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        config: LearnerConfig,
+        advantage: TokenAdvantage,
+        *,
+        total_steps: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.head = ValueHead(hidden_size, through_backbone=config.value.through_backbone).to(device, dtype)
+        """`config`: schedule, AdamW's numbers and the norm to clip at are the student's."""
+        value = advantage.value
+        self.head = ValueHead(hidden_size, through_backbone=value.through_backbone).to(device, dtype)
         self._config = config
-        self._rates = msgspec.structs.replace(config, lr=config.value.lr)
+        self._advantage = advantage
         self._total_steps = total_steps
         self._optimizer = torch.optim.AdamW(
-            self.head.parameters(), lr=config.value.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
+            self.head.parameters(), lr=value.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
         )
 
     def values(self, states_NH: Tensor) -> Tensor:
@@ -125,9 +135,9 @@ class ValueCritic:
             return ValueTerms.nothing(states_NH)
         value_N: Tensor = self.head(states_NH)
         old_N, return_N = (upload(x, value_N.device).to(value_N.dtype) for x in (targets.old_N, targets.return_N))
-        error_N = value_loss(value_N, old_N, return_N, clip=self._config.value.clip)
+        error_N = value_loss(value_N, old_N, return_N, clip=self._advantage.value.clip)
         error_N = torch.where(upload(targets.judged_N, value_N.device), error_N, 0.0)
-        loss = self._config.value.coef * (share_N.to(value_N) * error_N).sum() / divisor
+        loss = self._advantage.value.coef * (share_N.to(value_N) * error_N).sum() / divisor
         return ValueTerms(loss, error_N.detach())
 
     def gradients(self) -> list[Tensor]:
@@ -137,7 +147,7 @@ class ValueCritic:
         if self._config.max_grad_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), self._config.max_grad_norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._rates, step, self._total_steps)
+            group["lr"] = learning_rate(self._config, step, self._total_steps, highest=self._advantage.value.lr)
         self._optimizer.step()
 
     def zero_grad(self) -> None:
@@ -151,8 +161,8 @@ class ValueCritic:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if not state:
             raise CriticStateError(
-                "the checkpoint has no value head, which learner.advantage = "
-                f"{self._config.advantage!r} needs: the run was started with another advantage. Go on with that one, "
+                "the checkpoint has no value head, which learner.objective.advantage = "
+                f"{self._advantage.name!r} needs: the run was started with another advantage. Go on with that one, "
                 "or start a new run with the checkpoint as --student, whose head begins at 0"
             )
         head = {name.removeprefix(_HEAD): tensor for name, tensor in state.items() if name.startswith(_HEAD)}
@@ -175,9 +185,10 @@ def make_critic(
     hidden_size: int, config: LearnerConfig, *, total_steps: int, dtype: torch.dtype, device: torch.device
 ) -> Critic:
     """Where the configured advantage wants values; without torch's random generators."""
-    if advantage_group(config.advantage) is not TOKEN_ADVANTAGES:
+    advantage = config.objective.advantage
+    if not isinstance(advantage, TokenAdvantage):
         return NoCritic()
-    return ValueCritic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
+    return ValueCritic(hidden_size, config, advantage, total_steps=total_steps, dtype=dtype, device=device)
 
 
 def value_metrics(targets: ValueTargets, error_sum: float, grad_norm: float) -> ValueMetrics:

@@ -24,16 +24,17 @@ class AdamWState:
     steps_done: int
 
 
-def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
+def learning_rate(config: LearnerConfig, step: int, total_steps: int, *, highest: float | None = None) -> float:
     """Of optimizer step `step` = 0, 1, ...: linear warm-up to lr over warmup_steps (step 0 is not at 0), then the
-    schedule, which reaches lr * min_lr_ratio at step total_steps - 1 and stays there."""
+    schedule, which reaches lr * min_lr_ratio at step total_steps - 1 and stays there. `highest`: another lr."""
+    lr = config.lr if highest is None else highest
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
-        return config.lr
+        return lr
     progress = (step - config.warmup_steps + 1) / max(1, total_steps - config.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+    return lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
 def make_adamw(model: PreTrainedModel, config: LearnerConfig) -> torch.optim.AdamW:

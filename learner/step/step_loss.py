@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -26,13 +27,14 @@ from torch import Tensor
 
 from learner.batch.packing import Microbatch, TrainItem, UnreadableScores
 from learner.batch.top_k import TopKError, TopRows, read_payloads
-from learner.config import LearnerConfig
-from learner.objectives.distributions import DistributionFn, DistributionOptions
+from learner.objectives.config import ObjectiveConfig
+from learner.objectives.distributions import Bucketed, DistributionFn
 from learner.objectives.draws import uniforms
 from learner.objectives.head_divergence import TopKTeacher
 from learner.objectives.importance import TOKEN_LOCAL, context_weights
 from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
-from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member, needs_top_k
+from learner.objectives.options import Distributions, MultiSample
+from learner.objectives.registry import DIVERGENCE
 from models.logprobs import LmHead, token_scores
 from models.one_pass import one_pass_loss
 from models.transfer import upload
@@ -91,18 +93,19 @@ class BetweenDistributions:
     corrects the context (`learner.objectives.importance.context_weights`), never the token."""
 
     divergence: DistributionFn
-    options: DistributionOptions
+    options: Distributions
     vocab_tokens: int
     """Ids that exist; rows of the head behind them are in neither distribution."""
-    context_cap: float | None
-    """None: w = 1."""
-    samples: int
-    """S; 0 where the divergence draws none."""
     seed: int
 
     @property
     def needs_logprobs(self) -> bool:
-        return self.context_cap is not None
+        return self.options.context_cap > 0
+
+    @property
+    def samples(self) -> int:
+        """S; 0 where the divergence draws none."""
+        return self.options.samples if isinstance(self.options, MultiSample) else 0
 
     def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
         ready: list[TrainItem] = []
@@ -132,8 +135,8 @@ class BetweenDistributions:
     ) -> ChunkParts:
         device = inputs.behaviour_N.device
         weight_N = inputs.share_N.double() / divisor
-        if self.context_cap is not None and student_N is not None:
-            weight_N = weight_N * context_weights(inputs.ratios(student_N), self.context_cap).double()
+        if self.needs_logprobs and student_N is not None:
+            weight_N = weight_N * context_weights(inputs.ratios(student_N), self.options.context_cap).double()
         teachers = [_teacher(rows, self.vocab_tokens, device) for rows in microbatch.top]
         uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
         # Where rows begin and end is worked out on the host: asking a GPU would make it wait, chunk by chunk.
@@ -149,14 +152,19 @@ class BetweenDistributions:
                     continue
                 own_R = rows_R[first:last]
                 student_RV = z_CV.index_select(0, own_R - place.start)[:, : self.vocab_tokens]
-                options = replace(self.options, uniform_CS=uniform_RS[first:last])
-                divergence_R, grad_RV = teacher.compare(student_RV, slice(first, last), self.divergence, options)
+                between = self._given(uniform_RS[first:last])
+                divergence_R, grad_RV = teacher.compare(student_RV, slice(first, last), between)
                 weight_R = (coef * weight_N[own_R]).to(z_CV.dtype)
                 grad_RV.mul_(weight_R[:, None])
                 found.append(ChunkPart(own_R - place.start, divergence_R, weight_R, grad_RV))
             return found
 
         return parts
+
+    def _given(self, uniform_CS: Tensor) -> Callable[[Tensor, Tensor], Bucketed]:
+        """The divergence with its options, and with its draws where it takes some."""
+        draws: dict[str, Tensor] = {"uniform_CS": uniform_CS} if self.samples else {}
+        return partial(self.divergence, options=self.options, **draws)
 
 
 class MicrobatchTerms(NamedTuple):
@@ -200,23 +208,19 @@ class StepLoss:
             return token_scores(head, hidden_NH, targets_N, chunk_tokens=self._chunk_tokens).logprobs_T
 
 
-def make_step_loss(config: LearnerConfig, *, vocab_tokens: int, rows: int, seed: int) -> StepLoss:
+def make_step_loss(
+    config: ObjectiveConfig, *, max_new_tokens: int, chunk_tokens: int, vocab_tokens: int, rows: int, seed: int
+) -> StepLoss:
     """`rows` of the student's head; `seed` of the run. Raises ValueError for names that cannot be loaded, and
     for a divergence between distributions where the head has fewer rows than there are tokens."""
-    objective = make_objective(config)
+    objective = make_objective(config, max_new_tokens=max_new_tokens)
     between: Between = SampledOnly()
-    if needs_top_k(config.divergence):
+    if config.needs_top_k:
         if not 1 <= vocab_tokens <= rows:
             raise ValueError(f"{vocab_tokens} tokens in the vocabulary, {rows} rows in the student's head")
-        between = BetweenDistributions(
-            cast(DistributionFn, find_member(DISTRIBUTION_DIVERGENCES, config.divergence)),
-            DistributionOptions(weight=config.mixed_weight, beta=config.jsd_beta),
-            vocab_tokens,
-            config.ratio_cap if config.context_weight == "truncated" else None,
-            config.samples if config.divergence == "multi_sample" else 0,
-            seed,
-        )
-    return StepLoss(objective, between, chunk_tokens=config.logprob_chunk_tokens)
+        divergence, options, _ = DIVERGENCE.load(config.divergence)
+        between = BetweenDistributions(divergence, cast(Distributions, options), vocab_tokens, seed)
+    return StepLoss(objective, between, chunk_tokens=chunk_tokens)
 
 
 _TermsOf: TypeAlias = Callable[[Tensor, slice], LossTerms]

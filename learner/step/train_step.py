@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 from learner.batch.packing import BatchError, EmptyBatchError, Microbatch, TrainItem, pack
 from learner.config import LearnerConfig
 from learner.objectives.batch_terms import batch_terms
-from learner.objectives.losses import offline_config
 from learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
 from learner.step.batch_part import BatchPart
 from learner.step.critic import batch_values, make_critic, value_metrics
@@ -94,8 +93,17 @@ class Trainer:
         self.steps_done = 0
         rows = lm_head(model).weight_VH.shape[0]
         n_vocab = rows if vocab_tokens is None else vocab_tokens
-        self._loss = make_step_loss(config, vocab_tokens=n_vocab, rows=rows, seed=seed)
-        self._offline_loss = make_step_loss(offline_config(config), vocab_tokens=n_vocab, rows=rows, seed=seed)
+        self._loss, self._offline_loss = (
+            make_step_loss(
+                objective,
+                max_new_tokens=config.tasks.max_new_tokens,
+                chunk_tokens=config.logprob_chunk_tokens,
+                vocab_tokens=n_vocab,
+                rows=rows,
+                seed=seed,
+            )
+            for objective in (config.objective, config.offline.objective)
+        )
         self._optimizer = make_adamw(model, config)
         hidden_size, device = lm_head(model).weight_VH.shape[1], lm_head(model).weight_VH.device
         self.bfloat16: Final = resolve_dtype(config.dtype, device.type) == "bfloat16"

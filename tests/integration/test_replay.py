@@ -83,7 +83,7 @@ def test_the_teachers_text_with_its_top_k_sets_is_distilled_off_policy(
 
     means: dict[str, list[float]] = {}
     for name, flags in {
-        "logit": ["--learner.divergence=forward_kl", "--learner.eval_every=0", "--learner.warmup_steps=0"],
+        "logit": ["--learner.objective.divergence=forward_kl", "--learner.eval_every=0", "--learner.warmup_steps=0"],
         "seq_kd": [f"--config={recipes / 'seq_kd.toml'}", "--learner.eval_every=0", "--learner.warmup_steps=0"],
     }.items():
         assert replay.main([str(written), f"--run-dir={tmp_path / name}", "--epochs=5", *flags]) == 0

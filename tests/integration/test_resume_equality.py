@@ -43,11 +43,11 @@ def consumed(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 PPO = (
-    "--learner.coef=0",
-    "--learner.advantage=gae",
-    "--learner.value.lr=3e-3",
+    "--learner.objective.coef=0",
+    "--learner.objective.advantage=gae",
+    "--learner.objective.advantage.value.lr=3e-3",
     "--learner.updates_per_batch=2",
-    "--learner.importance=decoupled",
+    "--learner.objective.importance=decoupled",
     "--buffer.release=rollout",
 )
 

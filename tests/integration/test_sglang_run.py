@@ -133,7 +133,7 @@ def test_a_teacher_on_a_server_sends_top_k_sets(launch: Launch) -> None:
     run = launch(
         "--teacher.engine=sglang",
         "--teacher.top_k=64",
-        "--learner.divergence=reverse_kl",
+        "--learner.objective.divergence=reverse_kl",
         "--learner.eval_every=0",
         "--actors=1",
         "--teachers=1",

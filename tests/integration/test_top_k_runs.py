@@ -17,7 +17,7 @@ SETS = ("--teacher.top_k=64", "--actors=1", "--teachers=1", "--learner.eval_ever
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl", "mixed", "jsd"])
 def test_a_run_trains_on_a_divergence_between_distributions(launch: Launch, name: str) -> None:
     """The mean divergence of the first batch is that of the built-in pair, and every token had a set."""
-    run = launch(*SETS, f"--learner.divergence={name}", "--steps=3")
+    run = launch(*SETS, f"--divergence={name}", "--steps=3")
     assert run.wait() == 0, run.text()
     assert_balanced(run.summary())
     rows = run.steps()
@@ -27,7 +27,7 @@ def test_a_run_trains_on_a_divergence_between_distributions(launch: Launch, name
 
 
 def test_a_killed_buffer_comes_back_with_the_sets_that_it_had(launch: Launch) -> None:
-    run = launch(*SETS, "--learner.divergence=reverse_kl", "--teacher.tail=pooled", "--steps=8", "--max-staleness=2")
+    run = launch(*SETS, "--divergence=reverse_kl", "--teacher.tail=pooled", "--steps=8", "--max-staleness=2")
     run.until(lambda: len(run.steps()) >= 3, "step 3")
     run.workers("buffer")[-1].send_signal(signal.SIGKILL)
     assert run.wait() == 0, run.text()

@@ -171,10 +171,10 @@ def test_a_configuration_that_was_cut_is_refused_wherever_it_was_cut(
 def test_an_advantage_of_single_tokens_needs_the_value_head_of_the_checkpoint(
     run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rewards = ("--learner.advantage", "gae", "--buffer.release", "rollout")
+    rewards = ("--learner.objective.advantage", "gae", "--buffer.release", "rollout")
     assert check_resume(*rewards) == 2
     told = capsys.readouterr().err
-    assert "learner.advantage: got 'gae', which needs a value head" in told and "nothing was changed" in told
+    assert "learner.objective.advantage: got 'gae', which needs a value head" in told and "nothing was changed" in told
     saved = run_dir / CHECKPOINTS / "step_000004"
     (saved / VALUE_HEAD).touch()
     write_manifest(saved, WeightVersion(0, 4))
@@ -189,5 +189,5 @@ def test_the_value_head_is_sought_in_the_branch_that_the_learner_goes_on_with(
     newer = shutil.copytree(saved, saved.with_name("step_000002_epoch_1"))
     write_manifest(newer, WeightVersion(1, 2))
     (saved / VALUE_HEAD).touch()
-    assert check_resume("--learner.advantage", "gae", "--buffer.release", "rollout") == 2
+    assert check_resume("--learner.objective.advantage", "gae", "--buffer.release", "rollout") == 2
     assert f"{newer} has none" in capsys.readouterr().err

@@ -10,8 +10,10 @@ import pytest
 
 from learner.config import LearnerConfig
 from learner.objectives.losses import make_objective
-from learner.objectives.value_config import ValueConfig
+from learner.objectives.options import Bounded, TokenAdvantage, ValueConfig
 from learner.prompts.config import TaskConfig
+from protocol.settings import Member
+from tests.learner.settings import learner_config, objective_config
 from tests.patience import PATIENCE_S
 
 
@@ -20,13 +22,16 @@ from tests.patience import PATIENCE_S
     [
         ({"lr": 0.0}, "lr must be positive"),
         ({"lr": float("nan")}, "lr must be positive"),
-        ({"coef": float("inf")}, "coef must be at least 0"),
+        ({"coef": float("inf")}, "coef: got inf, expected float >= 0"),
         ({"coef": 0.0}, "leaves nothing to learn from"),
         ({"teacher_coefs": {"default": 0.0}, "coef": 0.0}, "leaves nothing to learn from"),
-        ({"tasks": TaskConfig(routes={})}, "tasks.routes = {} with advantage = 'none' leaves nothing to learn from"),
+        (
+            {"tasks": TaskConfig(routes={})},
+            "tasks.routes = {} with objective.advantage = 'none' leaves nothing to learn from",
+        ),
         ({"teacher_coefs": {"math": 1.0}}, "names the pool 'math'; expected one of tasks.routes: default"),
         ({"teacher_coefs": {"default": -1.0}}, "teacher_coefs.default must be at least 0"),
-        ({"ratio_dual": 1.5}, "ratio_dual must be 0 .off. or above ratio_high = 2.0, got 1.5"),
+        ({"importance": ("ppo", {"dual": 1.1})}, "dual: got 1.1, expected 0 .off. or above high = 1.2"),
         ({"divergence": "k4"}, "divergence = 'k4'; did you mean 'k[123]'. expected one of k1, k2, k3"),
         ({"importance": "mask"}, "importance = 'mask'; did you mean 'masked'."),
         ({"advantage": "grpo2"}, "advantage = 'grpo2'; did you mean 'grpo'."),
@@ -35,13 +40,17 @@ from tests.patience import PATIENCE_S
         ({"aggregation": "mean"}, "aggregation = 'mean'; did you mean"),
         ({"divergence": "seq_kd"}, "importance = 'truncated': cross-entropy is on the text as it stands"),
         ({"record_max_bytes": -1}, "record_max_bytes must be at least 0"),
-        ({"ratio_cap": -1.0}, "ratio_cap must be positive"),
-        ({"ratio_low": 1.0, "ratio_high": 1.0}, "ratio_low must be below ratio_high"),
-        ({"ratio_low": 0.0}, "ratio_low must be positive"),
-        ({"ratio_low": 2.0}, "expected ratio_low <= 1 <= ratio_high; tokens of the present policy have the ratio 1"),
-        ({"ratio_low": 0.2, "ratio_high": 0.28}, "slime take, use ratio_low = 0.8 and ratio_high = 1.28"),
-        ({"ratio_low": 0.2, "ratio_high": 0.2}, "eps_low and eps_high, .* use ratio_low = 0.8 and ratio_high = 1.2"),
-        ({"ratio_high": 0.28, "importance": "ppo"}, "use ratio_low = 0.8 and ratio_high = 1.28"),
+        ({"importance": ("truncated", {"cap": -1.0})}, "importance = 'truncated': Expected `float` > 0.0"),
+        ({"importance": ("masked", {"low": 1.0, "high": 1.0})}, "low must be below high"),
+        ({"importance": ("masked", {"low": 0.0})}, "Expected `float` > 0.0 - at `..low`"),
+        (
+            {"importance": ("masked", {"low": 2.0})},
+            "low <= 1 <= high; tokens of the present policy have the ratio 1",
+        ),
+        ({"importance": ("masked", {"low": 0.2, "high": 0.28})}, "slime take, use low = 0.8 and high = 1.28"),
+        ({"importance": ("gspo", {"low": 0.2, "high": 0.2})}, "eps_low and eps_high, .* use low = 0.8 and high = 1.2"),
+        ({"importance": ("ppo", {"high": 0.28})}, "use low = 0.8 and high = 1.28"),
+        ({"divergence": Member(name="jsd")}, "divergence: got Member with the name 'jsd', expected Jsd"),
         ({"betas": (0.9, 1.0)}, "betas must be in"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio must be in"),
         ({"max_grad_norm": -1.0}, "max_grad_norm must be at least 0"),
@@ -53,27 +62,25 @@ from tests.patience import PATIENCE_S
 )
 def test_senseless_value_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LearnerConfig(**fields)
+        learner_config(**fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "bounds"),
+    ("importance", "bounds"),
     [
-        ({"importance": "ppo"}, (0.8, 1.2)),
-        ({"importance": "decoupled"}, (0.8, 1.2)),
-        ({"importance": "gspo"}, (0.9997, 1.0004)),
-        ({"importance": "masked"}, (0.5, 2.0)),
-        ({"importance": "geometric_masked"}, (0.5, 2.0)),
-        ({"importance": "ppo", "ratio_high": 1.28}, (0.8, 1.28)),
-        ({"importance": "ppo", "ratio_low": 0.5, "ratio_high": 2.0}, (0.5, 2.0)),
-        ({"importance": "masked", "ratio_low": 1.0}, (1.0, 2.0)),
+        ("ppo", (0.8, 1.2)),
+        ("decoupled", (0.8, 1.2)),
+        ("gspo", (0.9997, 1.0004)),
+        ("masked", (0.5, 2.0)),
+        ("geometric_masked", (0.5, 2.0)),
+        (("ppo", {"high": 1.28}), (0.8, 1.28)),
+        (("ppo", {"low": 0.5, "high": 2.0}), (0.5, 2.0)),
+        (("masked", {"low": 1.0}), (1.0, 2.0)),
     ],
 )
-def test_bounds_that_are_left_out_are_the_usual_ones(fields: dict[str, Any], bounds: tuple[float, float]) -> None:
-    config = LearnerConfig(**fields)
-    assert config.ratio_bounds == bounds
-    options = make_objective(config).options
-    assert (options.low, options.high) == bounds
+def test_bounds_that_are_left_out_are_the_usual_ones(importance: Any, bounds: tuple[float, float]) -> None:
+    options = make_objective(objective_config(importance=importance), max_new_tokens=9).options
+    assert isinstance(options, Bounded) and (options.low, options.high) == bounds
 
 
 @pytest.mark.parametrize(
@@ -83,37 +90,42 @@ def test_bounds_that_are_left_out_are_the_usual_ones(fields: dict[str, Any], bou
         ({"top_k": 20}, {}, "never shows some tokens"),
         ({"temperature": 0.7}, {"importance": "none"}, "at temperature 1, which needs the ratio"),
         ({"temperature": 0.7}, {"importance": "gspo"}, "at temperature 1, which needs the ratio"),
-        ({"temperature": 0.7}, {"kl_student": "behaviour"}, "mu at that temperature cannot be compared"),
+        (
+            {"temperature": 0.7},
+            {"divergence": ("k1", {"kl_student": "behaviour"})},
+            "mu at that temperature cannot be compared",
+        ),
     ],
 )
 def test_sampling_that_cannot_be_corrected_is_refused(
     tasks: dict[str, Any], fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        LearnerConfig(tasks=TaskConfig(**tasks), **fields)
+        learner_config(tasks=TaskConfig(**tasks), **fields)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("coef", 0.0, "value.coef must be positive and finite, got 0.0"),
-        ("lr", float("inf"), "value.lr must be positive"),
-        ("clip", -0.1, "value.clip must be at least 0"),
-        ("discount", 1.1, r"value.discount must be in \[0, 1\], got 1.1"),
-        ("decay", -0.5, r"value.decay must be in \[0, 1\]"),
+        ("coef", 0.0, "coef: got 0.0, expected float > 0"),
+        ("lr", float("inf"), "lr: got inf, expected float > 0"),
+        ("clip", -0.1, "clip: got -0.1, expected float >= 0"),
+        ("discount", 1.1, "discount: got 1.1, expected float >= 0 and <= 1"),
+        ("decay", -0.5, "decay: got -0.5, expected float >= 0 and <= 1"),
     ],
 )
 def test_wrong_values_of_a_value_function_are_refused(field: str, value: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ValueConfig(**{field: value})  # pyright: ignore[reportArgumentType]
+        section = TokenAdvantage if field in ("discount", "decay") else ValueConfig
+        section(**{field: value})  # pyright: ignore[reportArgumentType]
 
 
 def test_other_temperature_is_accepted_where_the_ratio_corrects_it() -> None:
-    assert LearnerConfig(tasks=TaskConfig(temperature=0.7)).importance == "truncated"
+    assert LearnerConfig(tasks=TaskConfig(temperature=0.7)).objective.importance.name == "truncated"
 
 
 def test_rewards_alone_are_enough_to_learn_from() -> None:
-    assert LearnerConfig(coef=0.0, advantage="grpo").coef == 0.0
+    assert learner_config(coef=0.0, advantage="grpo").objective.coef == 0.0
 
 
 def test_configuration_imports_without_torch() -> None:

@@ -64,13 +64,13 @@ def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGE
         (["FILE", "--resume"], "runs/latest is not there"),
         (["FILE", "--resume", "--compare=k1,k2"], "nothing to go on with"),
         (["FILE", "--objective", "k9"], "divergence = 'k9'"),
-        (["FILE", "--learner.importance=seldom"], "importance = 'seldom'"),
+        (["FILE", "--learner.objective.importance=seldom"], "importance = 'seldom'"),
         (["FILE", "--student=/nowhere"], "models.student: no folder"),
         (["FILE", "--compare=k1,k9"], "--compare: divergence = 'k9'"),
         (["FILE", "--compare=seq_kd"], "cross-entropy is on the text as it stands"),
         (["FILE", "--compare=k1,jsd"], "holds no top-k sets, which the divergence 'jsd' needs"),
-        (["FILE", "--learner.divergence=jsd"], r"expected one above 0, e\.g\. 256"),
-        (["FILE", "--learner.divergence=jsd", "--teacher.top_k=256"], "holds no top-k sets"),
+        (["FILE", "--learner.objective.divergence=jsd"], r"expected one above 0, e\.g\. 256"),
+        (["FILE", "--learner.objective.divergence=jsd", "--teacher.top_k=256"], "holds no top-k sets"),
         (["nothing.record"], "no file 'nothing.record'"),
     ],
 )
@@ -94,9 +94,9 @@ def test_a_students_vocabulary_that_is_not_the_files_is_refused(
 
 def test_the_recorded_runs_configuration_is_what_a_replay_begins_with(tmp_path: Path) -> None:
     file = recorded(tmp_path / "r")
-    assert replay.main([str(file), f"--run-dir={tmp_path / 'run'}", "--learner.divergence", "k3", "--epochs", "2"]) == 0
+    assert replay.main([str(file), f"--run-dir={tmp_path / 'run'}", "--divergence", "k3", "--epochs", "2"]) == 0
     config = (tmp_path / "run" / "config.yaml").read_text()
-    assert 'divergence: "k3"' in config and "lr: 0.001" in config and "steps: 6" in config
+    assert "divergence:\n" in config and 'name: "k3"' in config and "lr: 0.001" in config and "steps: 6" in config
     account = json.loads((tmp_path / "run" / "replay.json").read_text())
     assert (account["steps"], account["tokens_trained"], account["eval"]) == (6, 2 * 3 * 4 * 8, [])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -139,7 +139,7 @@ def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path) -> None:
     assert account["reason"] == "stopped by SIGINT" and account["steps"] >= 20
     assert (folder / "checkpoints" / f"step_{account['steps']:06d}" / "manifest.json").is_file()
     assert json.loads((folder / "run.json").read_text())["state"] == "stopped"
-    assert 'divergence: "k3"' in (folder / "config.yaml").read_text()
+    assert 'name: "k3"' in (folder / "config.yaml").read_text()
 
 
 # ------------------------------------------------------------------------------- before a run that records or mixes
@@ -168,7 +168,9 @@ def test_files_and_objectives_of_a_run_are_looked_at_before_it_starts(tmp_path: 
     assert "of another vocabulary" in mistakes(**mixed(foreign))
     assert "no file" in mistakes(**mixed(tmp_path / "gone"))
     assert "trains on the file alone" in mistakes(**mixed(theirs, 0.0))
-    assert "teaches nothing on the student's own tokens" in mistakes(divergence="seq_kd", importance="none")
+    assert "teaches nothing on the student's own tokens" in mistakes(
+        objective={"divergence": "seq_kd", "importance": "none"}
+    )
 
 
 def test_the_launcher_refuses_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

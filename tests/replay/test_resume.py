@@ -23,7 +23,7 @@ EVALUATED = (
     "--learner.tasks.max_new_tokens=24",
 )
 VALUES = (
-    *("--learner.advantage=gae", "--learner.importance=ppo", "--buffer.release=rollout"),
+    *("--learner.objective.advantage=gae", "--learner.objective.importance=ppo", "--buffer.release=rollout"),
     "--learner.updates_per_batch=2",
 )
 After = Callable[..., None]
@@ -117,7 +117,10 @@ def begun(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--learner.divergence=k3",), "learner.divergence: got 'k3', expected 'k1', as in its config.yaml"),
+        (
+            ("--learner.objective.divergence=k3",),
+            "learner.objective.divergence: got {'name': 'k3', 'kl_student': 'current'}, expected {'name': 'k1', ",
+        ),
         (("--learner.lr=0.5", "--steps=9"), "learner.lr: got 0.5, expected 0.001"),
         (("--learner.eval_every=1",), "learner.eval_every: got 1, expected 0"),
         (("--epochs=2",), "--epochs: got 2, expected 1, as the replay was begun"),
@@ -135,7 +138,7 @@ def test_another_objective_or_order_is_refused(
 
 
 def test_what_is_said_again_and_is_the_same_is_no_difference(begun: tuple[Path, Path]) -> None:
-    same = ("--epochs=1", "--order=recorded", "--learner.divergence=k1", "--student=builtin")
+    same = ("--epochs=1", "--order=recorded", "--learner.objective.divergence=k1", "--student=builtin")
     assert run(*begun, "--resume", *same, "--learner.keep_checkpoints=1") == 0
 
 

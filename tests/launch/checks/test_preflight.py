@@ -52,7 +52,7 @@ def test_the_built_in_run_is_fine_and_is_resolved_to_paths() -> None:
 REWARDS_ONLY: dict[str, Any] = {
     "teachers": 0,
     "models": {"teacher": "nowhere"},
-    "learner": {"coef": 0.0, "advantage": "grpo"},
+    "learner": {"objective": {"coef": 0.0, "advantage": "grpo"}},
     "buffer": {"release": "rollout"},
 }
 
@@ -61,15 +61,17 @@ def test_without_weight_and_teacher_no_task_is_for_one_and_its_model_need_not_be
     checked = check(build(RunConfig, REWARDS_ONLY))
     assert checked.config.learner.tasks.routes == {} and checked.warnings == ()
     assert check(checked.config).config == checked.config
-    divergence = {**REWARDS_ONLY["learner"], "divergence": "reverse_kl"}  # needs no top-k sets either
+    divergence = {
+        "objective": {**REWARDS_ONLY["learner"]["objective"], "divergence": "reverse_kl"}
+    }  # needs no top-k sets either
     assert check(build(RunConfig, {**REWARDS_ONLY, "learner": divergence})).config.learner.tasks.routes == {}
 
 
 @pytest.mark.parametrize(
-    "learner", [{"coef": 1.0}, {"coef": 0.0, "teacher_coefs": {"default": 0.5}}], ids=["coef", "own coef"]
+    "objective", [{"coef": 1.0}, {"coef": 0.0, "teacher_coefs": {"default": 0.5}}], ids=["coef", "own coef"]
 )
-def test_where_grades_have_weight_tasks_wait_for_a_teacher_who_joins(learner: dict[str, Any]) -> None:
-    plain = {**REWARDS_ONLY, "learner": {**REWARDS_ONLY["learner"], **learner}}
+def test_where_grades_have_weight_tasks_wait_for_a_teacher_who_joins(objective: dict[str, Any]) -> None:
+    plain = {**REWARDS_ONLY, "learner": {"objective": {**REWARDS_ONLY["learner"]["objective"], **objective}}}
     assert "models.teacher: no folder 'nowhere'" in told(**plain)
     checked = check(build(RunConfig, {**plain, "models": {}}))
     assert checked.config.learner.tasks.routes == {"default": ()}

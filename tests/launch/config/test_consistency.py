@@ -50,7 +50,7 @@ def test_a_pool_that_nothing_is_sent_to_and_a_route_to_nobody_are_both_told() ->
     assert mistakes(teacher={"pool": "math"}, learner={"tasks": {"routes": {"math": ["sums"]}}}) == []
     (told,) = mistakes(learner={"tasks": {"routes": {"default": [], "judge": []}}})
     assert "got pool 'judge', which no teacher serves" in told
-    whole = {"learner": {"tasks": {"routes": {}}, "advantage": "grpo"}, "buffer": {"release": "rollout"}}
+    whole = {"learner": {"tasks": {"routes": {}}, "objective": {"advantage": "grpo"}}, "buffer": {"release": "rollout"}}
     (told,) = mistakes(**whole)
     assert "expected one of its pools: (none)" in told
     assert check_consistency(build(RunConfig, {"teachers": 0, **whole}), builtin.STUDENT_DIR) == ([], [])
@@ -130,15 +130,15 @@ def test_a_group_that_could_never_begin_is_refused_for_whole_groups_only() -> No
 
 
 def test_an_advantage_of_parts_of_rollouts_is_refused() -> None:
-    assert mistakes(learner={"advantage": "grpo"}, buffer={"release": "segment"}) == [
-        "learner.advantage: got 'grpo' with buffer.release = segment, expected buffer.release = rollout; it needs "
-        "whole rollouts, and the first batch with parts of one would end the run"
+    assert mistakes(learner={"objective": {"advantage": "grpo"}}, buffer={"release": "segment"}) == [
+        "learner.objective.advantage: got 'grpo' with buffer.release = segment, expected buffer.release = rollout; it "
+        "needs whole rollouts, and the first batch with parts of one would end the run"
     ]
-    (told,) = mistakes(learner={"advantage": "reinforce_pp"})
-    assert told.startswith("learner.advantage: got 'reinforce_pp' with buffer.release = deadline")
-    (told,) = mistakes(learner={"advantage": "gae"})
-    assert told.startswith("learner.advantage: got 'gae' with buffer.release = deadline")
-    assert mistakes(learner={"advantage": "grpo"}, buffer={"release": "rollout"}) == []
+    (told,) = mistakes(learner={"objective": {"advantage": "reinforce_pp"}})
+    assert told.startswith("learner.objective.advantage: got 'reinforce_pp' with buffer.release = deadline")
+    (told,) = mistakes(learner={"objective": {"advantage": "gae"}})
+    assert told.startswith("learner.objective.advantage: got 'gae' with buffer.release = deadline")
+    assert mistakes(learner={"objective": {"advantage": "grpo"}}, buffer={"release": "rollout"}) == []
 
 
 def test_batches_that_whole_groups_do_not_fill_evenly_are_warned_of() -> None:
@@ -214,25 +214,29 @@ def test_adapters_without_the_package_that_makes_them_are_refused(monkeypatch: p
 
 def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> None:
     for name in ("reverse_kl", "forward_kl", "mixed", "jsd", "multi_sample"):
-        (told,) = mistakes(learner={"divergence": name})
+        (told,) = mistakes(learner={"objective": {"divergence": name}})
         assert told.startswith(
-            f"learner.divergence: got {name!r} with teacher.top_k = 0, expected one above 0, e.g. 256"
+            f"learner.objective.divergence: got {name!r} with teacher.top_k = 0, expected one above 0, e.g. 256"
         )
-        assert mistakes(learner={"divergence": name}, teacher={"top_k": 256}) == []
-        assert warnings(learner={"divergence": name}, teacher={"top_k": 256}) == []
+        assert mistakes(learner={"objective": {"divergence": name}}, teacher={"top_k": 256}) == []
+        assert warnings(learner={"objective": {"divergence": name}}, teacher={"top_k": 256}) == []
     of_two: dict[str, Any] = {"math": {"top_k": 8}, "style": {}}
     routes: dict[str, list[str]] = {"math": ["m"], "style": []}
-    (told,) = mistakes(learner={"divergence": "jsd", "tasks": {"routes": routes}}, pools=of_two, teachers=2)
+    (told,) = mistakes(
+        learner={"objective": {"divergence": "jsd"}, "tasks": {"routes": routes}}, pools=of_two, teachers=2
+    )
     assert "with pools.style.top_k = 0" in told
 
 
 def test_sets_that_nobody_looks_at_are_warned_of() -> None:
     (told,) = warnings(teacher={"top_k": 8})
-    assert told.startswith("teacher.top_k: got 8, but learner.divergence = 'k1' looks at the sampled token alone")
+    assert told.startswith(
+        "teacher.top_k: got 8, but learner.objective.divergence = 'k1' looks at the sampled token alone"
+    )
 
 
 def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
-    learner: dict[str, Any] = {"divergence": "jsd"}
+    learner: dict[str, Any] = {"objective": {"divergence": "jsd"}}
     (told,) = warnings(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 100})
     assert "256 tokens take up to 720 bytes per token, buffer.max_top_k_bytes is 100" in told
     tight = {"batch_rollouts": 20_000}
@@ -243,7 +247,9 @@ def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
 
 def test_every_token_behind_the_set_is_for_small_vocabularies(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50_000}))
-    config = build(RunConfig, {"learner": {"divergence": "jsd"}, "teacher": {"top_k": 8, "tail": "each"}})
+    config = build(
+        RunConfig, {"learner": {"objective": {"divergence": "jsd"}}, "teacher": {"top_k": 8, "tail": "each"}}
+    )
     (told,) = check_consistency(config, tmp_path).mistakes
     assert told.startswith("teacher.tail: got 'each' with 50000 rows in the embedding, expected at most 4096")
 

@@ -101,7 +101,7 @@ def test_each_pool_is_measured_on_the_prompts_that_it_grades(tmp_path: Path) -> 
     [
         {"learner": {"eval_every": 0}},
         {"learner": {"tasks": {"eval_sampled": 0}}},
-        {"learner": {"tasks": {"routes": {}}, "coef": 0.0, "advantage": "grpo"}, "teachers": 0},
+        {"learner": {"tasks": {"routes": {}}, "objective": {"coef": 0.0, "advantage": "grpo"}}, "teachers": 0},
         {"learner": {"ema": {"decay": 0.9}}},
         {"learner": {"frozen": True}},
         {"teacher": {"engine": "sglang"}},

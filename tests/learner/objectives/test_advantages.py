@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from learner.batch.packing import BatchError
-from learner.objectives.advantages import EPSILON, AdvantageOptions, Rewards
+from learner.objectives.advantages import EPSILON, Rewards
+from learner.objectives.options import Grpo
 from learner.objectives.registry import ADVANTAGES, find_member
 
 
@@ -54,7 +55,7 @@ def _slow(name: str, rewards: Rewards, *, std: bool) -> list[float]:
 @pytest.mark.parametrize("std", [True, False])
 def test_equal_to_plain_python(name: str, std: bool) -> None:
     rewards = _rewards()
-    got_R = find_member(ADVANTAGES, name)(rewards, AdvantageOptions(std=std))
+    got_R = find_member(ADVANTAGES, name)(rewards, Grpo(std=std))
     np.testing.assert_allclose(got_R.numpy(), _slow(name, rewards, std=std), atol=1e-9)
     assert got_R[3] == 0
 
@@ -64,13 +65,13 @@ def test_group_that_is_all_alike_teaches_nothing_by_itself(name: str) -> None:
     rewards = Rewards(
         torch.full((4,), 0.1, dtype=torch.float64), torch.ones(4).bool(), torch.zeros(4).long(), torch.ones(4).long()
     )
-    assert float(find_member(ADVANTAGES, name)(rewards, AdvantageOptions()).abs().max()) < 1e-9
+    assert float(find_member(ADVANTAGES, name)(rewards, Grpo()).abs().max()) < 1e-9
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.built_in)
 def test_batch_without_any_reward_gives_zeros(name: str) -> None:
     rewards = Rewards(torch.zeros(3).double(), torch.zeros(3).bool(), torch.arange(3), torch.ones(3).long())
-    assert find_member(ADVANTAGES, name)(rewards, AdvantageOptions()).tolist() == [0.0, 0.0, 0.0]
+    assert find_member(ADVANTAGES, name)(rewards, Grpo()).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.built_in)
@@ -78,8 +79,8 @@ def test_parts_of_rollouts_are_refused_where_rewards_are_trained_on(name: str) -
     rewards = _rewards(parts=("train-4-0-0",))
     member = find_member(ADVANTAGES, name)
     if name == "none":
-        assert not member(rewards, AdvantageOptions()).any()
+        assert not member(rewards, Grpo()).any()
         return
     with pytest.raises(BatchError, match=r"whole rollouts, got parts of \['train-4-0-0'\]; set buffer.release") as told:
-        member(rewards, AdvantageOptions())
+        member(rewards, Grpo())
     assert told.value.rollout_ids == ("train-4-0-0",)

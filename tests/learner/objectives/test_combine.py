@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config import LearnerConfig
 from learner.objectives.aggregation import AggregationFn, AggregationOptions, constant, sequence_mean, token_mean
 from learner.objectives.combine import combined_advantage, domain_scales, domain_sums, teacher_coefs
 from learner.objectives.losses import TokenInputs, make_objective, token_loss
 from learner.objectives.values import whitened
 from learner.prompts.config import TaskConfig
+from tests.learner.settings import learner_config, objective_config
 
 OPTIONS = AggregationOptions(max_new_tokens=9)
 
 
 def test_general_teacher_and_specialists_are_summed_with_their_own_coefficients() -> None:
     tasks = TaskConfig(routes={"general": (), "math": ("algebra", "geometry"), "style": ("chat",)})
-    config = LearnerConfig(tasks=tasks, coef=0.5, teacher_coefs={"math": 2.0})
+    config = learner_config(tasks=tasks, coef=0.5, teacher_coefs={"math": 2.0}).objective
     names = ["general", "math", "style"]
     assert teacher_coefs(names, config.coef, config.teacher_coefs) == [0.5, 2.0, 0.5]
     tags = ["algebra", "chat", "none of these"]
@@ -95,7 +95,9 @@ def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(
     aggregation: AggregationFn, kl_student: Any
 ) -> None:
     """Two teachers, rewards, k3, PPO's clip, all aggregations: one sum after the other in Python floats."""
-    config = LearnerConfig(divergence="k3", importance="ppo", ratio_low=0.8, ratio_high=1.28, kl_student=kl_student)
+    config = objective_config(
+        divergence=("k3", {"kl_student": kl_student}), importance=("ppo", {"low": 0.8, "high": 1.28})
+    )
     random = np.random.default_rng(3)
     lengths = [4, 1, 7]
     sequence_N = torch.tensor([r for r, n in enumerate(lengths) for _ in range(n)])
@@ -117,7 +119,7 @@ def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(
         sequence_N=sequence_N,
         n_sequences=3,
     )
-    terms = token_loss(student_N, inputs, make_objective(config), shares.divisor)
+    terms = token_loss(student_N, inputs, make_objective(config, max_new_tokens=9), shares.divisor)
     terms.loss.backward()
     losses, gradient = [], []
     for t in range(n):

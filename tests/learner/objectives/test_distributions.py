@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,17 +13,26 @@ from torch import Tensor
 from learner.objectives.distributions import (
     PADDING,
     DistributionFn,
-    DistributionOptions,
     by_autograd,
     jsd,
     log_tail,
     reverse_kl,
 )
+from learner.objectives.options import Distributions, Jsd, Mixed
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
 from protocol.topk_codec import LOG_TAIL_FLOOR
 
 V = 6
-OPTIONS = DistributionOptions(weight=0.3, beta=0.2)
+
+
+class Every(NamedTuple):
+    """The options of all members: each reads its own."""
+
+    weight: float
+    beta: float
+
+
+OPTIONS = Every(weight=0.3, beta=0.2)
 NAMES = [name for name in DISTRIBUTION_DIVERGENCES.built_in if name != "multi_sample"]  # test_multi_sample
 
 
@@ -74,7 +83,7 @@ def test_slope_gives_the_derivative_by_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_slope_by_autograd_gives_the_same_gradient(name: str) -> None:
-    def value(student_CB: Tensor, teacher_CB: Tensor, options: DistributionOptions) -> Tensor:
+    def value(student_CB: Tensor, teacher_CB: Tensor, options: Every) -> Tensor:
         p_CB, q_CB = student_CB.exp(), teacher_CB.exp()
         m_CB = options.beta * q_CB + (1 - options.beta) * p_CB
         forward = (q_CB * (teacher_CB - student_CB)).sum(1)
@@ -107,18 +116,22 @@ def test_padding_changes_nothing(name: str) -> None:
 def test_jsd_goes_over_into_both_kls_and_is_bounded() -> None:
     student_CB, teacher_CB = _logits(0).log_softmax(1), _logits(1).log_softmax(1)
     for beta, name in ((1e-6, "forward_kl"), (1 - 1e-6, "reverse_kl")):
-        got_C = jsd(student_CB, teacher_CB, DistributionOptions(beta=beta)).divergence_C / min(beta, 1 - beta)
+        got_C = jsd(student_CB, teacher_CB, Jsd(beta=beta)).divergence_C / min(beta, 1 - beta)
         torch.testing.assert_close(
             got_C, _member(name)(student_CB, teacher_CB, OPTIONS).divergence_C, rtol=1e-4, atol=0
         )
     apart = torch.tensor([[0.0, -80.0]]), torch.tensor([[-80.0, 0.0]])
-    assert float(jsd(*apart, DistributionOptions()).divergence_C) == pytest.approx(math.log(2.0))
+    assert float(jsd(*apart, Jsd()).divergence_C) == pytest.approx(math.log(2.0))
 
 
-@pytest.mark.parametrize("fields", [{"weight": 1.1}, {"beta": 0.0}, {"beta": 1.0}, {"weight": math.nan}])
-def test_senseless_options_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be in"):
-        DistributionOptions(**fields)
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [(Mixed, {"weight": 1.1}), (Jsd, {"beta": 0.0}), (Jsd, {"beta": 1.0}), (Mixed, {"weight": math.nan})],
+)
+def test_senseless_options_are_refused(options: type[Mixed | Jsd], fields: dict[str, Any]) -> None:
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"{name}: got .*, expected float >=? 0 and <=? 1"):
+        options(**fields)
 
 
 @pytest.mark.parametrize("mass", [1e-3, 0.4, 0.6, 1 - 1e-6])
@@ -164,4 +177,4 @@ def test_without_a_tail_bucket_a_reverse_kl_is_minimised_by_emptying_the_top_k_s
     torch.testing.assert_close(kept_V[:2], q_V[:2].exp(), atol=1e-3, rtol=0)
     student_B = torch.cat([kept_V[:2], kept_V[2:].sum()[None]]).log()[None]
     teacher_B = torch.cat([q_V[:2], log_tail(q_V[None, :2])])[None]
-    assert float(reverse_kl(student_B, teacher_B, OPTIONS).divergence_C) == pytest.approx(0.0, abs=1e-6)
+    assert float(reverse_kl(student_B, teacher_B, Distributions()).divergence_C) == pytest.approx(0.0, abs=1e-6)

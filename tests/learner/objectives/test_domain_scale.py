@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from learner.batch.packing import TrainItem
-from learner.config import LearnerConfig
 from learner.objectives.domain_scale import cost_scales
 from learner.objectives.sampled import k1, k3
 from learner.prompts.config import TaskConfig
 from learner.step.train_step import Trainer
+from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
@@ -74,7 +74,7 @@ def test_scales_equal_a_loop_over_rollouts_and_tokens(make_item: Make, fast: Any
 
 def test_the_gradient_is_that_of_costs_divided_by_their_domains_scale(tiny_student: Student, make_item: Make) -> None:
     items = batch(make_item)
-    config = LearnerConfig(
+    config = learner_config(
         tasks=TaskConfig(routes=ROUTES), domain_scale="rms", teacher_coefs=COEFS, importance="none", max_grad_norm=0.0
     )
     got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_costs_divided_by_their_domains_scale(tiny_stude
 @pytest.mark.parametrize("pack_tokens", [1, 7, 100])
 def test_packing_and_order_do_not_change_the_gradient(tiny_student: Student, make_item: Make, pack_tokens: int) -> None:
     def gradients(items: list[TrainItem], pack_tokens: int) -> dict[str, torch.Tensor]:
-        config = LearnerConfig(tasks=TaskConfig(routes=ROUTES), domain_scale="rms", pack_tokens=pack_tokens)
+        config = learner_config(tasks=TaskConfig(routes=ROUTES), domain_scale="rms", pack_tokens=pack_tokens)
         return step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
 
     whole, parts = gradients(batch(make_item), 4096), gradients(batch(make_item)[::-1], pack_tokens)
@@ -112,4 +112,4 @@ def test_packing_and_order_do_not_change_the_gradient(tiny_student: Student, mak
 )
 def test_what_cannot_be_scaled_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"domain_scale|divergence"):
-        LearnerConfig(domain_scale="rms", **fields)
+        learner_config(domain_scale="rms", **fields)

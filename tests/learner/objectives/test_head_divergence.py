@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learner.objectives.distributions import DistributionFn, DistributionOptions, log_tail
+from learner.objectives.distributions import Bucketed, log_tail
 from learner.objectives.head_divergence import TopKTeacher, WholeTeacher, head_divergence
-from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
+from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, DIVERGENCE, find_member
 from models.logprobs import LmHead
 
 T, H, V, K = 5, 4, 9, 3
-OPTIONS = DistributionOptions(weight=0.3, beta=0.2)
+OPTIONS: dict[str, dict[str, float]] = {"mixed": {"weight": 0.3}, "jsd": {"beta": 0.2}}
 NAMES = [name for name in DISTRIBUTION_DIVERGENCES.built_in if name != "multi_sample"]  # test_multi_sample
 
 
@@ -26,8 +28,14 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _member(name: str) -> DistributionFn:
-    return find_member(DISTRIBUTION_DIVERGENCES, name)
+def _member(name: str, **options: float) -> Callable[[Tensor, Tensor], Bucketed]:
+    """As usual, but for `options`."""
+    return partial(find_member(DISTRIBUTION_DIVERGENCES, name), options=DIVERGENCE.make(name, **options))
+
+
+def _uneven(name: str) -> Callable[[Tensor, Tensor], Bucketed]:
+    """As `_slow` has it."""
+    return _member(name, **OPTIONS.get(name, {}))
 
 
 def _top_k(logprobs_TV: Tensor, counts: list[int] | None = None) -> TopKTeacher:
@@ -89,14 +97,14 @@ def test_whole_and_top_k_values_equal_the_loop(head: LmHead, name: str, chunk_to
     hidden_TH, teacher_TH, weight_T = _random(T, H), _random(T, H, seed=8), _random(T, seed=4)
     p, q = _softmax_by_hand(head, hidden_TH, V), _softmax_by_hand(head, teacher_TH, V)
     whole = head_divergence(
-        head, hidden_TH, WholeTeacher(teacher_TH, head), weight_T, _member(name), OPTIONS, chunk_tokens=chunk_tokens
+        head, hidden_TH, WholeTeacher(teacher_TH, head), weight_T, _uneven(name), chunk_tokens=chunk_tokens
     )
     expected = [_slow(name, p[t], q[t]) for t in range(T)]
     np.testing.assert_allclose(whole.divergence_T, expected, rtol=1e-10)
     assert float(whole.loss) == pytest.approx(sum(float(weight_T[t]) * expected[t] for t in range(T)))
     counts = [1, 3, 2, V, 5]
     teacher = _top_k(torch.tensor(q, dtype=torch.float64).log(), counts)
-    top = head_divergence(head, hidden_TH, teacher, weight_T, _member(name), OPTIONS, chunk_tokens=chunk_tokens)
+    top = head_divergence(head, hidden_TH, teacher, weight_T, _uneven(name), chunk_tokens=chunk_tokens)
     for t, k in enumerate(counts):
         ids = teacher.ids_TK[t, :k].tolist()
         both = (_buckets(p[t], ids), _buckets(q[t], ids)) if k < V else (p[t], q[t])
@@ -117,7 +125,7 @@ def test_gradient_equals_central_differences(head_name: str, name: str, top: boo
         hidden_TH, weight_VH, bias_V = given
         student = LmHead(weight_VH, bias_V, head.scale, head.softcap)
         return head_divergence(
-            student, hidden_TH, teacher, weight_T, _member(name), OPTIONS, chunk_tokens=2, vocab_tokens=V
+            student, hidden_TH, teacher, weight_T, _uneven(name), chunk_tokens=2, vocab_tokens=V
         ).loss
 
     inputs = [None if x is None else x.clone().requires_grad_() for x in (_random(T, H), head.weight_VH, head.bias_V)]
@@ -150,7 +158,7 @@ def test_gradient_equals_the_plain_one_by_autograd(name: str) -> None:
     """The plain way: all logits, log_softmax, the textbook formula on tokens and tail; gradient by autograd."""
     hidden_TH, weight_VH = _random(T, H).requires_grad_(), _random(V, H, seed=2).requires_grad_()
     weight_T, teacher = _random(T, seed=4), _top_k(_random(T, V, seed=5).log_softmax(1))
-    head_divergence(LmHead(weight_VH), hidden_TH, teacher, weight_T, _member(name), OPTIONS).loss.backward()
+    head_divergence(LmHead(weight_VH), hidden_TH, teacher, weight_T, _uneven(name)).loss.backward()
     p_TV = (hidden_TH @ weight_VH.T).log_softmax(1)
     outside_TV = torch.ones((T, V)).bool().scatter(1, teacher.ids_TK, False)
     tail_T1 = p_TV.masked_fill(~outside_TV, -math.inf).logsumexp(1, keepdim=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from torch import Tensor
 from learner.objectives.importance import (
     TOKEN_LOCAL,
     ImportanceFn,
-    ImportanceOptions,
     TokenRatios,
     context_weights,
     decoupled,
@@ -23,9 +23,20 @@ from learner.objectives.importance import (
     ppo,
     truncated,
 )
+from learner.objectives.options import Capped, Decoupled
 from learner.objectives.registry import IMPORTANCE, find_member
 
-OPTIONS = ImportanceOptions(cap=1.5, low=0.5, high=2.0, dual=3.0)
+
+class Every(NamedTuple):
+    """The options of all members: each reads its own."""
+
+    cap: float
+    low: float
+    high: float
+    dual: float = 0.0
+
+
+OPTIONS = Every(cap=1.5, low=0.5, high=2.0, dual=3.0)
 RATIOS = [0.0, 0.1, 0.5, 0.999, 1.0, 1.5, 1.7, 2.0, 2.1, 30.0, math.inf]
 
 
@@ -135,7 +146,7 @@ def test_decoupled_corrects_against_the_sampler_and_clips_against_the_proximal_p
     advantage_N = torch.tensor(random.normal(size=30))
     sequence_N = torch.zeros(30, dtype=torch.int64)
     ratios = TokenRatios(student_N, behaviour_N, advantage_N, sequence_N, 1, proximal_N)
-    weights_N, cut_N = decoupled(ratios, OPTIONS)
+    weights_N, cut_N = decoupled(ratios, Decoupled(**OPTIONS._asdict()))
     for t in range(30):
         correction = math.exp(float(proximal_N[t] - behaviour_N[t]))
         update, clipped = _bounded("clip", math.exp(float(student_N[t] - proximal_N[t])), float(advantage_N[t]))
@@ -143,7 +154,8 @@ def test_decoupled_corrects_against_the_sampler_and_clips_against_the_proximal_p
         assert bool(cut_N[t]) == (clipped or correction > OPTIONS.cap)
     assert bool((weights_N == 0).any())
     one_update = TokenRatios(student_N, behaviour_N, advantage_N, sequence_N, 1)
-    assert torch.equal(decoupled(one_update, OPTIONS).weights_N, truncated(one_update, OPTIONS).weights_N)
+    first = decoupled(one_update, Decoupled(**OPTIONS._asdict()))
+    assert torch.equal(first.weights_N, truncated(one_update, Capped(cap=OPTIONS.cap)).weights_N)
 
 
 # ------------------------------------------------------------------------------------------ exact enumeration
@@ -163,7 +175,7 @@ def _expected_gradient(member: ImportanceFn, student_CV: Tensor, sampler_CV: Ten
         behaviour_N = torch.stack([sampled_CV[0, first], sampled_CV[1 + first, second]])
         reward_N = reward_VV[first, second].expand(2)
         ratios = TokenRatios(student_N.detach(), behaviour_N, reward_N, torch.zeros(2, dtype=torch.int64), 1)
-        weights_N, _ = member(ratios, ImportanceOptions(1e9, 0.0, 1e9))
+        weights_N, _ = member(ratios, Every(1e9, 0.0, 1e9))
         (gradient_CV,) = torch.autograd.grad((weights_N * reward_N * student_N).sum(), table_CV)
         total += behaviour_N.sum().exp() * gradient_CV
     return total
@@ -206,7 +218,7 @@ def test_weights_said_to_be_a_tokens_own_are_worked_out_token_by_token(name: str
     """The step takes chunks of a rollout for these, and whole rollouts for all others."""
     source = torch.Generator().manual_seed(0)
     student_N, behaviour_N, advantage_N = torch.rand((3, 8), generator=source, dtype=torch.float64) - 1
-    options = ImportanceOptions(1.2, 0.8, 1.2, 1.5)
+    options = Every(1.2, 0.8, 1.2, 1.5)
     member = find_member(IMPORTANCE, name)
 
     def weights(part: slice) -> Tensor:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from learner.config import LearnerConfig
+from learner.objectives.config import ObjectiveConfig
 from learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
+from learner.objectives.options import Bounded, Capped, Sampled
+from tests.learner.settings import objective_config
 
 V = 4
 """Vocabulary of the enumerated policy: sequences of two tokens, one table of logits per context (start, or the first
@@ -42,7 +44,7 @@ def _random_inputs(n: int = 9, m: int = 2, coef: float = 1.0) -> tuple[Tensor, T
     return student_N.requires_grad_(), token_inputs(behaviour_N, teacher_MN, routed_MN, coef)
 
 
-def _slow(student: Any, inputs: TokenInputs, config: LearnerConfig, n_global: int) -> tuple[float, list[float]]:
+def _slow(student: Any, inputs: TokenInputs, config: ObjectiveConfig, n_global: int) -> tuple[float, list[float]]:
     """Loss and its derivative by each student log-prob, in Python floats."""
     loss, gradient = 0.0, []
     for t in range(len(student)):
@@ -50,28 +52,28 @@ def _slow(student: Any, inputs: TokenInputs, config: LearnerConfig, n_global: in
         advantage = 0.0
         for m in range(inputs.teacher_MN.shape[0]):
             if inputs.routed_MN[m, t]:
-                compared = s if config.kl_student == "current" else mu
+                compared = s if cast(Sampled, config.divergence).kl_student == "current" else mu
                 advantage -= config.coef * (compared - float(inputs.teacher_MN[m, t]))
         r = math.exp(s - mu)
-        if config.importance == "none":
-            w = 1.0
-        elif config.importance == "truncated":
-            w = min(r, config.ratio_cap)
-        else:
-            low, high = config.ratio_bounds
-            w = r if low <= r <= high else 0.0
+        match config.importance:
+            case Capped(cap=cap):
+                w = min(r, cap)
+            case Bounded(low=low, high=high):
+                w = r if low <= r <= high else 0.0
+            case _:
+                w = 1.0
         loss -= w * advantage * s / n_global
         gradient.append(-w * advantage / n_global)
     return loss, gradient
 
 
-@pytest.mark.parametrize("importance", ["none", "truncated", "masked"])
+@pytest.mark.parametrize("importance", ["none", ("truncated", {"cap": 1.4}), "masked"], ids=str)
 @pytest.mark.parametrize("kl_student", ["current", "behaviour"])
 @pytest.mark.parametrize("coef", [1.0, 0.3])
 def test_loss_and_gradient_equal_the_loop(importance: Any, kl_student: Any, coef: float) -> None:
-    config = LearnerConfig(importance=importance, kl_student=kl_student, coef=coef, ratio_cap=1.4)
+    config = objective_config(divergence=("k1", {"kl_student": kl_student}), importance=importance, coef=coef)
     student_N, inputs = _random_inputs(coef=coef)
-    terms = token_loss(student_N, inputs, make_objective(config), 17)
+    terms = token_loss(student_N, inputs, make_objective(config, max_new_tokens=9), 17)
     terms.loss.backward()
     loss, gradient = _slow(student_N.detach(), inputs, config, 17)
     assert terms.loss.item() == pytest.approx(loss, rel=1e-12)
@@ -81,7 +83,7 @@ def test_loss_and_gradient_equal_the_loop(importance: Any, kl_student: Any, coef
 
 def test_token_without_a_teacher_teaches_nothing() -> None:
     student_N, inputs = _random_inputs()
-    terms = token_loss(student_N, inputs, make_objective(LearnerConfig()), 9)
+    terms = token_loss(student_N, inputs, make_objective(ObjectiveConfig(), max_new_tokens=9), 9)
     terms.loss.backward()
     assert student_N.grad is not None and student_N.grad[0] == 0 and terms.reverse_kl_N[0] == 0
     assert terms.advantage_N[0] == 0 and bool((student_N.grad[inputs.routed_MN.any(0)] != 0).all())
@@ -89,7 +91,7 @@ def test_token_without_a_teacher_teaches_nothing() -> None:
 
 def test_shares_of_microbatches_add_up_to_the_whole() -> None:
     student_N, inputs = _random_inputs()
-    objective = make_objective(LearnerConfig())
+    objective = make_objective(ObjectiveConfig(), max_new_tokens=9)
 
     def share(part: slice) -> LossTerms:
         chosen = token_inputs(inputs.behaviour_N[part], inputs.teacher_MN[:, part], inputs.routed_MN[:, part])
@@ -130,11 +132,11 @@ def _analytic_gradient(student_CV: Tensor, teacher_CV: Tensor, first_token_V: Te
 
 
 def _expected_gradient(
-    student_CV: Tensor, teacher_CV: Tensor, sampler_CV: Tensor, config: LearnerConfig, temperature: float = 1.0
+    student_CV: Tensor, teacher_CV: Tensor, sampler_CV: Tensor, config: ObjectiveConfig, temperature: float = 1.0
 ) -> Tensor:
     """Sum over all sequences of P(sequence under the sampler) x gradient of the loss of that one sequence."""
     total = torch.zeros_like(student_CV)
-    objective = make_objective(config)
+    objective = make_objective(config, max_new_tokens=9)
     for sequence in _sequences():
         table_CV = student_CV.clone().requires_grad_()
         student_N = _logprobs(table_CV, sequence[None])[0]
@@ -146,12 +148,12 @@ def _expected_gradient(
     return total
 
 
-UNCAPPED = LearnerConfig(ratio_cap=1e9)
+UNCAPPED = ObjectiveConfig(importance=Capped(cap=1e9))
 
 
 def test_on_policy_gradient_is_that_of_the_reverse_kl() -> None:
     student_CV, teacher_CV = _table(0), _table(1)
-    got = _expected_gradient(student_CV, teacher_CV, student_CV, LearnerConfig())
+    got = _expected_gradient(student_CV, teacher_CV, student_CV, ObjectiveConfig())
     torch.testing.assert_close(got, _analytic_gradient(student_CV, teacher_CV, torch.softmax(student_CV[0], 0)))
 
 
@@ -160,7 +162,7 @@ def test_off_policy_gradient_is_that_of_the_reverse_kl_at_the_states_visited() -
     student_CV, teacher_CV, sampler_CV = _table(0), _table(1), _table(2)
     got = _expected_gradient(student_CV, teacher_CV, sampler_CV, UNCAPPED)
     torch.testing.assert_close(got, _analytic_gradient(student_CV, teacher_CV, torch.softmax(sampler_CV[0], 0)))
-    biased = _expected_gradient(student_CV, teacher_CV, sampler_CV, LearnerConfig(importance="none"))
+    biased = _expected_gradient(student_CV, teacher_CV, sampler_CV, objective_config(importance="none"))
     assert float((biased - got).norm() / got.norm()) > 0.1
 
 
@@ -193,7 +195,7 @@ def test_monte_carlo_mean_of_the_default_estimator_meets_the_analytic_gradient()
     inputs = token_inputs(
         behaviour_S2.flatten(), _logprobs(teacher_CV, drawn_S2).flatten()[None], torch.ones((1, 2 * n)).bool()
     )
-    objective = make_objective(LearnerConfig())
+    objective = make_objective(ObjectiveConfig(), max_new_tokens=9)
     token_loss(_logprobs(table_CV, drawn_S2).flatten(), inputs, objective, n).loss.backward()
     exact_CV = _analytic_gradient(student_CV, teacher_CV, torch.softmax(student_CV[0], 0))
     cost_S2 = (behaviour_S2 - _logprobs(teacher_CV, drawn_S2)).numpy()

@@ -4,13 +4,16 @@ and what a token counts that the teacher did not send."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.distributions import DistributionOptions, log_tail, multi_sample
+from learner.objectives.distributions import Bucketed, log_tail, multi_sample
 from learner.objectives.head_divergence import TopKTeacher
+from learner.objectives.options import MultiSample
 
 V = 7
 SETS = {"whole": V, "three tokens and a tail": 3}
@@ -35,8 +38,11 @@ def _drawn(k: int, uniform_CS: Tensor) -> tuple[Tensor, Tensor]:
     """(values, gradients by the logits) of C independent estimates at one and the same context."""
     n = len(uniform_CS)
     student_CV = _random(1, V, seed=0).repeat(n, 1)
-    options = DistributionOptions(uniform_CS=uniform_CS)
-    return _teacher(k, n).compare(student_CV, slice(0, n), multi_sample, options)
+    return _teacher(k, n).compare(student_CV, slice(0, n), _drawing(uniform_CS))
+
+
+def _drawing(uniform_CS: Tensor) -> Callable[[Tensor, Tensor], Bucketed]:
+    return partial(multi_sample, options=MultiSample(samples=uniform_CS.shape[1]), uniform_CS=uniform_CS)
 
 
 def _exact(k: int) -> tuple[float, Tensor]:
@@ -96,8 +102,8 @@ def test_padding_is_never_drawn() -> None:
     whole = _teacher(3, 2)
     teacher = TopKTeacher(whole.ids_TK, whole.logprobs_TK, whole.tail_T, torch.tensor([3, 1]))
     teacher.tail_T[1:] = log_tail(whole.logprobs_TK[1:, :1])
-    options = DistributionOptions(uniform_CS=torch.tensor([[0.0, 1.0 - 2**-53]] * 2, dtype=torch.float64))
-    values_C, _ = teacher.compare(_random(1, V, seed=0).repeat(2, 1), slice(0, 2), multi_sample, options)
+    drawing = _drawing(torch.tensor([[0.0, 1.0 - 2**-53]] * 2, dtype=torch.float64))
+    values_C, _ = teacher.compare(_random(1, V, seed=0).repeat(2, 1), slice(0, 2), drawing)
     student_V = _random(1, V, seed=0)[0].log_softmax(0)
     for value, row, kept in zip(values_C, (0, 1), (3, 1), strict=True):
         sent = whole.ids_TK[row, :kept].tolist()
@@ -108,6 +114,6 @@ def test_padding_is_never_drawn() -> None:
 
 def test_without_numbers_to_draw_by_it_is_refused() -> None:
     student_CB = _random(2, V, seed=0).log_softmax(1)
-    for nothing in (None, torch.zeros(2, 0)):
-        with pytest.raises(ValueError, match=r"expected options\.uniform_CS with a column per sample"):
-            multi_sample(student_CB, student_CB, DistributionOptions(uniform_CS=nothing))
+    for n_given in (0, 3):
+        with pytest.raises(ValueError, match=f"{n_given} numbers per position to draw by, expected 4"):
+            multi_sample(student_CB, student_CB, MultiSample(), uniform_CS=torch.zeros(2, n_given))

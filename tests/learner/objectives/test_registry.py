@@ -10,14 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
+from launch.config.tree import build
+from launch.errors import ConfigError
 from learner.batch.packing import TrainItem
-from learner.config import LearnerConfig
+from learner.objectives.config import ObjectiveConfig
+from learner.objectives.losses import make_objective
+from learner.objectives.options import Jsd
 from learner.objectives.registry import (
     ADVANTAGES,
     AGGREGATIONS,
     DISTRIBUTION_DIVERGENCES,
+    DIVERGENCE,
     DIVERGENCES,
     IMPORTANCE,
     TOKEN_ADVANTAGES,
@@ -26,6 +32,7 @@ from learner.objectives.registry import (
     known_members,
 )
 from learner.step.train_step import Trainer
+from tests.learner.settings import learner_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
 GROUPS = (ADVANTAGES, AGGREGATIONS, DISTRIBUTION_DIVERGENCES, DIVERGENCES, IMPORTANCE, TOKEN_ADVANTAGES)
@@ -63,12 +70,59 @@ def test_the_pages_members_train_a_step(
     tiny_student: Callable[..., PreTrainedModel],
     make_item: Callable[..., TrainItem],
 ) -> None:
-    config = LearnerConfig(divergence="huber", advantage="sign_of_reward", coef=0.5)
+    config = learner_config(divergence="huber", advantage="sign_of_reward", coef=0.5)
     items = [make_item("a", [0, 1, 1], reward=3.0), make_item("b", [0, 1, 1, 1], reward=-0.2, task_id=1)]
     for train_item in items:
         train_item.teacher_ML[:] = -50.0  # so far off that the cost is at its bound
     metrics = Trainer(tiny_student(), config, total_steps=3).step(items)
     assert metrics.advantage_mean == pytest.approx((2 * (1 - 1.0) + 3 * (-1 - 1.0)) / 5)
+
+
+def test_the_pages_options_reach_its_function(installed_page: None) -> None:
+    def costs(divergence: object) -> list[float]:
+        config = build(ObjectiveConfig, {"divergence": divergence})
+        objective = make_objective(config, max_new_tokens=9)
+        return objective.cost(torch.tensor([-1.0]), torch.tensor([-9.0])).tolist()
+
+    assert costs("huber") == [2.0]
+    assert costs({"name": "huber", "bound": 1.5}) == [1.5]
+    options = DIVERGENCE.known()["huber"]
+    module = importlib.import_module("my_objectives")
+    assert options is module.Huber
+    module.huber.options = module.Huber  # in place of the second entry
+    assert costs("my_objectives:huber") == [2.0]
+    assert costs({"name": "my_objectives:huber", "bound": 0.5, "kl_student": "behaviour"}) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "message"),
+    [
+        ({"name": "huber", "bound": -1.0}, "divergence.bound: got -1.0 (float), expected float > 0"),
+        (
+            {"name": "k1", "bound": 1.0},
+            "divergence.bound: k1 does not read it, expected one of its options: kl_student; bound is an option of "
+            "huber",
+        ),
+        (
+            {"name": "my_objectives:huber", "bound": 1.0},
+            "divergence.bound: my_objectives:huber does not read it, expected one of its options: kl_student; bound is "
+            "an option of huber",
+        ),
+    ],
+)
+def test_a_wrong_option_of_a_package_is_refused_as_a_built_in_one_is(
+    installed_page: None, divergence: object, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(ObjectiveConfig, {"divergence": divergence})
+    assert caught.value.mistakes == (message,)
+
+
+def test_options_that_are_no_subclass_of_their_groups_base_are_refused(installed_page: None) -> None:
+    module = importlib.import_module("my_objectives")
+    module.huber.options = Jsd
+    with pytest.raises(ValueError, match=r"its options are .*Jsd.*, expected a subclass of learner.*Sampled"):
+        DIVERGENCE.load(DIVERGENCE.make("my_objectives:huber"))
 
 
 def test_path_of_a_function_does_without_an_entry_point(installed_page: None) -> None:

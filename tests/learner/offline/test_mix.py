@@ -16,12 +16,15 @@ from transformers import PreTrainedModel
 
 from learner.batch.packing import TrainItem
 from learner.config import LearnerConfig
+from learner.objectives.options import Capped, Distributions, Sampled
 from learner.offline.config import OfflineConfig
 from learner.offline.mix import OfflineMixer, open_mixer
 from learner.step.train_step import NonFiniteError, Trainer
+from protocol.settings import Member
 from recording.format import RecordError, Rollout
 from recording.reader import Recording
 from tests.learner.records import VOCABULARY, record, rollout
+from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
@@ -129,12 +132,14 @@ def test_files_that_do_not_serve_are_refused(mixer: Mixing, teachers_file: Path,
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"student_fraction": 0.5}, "without offline.file"),
+        ({"student_fraction": 0.5}, "without a file"),
         ({"file": "f"}, "would not be used"),
-        ({"file": "f", "student_fraction": 1.5}, r"in \[0, 1\], got 1.5"),
-        ({"importance": "truncated"}, "cross-entropy is on the text"),
-        ({"divergence": "k9"}, r"did you mean 'k[123]'"),
-        ({"coef": 0.0}, "positive"),
+        ({"file": "f", "student_fraction": 1.5}, "student_fraction: got 1.5, expected float >= 0 and <= 1"),
+        ({"importance": Capped()}, "cross-entropy is on the text"),
+        ({"divergence": Member(name="k9")}, r"did you mean 'k[123]'"),
+        ({"divergence": Sampled(kl_student="behaviour")}, "mu of these tokens is the teacher's log-prob"),
+        ({"divergence": Distributions(context_cap=2.0)}, "context_cap: got 2.0, expected 0"),
+        ({"coef": 0.0}, "coef: got 0.0, expected float > 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], expected: str) -> None:
@@ -157,7 +162,7 @@ def _cross_entropy(model: PreTrainedModel, items: list[TrainItem], divisor: int)
 
 def test_seq_kd_has_the_gradient_of_cross_entropy(tiny_student: Student, make_item: Make) -> None:
     items = [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0, 1, 1, 0, 0, 1, 0, 0])]
-    config = LearnerConfig(**SGD_LIKE, divergence="seq_kd", importance="none", pack_tokens=6)
+    config = learner_config(**SGD_LIKE, divergence="seq_kd", importance="none", pack_tokens=6)
     got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=1), items)
     plain = tiny_student("eager", torch.float64)
     _cross_entropy(plain, items, 6).backward()  # pyright: ignore[reportUnknownMemberType]
@@ -188,8 +193,8 @@ def test_a_mixed_step_is_the_sum_of_both_objectives_over_all_tokens(
 def test_figures_and_rewards_of_the_student_are_its_own(tiny_student: Student, make_item: Make, tmp_path: Path) -> None:
     own = [make_item(f"a{i}", [0, 1, 1], reward=float(i)) for i in range(2)]
     theirs = [make_item("t", [0, 1, 1, 1, 1], reward=100.0)]
-    plain = LearnerConfig(**SGD_LIKE, advantage="grpo")
-    mixed = LearnerConfig(**SGD_LIKE, advantage="grpo", offline=offline(tmp_path))
+    plain = learner_config(**SGD_LIKE, advantage="grpo")
+    mixed = learner_config(**SGD_LIKE, advantage="grpo", offline=offline(tmp_path))
     without = Trainer(tiny_student(), plain, total_steps=1).step(own).as_dict()
     with_them = Trainer(tiny_student(), mixed, total_steps=1).step(own, theirs).as_dict()
     changed = {"loss", "grad_norm", "step_s", "microbatches", "input_tokens"}
@@ -208,7 +213,7 @@ def test_packing_does_not_change_a_mixed_gradient(tiny_student: Student, make_it
     theirs = [make_item("t", [0] + [1] * 9), make_item("u", [0, 1]), make_item("v", [0, 0, 1])]
 
     def gradients(pack_tokens: int, aggregation: str, order: int) -> dict[str, Tensor]:
-        config = LearnerConfig(**SGD_LIKE, offline=offline(tmp_path), pack_tokens=pack_tokens, aggregation=aggregation)
+        config = learner_config(**SGD_LIKE, offline=offline(tmp_path), pack_tokens=pack_tokens, aggregation=aggregation)
         return step_gradients(
             Trainer(tiny_student(dtype=torch.float64), config, total_steps=1), own[::order], theirs[::order]
         )
@@ -222,7 +227,7 @@ def test_packing_does_not_change_a_mixed_gradient(tiny_student: Student, make_it
 def test_a_rollout_of_the_file_whose_gradient_is_not_finite_is_named(
     tiny_student: Student, make_item: Make, tmp_path: Path
 ) -> None:
-    config = LearnerConfig(**SGD_LIKE, offline=offline(tmp_path, divergence="k1"))
+    config = LearnerConfig(**SGD_LIKE, offline=offline(tmp_path, divergence=Sampled()))
     theirs = make_item("wild", [0, 1, 1])
     theirs.teacher_ML[:] = -3e38
     with pytest.raises(NonFiniteError, match="wild"):

@@ -15,24 +15,31 @@ from transformers import PreTrainedModel
 
 from learner.batch.packing import BatchError, TrainItem
 from learner.config import LearnerConfig
-from learner.objectives.value_config import ValueConfig
+from learner.objectives.options import TokenAdvantage, ValueConfig
 from learner.step.critic import CriticStateError, ValueCritic
 from learner.step.finite_step import finite_step
 from learner.step.lora import Adapters
 from learner.step.lora_config import LoraConfig
 from learner.step.train_step import NonFiniteError, Trainer
+from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 from tests.learner.step.plain_ppo import PlainPpo
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
 PLAIN: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant", "eps": 1e-4, "lr": 1e-2}
-PPO: dict[str, Any] = {"advantage": "gae", "importance": "ppo", "ratio_low": 0.8, "ratio_high": 1.2, "coef": 0.3}
+PPO: dict[str, Any] = {"importance": "ppo", "coef": 0.3}
 
 
 def config_of(*, value: Mapping[str, Any] | None = None, **fields: Any) -> LearnerConfig:
-    given: dict[str, Any] = {"lr": 2e-2, "discount": 0.97, "decay": 0.8, **(value or {})}
-    return LearnerConfig(**(PLAIN | PPO | fields), value=ValueConfig(**given))
+    given: dict[str, Any] = {"lr": 2e-2, **(value or {})}
+    advantage = {name: given.pop(name, usual) for name, usual in (("discount", 0.97), ("decay", 0.8))}
+    return learner_config(**(PLAIN | PPO | fields), advantage=("gae", {**advantage, "value": given}))
+
+
+def value_of(config: LearnerConfig) -> ValueConfig:
+    assert isinstance(config.objective.advantage, TokenAdvantage)
+    return config.objective.advantage.value
 
 
 def batch(make_item: Make, model: PreTrainedModel) -> list[TrainItem]:
@@ -105,12 +112,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one update": {},
     "through the backbone": {"value": {"through_backbone": True, "coef": 2.0}},
     "three updates, values clipped": {"updates_per_batch": 3, "value": {"through_backbone": True, "clip": 0.01}},
-    "three updates, decoupled": {"updates_per_batch": 3, "importance": "decoupled", "ratio_cap": 1.1},
+    "three updates, decoupled": {"updates_per_batch": 3, "importance": ("decoupled", {"cap": 1.1})},
     "three updates that move far, decoupled": {
         "updates_per_batch": 3,
-        "importance": "decoupled",
-        "ratio_low": 0.98,
-        "ratio_high": 1.02,
+        "importance": ("decoupled", {"low": 0.98, "high": 1.02}),
     },
     "mean of rollouts' means": {"aggregation": "sequence_mean", "value": {"through_backbone": True}},
 }
@@ -167,7 +172,8 @@ def test_decoupled_is_truncated_in_the_first_update_and_no_longer_in_the_second(
     items = batch(make_item, tiny_student("eager"))
 
     def after(importance: str, updates: int) -> Tensor:
-        config = config_of(importance=importance, updates_per_batch=updates, ratio_low=0.99, ratio_high=1.01)
+        options = {"low": 0.99, "high": 1.01} if importance == "decoupled" else {}
+        config = config_of(importance=(importance, options), updates_per_batch=updates)
         trainer = trainer_of(tiny_student, config)
         trainer.step(items)
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
@@ -385,7 +391,7 @@ def test_a_checkpoint_without_a_head_is_refused_and_one_too_many_is_said(
     tiny_student: Student, make_item: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = trainer_of(tiny_student, config_of())
-    with pytest.raises(CriticStateError, match=r"has no value head, which learner.advantage = 'gae' needs"):
+    with pytest.raises(CriticStateError, match=r"has no value head, which learner.objective.advantage = 'gae' needs"):
         trainer.critic.load_state_dict({})
     trainer.step([make_item("a", [0, 1, 1], reward=1.0)])
     state = trainer.critic.state_dict()
@@ -451,7 +457,7 @@ def test_student_and_head_move_as_adamw_does_each_at_its_scheduled_rate_from_its
         seen = unclipped_gradients(trainer, items, monkeypatch)
         for own, adamw in enumerate(plain):
             gradients_of = {n: g for n, g in seen.items() if is_value[n] == own}
-            adamw.step(gradients_of, rate * (config.value.lr if own else config.lr))
+            adamw.step(gradients_of, rate * (value_of(config).lr if own else config.lr))
         after = parameters(trainer)
         for name, weight in (plain[0].weights | plain[1].weights).items():
             torch.testing.assert_close(after[name], weight, atol=1e-9, rtol=1e-7, msg=name)

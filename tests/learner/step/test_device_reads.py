@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.batch.packing import TrainItem, train_items
-from learner.config import LearnerConfig
-from learner.objectives.value_config import ValueConfig
+from learner.objectives.options import TokenAdvantage
 from learner.step import critic, train_step
 from learner.step.train_step import Trainer
 from models import transfer
 from protocol.messages import TopKPiece
 from protocol.topk_codec import encode_top_k
+from tests.learner.settings import learner_config
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -32,9 +32,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "several updates": {"updates_per_batch": 3, "importance": "decoupled"},
     "ratios of whole rollouts": {"importance": "gspo", "advantage": "grpo"},
     "distributions": {"divergence": "reverse_kl"},
-    "distributions, context weighted": {"divergence": "jsd", "context_weight": "truncated"},
+    "distributions, context weighted": {"divergence": ("jsd", {"context_cap": 2.0})},
     "drawn tokens": {"divergence": "multi_sample"},
-    "values": {"advantage": "gae", "importance": "ppo", "value": ValueConfig(clip=0.2, through_backbone=True)},
+    "values": {
+        "advantage": ("gae", {"value": {"clip": 0.2, "through_backbone": True}}),
+        "importance": "ppo",
+    },
 }
 
 
@@ -85,12 +88,12 @@ def test_a_step_reads_from_the_device_once_per_update_however_it_is_divided(
 ) -> None:
     pack_tokens, chunk_tokens = split
     given: dict[str, Any] = {"pack_tokens": pack_tokens, "logprob_chunk_tokens": chunk_tokens, **fields}
-    config = LearnerConfig(**given)
+    config = learner_config(**given)
     model = tiny_student().to("meta")  # pyright: ignore[reportArgumentType]
     trainer = Trainer(model, config, total_steps=9, seed=1)
     metrics = trainer.step(_items(make_item))
     assert metrics.microbatches == (5 if pack_tokens == 1 else 1)
-    assert len(reads) == config.updates_per_batch + (config.advantage == "gae")
+    assert len(reads) == config.updates_per_batch + isinstance(config.objective.advantage, TokenAdvantage)
     assert all(tensor.device.type == "meta" for tensor in reads)
 
 

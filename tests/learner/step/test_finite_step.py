@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from learner.batch.packing import EmptyBatchError, TrainItem
-from learner.config import LearnerConfig
 from learner.step.finite_step import finite_step
 from learner.step.train_step import Trainer
+from tests.learner.settings import learner_config
 
 Student = Callable[..., PreTrainedModel]
 Make = Callable[..., TrainItem]
@@ -22,7 +22,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def make_trainer(student: Student, **settings: Any) -> Trainer:
-    return Trainer(student(), LearnerConfig(pack_tokens=4, **settings), total_steps=10)  # a rollout each
+    return Trainer(student(), learner_config(pack_tokens=4, **settings), total_steps=10)  # a rollout each
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def test_a_rollout_that_is_left_out_stays_in_the_mean_reward_of_its_group(
     tiny_student: Student, make_item: Make
 ) -> None:
     """Rewards 0, 1, 1, 1: with the first left out by mistake the others would have no advantage at all."""
-    rewards = {"advantage": "grpo", "advantage_std": False, "coef": 0.01}
+    rewards = {"advantage": ("grpo", {"std": False}), "coef": 0.01}
     items = [make_item(name, [0, 1, 1], task_id=3, reward=float(n > 0)) for n, name in enumerate(NAMES)]
     others = [dataclasses.replace(items[0], train_mask_L=np.zeros_like(items[0].train_mask_L)), *items[1:]]
     ours, plain = (make_trainer(tiny_student, **rewards) for _ in range(2))

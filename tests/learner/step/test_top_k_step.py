@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,12 +20,15 @@ from transformers import PreTrainedModel
 
 from learner.batch.packing import TrainItem, UnreadableScores, train_items
 from learner.config import LearnerConfig
+from learner.objectives.options import Capped, Distributions, Jsd, Mixed
+from learner.objectives.registry import DIVERGENCE
 from learner.offline.config import OfflineConfig
 from learner.prompts.config import TaskConfig
 from learner.step.finite_step import finite_step
 from learner.step.train_step import Trainer
 from protocol.messages import TopKPiece
 from protocol.topk_codec import encode_top_k
+from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
@@ -39,7 +42,7 @@ NAMES = ("reverse_kl", "forward_kl", "mixed", "jsd")
 
 
 def _config(**fields: Any) -> LearnerConfig:
-    return LearnerConfig(tasks=TaskConfig(routes=ROUTES), **{**PLAIN, **fields})
+    return learner_config(tasks=TaskConfig(routes=ROUTES), **{**PLAIN, **fields})
 
 
 def _teacher(train_item: TrainItem, name: str) -> Floats:
@@ -89,8 +92,10 @@ def _items(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
     return [_with_sets(train_item, k=k, cut=3) for train_item in made]
 
 
-def _divergence(name: str, p_V: Tensor, q_V: Tensor, weight: float, beta: float) -> Tensor:
+def _divergence(divergence: Distributions, p_V: Tensor, q_V: Tensor) -> Tensor:
     """From the definitions, over buckets that hold all of both."""
+    weight = divergence.weight if isinstance(divergence, Mixed) else 0.5
+    beta = divergence.beta if isinstance(divergence, Jsd) else 0.5
     reverse = (p_V * (p_V.log() - q_V.log())).sum()
     forward = (q_V * (q_V.log() - p_V.log())).sum()
     mixture_V = beta * q_V + (1 - beta) * p_V
@@ -101,7 +106,7 @@ def _divergence(name: str, p_V: Tensor, q_V: Tensor, weight: float, beta: float)
         "forward_kl": forward,
         "mixed": weight * forward + (1 - weight) * reverse,
         "jsd": beta * of_teacher + (1 - beta) * of_student,
-    }[name]
+    }[divergence.name]
 
 
 def _slow(
@@ -111,6 +116,8 @@ def _slow(
     the teacher's own numbers; with k tokens and one bucket for the others. Rewards: GRPO without std, truncated."""
     n_tokens, n_rollouts = sum(t.n_trained for t in items), sum(t.n_trained > 0 for t in items)
     loss, divergences = torch.zeros((), dtype=torch.float64), []
+    objective = config.objective
+    divergence, importance = cast(Distributions, objective.divergence), cast(Capped, objective.importance)
     for train_item in items:
         ids_L = torch.from_numpy(train_item.tokens_L).long()
         logits_LV = model(input_ids=ids_L[None]).logits[0]
@@ -118,14 +125,15 @@ def _slow(
         rewards = [t.item.reward for t in items if t.item.task_id == train_item.item.task_id]
         told = [reward for reward in rewards if reward is not None]
         advantage = 0.0
-        if config.advantage == "grpo" and train_item.item.reward is not None:
+        if objective.advantage.name == "grpo" and train_item.item.reward is not None:
             advantage = train_item.item.reward - sum(told) / len(told)
         log_ratio_before = 0.0
-        divisor = n_tokens if config.aggregation == "token_mean" else n_rollouts * max(1, train_item.n_trained)
+        divisor = n_tokens if objective.aggregation == "token_mean" else n_rollouts * max(1, train_item.n_trained)
         for t in np.flatnonzero(train_item.train_mask_L).tolist():
             s, mu = every_LV[t - 1, ids_L[t]], float(train_item.behaviour_L[t])
-            loss = loss - min(math.exp(s.item() - mu), config.ratio_cap) * advantage * s / divisor
-            weight = min(math.exp(log_ratio_before), config.ratio_cap) if config.context_weight != "none" else 1.0
+            loss = loss - min(math.exp(s.item() - mu), importance.cap) * advantage * s / divisor
+            cap = divergence.context_cap
+            weight = min(math.exp(log_ratio_before), cap) if cap else 1.0
             log_ratio_before += s.item() - mu
             total = 0.0
             for name in train_item.item.teachers:
@@ -135,8 +143,8 @@ def _slow(
                 if k < VOCAB:
                     p_B = torch.cat([p_B, (1 - p_B.sum())[None]])
                     q_B = torch.cat([q_B, (1 - q_B.sum())[None]])
-                d = _divergence(config.divergence, p_B, q_B, config.mixed_weight, config.jsd_beta)
-                loss = loss + config.teacher_coefs.get(name, config.coef) * weight * d / divisor
+                d = _divergence(divergence, p_B, q_B)
+                loss = loss + objective.teacher_coefs.get(name, objective.coef) * weight * d / divisor
                 total += d.item()
             if train_item.item.teachers:
                 divergences.append(total)
@@ -149,14 +157,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"{name}, 6 tokens and a tail": (6, {"divergence": name}) for name in NAMES},
     "weights and coefficients": (
         VOCAB,
-        {"divergence": "mixed", "mixed_weight": 0.2, "coef": 0.3, "teacher_coefs": {"math": 2.0}},
+        {"divergence": ("mixed", {"weight": 0.2}), "coef": 0.3, "teacher_coefs": {"math": 2.0}},
     ),
-    "with rewards": (6, {"divergence": "reverse_kl", "advantage": "grpo", "advantage_std": False, "coef": 0.5}),
-    "context weights": (6, {"divergence": "jsd", "jsd_beta": 0.8, "context_weight": "truncated", "ratio_cap": 1.5}),
+    "with rewards": (6, {"divergence": "reverse_kl", "advantage": ("grpo", {"std": False}), "coef": 0.5}),
+    "context weights": (
+        6,
+        {"divergence": ("jsd", {"beta": 0.8, "context_cap": 1.5}), "importance": ("truncated", {"cap": 1.5})},
+    ),
     "mean of rollouts' means": (6, {"divergence": "reverse_kl", "aggregation": "sequence_mean"}),
     "mean of rollouts' means, with rewards": (
         VOCAB,
-        {"divergence": "forward_kl", "advantage": "grpo", "advantage_std": False, "aggregation": "sequence_mean"},
+        {"divergence": "forward_kl", "advantage": ("grpo", {"std": False}), "aggregation": "sequence_mean"},
     ),
 }
 
@@ -214,8 +225,8 @@ def test_draws_of_many_samples_have_the_gradient_of_the_reverse_kl(tiny_student:
         return gradients, again.divergence
 
     exact, divergence = trained(divergence="reverse_kl")
-    few, _ = trained(divergence="multi_sample", samples=1)
-    many, estimate = trained(divergence="multi_sample", samples=20_000)
+    few, _ = trained(divergence=("multi_sample", {"samples": 1}))
+    many, estimate = trained(divergence=("multi_sample", {"samples": 20_000}))
     scale = max(float(gradient.abs().max()) for gradient in exact.values())
     for name, gradient in exact.items():
         torch.testing.assert_close(many[name], gradient, atol=0.03 * scale, rtol=0.0, msg=name)
@@ -226,7 +237,7 @@ def test_draws_of_many_samples_have_the_gradient_of_the_reverse_kl(tiny_student:
 def test_draws_are_the_steps_own(tiny_student: Student, make_item: Make) -> None:
     """The same after a resume, whatever was looked at in between, without one rollout of the batch; others in another
     step, and in a run with another seed."""
-    items, config = _items(make_item, k=6), _config(divergence="multi_sample", samples=2)
+    items, config = _items(make_item, k=6), _config(divergence=("multi_sample", {"samples": 2}))
 
     def trainer(seed: int = 0) -> Trainer:
         return Trainer(tiny_student(dtype=torch.float64), config, total_steps=9, vocab_tokens=VOCAB, seed=seed)
@@ -283,7 +294,7 @@ def test_the_teachers_rollouts_in_a_batch_have_their_own_divergence(tiny_student
         trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=1, vocab_tokens=VOCAB)
         return step_gradients(trainer, *items)
 
-    offline = OfflineConfig(file="t", student_fraction=0.5, divergence="forward_kl", coef=0.5)
+    offline = OfflineConfig(file="t", student_fraction=0.5, divergence=DIVERGENCE.make("forward_kl"), coef=0.5)
     mixed = gradients(_config(domain_scale="rms", offline=offline), own, theirs)
     sampled = gradients(_config(domain_scale="rms"), own)
     between = gradients(_config(divergence="forward_kl"), theirs)

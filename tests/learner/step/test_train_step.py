@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from learner.batch.packing import BatchError, EmptyBatchError, TrainItem
 from learner.config import LearnerConfig
+from learner.objectives.options import Capped
 from learner.step.frozen import FrozenTrainer
 from learner.step.train_step import NonFiniteError, Trainer
+from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
@@ -45,8 +47,8 @@ def _slow_gradients(model: PreTrainedModel, items: Sequence[TrainItem], config: 
             if not train_item.train_mask_L[t]:
                 continue
             s = logprobs_LV[t - 1, ids_L[t]]
-            advantage = -sum(config.coef * (s.item() - float(q)) for q in train_item.teacher_ML[:, t])
-            weight = min(math.exp(s.item() - float(train_item.behaviour_L[t])), config.ratio_cap)
+            advantage = -sum(config.objective.coef * (s.item() - float(q)) for q in train_item.teacher_ML[:, t])
+            weight = min(math.exp(s.item() - float(train_item.behaviour_L[t])), Capped().cap)
             loss = loss - weight * advantage * s / n_global
     loss.backward()  # pyright: ignore[reportUnknownMemberType]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -95,7 +97,9 @@ def test_environment_tokens_are_context_and_not_policy(tiny_student: Student, ma
 
 def test_steps_raise_the_logprob_of_tokens_that_the_teacher_likes(tiny_student: Student, make_item: Make) -> None:
     """Ten steps on the same tokens, which the teacher finds likely and the student does not."""
-    trainer = Trainer(tiny_student(), LearnerConfig(warmup_steps=0, lr=1e-2, ratio_cap=50.0), total_steps=10)
+    trainer = Trainer(
+        tiny_student(), learner_config(warmup_steps=0, lr=1e-2, importance=("truncated", {"cap": 50.0})), total_steps=10
+    )
     items = [make_item(str(i), [0, 0] + [1] * 8, seed=i) for i in range(4)]
     for train_item in items:
         train_item.teacher_ML[:] = -0.1
@@ -106,7 +110,7 @@ def test_steps_raise_the_logprob_of_tokens_that_the_teacher_likes(tiny_student: 
 
 def test_metrics_equal_a_loop_over_tokens(tiny_student: Student, make_item: Make) -> None:
     items = _items(make_item)
-    config = LearnerConfig(**SGD_LIKE, ratio_cap=1.2, pack_tokens=16)
+    config = learner_config(**SGD_LIKE, importance=("truncated", {"cap": 1.2}), pack_tokens=16)
     metrics = Trainer(tiny_student(), config, total_steps=10).step(items)
     plain = tiny_student("eager")
     s, mu, kl, entropy = [], [], [], []

@@ -17,6 +17,7 @@ from learner.batch.packing import BatchError, TrainItem
 from learner.config import LearnerConfig
 from learner.prompts.config import TaskConfig
 from learner.step.train_step import Trainer
+from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 
 Make = Callable[..., TrainItem]
@@ -54,29 +55,26 @@ def _near_the_student(items: Sequence[TrainItem], model: PreTrainedModel) -> lis
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "k2": {"divergence": "k2"},
     "k3": {"divergence": "k3", "coef": 0.3, "teacher_coefs": {"math": 2.0}},
-    "grpo with ppo's clip, mixed": {"advantage": "grpo", "importance": "ppo", "ratio_low": 0.8, "ratio_high": 1.2},
+    "grpo with ppo's clip, mixed": {"advantage": "grpo", "importance": "ppo"},
     "gspo": {
         "advantage": "grpo",
         "coef": 0.0,
-        "importance": "gspo",
-        "ratio_low": 0.9,
-        "ratio_high": 1.1,
+        "importance": ("gspo", {"low": 0.9, "high": 1.1}),
         "aggregation": "sequence_mean",
     },
     "dr. grpo": {
-        "advantage": "grpo",
-        "advantage_std": False,
+        "advantage": ("grpo", {"std": False}),
         "coef": 0.0,
         "importance": "ppo",
         "aggregation": "constant",
     },
-    "reinforce++ and whole-rollout weights": {"advantage": "reinforce_pp", "importance": "sequence", "ratio_cap": 1.3},
+    "reinforce++ and whole-rollout weights": {"advantage": "reinforce_pp", "importance": ("sequence", {"cap": 1.3})},
     "reinforce++ with a baseline": {"advantage": "reinforce_pp_baseline", "importance": "geometric_masked"},
 }
 
 
 def _config(**fields: Any) -> LearnerConfig:
-    return LearnerConfig(tasks=TaskConfig(routes=ROUTES), **PLAIN, **fields)
+    return learner_config(tasks=TaskConfig(routes=ROUTES), **PLAIN, **fields)
 
 
 @pytest.mark.parametrize("fields", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -116,7 +114,7 @@ def _slow_gspo(model: PreTrainedModel, items: Sequence[TrainItem]) -> dict[str, 
 
 def test_rewards_alone_have_no_figure_that_needs_a_teacher(tiny_student: Student, make_item: Make) -> None:
     items = [make_item(name, [0, 1, 1], teachers=(), task_id=1, reward=r) for name, r in (("a", 1.0), ("b", 0.0))]
-    config = LearnerConfig(tasks=TaskConfig(routes={}), advantage="grpo", coef=0.0)
+    config = learner_config(tasks=TaskConfig(routes={}), advantage="grpo", coef=0.0)
     figures = Trainer(tiny_student(), config, total_steps=2).step(items).as_dict()
     assert figures["tokens_ungraded"] == figures["tokens"] == 4 and figures["grad_norm"] > 0
     assert not figures.keys() & {"reverse_kl", "divergence"}
@@ -193,11 +191,8 @@ def test_mixed_mode_with_several_teachers_is_one_sum_after_the_other(tiny_studen
         divergence="k3",
         coef=0.3,
         teacher_coefs={"math": 2.0},
-        advantage="grpo",
-        advantage_std=False,
+        advantage=("grpo", {"std": False}),
         importance="ppo",
-        ratio_low=0.8,
-        ratio_high=1.2,
         pack_tokens=16,
     )
     got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)

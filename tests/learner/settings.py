@@ -1,0 +1,35 @@
+"""A learner's settings in one call, those of its objective among them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from learner.config import LearnerConfig
+from learner.objectives.config import ObjectiveConfig
+from learner.objectives.registry import ADVANTAGE, DIVERGENCE, WEIGHT
+
+CHOICES: Final = {"divergence": DIVERGENCE, "importance": WEIGHT, "advantage": ADVANTAGE}
+OBJECTIVE: Final = frozenset(field.name for field in msgspec.structs.fields(ObjectiveConfig))
+
+
+def objective_config(**fields: Any) -> ObjectiveConfig:
+    """A member is a name, or (name, options)."""
+    return ObjectiveConfig(**{name: _value(name, value) for name, value in fields.items()})
+
+
+def learner_config(**fields: Any) -> LearnerConfig:
+    """`fields`: of LearnerConfig, and of ObjectiveConfig."""
+    objective = objective_config(**{name: value for name, value in fields.items() if name in OBJECTIVE})
+    return LearnerConfig(objective=objective, **{n: value for n, value in fields.items() if n not in OBJECTIVE})
+
+
+def _value(name: str, value: Any) -> Any:
+    match value:
+        case str() if name in CHOICES:
+            return CHOICES[name].make(value)
+        case str() as member, dict() as options:
+            return CHOICES[name].make(member, **options)
+        case _:
+            return value
