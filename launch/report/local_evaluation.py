@@ -216,7 +216,8 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
             evaluator.close()
         whole = not (result.failed or result.missing or result.ungraded)
         if result.accuracy_sampled is not None and whole:
-            measured[pool.name] = MeasuredTeacher(accuracy_sampled=result.accuracy_sampled, n_sampled=result.n_sampled)
+            n_sampled = result.n_sampled or 0
+            measured[pool.name] = MeasuredTeacher(accuracy_sampled=result.accuracy_sampled, n_sampled=n_sampled)
     return measured
 
 
