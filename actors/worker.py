@@ -28,13 +28,12 @@ from actors.rollouts_running import RunningRollouts
 from engines.base import EngineLost, EngineMismatch, GenerationEngine
 from engines.provider import StudentModel, StudentSource
 from engines.registry import find_engine
-from protocol.client import Client
+from protocol.client import Client, worker_client
 from protocol.codec import Received
 from protocol.context import ExitCode, RoleContext
 from protocol.keys import run_client_keys
 from protocol.messages import (
     CancelRollout,
-    Hello,
     SegmentAck,
     Shutdown,
     TicketCredit,
@@ -212,16 +211,8 @@ def main(ctx: RoleContext[ActorRunConfig]) -> int:
 def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
     """Connect and run rollouts until Shutdown."""
     config = ctx.config.actor
-    hello = Hello(
-        role="actor",
-        name=ctx.name,
-        incarnation=ctx.incarnation,
-        run_id=ctx.run_id,
-        vocab_fingerprint=source.fingerprint,
-    )
     with ExitStack() as stack:
-        own_keys = run_client_keys(ctx.run_dir, "actor", ctx.name)
-        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=own_keys))
+        client = stack.enter_context(worker_client(ctx, source.fingerprint))
         student = source.start(client.wake)
         stack.callback(student.engine.close)
         welcome = client.connect()

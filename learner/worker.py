@@ -34,12 +34,11 @@ from learner.step.ema import StudentEma
 from learner.step.train_step import Trainer
 from learner.stopping import StopAsked, StopRequest
 from models.tokenizer import load_tokenizer, token_map_fingerprint
-from protocol.client import Client
+from protocol.client import Client, worker_client
 from protocol.context import ExitCode, RoleContext
 from protocol.fingerprint import vocab_tokens
-from protocol.keys import run_client_keys, run_server_keys
+from protocol.keys import run_server_keys
 from protocol.messages import (
-    Hello,
     PostWeightPlan,
     Snapshot,
     TeacherWeights,
@@ -131,18 +130,10 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     except (CriticStateError, CheckpointError, NamesError) as error:
         log.error("%s", error)
         return ExitCode.USELESS
-    hello = Hello(
-        role="learner",
-        name=ctx.name,
-        incarnation=ctx.incarnation,
-        run_id=ctx.run_id,
-        vocab_fingerprint=start.fingerprint,
-    )
     with ExitStack() as stack:
         if start.mixer is not None:
             stack.callback(start.mixer.close)
-        keys = run_client_keys(ctx.run_dir, "learner", ctx.name)
-        client = stack.enter_context(Client(ctx.buffer_address, hello, keys=keys))
+        client = stack.enter_context(worker_client(ctx, start.fingerprint))
         welcome = client.connect()
         noted = newest_epoch(ctx.run_dir) if ctx.resume else None
         version = first_version(start.version, welcome.version, noted, resume=ctx.resume)

@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import Self
 
 from protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
+from protocol.context import RoleContext
 from protocol.errors import LocalProtocolError, NotConnected, SendTimeout
 from protocol.flow import UNTRACKED, ack_keys
-from protocol.keys import ClientKeys
+from protocol.keys import ClientKeys, run_client_keys
 from protocol.link import Link, LinkState
 from protocol.messages import Hello, Message, WeightVersion, Welcome
 from protocol.outbox import Outbox
@@ -219,3 +220,18 @@ class Client:
             raise NotConnected("the client was closed; make a new one")
         if self._link is None:
             raise NotConnected("not connected; call connect() first")
+
+
+def worker_client(ctx: RoleContext[object], vocab_fingerprint: str, *, pool: str = "") -> Client:
+    """The client of the worker that this process is, with its own keys; `connect` comes later. Raises KeysUnusable."""
+    if ctx.role == "buffer":
+        raise LocalProtocolError("the buffer is what workers connect to; it has no client")
+    hello = Hello(
+        role=ctx.role,
+        name=ctx.name,
+        incarnation=ctx.incarnation,
+        run_id=ctx.run_id,
+        vocab_fingerprint=vocab_fingerprint,
+        pool=pool,
+    )
+    return Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, ctx.role, ctx.name))

@@ -36,13 +36,11 @@ from engines.base import (
 )
 from engines.provider import ScorerSource, TeacherModel
 from engines.registry import find_engine
-from protocol.client import Client
+from protocol.client import Client, worker_client
 from protocol.codec import Array
 from protocol.context import ExitCode, RoleContext
 from protocol.errors import EncodeError
-from protocol.keys import run_client_keys
 from protocol.messages import (
-    Hello,
     ScoreCredit,
     ScoreFailed,
     ScoreItem,
@@ -364,16 +362,8 @@ def main(ctx: RoleContext[TeacherRunConfig]) -> int:
 
 def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
     config = ctx.config.teacher
-    hello = Hello(
-        role="teacher",
-        name=ctx.name,
-        incarnation=ctx.incarnation,
-        run_id=ctx.run_id,
-        vocab_fingerprint=source.fingerprint,
-        pool=config.pool,
-    )
-    keys = run_client_keys(ctx.run_dir, "teacher", ctx.name)
-    with contextlib.closing(source.start()) as engine, Client(ctx.buffer_address, hello, keys=keys) as client:
+    client = worker_client(ctx, source.fingerprint, pool=config.pool)
+    with contextlib.closing(source.start()) as engine, client:
         client.connect()
         checked = self_check(engine, source.vocab_tokens)
         worker = TeacherWorker(

@@ -99,7 +99,7 @@ def test_a_server_with_another_tp_ends_its_worker_for_good(
 ) -> None:
     monkeypatch.setattr(engines.sglang.engine, "SGLangEngine", Server)
     monkeypatch.setattr(engines.sglang.scorer, "SGLangScorer", Server)
-    monkeypatch.setattr(f"{role}s.worker.Client", Connection)
+    monkeypatch.setattr("protocol.client.Client", Connection)
     monkeypatch.setattr(Server, "closed", 0)
     settings = {"engine": "sglang", "server": {"device": "cuda"}}
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
