@@ -372,7 +372,7 @@ def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str,
     progress, times = loop.progress, loop.clock.total()
     return {
         "steps": loop.version.step,
-        "eval": [result.point for result in progress.evaluations],
+        "eval": [msgspec.to_builtins(result.point) for result in progress.evaluations],
         "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
         "versions_published": loop.versions_published,
         "tokens_trained_offline": progress.tokens_trained_offline,

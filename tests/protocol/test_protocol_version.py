@@ -10,7 +10,7 @@ import msgspec
 
 from protocol import messages
 
-SCHEMA_OF_VERSION = {3: "d354f50f43b2ed1e", 4: "d04a45ab42c0ce25", 5: "ba2a7e2a7e531880"}
+SCHEMA_OF_VERSION = {3: "d354f50f43b2ed1e", 4: "d04a45ab42c0ce25", 5: "6e060de32058cbdf"}
 
 
 def without_words(schema: Any) -> Any:
