@@ -14,6 +14,7 @@ from tests.metrics_page import unexplained
 
 ROOT = Path(__file__).parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.toml")))
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "CHANGELOG.md"})
 PROGRAMS = re.compile(r"(?<![\w/.-])(?P<program>[\w/.-]*(?:python3?|tensorboard))(?= (?:-m |launch/|--logdir))")
 COMMAND = re.compile(r"\.venv/bin/python (?P<what>launch/cluster\.py|-m (?P<module>[\w.]+))(?P<rest>[^`\n#]*)")
 
@@ -49,3 +50,14 @@ def test_a_figure_that_the_page_of_metrics_does_not_explain_is_noticed() -> None
         "new/figure",
         "train/loss_of_another",
     ]
+
+
+NAMED = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|toml|md|txt))(?::\w+)?`|\]\(([\w./-]+\.(?:md|toml|py))(?:#[\w-]*)?\)")
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(file: Path) -> None:
+    """From the top folder, from the page's own, or from tests/. The changelog names what was."""
+    named = {name for pair in NAMED.findall(file.read_text()) for name in pair if name}
+    folders = (ROOT, file.parent, ROOT / "tests")
+    assert sorted(name for name in named if not any((folder / name).exists() for folder in folders)) == []
