@@ -108,7 +108,6 @@ class LossTerms:
     """Cost of the token, summed over its teachers without their coefficients."""
     student_N: Tensor
     """sg[s]."""
-    ratio_N: Tensor
     weights_N: Tensor
     cut_N: Tensor
     reverse_kl_N: Tensor
@@ -175,7 +174,6 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         slope_N=slope_N,
         divergence_N=torch.where(inputs.routed_MN, cost_MN, 0.0).sum(dim=0),
         student_N=current_N,
-        ratio_N=ratios.ratio(),
         weights_N=weights_N,
         cut_N=cut_N,
         reverse_kl_N=torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0),

@@ -6,10 +6,10 @@ No torch: sums arrive here as numbers.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSums:
     """Sums over trained tokens of one microbatch, or of several; `ratio_max` is a maximum."""
 
@@ -33,12 +33,16 @@ class StepSums:
 
     @classmethod
     def zero(cls) -> StepSums:
-        return cls(0, *([0.0] * (len(fields(cls)) - 1)))
+        return cls(tokens=0, **dict.fromkeys(SUMS, 0.0))
 
     def plus(self, other: StepSums) -> StepSums:
         summed: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         summed["ratio_max"] = max(self.ratio_max, other.ratio_max)
         return StepSums(**summed)
+
+
+SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name != "tokens")
+"""Names of the sums beside the number of tokens, in the order in which a step reads them from the device."""
 
 
 @dataclass(frozen=True)

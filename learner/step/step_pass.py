@@ -14,12 +14,12 @@ from torch import Tensor
 
 from learner.batch.packing import Microbatch, TrainItem
 from learner.objectives.losses import TokenInputs
-from learner.reports.step_metrics import StepSums
+from learner.reports.step_metrics import SUMS, StepSums
 from learner.step.critic import ValueTerms
 from learner.step.nonfinite import NonFiniteError, refuse_nonfinite
 from learner.step.step_loss import MicrobatchTerms
 
-N_FIGURES: Final = 15
+N_FIGURES: Final = len(SUMS) + 2
 """Sums for the metrics, and at the end whether the student's log-probs and the loss are finite (1.0)."""
 
 
@@ -38,25 +38,23 @@ class StepPass(NamedTuple):
         terms = self.student.terms
         graded_N = self.inputs.routed_MN.any(dim=0)
         ratio_N = (terms.student_N - self.inputs.behaviour_N).double().exp()
-        figures = torch.stack(
-            [
-                self.student.loss.detach().double(),
-                terms.divergence_N.double().sum(),
-                terms.reverse_kl_N.double().sum(),
-                graded_N.double().sum(),
-                ratio_N.sum(),
-                ratio_N.square().sum(),
-                terms.cut_N.double().sum(),
-                terms.weights_N.double().sum(),
-                self.student.entropy_N.double().sum(),
-                terms.student_N.double().sum(),
-                terms.advantage_N.double().sum(),
-                self.value.error_N.double().sum(),
-                ratio_N.max(),
-                torch.isfinite(terms.student_N).all().double(),
-                torch.isfinite(self.loss.detach()).double(),
-            ]
-        )
+        sums = {
+            "loss": self.student.loss.detach(),
+            "divergence": terms.divergence_N.double().sum(),
+            "reverse_kl": terms.reverse_kl_N.double().sum(),
+            "graded": graded_N.double().sum(),
+            "ratio": ratio_N.sum(),
+            "ratio_squared": ratio_N.square().sum(),
+            "cut": terms.cut_N.double().sum(),
+            "weight": terms.weights_N.double().sum(),
+            "entropy": self.student.entropy_N.double().sum(),
+            "logprob": terms.student_N.double().sum(),
+            "advantage": terms.advantage_N.double().sum(),
+            "value_error": self.value.error_N.double().sum(),
+            "ratio_max": ratio_N.max(),
+        }
+        finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
+        figures = torch.stack([one.double() for one in (*(sums[name] for name in SUMS), *finite)])
         per_token_N = terms.slope_N * terms.student_N + terms.divergence_N
         return PassLeft(microbatch, figures, terms.student_N, per_token_N, self.value.error_N)
 
@@ -81,7 +79,7 @@ class PassLeft(NamedTuple):
             self._refuse(self.per_token_N, items, update, "loss")
             self._refuse(self.value_error_N, items, update, "value loss")
             raise NonFiniteError(f"{update}: the sum of the losses overflows; it was not made")
-        return StepSums(len(self.student_N), *sums)
+        return StepSums(tokens=len(self.student_N), **dict(zip(SUMS, sums, strict=True)))
 
     def _refuse(self, value_N: Tensor, items: Sequence[TrainItem], update: str, what: str) -> None:
         refuse_nonfinite(value_N, self.microbatch, items, update=update, what=what)
