@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,data]'
 	@touch $@
 
-demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, under two minutes on two cores
+demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
 # Tests mostly wait, hence more processes than cores; a file stays together.
