@@ -54,8 +54,12 @@ def test_a_run_ends_with_every_worker_having_contributed(launch: Launch, tmp_pat
     assert summary["learner"]["busy_fraction"] + sum(fractions.values()) == pytest.approx(1.0, abs=1e-6)
     assert (run.run_dir / "checkpoints" / "step_000006" / "model.safetensors").is_file()
     assert any((run.run_dir / "tensorboard").iterdir())
-    last = run.steps()[-1]
-    assert 0 <= last["rollouts/reward_mean"] <= 1 and last["actors/generation_s"] > 0 and last["teachers/score_s"] > 0
+    rows = run.steps()
+    rewards = [row["rollouts/reward_mean"] for row in rows if "rollouts/reward_mean" in row]
+    assert rewards and 0 <= min(rewards) <= max(rewards) <= 1
+    for figure in ("actors/generation_s", "teachers/score_s"):  # left out of a step since which nothing was done
+        measured = [row[figure] for row in rows if figure in row]
+        assert measured and min(measured) > 0, figure
 
 
 @pytest.mark.slow
