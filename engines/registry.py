@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-import sys
-from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Final
 
 from engines.provider import EngineProvider, EngineRole
+from protocol.plugins import installed, load
 
 ENTRY_POINT_GROUP: Final = "stillhouse.engines"
 BUILT_IN: Final = {
@@ -36,8 +33,7 @@ class UnknownEngine(ValueError):
 
 def known_engines() -> dict[str, str]:
     """Name -> `module:attribute` of its provider. A package cannot take a built-in name."""
-    installed = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return installed | BUILT_IN
+    return installed(ENTRY_POINT_GROUP) | BUILT_IN
 
 
 @functools.cache
@@ -54,10 +50,8 @@ def find_engine(name: str) -> EngineProvider:
             f"unknown engine {name!r}{nearest} Known: {', '.join((AUTO, *sorted(known)))}. Others are named "
             f"module:attribute, or by an entry point in the group {ENTRY_POINT_GROUP!r}"
         )
-    module_name, _, attribute = path.partition(":")
-    _look_in_working_directory()
     try:
-        provider: object = getattr(importlib.import_module(module_name), attribute)
+        provider = load(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnknownEngine(f"engine {name!r}: cannot load {path!r}: {error}") from error
     if not isinstance(provider, EngineProvider):
@@ -79,11 +73,3 @@ def check_engine(role: EngineRole, name: str, urls: tuple[str, ...]) -> None:
     if urls and provider.servers is None:
         on_servers = ", ".join(other for other in BUILT_IN if find_engine(other).servers is not None)
         raise ValueError(f"urls are for engine {on_servers}, got engine {name}")
-
-
-def _look_in_working_directory() -> None:
-    """After everything else, in the launcher as in the workers: a user's module lies where the command is typed, and
-    the launcher starts Python with -P."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)

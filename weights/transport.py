@@ -16,13 +16,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Literal, Protocol, TypeAlias, cast
 
 import torch
 
 from protocol.keys import ServerKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.plugins import installed
 from weights.config import BUILT_IN, ENTRY_POINTS, WeightsConfig
 from weights.control_messages import Check
 from weights.group_operations import BackendName
@@ -119,7 +119,7 @@ def make_transport(setup: Setup) -> Transport:
     name = "collective" if setup.config.transport == "auto" else setup.config.transport
     target = BUILT_IN.get(name, name)
     if ":" not in target:
-        found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+        found = installed(ENTRY_POINTS)
         if name not in found:
             known = ", ".join(["auto", *BUILT_IN, *found])
             raise ValueError(f"weights.transport = {name}; expected one of {known}, or module:attribute of your own")

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from actors.config import EnvConfig
 from actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
+from protocol.plugins import installed, load
 
 ENTRY_POINT_GROUP = "stillhouse.environments"
 BUILT_IN = {
@@ -34,8 +31,7 @@ class UnknownEnvironment(ValueError):
 
 def known_environments() -> dict[str, str]:
     """Name -> `module:Class`. A package cannot take a built-in name."""
-    installed = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return installed | BUILT_IN
+    return installed(ENTRY_POINT_GROUP) | BUILT_IN
 
 
 @functools.cache
@@ -53,23 +49,13 @@ def find_environment(name: str) -> EnvironmentFactory:
             f"unknown environment {name!r}{nearest} Known: {', '.join(sorted(known))}. Others are named module:Class, "
             f"or by an entry point in the group {ENTRY_POINT_GROUP!r}"
         )
-    module_name, _, attribute = path.partition(":")
-    _look_in_working_directory()
     try:
-        factory = getattr(importlib.import_module(module_name), attribute)
+        factory = load(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnknownEnvironment(f"environment {name!r}: cannot load {path!r}: {error}") from error
     if not callable(factory):
         raise UnknownEnvironment(f"environment {name!r}: {path!r} is a {type(factory).__name__}, expected a class")
     return cast(EnvironmentFactory, factory)
-
-
-def _look_in_working_directory() -> None:
-    """After everything else, in the launcher as in the actors: a user's module lies where the command is typed, and the
-    launcher starts Python with -P."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:

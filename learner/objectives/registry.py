@@ -36,6 +36,7 @@ from learner.objectives.options import (
     Sampled,
     TokenAdvantage,
 )
+from protocol.plugins import installed
 from protocol.settings import Member, Members
 
 
@@ -203,8 +204,8 @@ ADVANTAGE = Choice(ADVANTAGES, TOKEN_ADVANTAGES)
 
 def known_members(group: Group) -> dict[str, str]:
     """Name -> `module:function`. A package cannot take a built-in name."""
-    installed = {entry.name: entry.value for entry in entry_points(group=group.entry_points)}
-    return dict(group.built_in) | installed | dict(group.built_in)
+    built_in = dict(group.built_in)
+    return built_in | installed(group.entry_points) | built_in
 
 
 def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> str:

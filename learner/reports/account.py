@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from protocol.atomic_file import write_atomic
 from protocol.messages import WeightVersion
 from recording.append_file import Unwritten
 
@@ -48,14 +49,8 @@ class AccountFile:
         whole = {**account, "eval": [points[step] for step in sorted(points)]}
         if self._reverse_kl_first is not None:
             whole["reverse_kl_first"] = self._reverse_kl_first
-        temporary = self._file.with_name(f".{self._file.name}.tmp")
         try:
-            try:
-                temporary.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2))
-                temporary.replace(self._file)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_atomic(self._file, msgspec.json.format(msgspec.json.encode(whole), indent=2))
         except OSError as error:
             self._unwritten.count(self._file.name, 1, error)
             return False
