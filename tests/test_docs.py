@@ -61,3 +61,19 @@ def test_files_that_a_page_names_are_there(file: Path) -> None:
     named = {name for pair in NAMED.findall(file.read_text()) for name in pair if name}
     folders = (ROOT, file.parent, ROOT / "tests")
     assert sorted(name for name in named if not any((folder / name).exists() for folder in folders)) == []
+
+
+LINK = re.compile(r"\]\((?P<page>[\w./-]*\.md)?#(?P<anchor>[\w-]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_headings_that_a_page_links_to_are_there(file: Path) -> None:
+    links = [(found["page"], found["anchor"]) for found in LINK.finditer(file.read_text())]
+    pages = [(file.parent / page if page else file, anchor) for page, anchor in links]
+    assert [(page.name, anchor) for page, anchor in pages if anchor not in anchors(page)] == []
