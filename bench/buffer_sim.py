@@ -13,7 +13,7 @@ from tests.sim.buffer.sim import run
 
 
 def cpu_s() -> float:
-    """Of this process and of its children that have ended."""
+    """CPU time of this process and its ended children, seconds."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -14,8 +14,8 @@ that the launcher starts again, unless --roles says others. The same seed draws 
 Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
 the wire by the proxy, nothing found by the audit of the run's record (`cluster.py audit`), evaluation as that of a run
 without faults within noise (--no-reference leaves it out), and no process, descriptor or mount left. Exit code 1 if
-anything is wrong. --runs: so many runs one after the other without a reference, seed after seed, each under another
-bound, release policy and group size.
+anything is wrong. --runs N makes N runs in sequence, without a reference. Each has its own
+seed, staleness bound, release policy and group size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.sim.chaos.faults import KINDS, UNUSUAL, Fault, Kind
 
 STEPS_PER_FAULT = 4
 SIGMAS = 3.0
-"""Accuracies may differ by so many standard errors of their difference, and by ACCURACY_SLACK."""
+"""Accuracies may differ by this many standard errors of their difference, plus ACCURACY_SLACK."""
 ACCURACY_SLACK = 0.03
 KL_SLACK = 0.3
 """The reverse KL at the end may be larger than without faults by this share of what training took off."""
@@ -82,8 +82,8 @@ def main() -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=30, help="of each run")
-    parser.add_argument("--runs", type=int, default=0, help="so many runs, each under other settings, all audited")
+    parser.add_argument("--faults", type=int, default=30, help="faults in each run")
+    parser.add_argument("--runs", type=int, default=0, help="number of audited runs, each with different settings")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--roles", default=",".join(sorted(RESTARTABLE)), help="whose death the run must survive")
     parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind not in UNUSUAL))
@@ -104,19 +104,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def differences(faulted: dict[str, Any], undisturbed: dict[str, Any]) -> list[str]:
-    """What the last evaluations differ in beyond noise. The seeds are the same, the order of events is not."""
-    told: list[str] = []
+    """Differences of the last evaluations beyond noise. The seeds are the same, but the order of events differs."""
+    found: list[str] = []
     if not faulted["eval"] or faulted["eval"][-1]["step"] != undisturbed["eval"][-1]["step"]:
         return ["the run has no evaluation at its end"]
     first, ours, other = undisturbed["eval"][0], faulted["eval"][-1], undisturbed["eval"][-1]
     p, q, n = ours["accuracy_sampled"], other["accuracy_sampled"], max(1, min(ours["n_sampled"], other["n_sampled"]))
     allowed = ACCURACY_SLACK + SIGMAS * math.sqrt((p * (1 - p) + q * (1 - q)) / n)
     if q - p > allowed:
-        told.append(f"accuracy {p:.3f} with faults, {q:.3f} without; up to {allowed:.3f} would be noise")
+        found.append(f"accuracy {p:.3f} with faults, {q:.3f} without; up to {allowed:.3f} would be noise")
     gained = first["reverse_kl"] - other["reverse_kl"]
     if ours["reverse_kl"] - other["reverse_kl"] > KL_SLACK * max(gained, 0.0):
-        told.append(f"reverse KL {ours['reverse_kl']:.3f} with faults, {other['reverse_kl']:.3f} without")
-    return told
+        found.append(f"reverse KL {ours['reverse_kl']:.3f} with faults, {other['reverse_kl']:.3f} without")
+    return found
 
 
 def report(plan: Plan, verdict: Verdict, undisturbed: dict[str, Any] | None, command: str) -> str:

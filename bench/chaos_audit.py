@@ -33,7 +33,7 @@ COLUMNS: Final = (
 
 
 class Setting(NamedTuple):
-    """What one run differs in."""
+    """The settings that differ between runs."""
 
     seed: int
     bound: int

@@ -1,15 +1,15 @@
-"""One optimizer step on a device: does packing hold there, what does the step take, which attention runs, and is its
-gradient that of the CPU? For the first hour on a GPU (docs/gpu.md).
+"""Checks one optimizer step on a device: that packing is exact there, how long the step takes, which attention runs,
+and that its gradient equals the CPU's. For the first hour on a GPU (docs/gpu.md).
 
     python bench/device_step.py --device cuda:0 --model FOLDER --tokens 4096
     python bench/device_step.py --device cpu                                    the same here, on the built-in student
 
-One sequence of so many tokens, for each `learner.dtype`. The first step warms up, the second is timed. Memory: the most
-that torch had allocated on the GPU; on a CPU by how much the process grew. Gradients are taken before clipping and
-compared with those of float32 on the CPU (`--no-reference` leaves that out: for models too large for it).
+One sequence of --tokens tokens, for each `learner.dtype`. The first step warms up, the second is timed. Memory: on a
+GPU the peak that torch allocated, on a CPU the growth of the process. Gradients are taken before clipping and
+compared with those of float32 on the CPU (`--no-reference` leaves that out, for models too large for it).
 
-Exit code 1 when attention in plain matrix products (`_scaled_dot_product_attention_math`) runs on a GPU, whose scores
-take T * T floats per head, or when a gradient points elsewhere (cosine below 0.99).
+Exit code 1 if attention by plain matrix products (`_scaled_dot_product_attention_math`) runs on a GPU, where its scores
+take T * T floats per head, or if a gradient differs in direction (cosine below 0.99).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
     attention: tuple[str, ...]
     """Names of the attention operations that torch's profiler saw."""
     gradient_P: Tensor
-    """Of all parameters, float32, on the CPU."""
+    """Gradient of all parameters, float32, on the CPU."""
 
 
 def main() -> int:
@@ -104,7 +104,7 @@ def measure(model: str, device: torch.device, dtype: Dtype, item: TrainItem) -> 
 
 
 def _first_step(trainer: Trainer, item: TrainItem) -> tuple[Tensor, tuple[str, ...]]:
-    """Its gradient, scaled back where it was clipped, and the attention operations in it."""
+    """Gradient of one step before clipping, and the attention operations that the step used."""
     gradients: list[Tensor] = []
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -58,7 +58,7 @@ MAX_INPUT_BYTES = 1 << 16
 
 
 def pack(frames: Frames) -> bytes:
-    """As one input of a fuzzer: each frame behind its length."""
+    """Pack frames into one input of a fuzzer: each frame follows its length."""
     return b"".join(len(frame).to_bytes(2, "little") + frame for frame in frames)
 
 

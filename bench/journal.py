@@ -1,4 +1,4 @@
-"""What the journal costs, and how fast a buffer is back.
+"""Measures the cost of the journal, and how fast a buffer recovers from it.
 
     python bench/journal.py                 all of it, three to five minutes
     python bench/journal.py --only stores   stores | cost | replay | image | kills
@@ -52,12 +52,14 @@ def stores(folder: Path) -> None:
         for n_bytes, n in ((200, 2000), (10_000, 2000), (300_000, 200)):
             n = n if sync == "process" else n // 10
             rates: list[float] = []
-            told: list[str] = []
+            cells: list[str] = []
             for kind in (Store, SqliteStore):
                 seconds, cpu_s = median_of(3, partial(_fill, kind, folder, sync, n_bytes, n))
                 rates.append(n / seconds)
-                told.append(f"{n / seconds:8,.0f}/s {n * n_bytes / seconds / 1e6:6.1f} MB/s {cpu_s / n * 1e6:5,.0f} us")
-            print(f"{sync:8} {n_bytes:>7} B   {told[0]:>28}   {told[1]:>28}   {rates[0] / rates[1]:5.2f}")
+                cells.append(
+                    f"{n / seconds:8,.0f}/s {n * n_bytes / seconds / 1e6:6.1f} MB/s {cpu_s / n * 1e6:5,.0f} us"
+                )
+            print(f"{sync:8} {n_bytes:>7} B   {cells[0]:>28}   {cells[1]:>28}   {rates[0] / rates[1]:5.2f}")
 
 
 def _fill(kind: type[Store] | type[SqliteStore], folder: Path, sync: Sync, n_bytes: int, n: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ PAGE_BYTES: Final = 4 << 10
 CHECKPOINT_PAGES: Final = 4096
 """16 MiB of WAL are copied into the database at a time."""
 WAL_LIMIT_BYTES: Final = 64 << 20
-"""What an image makes of the WAL is given back afterwards, down to this."""
+"""After an image is written the WAL is truncated to this size."""
 
 _SCHEMA: Final = """
 CREATE TABLE meta (id INTEGER PRIMARY KEY CHECK (id = 0), crc INTEGER NOT NULL, body BLOB NOT NULL);
@@ -50,7 +50,7 @@ class SqliteStore:
 
     @property
     def file_bytes(self) -> int:
-        """Of database and WAL on the disk."""
+        """Size of the database and its WAL on disk."""
         wal = self.path.with_name(self.path.name + "-wal")
         return sum(file.stat().st_size for file in (self.path, wal) if file.exists())
 

@@ -27,7 +27,7 @@ Kind: TypeAlias = Literal["actor", "streaming", "whole"]
 
 
 class Client(msgspec.Struct, kw_only=True):
-    """What such a process does."""
+    """The work of one client process."""
 
     kind: Kind
     url: str
@@ -42,7 +42,7 @@ class Client(msgspec.Struct, kw_only=True):
 
 
 class Round(msgspec.Struct):
-    """What a bare client did in one."""
+    """Results of one round of a client without Stillhouse."""
 
     tokens: int
     wall_s: float

@@ -101,7 +101,7 @@ def report(args: argparse.Namespace, rows: Sequence[tuple[str, Accuracies]]) -> 
     return f"""# Two specialist teachers and one student
 
 `python bench/specialists.py --steps {args.steps} --seeds {args.seeds}`: the built-in teacher, which has never seen a
-product, and one that has never seen a sum, each grade the prompts of their own tag
+product, and one that has never seen a sum, each score the prompts of their own tag
 (`examples/recipes/specialists.toml`, [docs/teachers.md](../teachers.md)). Share of 256 evaluation problems answered
 exactly, one sample each at temperature 1; half are sums, half products, of 2 to 5 digits.
 

@@ -1,5 +1,5 @@
-"""What the protocol costs over bare pyzmq, and encryption over the protocol: the same Segment frames, actor -> buffer,
-each acknowledged.
+"""Measures the cost of the protocol over plain pyzmq, and of encryption over the protocol: the same Segment frames,
+actor -> buffer, each acknowledged.
 
     python bench/wire.py [--seconds 2] [--rounds 3]
 
@@ -47,7 +47,7 @@ class Result(NamedTuple):
     messages_per_s: float
     megabytes_per_s: float
     cpu_us: float
-    """Of both processes together, per message: what is left to compare on a busy machine."""
+    """CPU time of both processes per message. On a busy machine it compares better than wall time."""
     round_trip_us: float
 
 
@@ -71,7 +71,8 @@ class Load:
 
 
 def serve_ours(ready: Connection, n_tokens: int, reject: bool, keys: Path | None = None) -> None:
-    """Acknowledge until told to stop. Rejections reach the caller of the client, which the round trip needs."""
+    """Acknowledge every message until asked to stop; reject instead where the round trip is measured: only rejections
+    reach the caller of the client."""
     server = Server(
         "tcp://127.0.0.1:0",
         run_id=RUN,
@@ -205,7 +206,7 @@ def encrypted(keys: Path) -> Way:
 
 @contextmanager
 def server_process(way: Way, load: Load, *, reject: bool) -> Generator[tuple[str, psutil.Process]]:
-    """Its address and itself; ends with the block."""
+    """Run a server process for the duration of the block. Yields its address and the process."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=way.serve, args=(there, load.n_tokens, reject))
     process.start()
@@ -243,7 +244,7 @@ def checksum_s(load: Load) -> float:
 
 
 def cpu_s(other: psutil.Process) -> float:
-    """Of this process and another, so far."""
+    """CPU time of this process and another so far, seconds."""
     times = other.cpu_times()
     return time.process_time() + times.user + times.system
 
