@@ -39,7 +39,7 @@ from buffer.state import BufferState
 from protocol import messages as m
 from protocol.handshake import Doorkeeper
 from protocol.messages import WeightVersion
-from protocol.session_book import SessionBook
+from protocol.session import SessionBook
 from tests.sim.synthetic_run import RUN, VOCAB, BufferProcess, Shape, SyntheticRun
 
 CONFIG = BufferConfig(heartbeat_s=0.5, peer_timeout_s=30.0, max_staleness=4, batch_rollouts=32)

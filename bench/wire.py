@@ -29,13 +29,12 @@ import numpy as np
 import psutil
 import zmq
 
-from protocol.checksum import checksum
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.keys import load_client_keys, load_server_keys, make_keys
 from protocol.messages import Heartbeat, HeartbeatReply, Hello, Segment, SegmentAck, VersionSpan, WeightVersion
 from protocol.server import FromPeer, Server
-from protocol.sockets import new_socket
+from protocol.sockets import checksum, new_socket
 
 TOKENS = (32, 1_024, 65_536)
 WINDOW = 256

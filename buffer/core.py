@@ -10,10 +10,10 @@ from buffer.state import BufferState, Outgoing
 from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn
 from protocol.codec import encode
 from protocol.flow import UNNUMBERED
+from protocol.handshake import PeerId
 from protocol.messages import Batch, Heartbeat, Snapshot
 from protocol.server import FromPeer
-from protocol.session import PeerId
-from protocol.session_book import SessionBook
+from protocol.session import SessionBook
 
 
 class Core:

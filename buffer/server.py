@@ -31,12 +31,12 @@ from buffer.config import BufferConfig
 from buffer.journal.image import release_hash
 from buffer.journal.recovery import Beginning, Started, start
 from buffer.loop import BufferLoop, SigtermCount
+from protocol.addresses import lasting_ports
 from protocol.atomic_file import write_atomic
 from protocol.context import ExitCode
 from protocol.errors import AddressUnusable
 from protocol.keys import KEYS, load_server_keys
 from protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
-from protocol.ports import lasting_ports
 from protocol.server import Server
 
 JOURNAL: Final = "journal"

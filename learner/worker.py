@@ -36,7 +36,7 @@ from learner.stopping import StopAsked, StopRequest
 from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.client import Client, worker_client
 from protocol.context import ExitCode, RoleContext
-from protocol.fingerprint import vocab_tokens
+from protocol.handshake import vocab_tokens
 from protocol.keys import run_server_keys
 from protocol.messages import (
     PostWeightPlan,

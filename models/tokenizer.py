@@ -16,7 +16,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from models.files import TokenizerError, first_line, model_source
-from protocol.fingerprint import vocab_fingerprint
+from protocol.handshake import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
 """auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised as it stands."""

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from models.files import TokenizerError, model_file
-from protocol.fingerprint import vocab_fingerprint
+from protocol.handshake import vocab_fingerprint
 
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA: Final = ("extra_special_tokens", "additional_special_tokens")

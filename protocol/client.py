@@ -147,7 +147,7 @@ class Client:
     def recv(self, timeout_s: float) -> Received | None:
         """The next message for the worker; None after `timeout_s`, and at once after `wake`. Handshake, heartbeat
         replies and acknowledgements that say no more than "arrived" are not among them
-        (`protocol.flow.tells_the_caller`).
+        (`protocol.flow.concerns_caller`).
 
         Once the messages received before are read, raises what ended the link: PeerLost, HandshakeRefused (after a
         reconnect), MessageRefused, a RemoteProtocolError, or NotConnected after `close`.

@@ -26,9 +26,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import zmq
 
-from protocol.monitor import HANDSHAKE_EVENTS, Monitor
+from protocol.monitor import HANDSHAKE_EVENTS, Monitor, bytes_received, tcp_socket
 from protocol.ratelimit import RateLimitedLog
-from protocol.tcp import bytes_received, tcp_socket
 
 ConnectionFault: TypeAlias = Literal["no_key", "wrong_key", "failed_handshake", "endless_message", "no_hello"]
 

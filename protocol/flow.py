@@ -89,7 +89,7 @@ def acked_keys(message: m.Message) -> frozenset[AckKey]:
             return frozenset()
 
 
-def tells_the_caller(message: m.Message) -> bool:
+def concerns_caller(message: m.Message) -> bool:
     """Whether a worker needs to see `message`: all but replies that say no more than "it arrived"."""
     match message:
         case m.HeartbeatReply() | m.RolloutFailedAck():

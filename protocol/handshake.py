@@ -1,78 +1,101 @@
-"""Who is let in: the checks of a Hello. No I/O: the server asks, and answers the peer."""
+"""Which peers may connect: the checks of a Hello. No I/O: the server asks, and answers the peer."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import deque
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
-from protocol.messages import PROTOCOL_VERSION, Hello, Refused
-from protocol.session import PeerId
+from protocol.messages import PROTOCOL_VERSION, Hello, Refused, Role
 
 REMEMBERED_INCARNATIONS: Final = 16
-"""Of one peer: the newest, and those before it, which must not come back."""
+"""Incarnations remembered per peer: the newest, and former ones, which must not come back."""
 REMEMBERED_PEERS: Final = 4096
-"""Of which incarnations are known. Who makes up names cannot fill the memory: the peer admitted longest ago is
+"""Peers whose incarnations are remembered. Made-up names cannot fill the memory: the peer admitted longest ago is
 forgotten first."""
 _LONGEST: Final = 100
 """Characters of a name."""
 _NAME: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST}}}")
 
 
-class Doorkeeper:
-    """Knows which run this is, which vocabulary it has, and who was replaced by whom.
+class PeerId(NamedTuple):
+    role: Role
+    name: str
 
-    `vocab_fingerprint` None: that of the learner becomes the run's. Until it comes nobody else's counts.
+    def __str__(self) -> str:
+        return f"{self.role} {self.name}"
+
+
+def vocab_fingerprint(vocab: Mapping[str, int]) -> str:
+    """SHA-256 (hex) of a token-to-id map, independent of its order: peers with equal fingerprints mean the same text by
+    the same ids. Sizes are not compared: two vocabularies of one size may order their tokens differently, and models
+    pad their embedding rows past the vocabulary.
+
+    `vocab` is Hugging Face's `tokenizer.get_vocab()`, special and added tokens included. Raises ValueError if empty."""
+    if not vocab:
+        raise ValueError("got an empty vocabulary, expected a token-to-id map; is the tokenizer loaded?")
+    digest = hashlib.sha256()
+    for token_id, token in sorted((token_id, token) for token, token_id in vocab.items()):
+        # Byte-level tokenizers may hold lone surrogates; a length before each token keeps the encoding unambiguous.
+        token_bytes = token.encode("utf-8", errors="surrogatepass")
+        digest.update(b"%d:%d:" % (token_id, len(token_bytes)))
+        digest.update(token_bytes)
+    return digest.hexdigest()
+
+
+def vocab_tokens(vocab: Mapping[str, int]) -> int:
+    """One more than the largest id. An embedding may have more rows than that."""
+    return max(vocab.values()) + 1
+
+
+class Doorkeeper:
+    """Checks Hellos against the run, its vocabulary, and the incarnations that were admitted before.
+
+    `vocab_fingerprint` None: the learner's becomes the run's; until the learner comes, fingerprints are not compared.
     """
 
     def __init__(self, *, run_id: str, vocab_fingerprint: str | None) -> None:
-        self._run_id = run_id
-        self._vocab_fingerprint = vocab_fingerprint or ""
-        self._admitted: dict[PeerId, deque[str]] = {}
-        """The newest incarnation of each peer last, there or not; before it those that it has replaced."""
-
-    @property
-    def run_id(self) -> str:
-        return self._run_id
-
-    @property
-    def vocab_fingerprint(self) -> str:
+        self.run_id: Final = run_id
+        self.vocab_fingerprint = vocab_fingerprint or ""
         """The run's; empty while it is not known."""
-        return self._vocab_fingerprint
+        self._admitted: dict[PeerId, deque[str]] = {}
+        """Incarnations of each peer, the newest last, whether it is still connected or not."""
 
     def incarnations(self) -> list[tuple[PeerId, list[str]]]:
-        """Of each peer, all but the last of which must not come back; the peer admitted last is last."""
+        """Incarnations by peer; all but the last must not come back. The peer admitted last is last."""
         return [(peer, list(incarnations)) for peer, incarnations in self._admitted.items()]
 
     def restore(self, vocab_fingerprint: str, incarnations: list[tuple[PeerId, list[str]]]) -> None:
-        """What another process of the buffer knew."""
-        self._vocab_fingerprint = self._vocab_fingerprint or vocab_fingerprint
+        """Take over what another process of the buffer knew."""
+        self.vocab_fingerprint = self.vocab_fingerprint or vocab_fingerprint
         self._admitted = {peer: deque(names, maxlen=REMEMBERED_INCARNATIONS) for peer, names in incarnations}
 
     def admitted(self, hello: Hello) -> None:
-        """This peer was let in. Its former incarnation is replaced for good, also when it had fallen silent before: a
-        Hello of the dead may be on its way still, and must not put the living out."""
+        """Record that this peer was let in. Its former incarnation is replaced for good, even if it had fallen silent
+        before: a Hello of the dead process may still be on its way, and must not replace the live one."""
         if hello.role == "learner":
-            self._vocab_fingerprint = self._vocab_fingerprint or hello.vocab_fingerprint
+            self.vocab_fingerprint = self.vocab_fingerprint or hello.vocab_fingerprint
         peer = PeerId(hello.role, hello.name)
         incarnations = self._admitted.pop(peer, None) or deque[str](maxlen=REMEMBERED_INCARNATIONS)
         if hello.incarnation not in incarnations:
             incarnations.append(hello.incarnation)
-        self._admitted[peer] = incarnations  # the newest is last
+        self._admitted[peer] = incarnations  # re-inserted, so that the dict is in order of admission
         if len(self._admitted) > REMEMBERED_PEERS:
             del self._admitted[next(iter(self._admitted))]
 
     def misreads(self, hello: Hello) -> bool:
         """Whether this peer has another vocabulary than the run."""
-        return bool(hello.vocab_fingerprint) and self._vocab_fingerprint not in ("", hello.vocab_fingerprint)
+        return bool(hello.vocab_fingerprint) and self.vocab_fingerprint not in ("", hello.vocab_fingerprint)
 
     def objection(self, hello: Hello) -> Refused | None:
-        """Why not to let this peer in."""
+        """The reason not to let this peer in; None if it may come in."""
         if hello.protocol_version != PROTOCOL_VERSION:
             return wrong_version(hello.protocol_version)
         asks = hello.role == "launcher" and not hello.run_id
-        if hello.run_id != self._run_id and not asks:
-            return Refused("run_id", "this buffer belongs to another run", hello.run_id, self._run_id)
+        if hello.run_id != self.run_id and not asks:
+            return Refused("run_id", "this buffer belongs to another run", hello.run_id, self.run_id)
         fits = 1 <= len(hello.incarnation) <= _LONGEST and len(hello.pool) <= _LONGEST and hello.received_total >= 0
         if not fits or not _NAME.fullmatch(hello.name):
             got = f"name {hello.name[:100]!r}, incarnation {hello.incarnation[:100]!r}, {hello.received_total} received"
@@ -82,7 +105,7 @@ class Doorkeeper:
             return Refused("vocab_fingerprint", f"a {hello.role} works on token ids", "", "a vocabulary fingerprint")
         if self.misreads(hello):
             message = "another token-to-id map than the run's: the same ids would mean other text"
-            return Refused("vocab_fingerprint", message, hello.vocab_fingerprint, self._vocab_fingerprint)
+            return Refused("vocab_fingerprint", message, hello.vocab_fingerprint, self.vocab_fingerprint)
         peer = PeerId(hello.role, hello.name)
         known = self._admitted.get(peer)
         if known is not None and hello.incarnation in known and hello.incarnation != known[-1]:
@@ -99,9 +122,9 @@ def wrong_version(version: int) -> Refused:
 
 
 def ahead_of_journal(hello: Hello, known_total: int) -> Refused:
-    """The peer has messages that this buffer does not know it sent, or was never met here at all (`known_total` 0):
-    what they said would be done again, and numbers (rollouts, leases, batches) given out twice. The session stays as it
-    is, for who says so may be lying: it ends by silence, or with the peer's next incarnation."""
+    """The refusal of a peer that has received messages which this buffer does not know it sent (`known_total` 0: it has
+    never met the peer). With such a peer, work would be done twice, and ids (rollouts, leases, batches) issued twice.
+    The session stays as it is, because the claim may be false: it ends by silence, or with the next incarnation."""
     message = (
         "the buffer came back from a journal that could not be written when it died (disk full or unwritable; or the "
         "power failed, with buffer.journal_sync=process), or without one; resume the run from its last checkpoint"

@@ -3,22 +3,26 @@
     RUN/keys/  (0700)   OWNER.key          public half
                         OWNER.key_secret   both halves (0600)
 
-    owner               who may speak with its key
-    server              the buffer listens with it
-    learner             the learner; its weight control channel listens with it, too
+    owner               who uses the key
+    server              the buffer, to listen
+    learner             the learner; its weight control channel also listens with it
     launcher            the run's own launcher
-    actor-0, ...        this one worker of the run's own, in whichever process
+    actor-0, ...        this one worker of the run, in whichever process it runs
     teacher-0, ...
-    actor, teacher      workers that joined, under no name of the run's own
-    joiner              the launchers of those who joined
+    actor, teacher      workers that joined from elsewhere, under any name that is not a worker of the run
+    joiner              the launchers of joined workers
 
-So who has the keys that an exported folder holds cannot become `actor-0`, nor the launcher. A process on another host
+A holder of an exported folder's keys can therefore not pose as `actor-0` or as the launcher. A process on another host
 needs `server.key`, `learner.key` and the `.key_secret` of its own owner, in a folder `keys` of its own run folder. The
 files are pyzmq's certificates (`zmq.auth`).
+
+A listening end checks public keys by ZAP, in pyzmq's authenticator thread: a connection whose key is not on the list is
+closed before it can send a message. Each received message then carries the owner of its connection's key (`owner_of`).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import stat
@@ -28,29 +32,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
+import zmq
 import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from protocol.errors import KeysUnusable
 from protocol.messages import Role
 
 Owner: TypeAlias = Literal["server", "joiner"] | Role | str
-"""As above; a str is a worker of the run's own."""
+"""See the module's table; any other str is the name of one of the run's own workers."""
 
 KEYS: Final = "keys"
-"""Folder in a run folder. That it is there means that the links of this run are encrypted."""
+"""Folder in a run folder. The links of a run are encrypted if it exists."""
 OWNERS: Final[tuple[Owner, ...]] = ("server", "joiner", *get_args(Role))
-"""Of every run; its own workers come on top."""
+"""The owners that every run has, besides its own workers."""
 _OWN_WORKER: Final = re.compile(r"(actor|teacher)-\d+")
 _KEY_BYTES: Final = 32
+_DOMAIN: Final = "stillhouse"
+_no_log = logging.Logger("zap")
+"""pyzmq would log public keys at its debug level; keys of any kind must stay out of logs."""
+_no_log.disabled = True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ServerKeys:
-    """What a listening end needs: its pair, and whose public keys it lets in."""
+    """The keys of a listening end: its own pair, and the public keys that it accepts."""
 
     public: bytes
-    """Z85 text, as all keys here."""
+    """Z85 text, like all keys here."""
     secret: bytes
     owners: Mapping[bytes, Owner]
 
@@ -60,7 +70,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClientKeys:
-    """What a connecting end needs: its pair, and the public key of whom it expects to meet."""
+    """The keys of a connecting end: its own pair, and the public key of the server it expects to reach."""
 
     public: bytes
     secret: bytes
@@ -71,7 +81,7 @@ class ClientKeys:
 
 
 def speaks_for(owner: Owner, role: Role, name: str) -> bool:
-    """Whether who has the key of `owner` may be the peer `name` of `role`."""
+    """Whether a process with the key of `owner` may be the peer `name` of `role`."""
     if owner in ("actor", "teacher"):
         return role == owner and _OWN_WORKER.fullmatch(name) is None
     if owner == "joiner":
@@ -80,9 +90,12 @@ def speaks_for(owner: Owner, role: Role, name: str) -> bool:
 
 
 def role_of(owner: Owner) -> Role | None:
-    """None: of the server."""
+    """The role that an owner's key is for; None for the server's."""
     role = "launcher" if owner == "joiner" else owner.partition("-")[0]
     return role if role in ("actor", "teacher", "learner", "launcher") else None
+
+
+# ------------------------------------------------------------------------------------------------------ files
 
 
 def make_keys(folder: Path, workers: Iterable[str] = ()) -> None:
@@ -97,40 +110,39 @@ def make_keys(folder: Path, workers: Iterable[str] = ()) -> None:
     if not folder.exists():
         draft.rename(folder)
         return
-    for owner in missing:  # the secret last: until it is there, the pair is missing
+    for owner in missing:  # the secret last: until it is there, the pair counts as missing
         for kind in ("key", "key_secret"):
             (draft / f"{owner}.{kind}").rename(folder / f"{owner}.{kind}")
     draft.rmdir()
 
 
 def load_server_keys(folder: Path, owner: Owner = "server", allowed: Sequence[Role] = get_args(Role)) -> ServerKeys:
-    """`owner` listens, who has a key of one of the `allowed` roles may come. Raises KeysUnusable."""
+    """The pair of `owner`, and the public keys of all peers of the `allowed` roles. Raises KeysUnusable."""
     public, secret = _read_pair(folder, owner)
     wanted = [found for file in sorted(folder.glob("*.key")) if role_of(found := file.stem) in allowed]
     owners: dict[bytes, Owner] = {_read_public(folder, found): found for found in wanted}
     if len(owners) < len(wanted):
-        raise KeysUnusable(f"two have the same key in {folder}; make the keys anew")
+        raise KeysUnusable(f"two owners have the same key in {folder}; make the keys anew")
     if lacking := [role for role in allowed if role not in wanted]:
         raise KeysUnusable(f"{folder / f'{lacking[0]}.key'} is missing or holds no key; make the keys anew")
     return ServerKeys(public, secret, owners)
 
 
 def load_client_keys(folder: Path, owner: Owner, server: Owner = "server") -> ClientKeys:
-    """For a process that is, or speaks for, `owner` and connects to `server`. Raises KeysUnusable."""
+    """The pair of `owner`, and the public key of the `server` it connects to. Raises KeysUnusable."""
     public, secret = _read_pair(folder, owner)
     return ClientKeys(public, secret, _read_public(folder, server))
 
 
 def run_client_keys(run_dir: Path, role: Role, name: str, server: Owner = "server") -> ClientKeys | None:
-    """The same for the peer `name`, or None when this run has no keys: then its links are not encrypted. Raises
-    KeysUnusable."""
+    """The keys of the peer `name` in this run folder; None if the run is not encrypted. Raises KeysUnusable."""
     folder = run_dir / KEYS
     owner = name if (folder / f"{name}.key_secret").exists() else role
     return load_client_keys(folder, owner, server) if folder.is_dir() else None
 
 
 def run_server_keys(run_dir: Path, owner: Owner, allowed: Sequence[Role]) -> ServerKeys | None:
-    """The same for a listening end. Raises KeysUnusable."""
+    """The keys of a listening end in this run folder; None if the run is not encrypted. Raises KeysUnusable."""
     folder = run_dir / KEYS
     return load_server_keys(folder, owner, allowed) if folder.is_dir() else None
 
@@ -154,7 +166,7 @@ def _read_public(folder: Path, owner: Owner) -> bytes:
 
 
 def _read(file: Path) -> tuple[bytes, bytes | None]:
-    """No error may quote what a file holds, so none is chained."""
+    """The halves in a key file. Its errors must not quote the file's contents, so no cause is chained."""
     try:
         public, secret = zmq.auth.load_certificate(file)
     except (OSError, ValueError):
@@ -165,8 +177,49 @@ def _read(file: Path) -> tuple[bytes, bytes | None]:
 
 
 def _is_key(text: bytes) -> bool:
-    """32 bytes as Z85."""
     try:
         return len(z85.decode(text)) == _KEY_BYTES
     except (KeyError, ValueError, struct.error):
         return False
+
+
+# ---------------------------------------------------------------------------------------------------- sockets
+
+
+class Gatekeeper(ThreadAuthenticator):
+    """Accepts connections with one of `keys.owners`. Each ZeroMQ context has one, from before `bind` until `stop`.
+
+    pyzmq's own list of keys is a folder that it reads; ours is in memory and also gives the owner."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
+        super().__init__(context, log=_no_log)
+        self._owners = dict(keys.owners)
+        self.configure_curve_callback(_DOMAIN, self)
+        self.start()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by pyzmq with a public key as Z85 text."""
+        return key in self._owners
+
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        return self._owners[z85.encode(client_public_key)]
+
+
+def encrypt_server(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
+    """Call it before `bind`. The socket's context must have a Gatekeeper: without one no connection is accepted."""
+    socket.set(zmq.CURVE_SERVER, 1)
+    socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.set(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def encrypt_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    """Call it before `connect`."""
+    socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.set(zmq.CURVE_SERVERKEY, keys.server)
+
+
+def owner_of(frame: zmq.Frame) -> Owner:
+    """The owner of the key with which this received frame's connection is encrypted."""
+    return str(frame.get("User-Id"))

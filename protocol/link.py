@@ -3,11 +3,11 @@
     caller   -- outbox, wake() -->   thread   -- DEALER -->   buffer
     caller   <-- inbox, changed --   thread   <-- DEALER --   buffer
 
-The thread sleeps in one poll on the socket and on a wake-up pipe, until the next moment at which something is due.
-All that both threads touch lies in `LinkState`, and is touched under its condition `changed`.
+The thread sleeps in one poll on the socket and a wake-up pipe, until something is due next. Everything that both
+threads use is in `LinkState`, under its condition `changed`.
 
 Phases:  greeting (Hello sent, waiting for Welcome) -> serving -> greeting again when the buffer fell silent or does not
-know us (it was restarted, or counted us as lost) -> ... until `close`, a refusal, or the reconnect deadline.
+know this client (it was restarted, or counted it as lost) -> ... until `close`, a refusal, or the reconnect deadline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import msgspec
 import zmq
 
 from protocol.codec import MAX_MESSAGE_BYTES, Received, decode, encode
-from protocol.encryption import encrypt_client
 from protocol.errors import (
     ConnectTimeout,
     DamagedMessage,
@@ -37,8 +36,8 @@ from protocol.errors import (
     RemoteProtocolError,
     UnexpectedMessage,
 )
-from protocol.flow import UNNUMBERED, acked_keys, tells_the_caller
-from protocol.keys import ClientKeys
+from protocol.flow import UNNUMBERED, acked_keys, concerns_caller
+from protocol.keys import ClientKeys, encrypt_client
 from protocol.messages import (
     Goodbye,
     Heartbeat,
@@ -55,17 +54,17 @@ from protocol.outbox import Outbox
 from protocol.sockets import new_socket, receive_frames, send_frames
 
 FIRST_GREETING_S = 1.0
-"""How long the first Hello waits for its answer before a fresh socket tries again; doubles with every attempt."""
+"""Wait for the answer to the first Hello before trying again on a new socket; doubles with every attempt."""
 LONGEST_GREETING_S = 4.0
 AFTER_A_STOP_S = 0.2
-"""When this process was stopped for a while, ZeroMQ's own thread needs a moment to bring what came meanwhile."""
+"""After this process was stopped for a while, ZeroMQ's thread needs a moment to deliver what arrived meanwhile."""
 UNREADABLE_IN_WINDOW = 5
-"""Messages of either side that could not be read, within `UNREADABLE_WINDOW_S`, after which the link gives up."""
+"""More unreadable messages than this, of both sides within `UNREADABLE_WINDOW_S`, and the link gives up."""
 UNREADABLE_WINDOW_S = 30.0
 BATCH = 64
-"""Messages read, or sent, before the other things get their turn again."""
+"""Most messages read, or sent, in one go."""
 LINGER_S = 1.0
-"""At close: how long ZeroMQ may go on delivering what was sent before, the Goodbye among it."""
+"""At close: how long ZeroMQ may still deliver messages sent before, the Goodbye among them."""
 
 log = logging.getLogger(__name__)
 
@@ -77,21 +76,21 @@ class LinkState:
     outbox: Outbox
     changed: threading.Condition = field(default_factory=threading.Condition)
     inbox: deque[tuple[Received, int]] = field(default_factory=deque[tuple[Received, int]])
-    """With the bytes of each."""
+    """Messages for the caller, with the size of each in bytes."""
     inbox_bytes: int = 0
     max_inbox_bytes: int = MAX_MESSAGE_BYTES
-    """From there on nothing is read until the caller has taken something: then the buffer keeps what it has to say."""
+    """When the inbox is this full nothing is read until the caller takes a message; the buffer keeps the rest."""
     welcome: Welcome | None = None
     published: WeightVersion | None = None
     failure: Exception | None = None
-    """Set once, by the thread, which ends then."""
+    """Set once, by the thread, which then ends."""
     goodbye: str | None = None
-    """Set once, by the caller: say this reason and end."""
+    """Set once, by the caller: send this reason and end."""
     heartbeat_version: WeightVersion | None = None
     heartbeat_stats: dict[str, float] = field(default_factory=dict[str, float])
     heartbeat_at_once: bool = False
     asleep: bool = False
-    """The thread sleeps, or is about to: what is put now needs a wake-up."""
+    """The thread sleeps, or is about to: anything put now needs a wake-up."""
     connects_total: int = 0
 
     @property
@@ -100,7 +99,7 @@ class LinkState:
 
 
 class Link(threading.Thread):
-    """Start it, then watch `state`. It never raises: what ends it is in `state.failure`."""
+    """The thread. It never raises: an error that ends it is in `state.failure`."""
 
     def __init__(
         self,
@@ -124,17 +123,15 @@ class Link(threading.Thread):
         self._last_heard_s = 0.0
         self._shutdown: Shutdown | None = None
         self._unreadable_s: list[float] = []
-        # Of the present connection:
+        # About the present connection:
         self._socket: zmq.Socket[bytes] | None = None
         self._door: DoorReport | None = None
         self._heartbeats_sent = 0
         self._heartbeats_answered = 0
         self._next_heartbeat_s = 0.0
         self._unanswered_s = math.inf
-        """When the oldest heartbeat was sent since which nothing was heard. Counting from there, and not from the last
-        word of the buffer, a thread that was kept from running does not take its own absence for silence."""
-        self._arrived_bytes = 0
-        """What the connection had brought by then."""
+        """When the oldest heartbeat without any message after it was sent. Silence counts from there, not from the last
+        message received, so a thread that was not scheduled does not mistake its own pause for the buffer's silence."""
         self._known = False
         self._wake_in, self._wake_out = stdlib_socket.socketpair()
         self._wake_in.setblocking(False)
@@ -143,7 +140,7 @@ class Link(threading.Thread):
         self._poller.register(self._wake_out, zmq.POLLIN)
 
     def wake(self) -> None:
-        """Make the thread look at the state again. Any thread; call it holding `changed`."""
+        """Make the thread look at the state again. Callable from any thread that holds `changed`."""
         if self._state.asleep:
             self._state.asleep = False
             self._wake_in.send(b"!")  # at most one byte is on its way, so there is always room
@@ -151,7 +148,7 @@ class Link(threading.Thread):
     # ------------------------------------------------------------------------------------------- the thread
 
     def run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # here, so that nothing of ZeroMQ crosses a fork
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # made here, because it must not cross a fork
         try:
             self._greet(context, self._connect_timeout_s, ConnectTimeout)
             while not self._closing():
@@ -161,14 +158,16 @@ class Link(threading.Thread):
                     self._note_unreadable(error)
                 if not self._closing():
                     self._reconnect(context)
-        except Exception as error:  # whatever it is, the caller must see it: recv and send raise it
-            self._fail(error)
+        except Exception as error:  # the caller must see any error: recv and send raise it
+            with self._state.changed:
+                self._state.failure = error
+                self._state.changed.notify_all()
         finally:
             self._leave(context)
 
     def _note_unreadable(self, error: RemoteProtocolError) -> None:
-        """What it was is not counted as received, so a new connection brings it again, in either direction. Raises
-        `error` when that happens again and again: then it is more than the network's bad moment."""
+        """Unreadable messages are not counted as received, so a new connection brings them again, in either direction.
+        Raises `error` when there are many of them: then it is not just a passing fault of the network."""
         now_s = time.monotonic()
         self._unreadable_s = [at_s for at_s in self._unreadable_s if now_s - at_s < UNREADABLE_WINDOW_S] + [now_s]
         log.warning("%s: a message cannot be read, a new connection follows: %s", self._hello.name, error)
@@ -178,11 +177,6 @@ class Link(threading.Thread):
     def _closing(self) -> bool:
         with self._state.changed:
             return self._state.goodbye is not None
-
-    def _fail(self, error: Exception) -> None:
-        with self._state.changed:
-            self._state.failure = error
-            self._state.changed.notify_all()
 
     def _leave(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         try:
@@ -216,7 +210,7 @@ class Link(threading.Thread):
     def _greet(
         self, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float, too_late: Callable[[str], LinkError]
     ) -> None:
-        """Fresh sockets and Hellos until one is welcomed. Raises `too_late` or HandshakeRefused."""
+        """Send Hellos, each on a new socket, until one is welcomed. Raises `too_late` or HandshakeRefused."""
         started_s = time.monotonic()
         deadline_s = started_s + timeout_s
         patience_s = FIRST_GREETING_S
@@ -262,7 +256,7 @@ class Link(threading.Thread):
             except RemoteProtocolError as error:
                 if not self._known and not isinstance(error, DamagedMessage):
                     raise
-                self._note_unreadable(error)  # the Hello or the Welcome was damaged, or what came behind it
+                self._note_unreadable(error)  # the Hello, the Welcome or a message after it was damaged
                 return False
             self._look_at_door()
         return self._known
@@ -277,11 +271,11 @@ class Link(threading.Thread):
     # ---------------------------------------------------------------------------------------------- serving
 
     def _serve(self) -> None:
-        """Until the caller closes, or the buffer does not know us any longer, or was silent for too long."""
+        """Runs until the caller closes, the buffer no longer knows this client, or it was silent for too long."""
         with self._state.changed:
             welcome = self._state.welcome
         assert welcome is not None
-        # Half of what the buffer grants us: there must be time left to come back before it counts us as lost.
+        # Half of the buffer's own timeout, so that there is time to reconnect before it counts this client as lost.
         silence_s = max(welcome.peer_timeout_s / 2, welcome.heartbeat_s * 1.5)
         while self._known and not self._closing():
             now_s = time.monotonic()
@@ -293,16 +287,15 @@ class Link(threading.Thread):
             with self._state.changed:
                 due_s = self._state.outbox.requeue_overdue(now_s)
             room = self._send_queued(BATCH)
-            self._send_heartbeat(now_s, welcome.heartbeat_s)  # behind the queue: its reply confirms what stood there
+            self._send_heartbeat(now_s, welcome.heartbeat_s)  # after the queue, because its reply confirms the queue
             wake_at_s = min(due_s, self._next_heartbeat_s, self._unanswered_s + silence_s)
             self._sleep(wake_at_s - time.monotonic(), want_room=not room)
             self._read()
 
     def _more_arrives(self) -> bool:
-        """A large message on a slow link is no silence: on a new connection it would begin again, and never end."""
+        """A large message on a slow link is not silence: a new connection would start it from the beginning again."""
         assert self._door is not None
-        before, self._arrived_bytes = self._arrived_bytes, self._door.arrived_bytes()
-        if self._arrived_bytes <= before:
+        if not self._door.more_arrived():
             return False
         self._unanswered_s = time.monotonic()
         return True
@@ -317,12 +310,12 @@ class Link(threading.Thread):
             self._heartbeats_sent += 1
         if self._unanswered_s == math.inf:
             assert self._door is not None
-            self._unanswered_s = now_s  # a socket without room counts as silence, too
-            self._arrived_bytes = self._door.arrived_bytes()
+            self._unanswered_s = now_s  # also if the socket had no room: that counts as silence, too
+            self._door.more_arrived()  # from here on it reports new bytes
         self._next_heartbeat_s = now_s + heartbeat_s
 
     def _send_queued(self, at_most: int) -> bool:
-        """False when the socket is full: no room."""
+        """Returns False when the socket has no room left."""
         for _ in range(at_most):
             with self._state.changed:
                 entry = self._state.outbox.next_queued()
@@ -343,7 +336,7 @@ class Link(threading.Thread):
         return True
 
     def _sleep(self, timeout_s: float, *, want_room: bool) -> None:
-        """Until the socket has something, the caller wants something, or the time is over."""
+        """Sleep until the socket or the caller has something, or the time is over."""
         with self._state.changed:
             at_work = self._known and not want_room and self._state.outbox.next_queued() is not None
             if self._state.goodbye is not None or self._state.heartbeat_at_once or at_work:
@@ -351,7 +344,7 @@ class Link(threading.Thread):
             self._state.asleep = timeout_s > 0
             full = self._known and self._state.inbox_full
         if full:
-            self._unanswered_s = math.inf  # we do not listen: that is not the buffer's silence
+            self._unanswered_s = math.inf  # nothing is read now, so silence cannot be measured
         self._poller.register(self._socket, (0 if full else zmq.POLLIN) | (zmq.POLLOUT if want_room else 0))
         ready = dict(self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
         with self._state.changed:
@@ -363,13 +356,13 @@ class Link(threading.Thread):
 
     def _read(self) -> None:
         assert self._socket is not None
-        told: list[tuple[Received, int]] = []
-        told_bytes = 0
+        numbered: list[tuple[Received, int]] = []
+        numbered_bytes = 0
         with self._state.changed:
             room_bytes = self._state.max_inbox_bytes - self._state.inbox_bytes
         try:
             for _ in range(BATCH):
-                if self._known and told_bytes >= room_bytes:
+                if self._known and numbered_bytes >= room_bytes:
                     return
                 frames = receive_frames(self._socket)
                 if frames is None:
@@ -381,10 +374,10 @@ class Link(threading.Thread):
                 else:
                     self._take_numbered(received.message)
                     n_bytes = sum(map(len, frames))
-                    told_bytes += n_bytes
-                    told.append((received, n_bytes))
-        finally:  # also what came before an error
-            self._hand_over(told)
+                    numbered_bytes += n_bytes
+                    numbered.append((received, n_bytes))
+        finally:  # messages that came before an error count, too
+            self._hand_over(numbered)
 
     def _take_numbered(self, message: Message) -> None:
         if not self._known:
@@ -399,7 +392,7 @@ class Link(threading.Thread):
         with self._state.changed:
             for received, n_bytes in numbered:
                 self._state.outbox.acknowledged(acked_keys(received.message))
-                if tells_the_caller(received.message):
+                if concerns_caller(received.message):
                     self._state.inbox.append((received, n_bytes))
                     self._state.inbox_bytes += n_bytes
             self._state.changed.notify_all()
@@ -408,8 +401,8 @@ class Link(threading.Thread):
         match message:
             case Refused(code="not_hello_first"):
                 self._known = False
-            case Refused(code="damaged"):  # the link's fault: all that is not acknowledged goes out again on a new one
-                raise DamagedMessage("of ours, at the buffer", got=message.got, expected=message.expected)
+            case Refused(code="damaged"):  # the link's fault: unacknowledged messages are sent again on a new one
+                raise DamagedMessage("a message reached the buffer damaged", got=message.got, expected=message.expected)
             case Refused(code=code) if self._known and code not in ("duplicate_name", "key"):
                 raise MessageRefused(message)
             case Refused():

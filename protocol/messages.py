@@ -2,7 +2,7 @@
 
 A message is one ZeroMQ multipart: the first frame is MessagePack of the tagged Struct, the others are raw
 little-endian arrays in the order and dtype the docstring names (see `protocol.codec`), the last is a checksum
-(`protocol.checksum`). Lengths are tokens.
+(`protocol.sockets`). Lengths are tokens.
 
 Loops (every peer talks to the buffer only; the buffer is a ROUTER, all others are DEALERs):
 
@@ -129,7 +129,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     run_id: str
     """Empty only for a launcher that wants to know which run this is (launch.join.command): Welcome says it."""
     vocab_fingerprint: str
-    """Hash of the token-to-id map (`protocol.fingerprint`). Empty for roles without a tokenizer."""
+    """Hash of the token-to-id map (`protocol.handshake`). Empty for roles without a tokenizer."""
     pool: str = ""
     """Teacher pool; empty for other roles."""
     received_total: int = 0

@@ -1,16 +1,17 @@
-"""ZeroMQ's monitor: what happens to the connections under a socket."""
+"""The TCP connections under a ZeroMQ socket: its monitor's events, and what the kernel knows about them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket as stdlib_socket
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
-
-from protocol.tcp import bytes_received, tcp_socket
 
 HANDSHAKE_EVENTS: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -18,15 +19,17 @@ HANDSHAKE_EVENTS: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_BYTES_RECEIVED_AT: Final = 128
+"""Offset of tcpi_bytes_received (u64) in struct tcp_info, part of Linux's stable interface."""
 
 
 class Monitor:
-    """Of one socket, from before it binds or connects. Owned by the socket's thread."""
+    """The events of one socket. Make it before the socket binds or connects; only the socket's thread may use it."""
 
     def __init__(self, watched: zmq.Socket[bytes], events: int) -> None:
         self._watched = watched
         self.socket: Final = watched.context.socket(zmq.PAIR)
-        """To be polled."""
+        """Readable when there are events: add it to a poller."""
         self.socket.linger = 0
         self.socket.set(zmq.RCVHWM, 0)  # ZeroMQ's I/O thread must never wait for us to read
         endpoint = f"inproc://monitor-{id(self)}"
@@ -34,26 +37,27 @@ class Monitor:
         self.socket.connect(endpoint)
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """(event, value) of all that happened since."""
-        with contextlib.suppress(zmq.Again):  # that is how ZeroMQ says that nothing more is there
+        """(event, value) of everything that happened since the last call."""
+        with contextlib.suppress(zmq.Again):  # raised when there is nothing more to read
             while True:
-                told = recv_monitor_message(self.socket, zmq.NOBLOCK)
-                yield told["event"], told["value"]
+                event = recv_monitor_message(self.socket, zmq.NOBLOCK)
+                yield event["event"], event["value"]
 
     def close(self) -> None:
-        """Before the watched socket is closed. May be called again."""
+        """Call it before the watched socket is closed. Idempotent."""
         if not self.socket.closed:
             self._watched.disable_monitor()
             self.socket.close()
 
 
 class DoorReport:
-    """A connecting end's view of its connection: is there somebody who does not let us in, and does anything come?"""
+    """A client's view of its connection: does the other end refuse the handshake, and do bytes arrive?"""
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:
         self._monitor = Monitor(watched, HANDSHAKE_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._failed = 0
         self._fd: int | None = None
+        self._arrived_bytes = 0
         self.unknown_key = False
         """The other end said that it does not know our key."""
 
@@ -65,24 +69,52 @@ class DoorReport:
             self._failed += event != zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.unknown_key |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
-    def arrived_bytes(self) -> int:
-        """What the present connection has brought, the beginnings of unfinished messages included: ZeroMQ shows a
-        message only when it is whole. 0 where that cannot be told (not Linux, no connection)."""
+    def more_arrived(self) -> bool:
+        """Whether the connection has received bytes since the last call. Bytes of unfinished messages count, although
+        ZeroMQ shows a message only when it is whole. Always False where the kernel does not say (not Linux)."""
         self.read()
-        if self._fd is None or sys.platform != "linux":
-            return 0
-        with tcp_socket(self._fd) as tcp:
-            return 0 if tcp is None else bytes_received(tcp)
+        before, self._arrived_bytes = self._arrived_bytes, 0
+        if self._fd is not None and sys.platform == "linux":
+            with tcp_socket(self._fd) as tcp:
+                self._arrived_bytes = 0 if tcp is None else bytes_received(tcp)
+        return self._arrived_bytes > before
 
     @property
     def complaint(self) -> str:
-        """What may be wrong; empty when no handshake failed."""
+        """A hint at what may be wrong, to be appended to an error; empty when no handshake failed."""
         if not self._failed:
             return ""
         return (
-            f"; somebody is there, but {self._failed} handshakes failed: one end encrypts and the other does not, or "
-            "the folder `keys` is another run's"
+            f"; something answers there, but {self._failed} handshakes failed: one end encrypts and the other does "
+            "not, or the folder `keys` is another run's"
         )
 
     def close(self) -> None:
         self._monitor.close()
+
+
+def bytes_received(tcp: stdlib_socket.socket) -> int:
+    """All bytes that have arrived on the connection so far, whether ZeroMQ has read them or not. Linux only."""
+    info = tcp.getsockopt(stdlib_socket.IPPROTO_TCP, stdlib_socket.TCP_INFO, 256)
+    (n_bytes,) = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)
+    return n_bytes
+
+
+@contextlib.contextmanager
+def tcp_socket(fd: int) -> Generator[stdlib_socket.socket | None]:
+    """A second handle on one of ZeroMQ's sockets; None when it is closed, its peer is gone, or it is not TCP."""
+    try:
+        handle = stdlib_socket.socket(fileno=os.dup(fd))
+    except OSError:
+        yield None
+        return
+    with handle:
+        yield handle if _is_connected_tcp(handle) else None
+
+
+def _is_connected_tcp(handle: stdlib_socket.socket) -> bool:
+    try:
+        handle.getpeername()
+    except OSError:
+        return False
+    return handle.family in (stdlib_socket.AF_INET, stdlib_socket.AF_INET6)

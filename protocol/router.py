@@ -1,4 +1,4 @@
-"""The buffer's ROUTER socket and what surrounds it: its own context, encryption, and the watch over its connections."""
+"""A ROUTER socket with its context, its encryption, and the watch over its connections."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Final
 
 import zmq
 
-from protocol.checksum import CHECKSUM_BYTES
 from protocol.codec import Frame
 from protocol.connections import MAX_STRANGERS_UNREAD_BYTES, MAX_UNREAD_BYTES, ConnectionFault, Connections
-from protocol.encryption import Gatekeeper, encrypt_server, owner_of
 from protocol.errors import AddressUnusable
-from protocol.keys import Owner, ServerKeys
+from protocol.keys import Gatekeeper, Owner, ServerKeys, encrypt_server, owner_of
 from protocol.ratelimit import RateLimitedLog
-from protocol.sockets import FromRouter, new_socket, receive_from_router, send_from_router
+from protocol.sockets import CHECKSUM_BYTES, FromRouter, new_socket, receive_from_router, send_from_router
 
 WAITING_MESSAGES: Final = 256
-"""Of one connection, before ZeroMQ stops reading it: then TCP holds its sender up, and our memory does not grow."""
+"""Messages queued per connection before ZeroMQ stops reading it; TCP then blocks the sender, which bounds memory."""
 
 
 class Router:
-    """Binds at once. Raises AddressUnusable when it cannot. `keys` None: not encrypted, and everybody may come."""
+    """Binds at once. Raises AddressUnusable when it cannot. `keys` None: not encrypted, any peer is accepted.
+
+    `max_frame_bytes`: a connection that sends a longer frame is closed before the frame takes memory; None: the
+    protocol's own limit. For the other limits see Connections.
+    """
 
     def __init__(
         self,
@@ -37,13 +39,11 @@ class Router:
         known_from_s: float = -math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See Connections. `max_frame_bytes`: who sends a longer frame is cut before it takes memory; None: as the
-        protocol has it."""
         self.encrypted: Final = keys is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a connection that is gone must fail, not vanish
-        self._socket.set(zmq.SNDHWM, 0)  # bounded by the server in bytes instead: they are what fills memory
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a closed connection must fail, not vanish
+        self._socket.set(zmq.SNDHWM, 0)  # the server bounds bytes instead, which are what fills memory
         self._socket.set(zmq.RCVHWM, WAITING_MESSAGES)
         if max_frame_bytes is not None:
             self._socket.set(zmq.MAXMSGSIZE, max_frame_bytes)
@@ -73,15 +73,15 @@ class Router:
 
     @property
     def refused(self) -> dict[ConnectionFault, int]:
-        """Connections turned away or cut since the start, by reason."""
+        """Connections refused or cut since the start, by reason."""
         return dict(self._connections.refused)
 
     def also_wait_for(self, descriptor: int) -> None:
-        """`wait` ends as well when this can be read."""
+        """Make `wait` end also when this descriptor becomes readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something comes in, or `timeout_s` is over."""
+        """Wait for something to arrive, for at most `timeout_s`."""
         self._poller.poll(math.ceil(timeout_s * 1000))
         self._connections.watch()
 
@@ -94,7 +94,7 @@ class Router:
         return received
 
     def send(self, identity: bytes, frames: list[Frame]) -> bool:
-        """Never blocks. False: that connection is gone."""
+        """Never blocks. Returns False if that connection is gone."""
         try:
             send_from_router(self._socket, identity, frames)
         except zmq.ZMQError as error:
@@ -104,20 +104,20 @@ class Router:
         return True
 
     def let_in(self, source: zmq.Frame) -> None:
-        """The sender has said Hello and is welcome."""
+        """Record that the sender is a welcome peer: larger messages may follow."""
         self._connections.let_in(source)
 
     def owner_of(self, source: zmq.Frame) -> Owner | None:
-        """Whose key the sender has; None when the link is not encrypted."""
+        """The owner of the sender's key; None when the link is not encrypted."""
         return owner_of(source) if self.encrypted else None
 
     def close(self, linger_s: float) -> None:
-        """Deliver what is on its way for at most `linger_s`. May be called again."""
+        """Free the socket, after at most `linger_s` for delivering messages under way. Idempotent."""
         if not self._socket.closed:
             self._connections.close()
             self._socket.close(linger=int(linger_s * 1000))
             if self._gatekeeper is not None:
-                self._gatekeeper.close()
+                self._gatekeeper.stop()
             self._context.term()
 
 

@@ -1,14 +1,14 @@
-"""The buffer's end of the wire: one ROUTER socket, handshakes, and who is alive. It knows nothing of rollouts.
+"""The buffer's end of the wire: one ROUTER socket, handshakes, and liveness of peers. It knows nothing of rollouts.
 
     poll() -> [PeerUp | PeerDown | FromPeer ...]      send(role, name, message, arrays)
 
-A peer is a (role, name); its process is an incarnation; its connection is a ROUTER identity, which ROUTER makes up
-anew for each connection (so nobody can take another's over, and ROUTER_HANDOVER is not needed). A new connection of
-the same incarnation resumes the session and is no event; a new incarnation replaces the former: PeerDown, PeerUp.
-What cannot be understood or is not allowed is answered with Refused, counted, and never fatal.
+A peer is a (role, name); its process is an incarnation; its connection is a ROUTER identity, which ROUTER invents for
+each new connection (so no peer can take over another's, and ROUTER_HANDOVER is not needed). A new connection of the
+same incarnation resumes the session without an event; a new incarnation replaces the former: PeerDown, then PeerUp.
+A message that cannot be read or is not allowed is answered with Refused and counted; it is never fatal.
 
-One thread. Wire order is kept: when a poll returns, everything sent in reaction to its events goes to the incarnation
-that caused them, because a Hello that changes who is there, and a Goodbye, open and close a batch of events.
+Used by one thread. A Hello that replaces or adds a peer starts a batch of events, and a Goodbye ends one. So everything
+sent in reaction to the events of one poll reaches the incarnation that caused them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
@@ -26,7 +26,7 @@ import zmq
 from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Frame, Received, claimed_version, decode, encode
 from protocol.errors import RemoteProtocolError
 from protocol.flow import SENDERS, UNNUMBERED
-from protocol.handshake import Doorkeeper, ahead_of_journal, wrong_version
+from protocol.handshake import Doorkeeper, PeerId, ahead_of_journal, wrong_version
 from protocol.keys import ServerKeys, speaks_for
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -43,17 +43,16 @@ from protocol.messages import (
 from protocol.printable import in_one_line, printable_texts
 from protocol.ratelimit import OncePerInterval, RateLimitedLog
 from protocol.router import Router, address_of
-from protocol.session import PeerId, Session
-from protocol.session_book import SessionBook
+from protocol.session import Session, SessionBook
 
 POLL_MESSAGES = 256
 POLL_BUDGET_S = 0.02
-"""One poll ends after this many messages or seconds of reading, so that a flood cannot keep the owner from its clocks.
+"""One poll ends after this many messages or seconds of reading, so that a flood cannot keep the owner from its timers.
 ROUTER takes turns between connections, so a flood of one peer cannot starve the others either."""
 MAX_UNCONFIRMED_BYTES = 2 << 30
-"""Default bound of what waits for one peer: twice the largest message. A peer further behind counts as lost."""
+"""Default bound on unconfirmed bytes per peer: twice the largest message. A peer further behind counts as lost."""
 REFUSAL_INTERVAL_S = 1.0
-"""A connection is told at most this often that it is refused; all refusals are counted."""
+"""Minimum interval between two Refused sent to one connection; all refusals are counted."""
 REMEMBERED_CONNECTIONS = 4096
 
 log = logging.getLogger(__name__)
@@ -82,11 +81,12 @@ Event: TypeAlias = PeerUp | PeerDown | FromPeer
 
 
 class Server:
-    """Binds at once. `bind` may end in port 0; `address` is where it really is. With `keys` only peers that have a key
-    on the list come in, each under the names of its key; without, everybody who reaches the address.
+    """Binds at once; `bind` may end in port 0, and `address` gives the real port. With `keys`, only peers that have a
+    listed key are accepted, each under the names of its key; without, any peer that reaches the address.
 
-    `vocab_fingerprint` None: the learner decides, and who came before it with another is dropped.
-    `max_unconfirmed_bytes`: of one peer.
+    `vocab_fingerprint` None: the learner decides, and peers that came before it with another one are dropped.
+    `max_unconfirmed_bytes` is per peer. `restored`: the sessions of the former buffer process; their peers have
+    `peer_timeout_s` from now on to come back.
     """
 
     def __init__(
@@ -102,40 +102,44 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         restored: SessionBook | None = None,
     ) -> None:
-        """`restored`: the sessions of the process of the buffer before this one; its peers have `peer_timeout_s` from
-        now on to come back."""
-        self._door = Doorkeeper(run_id=run_id, vocab_fingerprint=vocab_fingerprint)
         self._heartbeat_s = heartbeat_s
         self._peer_timeout_s = peer_timeout_s
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
         self._clock = clock
         self._version = WeightVersion(0, 0)
         self._weights: WeightsRef | None = None
-        self._sessions: dict[PeerId, Session] = {}
-        self._by_identity: dict[bytes, Session] = {}
-        self._sessions_total = 0
+        self.book: Final = restored or SessionBook(Doorkeeper(run_id=run_id, vocab_fingerprint=vocab_fingerprint))
+        """All sessions, to take an image of them. Only the server changes it."""
+        for session in self.book.sessions.values():
+            session.last_heard_s = clock()
+        self._by_identity = {session.identity: session for session in self.book.sessions.values()}
+        self._expected_back_until_s = -math.inf if restored is None else clock() + peer_timeout_s
         self._held: tuple[bytes, zmq.Frame, Hello] | None = None
-        self._refused: dict[str, int] = {}
+        """A Hello that has been read but belongs to the next batch of events, with its connection and source."""
+        self._refused: Counter[str] = Counter()
         self._source: zmq.Frame | None = None
-        """Of the message in hand: tells where it comes from."""
-        self._undeliverable = 0
+        """A frame of the message in hand, which carries the metadata of its connection."""
         self._retired: OrderedDict[bytes, None] = OrderedDict()
-        self._overtaken = 0
-        self._tellings = OncePerInterval(REFUSAL_INTERVAL_S, at_most=REMEMBERED_CONNECTIONS, clock=clock)
+        self._refusals = OncePerInterval(REFUSAL_INTERVAL_S, at_most=REMEMBERED_CONNECTIONS, clock=clock)
         self._log = RateLimitedLog(log)
-        self._peer_log = RateLimitedLog(log, lines=200)  # a big run comes and goes at once
+        self._peer_log = RateLimitedLog(log, lines=200)  # all peers of a large run come and go at once
         self._polled_at_s = clock()
-        self._hellos: list[Hello] = []
-        self._expected_back_until_s = -math.inf
-        if restored is not None:
-            self._take_over(restored)
+        self.hellos: Final[list[Hello]] = []
+        """Hellos of the peers that came up in the last poll, one for each PeerUp."""
+        self.undeliverable = 0
+        """Messages passed to `send` for peers that had left."""
+        self.overtaken = 0
+        """Messages, Hellos among them, that arrived on a connection which is over: its peer has opened a newer one, it
+        led to a former buffer process, or a message on it was damaged. The peer sends again what matters."""
         self._router = Router(
             bind, keys=keys, log=RateLimitedLog(log), known_from_s=self._expected_back_until_s, clock=clock
         )
 
     def __repr__(self) -> str:
         encrypted = ", encrypted" if self._router.encrypted else ""
-        return f"Server({self.address}{encrypted}, peers={len(self._sessions)}, refused={sum(self.refused.values())})"
+        return (
+            f"Server({self.address}{encrypted}, peers={len(self.book.sessions)}, refused={sum(self.refused.values())})"
+        )
 
     @property
     def address(self) -> str:
@@ -147,59 +151,36 @@ class Server:
         return {**self._refused, **self._router.refused}
 
     @property
-    def undeliverable(self) -> int:
-        """Messages handed to `send` for peers that had left."""
-        return self._undeliverable
-
-    @property
-    def overtaken(self) -> int:
-        """Messages, Hellos among them, found on connections that their peer had replaced meanwhile, or had opened to a
-        former process of the buffer, or behind a damaged one; it sends again what matters."""
-        return self._overtaken
-
-    @property
     def peers(self) -> tuple[PeerId, ...]:
-        """Who counts as alive."""
-        return tuple(self._sessions)
-
-    @property
-    def hellos(self) -> tuple[Hello, ...]:
-        """Of the peers that came up in the last poll, one for each PeerUp."""
-        return tuple(self._hellos)
-
-    @property
-    def book(self) -> SessionBook:
-        """All sessions, for an image of them; look, don't touch."""
-        book = SessionBook(self._door)
-        book.sessions, book.opened_total = self._sessions, self._sessions_total
-        return book
+        """Peers that count as alive."""
+        return tuple(self.book.sessions)
 
     def unconfirmed(self, role: Role, name: str) -> int:
-        """Messages that a peer has not yet said it received; 0 for unknown ones."""
-        session = self._sessions.get(PeerId(role, name))
+        """Messages that a peer has not confirmed yet; 0 for an unknown peer."""
+        session = self.book.sessions.get(PeerId(role, name))
         return 0 if session is None else session.unconfirmed
 
     def set_published(self, version: WeightVersion, weights: WeightsRef | None) -> None:
-        """What the following Welcomes say."""
+        """Set the version and snapshot that future Welcomes announce."""
         self._version, self._weights = version, weights
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Deliver what is on its way for at most `linger_s`; free the socket. May be called again."""
+        """Free the socket, after at most `linger_s` for delivering messages under way. Idempotent."""
         self._router.close(linger_s)
 
     # -------------------------------------------------------------------------------------------------- sending
 
     def send(self, role: Role, name: str, message: Message, arrays: Sequence[Array] = ()) -> None:
-        """Number and send; kept until the peer confirms it. The arrays must not be changed afterwards.
+        """Number and send a message, and keep it until the peer confirms it. Do not change the arrays afterwards.
 
-        To a peer that has left: counted in `undeliverable` (its PeerDown says what becomes of its work).
+        A message to a peer that has left is counted in `undeliverable` (its PeerDown settles its work).
         Raises EncodeError.
         """
-        session = self._sessions.get(PeerId(role, name))
+        session = self.book.sessions.get(PeerId(role, name))
         frames = encode(message, arrays)
         if session is None:
             if not isinstance(message, UNNUMBERED):  # the reply to a last heartbeat is no loss
-                self._undeliverable += 1
+                self.undeliverable += 1
                 self._log.warning(f"{type(message).__name__} for {role} {name} has no receiver: the peer has left")
             return
         if not isinstance(message, UNNUMBERED):
@@ -207,15 +188,15 @@ class Server:
         self._put(session, frames)
 
     def _put(self, session: Session, frames: list[Frame]) -> None:
-        if session.reachable:  # if not, the log waits for the next connection, or for the peer timeout
+        if session.reachable:  # if not, the message stays in the log until the next connection or the peer timeout
             session.reachable = self._router.send(session.identity, frames)
 
     # -------------------------------------------------------------------------------------------------- reading
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """What happened, in order; waits up to `timeout_s` for the first event."""
+        """The events since the last poll, in order; waits up to `timeout_s` for the first."""
         events: list[Event] = []
-        self._hellos.clear()
+        self.hellos.clear()
         self._drop_lost_peers(events)
         if self._held is None and not events:
             self._router.wait(timeout_s)
@@ -229,10 +210,10 @@ class Server:
     def _drop_lost_peers(self, events: list[Event]) -> None:
         now_s = self._clock()
         away_s = now_s - self._polled_at_s
-        if away_s > self._heartbeat_s:  # we did not listen: that is not the peers' silence
-            for session in self._sessions.values():
+        if away_s > self._heartbeat_s:  # the owner did not poll: that is not the peers' silence
+            for session in self.book.sessions.values():
                 session.last_heard_s += away_s
-        for session in list(self._sessions.values()):
+        for session in list(self.book.sessions.values()):
             silent_s = now_s - session.last_heard_s
             if silent_s > self._peer_timeout_s:
                 self._drop(session, f"silent for {silent_s:.1f} s", events)
@@ -240,13 +221,13 @@ class Server:
                 self._drop(session, f"{session.unconfirmed_bytes} bytes behind", events)
 
     def _drop(self, session: Session, reason: str, events: list[Event]) -> None:
-        del self._sessions[session.peer]
+        self.book.close(session.peer)
         del self._by_identity[session.identity]
         self._peer_log.info(f"{session.peer} is gone: {reason}")
         events.append(PeerDown(*session.peer, reason))
 
     def _take_next(self, events: list[Event]) -> bool:
-        """Read one message. False when the batch of events ends here."""
+        """Read one message. Returns False when the batch of events ends here."""
         if self._held is not None:
             (identity, self._source, hello), self._held = self._held, None
             self._greet(identity, hello, events)
@@ -256,13 +237,15 @@ class Server:
             return False
         identity, source, frames, damage = got
         self._source = source
-        if identity in self._retired:  # if its peer is still there after all, it must say Hello again
-            self._overtaken += 1
-            self._tell(identity, Refused("not_hello_first", "this connection is over", "", "Hello on a new one"))
+        if identity in self._retired:  # a peer that still uses it must say Hello again
+            self.overtaken += 1
+            self._send_refusal(
+                identity, Refused("not_hello_first", "this connection is over", "", "Hello on a new one")
+            )
             return True
         if damage is not None:
             self._refuse_unreadable(identity, frames, damage)
-            if identity in self._by_identity:  # what follows may not be read before what was lost here has come again
+            if identity in self._by_identity:  # nothing behind the damaged message may be read before it has come again
                 self._retire(identity)
             return True
         session = self._by_identity.get(identity)
@@ -292,9 +275,9 @@ class Server:
         kind = type(message).__name__
         if session is None:
             refused = Refused("not_hello_first", "this connection has not said Hello", kind, "Hello")
-            if self._clock() < self._expected_back_until_s:  # it has, to the process before this one
-                self._overtaken += 1
-                self._tell(identity, refused)
+            if self._clock() < self._expected_back_until_s:  # it said Hello to the former buffer process
+                self.overtaken += 1
+                self._send_refusal(identity, refused)
             else:
                 self._refuse(identity, refused)
             return True
@@ -321,22 +304,22 @@ class Server:
 
     def _greet(self, identity: bytes, hello: Hello, events: list[Event]) -> None:
         peer = PeerId(hello.role, hello.name)
-        refused = self._door.objection(hello)
+        refused = self.book.door.objection(hello)
         session = self._by_identity.get(identity)
         if refused is None and session is not None and session.peer != peer:
             refused = Refused("role", "this connection belongs to another peer", str(peer), str(session.peer))
         if refused is not None:
             self._refuse(identity, refused)
             return
-        former = self._sessions.get(peer)
+        former = self.book.sessions.get(peer)
         if former is not None and former.hello.incarnation != hello.incarnation and hello.role == "launcher":
-            # A launcher is never started again within a run: whoever has a key to watch it must not push it out.
+            # A launcher is never restarted within a run: another holder of a launcher key must not replace it.
             message = f"{peer} is here already; give each process its own name"
             self._refuse(identity, Refused("duplicate_name", message, hello.incarnation, "another name"))
             return
         if former is not None and former.hello.incarnation == hello.incarnation:
             if hello.connection < former.hello.connection:
-                self._overtaken += 1
+                self.overtaken += 1
                 return
             if former.identity == identity:  # Hello twice on one connection: nothing was lost
                 self._welcome(former)
@@ -349,24 +332,15 @@ class Server:
                 return
         if former is not None:
             self._drop(former, f"replaced by incarnation {hello.incarnation}", events)
-        self._door.admitted(hello)
-        for other in [session for session in self._sessions.values() if self._door.misreads(session.hello)]:
+        session = self.book.open(hello)
+        session.reconnected(hello, identity=identity, now_s=self._clock())
+        for other in [other for other in self.book.sessions.values() if self.book.door.misreads(other.hello)]:
             self._drop(other, "its vocabulary is not the learner's", events)
-        self._sessions_total += 1
-        session = Session(hello, number=self._sessions_total, identity=identity, now_s=self._clock())
-        self._sessions[peer] = self._by_identity[identity] = session
+        self._by_identity[identity] = session
         self._welcome(session)
-        self._hellos.append(hello)
+        self.hellos.append(hello)
         self._peer_log.info(f"{peer} is here, incarnation {hello.incarnation}")
         events.append(PeerUp(hello.role, hello.name, hello.incarnation, hello.pool))
-
-    def _take_over(self, book: SessionBook) -> None:
-        self._door = book.door
-        self._sessions, self._sessions_total = book.sessions, book.opened_total
-        self._expected_back_until_s = self._clock() + self._peer_timeout_s
-        for session in self._sessions.values():
-            session.last_heard_s = self._clock()
-            self._by_identity[session.identity] = session
 
     def _resume(self, session: Session, identity: bytes, hello: Hello) -> None:
         del self._by_identity[session.identity]
@@ -379,7 +353,7 @@ class Server:
             self._put(session, frames)
 
     def _retire(self, identity: bytes) -> None:
-        """Nothing more is read from this connection."""
+        """Ignore this connection from now on."""
         self._retired[identity] = None
         if len(self._retired) > REMEMBERED_CONNECTIONS:
             self._retired.popitem(last=False)
@@ -387,13 +361,13 @@ class Server:
     def _welcome(self, session: Session) -> None:
         if self._source is not None:
             self._router.let_in(self._source)
-        welcome = Welcome(self._heartbeat_s, self._peer_timeout_s, self._version, self._weights, self._door.run_id)
+        welcome = Welcome(self._heartbeat_s, self._peer_timeout_s, self._version, self._weights, self.book.door.run_id)
         self._put(session, encode(welcome))
 
     # ------------------------------------------------------------------------------------------------- refusals
 
     def _refuse_unreadable(self, identity: bytes, frames: Sequence[Frame], error: RemoteProtocolError) -> None:
-        bare = error.code == "damaged" and len(frames) == 1  # a Hello from before there were checksums is one frame
+        bare = error.code == "damaged" and len(frames) == 1  # a Hello of a release without checksums is one frame
         version = claimed_version(frames[0]) if frames and (bare or error.code == "malformed") else None
         if version is not None and version != PROTOCOL_VERSION:
             self._refuse(identity, wrong_version(version))
@@ -401,15 +375,15 @@ class Server:
             self._refuse(identity, Refused(error.code, error.message, error.got, error.expected))
 
     def _refuse(self, identity: bytes, refused: Refused) -> None:
-        self._refused[refused.code] = self._refused.get(refused.code, 0) + 1
+        self._refused[refused.code] += 1
         session = self._by_identity.get(identity)
         who = f"{'a stranger' if session is None else session.peer} at {address_of(self._source)}"
         refused = msgspec.structs.replace(refused, got=in_one_line(refused.got))
         self._log.warning(
             f"refused ({refused.code}) {who}: {refused.message}; got {refused.got}, expected {refused.expected}"
         )
-        self._tell(identity, refused)
+        self._send_refusal(identity, refused)
 
-    def _tell(self, identity: bytes, refused: Refused) -> None:
-        if self._tellings.due(identity):
+    def _send_refusal(self, identity: bytes, refused: Refused) -> None:
+        if self._refusals.due(identity):
             self._router.send(identity, encode(refused))

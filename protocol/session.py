@@ -1,24 +1,22 @@
-"""The buffer's memory of one peer: who it is, when it was heard, and what was sent to it. No I/O: the server drives it.
+"""The buffer's record of its peers: who is connected, when each was heard, and what was sent to it. No I/O.
 
-Every numbered message stays in `log` until the peer says that it has it (`received_total` in its heartbeats), so that
-a broken connection loses nothing: the peer comes back with the same incarnation, and the rest of the log is sent.
+Every numbered message stays in its session's log until the peer confirms it (`received_total` in its heartbeats), so a
+broken connection loses nothing: the peer comes back with the same incarnation, and the rest of the log is sent again.
+
+The server opens, confirms and closes sessions as it reads the wire. After a restart of the buffer,
+`buffer.journal.recovery` replays the journal of what was read into a `SessionBook`, which thus ends with the same logs:
+a peer with the same incarnation continues after the messages it has received, whichever buffer process sent them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+
+import msgspec
 
 from protocol.codec import Frame
-from protocol.messages import Hello, Role
-
-
-class PeerId(NamedTuple):
-    role: Role
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.name}"
+from protocol.handshake import Doorkeeper, PeerId
+from protocol.messages import Hello
 
 
 class Session:
@@ -33,35 +31,27 @@ class Session:
         self.reachable = True
         """False once that connection took no more messages. What it sent before may still be read."""
         self.restored = False
-        """It was another process of the buffer that spoke to it, and it has not been heard since."""
+        """A former process of the buffer spoke to this peer, which has not been heard since."""
         self.last_heard_s = now_s
-        # Of a peer that was counted as lost, and comes back: numbering goes on where it stands.
-        self._confirmed_total = hello.received_total
+        # Not 0 for a peer that was counted as lost and comes back: its numbering continues.
+        self.confirmed_total = hello.received_total
+        """Messages that the peer has confirmed."""
         self._log: deque[list[Frame]] = deque()
-        self._log_bytes = 0
+        self.unconfirmed_bytes = 0
 
     def __repr__(self) -> str:
         link = "reachable" if self.reachable else "unreachable"
-        return f"Session({self.peer}, {link}, unconfirmed={len(self._log)}, bytes={self._log_bytes})"
+        return f"Session({self.peer}, {link}, unconfirmed={len(self._log)}, bytes={self.unconfirmed_bytes})"
 
     @property
     def unconfirmed(self) -> int:
-        """Messages sent, or waiting for a connection, that the peer has not said it received."""
+        """Messages sent, or waiting for a connection, that the peer has not confirmed."""
         return len(self._log)
-
-    @property
-    def unconfirmed_bytes(self) -> int:
-        return self._log_bytes
-
-    @property
-    def confirmed_total(self) -> int:
-        """Messages that the peer has said it received."""
-        return self._confirmed_total
 
     @property
     def sent_total(self) -> int:
         """Messages numbered so far."""
-        return self._confirmed_total + len(self._log)
+        return self.confirmed_total + len(self._log)
 
     def reconnected(self, hello: Hello, *, identity: bytes, now_s: float) -> None:
         """The same incarnation on a new connection. Raises ValueError for an impossible count of received messages."""
@@ -71,29 +61,113 @@ class Session:
         self.last_heard_s = now_s
 
     def keep(self, frames: list[Frame]) -> None:
-        """Number one more message."""
+        """Number one more message and keep it until it is confirmed."""
         self._log.append(frames)
-        self._log_bytes += sum(map(len, frames))
+        self.unconfirmed_bytes += sum(map(len, frames))
 
     def can_confirm(self, received_total: int) -> bool:
         """Whether a count of received messages is possible."""
-        return self._confirmed_total <= received_total <= self._confirmed_total + len(self._log)
+        return self.confirmed_total <= received_total <= self.sent_total
 
     def confirm(self, received_total: int) -> None:
-        """Forget what the peer has. Raises ValueError for an impossible count."""
+        """Forget messages that the peer has received. Raises ValueError for an impossible count."""
         if not self.can_confirm(received_total):
-            first, last = self._confirmed_total, self._confirmed_total + len(self._log)
-            raise ValueError(f"{received_total} messages received, expected {first} to {last}")
-        while self._confirmed_total < received_total:
-            self._log_bytes -= sum(map(len, self._log.popleft()))
-            self._confirmed_total += 1
+            raise ValueError(
+                f"{received_total} messages received, expected {self.confirmed_total} to {self.sent_total}"
+            )
+        while self.confirmed_total < received_total:
+            self.unconfirmed_bytes -= sum(map(len, self._log.popleft()))
+            self.confirmed_total += 1
 
     def restore(self, confirmed_total: int, log: list[list[Frame]]) -> None:
-        """Into a session of which nothing was sent or confirmed here."""
-        self._confirmed_total = confirmed_total
-        self._log.extend(log)
-        self._log_bytes = sum(sum(map(len, frames)) for frames in log)
+        """Fill a session that has sent and confirmed nothing yet."""
+        self.confirmed_total = confirmed_total
+        for frames in log:
+            self.keep(frames)
 
     def unconfirmed_frames(self) -> list[list[Frame]]:
-        """What to send on a new connection, oldest first."""
+        """The messages to send on a new connection, oldest first."""
         return list(self._log)
+
+
+class SessionImage(msgspec.Struct, frozen=True, array_like=True):
+    """One session at one moment."""
+
+    hello: Hello
+    number: int
+    confirmed_total: int
+    log: list[list[bytes]]
+
+
+class BookImage(msgspec.Struct, frozen=True, array_like=True):
+    """A SessionBook at one moment."""
+
+    sessions: list[SessionImage]
+    opened_total: int
+    vocab_fingerprint: str
+    incarnations: list[tuple[PeerId, list[str]]]
+
+
+class SessionBook:
+    """All sessions of a server, the incarnations they replaced, and the messages each peer has not confirmed."""
+
+    def __init__(self, door: Doorkeeper) -> None:
+        self.door = door
+        self.sessions: dict[PeerId, Session] = {}
+        self.opened_total = 0
+
+    def __repr__(self) -> str:
+        return f"SessionBook({list(self.sessions.values())})"
+
+    def open(self, hello: Hello) -> Session:
+        """A new session for an admitted peer, without a connection yet; a former session must be closed before."""
+        self.door.admitted(hello)
+        self.opened_total += 1
+        session = restored_session(hello, self.opened_total)
+        self.sessions[session.peer] = session
+        return session
+
+    def close(self, peer: PeerId) -> Session | None:
+        return self.sessions.pop(peer, None)
+
+    def confirm(self, peer: PeerId, received_total: int) -> None:
+        """Record what a heartbeat confirms; no-op for a peer that has left. Raises ValueError for an impossible count."""
+        session = self.sessions.get(peer)
+        if session is not None:
+            session.confirm(received_total)
+
+    def keep(self, peer: PeerId, frames: list[Frame]) -> None:
+        """Record a numbered message that was sent; ignored for a peer that has left."""
+        session = self.sessions.get(peer)
+        if session is not None:
+            session.keep(frames)
+
+    def image(self) -> BookImage:
+        return BookImage(
+            sessions=[_image(session) for session in self.sessions.values()],
+            opened_total=self.opened_total,
+            vocab_fingerprint=self.door.vocab_fingerprint,
+            incarnations=self.door.incarnations(),
+        )
+
+    def restore(self, image: BookImage) -> None:
+        """Fill a book that has no sessions yet."""
+        self.opened_total = image.opened_total
+        self.door.restore(image.vocab_fingerprint, image.incarnations)
+        for one in image.sessions:
+            session = restored_session(one.hello, one.number)
+            session.restore(one.confirmed_total, [list[Frame](frames) for frames in one.log])
+            self.sessions[session.peer] = session
+
+
+def restored_session(hello: Hello, number: int) -> Session:
+    """A session without a connection, under a name that ROUTER never gives (its own begin with a zero byte)."""
+    session = Session(hello, number=number, identity=b"restored-%d" % number, now_s=0.0)
+    session.reachable = False
+    session.restored = True
+    return session
+
+
+def _image(session: Session) -> SessionImage:
+    log = [[bytes(frame) for frame in frames] for frames in session.unconfirmed_frames()]
+    return SessionImage(session.hello, session.number, session.confirmed_total, log)

@@ -1,18 +1,28 @@
-"""What client and server have in common at the ZeroMQ level: socket options, and one multipart with its checksum."""
+"""ZeroMQ as client and server both use it: socket options, and one multipart message ending in a checksum.
+
+The last frame of every message is a checksum of all frames before it, so that damage on the way is noticed. TCP's own
+sum has 16 bits and is recomputed by every middlebox; a flipped bit that it misses in a log-prob would be trained on. An
+encrypted link notices damage by itself and breaks; it carries the frame too, so that there is only one format.
+
+The checksum is XXH3, 64 bits, seed 0, big-endian (`XXH64_canonicalFromHash`), over the concatenated frames; it takes
+0.3 us for a segment of 512 tokens. It guards against accidents, not against people: see SECURITY.md.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import zmq
+from xxhash import xxh3_64
 
-from protocol.checksum import checksum, damage
 from protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, Frame
 from protocol.errors import DamagedMessage
 
+CHECKSUM_BYTES: Final = 8
 SMALL_FRAME_BYTES = 8192
-"""Up to this size a received frame is copied: libzmq hands out pieces of a shared 8 KiB read buffer, of any alignment,
-and one kept piece would keep all of it. Larger frames have a block of their own, and are viewed in place."""
+"""A received frame of up to this size is copied: libzmq returns slices, at any alignment, of a shared 8 KiB read
+buffer, and one slice kept would keep all of the buffer. Larger frames own their block and are viewed in place."""
 
 HANDSHAKE_MS: Final = 10_000
 """A connection that has not finished ZeroMQ's handshake by then is closed."""
@@ -23,16 +33,17 @@ _NO_WAIT_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket with the limits of this protocol. Nothing is said after it is closed, unless closed with a linger."""
+    """A socket with the limits of this protocol. Unsent messages are dropped at close, unless a linger is given."""
     socket = context.socket(kind)
     socket.linger = 0
-    socket.set(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)  # up to there we can say why; beyond, ZeroMQ hangs up
+    # Twice our limit: for frames between the two we can answer with the reason; above it, ZeroMQ just hangs up.
+    socket.set(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return socket
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
-    """A message and its checksum. Never blocks. Raises zmq.Again when the socket is full; then nothing was sent.
+    """Send a message and its checksum. Never blocks. Raises zmq.Again when the socket is full; then nothing was sent.
 
     Frames of 64 KiB and more (pyzmq's threshold) are not copied into the socket."""
     for frame in frames:
@@ -41,17 +52,17 @@ def send_frames(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
 
 
 def send_from_router(socket: zmq.Socket[bytes], identity: bytes, frames: list[Frame]) -> None:
-    """The same to one connection. Raises zmq.ZMQError (EHOSTUNREACH) when it is gone."""
+    """Send to one connection of a ROUTER. Raises zmq.ZMQError (EHOSTUNREACH) when it is gone."""
     socket.send(identity, _NO_WAIT_MORE)
     send_frames(socket, frames)
 
 
 class FromRouter(NamedTuple):
-    """What a ROUTER received."""
+    """A message that a ROUTER received."""
 
     identity: bytes
     source: zmq.Frame
-    """Tells of the connection (`zmq.Frame.get`): its descriptor, the peer's address, the role of its key."""
+    """Carries metadata of the connection (`zmq.Frame.get`): descriptor, peer address, owner of its key."""
     frames: list[Frame]
     damage: DamagedMessage | None
 
@@ -77,6 +88,24 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame] | None:
     return frames
 
 
+def checksum(frames: Sequence[bytes | memoryview]) -> bytes:
+    """The checksum of at least one frame."""
+    digest = xxh3_64(frames[0])
+    for frame in frames[1:]:
+        digest.update(frame)
+    return digest.digest()
+
+
+def damage(frames: Sequence[bytes | memoryview], sent: bytes | memoryview) -> DamagedMessage | None:
+    """The error for `frames` that do not match `sent`, the frame that came behind them; None if they match."""
+    found = checksum(frames) if frames else b""
+    if frames and found == sent:
+        return None
+    got = f"{len(sent)} bytes" if len(sent) != CHECKSUM_BYTES else bytes(sent).hex()
+    expected = f"{found.hex() or 'a message'}, the XXH3 sum of the {len(frames)} frames before it"
+    return DamagedMessage("the last frame is not the checksum of the others", got=got, expected=expected)
+
+
 def _first(socket: zmq.Socket[bytes]) -> zmq.Frame | None:
     try:
         return socket.recv(_NO_WAIT, copy=False)
@@ -85,7 +114,7 @@ def _first(socket: zmq.Socket[bytes]) -> zmq.Frame | None:
 
 
 def _rest(socket: zmq.Socket[bytes], frame: zmq.Frame, frames: list[Frame]) -> list[Frame]:
-    """What follows `frame`; of more frames than a message may have only so many that it is seen."""
+    """Append the frames that follow `frame`. Of a message with too many, only enough to see that it has too many."""
     while frame.more:
         frame = socket.recv(copy=False)
         if len(frames) <= MAX_FRAMES + 1:
@@ -94,7 +123,7 @@ def _rest(socket: zmq.Socket[bytes], frame: zmq.Frame, frames: list[Frame]) -> l
 
 
 def _without_checksum(frames: list[Frame]) -> DamagedMessage | None:
-    """Take the last frame off if it is the checksum of the others."""
+    """Remove the last frame if it is the checksum of the others."""
     if len(frames) > MAX_FRAMES + 1:  # not all were kept, and the message is too large anyway
         return None
     found = damage(frames[:-1], frames[-1] if frames else b"")

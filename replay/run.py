@@ -41,7 +41,7 @@ from learner.reports.step_metrics import StepMetrics
 from learner.step.train_step import Trainer
 from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.atomic_file import write_atomic
-from protocol.fingerprint import vocab_tokens
+from protocol.handshake import vocab_tokens
 from protocol.messages import WeightVersion
 from recording.reader import Recording
 from replay.compare import compare

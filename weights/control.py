@@ -2,7 +2,7 @@
 
 So an idle member waits on a socket, not inside a collective: it can leave at once, and on a GPU no kernel spins. And
 rank 0 knows WHO is missing: a collective only tells that somebody is. Every message carries the group's epoch; one of
-another group is ignored by both, and so is one that the link has changed (`protocol.checksum`): the silence breaks up
+another group is ignored by both, and so is one that the link has changed (`protocol.sockets`): the silence breaks up
 the group, and the next plan makes another.
 
 The address of this channel travels in the WeightPlan, and in a run without keys a pair of keys for it: nobody but the
@@ -26,9 +26,8 @@ import msgspec
 import zmq
 
 from protocol.connections import ConnectionFault
-from protocol.encryption import encrypt_client
 from protocol.errors import DamagedMessage
-from protocol.keys import ClientKeys, ServerKeys, speaks_for
+from protocol.keys import ClientKeys, ServerKeys, encrypt_client, speaks_for
 from protocol.messages import WeightPlan
 from protocol.printable import in_one_line, printable_texts
 from protocol.ratelimit import RateLimitedLog

@@ -45,14 +45,14 @@ from buffer import (
     versions,
 )
 from buffer.journal.freezer import Custom, Freezer
-from protocol import bit_packing, codec, flow, messages, session, session_book, topk_codec
-from protocol.session_book import BookImage, SessionBook
+from protocol import bit_packing, codec, flow, handshake, messages, session, topk_codec
+from protocol.session import BookImage, SessionBook
 
 _STATE_MODULES = (
     arrivals, batch_size, breaker, config, core, ended, evals, failures, go_back, hedging, learner_desk, ledger,
     lifecycle, outgoing, pacing, peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book,
     teacher_health, tickets, tokens, validation, versions,
-    bit_packing, codec, flow, messages, session, session_book, topk_codec,
+    bit_packing, codec, flow, handshake, messages, session, topk_codec,
 )  # fmt: skip
 
 _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(

@@ -22,7 +22,7 @@ from buffer.turns import decode_turn
 from protocol.errors import RemoteProtocolError
 from protocol.handshake import Doorkeeper
 from protocol.messages import Ledger, WeightVersion
-from protocol.session_book import SessionBook
+from protocol.session import SessionBook
 
 log = logging.getLogger(__name__)
 

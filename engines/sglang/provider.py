@@ -20,7 +20,7 @@ from engines.provider import (
 )
 from engines.sglang.servers import SGLangServers
 from protocol.context import RoleContext
-from protocol.fingerprint import vocab_tokens
+from protocol.handshake import vocab_tokens
 from weights.config import WeightsConfig
 from weights.members import CheckBy, Members
 from weights.publish_choices import checkpoint_dtype, server_dtype

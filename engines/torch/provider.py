@@ -23,7 +23,7 @@ from engines.provider import (
 )
 from models.dtypes import BYTES
 from protocol.context import RoleContext
-from protocol.fingerprint import vocab_tokens
+from protocol.handshake import vocab_tokens
 from weights.config import WeightsConfig
 from weights.members import Members
 

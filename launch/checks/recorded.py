@@ -8,7 +8,7 @@ from pathlib import Path
 from launch.checks.vocabularies import read_vocabulary
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
-from protocol.fingerprint import vocab_fingerprint
+from protocol.handshake import vocab_fingerprint
 from recording.format import RecordError
 from recording.reader import read_header
 from recording.writer import record_path

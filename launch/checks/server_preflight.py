@@ -27,7 +27,7 @@ from launch.servers.plan import (
     servers_of,
     with_server,
 )
-from protocol.ports import free_port
+from protocol.addresses import free_port
 
 HIGHEST_PORT: Final = 65535
 

@@ -14,7 +14,7 @@ from typing import Final, cast
 
 from launch.errors import ConfigError
 from models.vocabulary import known_vocabulary_size
-from protocol.fingerprint import vocab_fingerprint, vocab_tokens
+from protocol.handshake import vocab_fingerprint, vocab_tokens
 
 NAMED: Final = 3
 """Differing tokens that a message names."""

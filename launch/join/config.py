@@ -31,7 +31,7 @@ from launch.machine.machine import find_machine
 from launch.processes.slots import worker_name
 from launch.servers.plan import ServerPlan, count
 from protocol.addresses import is_local
-from protocol.fingerprint import vocab_fingerprint
+from protocol.handshake import vocab_fingerprint
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
 """Keys that may be another host's own; all else is the run's."""

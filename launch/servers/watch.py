@@ -20,7 +20,7 @@ from launch.processes.restarts import RestartBudget
 from launch.processes.slots import said
 from launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
 from launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
-from protocol.ports import free_port
+from protocol.addresses import free_port
 from sglang_server.servers import answers
 
 PROBE_EVERY_S: Final = 0.2

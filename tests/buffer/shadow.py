@@ -21,7 +21,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.handshake import Doorkeeper
 from protocol.messages import Role, WeightVersion
 from protocol.server import FromPeer
-from protocol.session_book import SessionBook
+from protocol.session import SessionBook
 
 EVENTS_PER_LIFE = 37
 """The shadow is restored from its image this often."""

@@ -25,10 +25,10 @@ from buffer.journal.journal import Journal
 from buffer.server import BufferAddress
 from buffer.state import BufferState
 from protocol import messages as m
+from protocol.addresses import outgoing_ports
 from protocol.client import Client
 from protocol.codec import Received
 from protocol.context import ExitCode
-from protocol.ports import outgoing_ports
 from protocol.server import Server
 from tests.patience import PATIENCE_S, eventually
 

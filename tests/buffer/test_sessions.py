@@ -14,10 +14,10 @@ from buffer.state import BufferState
 from buffer.turns import Entry, Joined, Left, Turn
 from protocol import messages as m
 from protocol.codec import Frame, Received, decode, encode
+from protocol.handshake import PeerId
 from protocol.messages import WeightVersion
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.session import PeerId
-from protocol.session_book import SessionBook
+from protocol.session import SessionBook
 from protocol.sockets import receive_frames, send_frames
 from tests.buffer.shadow import new_book
 from tests.patience import PATIENCE_S

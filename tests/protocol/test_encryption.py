@@ -17,9 +17,8 @@ import zmq
 from protocol import messages as m
 from protocol.client import Client
 from protocol.codec import encode
-from protocol.encryption import encrypt_client
 from protocol.errors import ConnectTimeout, HandshakeRefused, ProtocolError
-from protocol.keys import ClientKeys, ServerKeys, load_client_keys, load_server_keys, make_keys
+from protocol.keys import ClientKeys, ServerKeys, encrypt_client, load_client_keys, load_server_keys, make_keys
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S

@@ -25,7 +25,7 @@ from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
 from launch.run import main
-from protocol.fingerprint import vocab_fingerprint
+from protocol.handshake import vocab_fingerprint
 from recording.format import Rollout, Writer
 from replay import __main__ as replay
 from tests.learner.records import record, rollout

@@ -12,8 +12,7 @@ import psutil
 import pytest
 import zmq
 
-from protocol.encryption import encrypt_client
-from protocol.keys import ClientKeys, load_client_keys, load_server_keys, make_keys
+from protocol.keys import ClientKeys, encrypt_client, load_client_keys, load_server_keys, make_keys
 from protocol.messages import Role, WeightPlan, WeightVersion
 from protocol.sockets import new_socket
 from tests.patience import PATIENCE_S

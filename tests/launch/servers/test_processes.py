@@ -14,7 +14,7 @@ import pytest
 import builtin
 from launch.servers.plan import ServerPlan
 from launch.servers.processes import Event, Exited, ServerProcesses, Started
-from protocol.ports import free_port
+from protocol.addresses import free_port
 from sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, answers, server_environment
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 

@@ -8,7 +8,7 @@ from buffer.state import BufferState
 from buffer.turns import Entry, Turn, decode_turn, encode_turn
 from protocol.errors import RemoteProtocolError
 from protocol.handshake import Doorkeeper
-from protocol.session_book import SessionBook
+from protocol.session import SessionBook
 
 
 def no_sessions() -> SessionBook:

@@ -24,8 +24,8 @@ import msgspec
 import psutil
 
 from buffer.server import BufferAddress
+from protocol.addresses import free_port
 from protocol.atomic_file import write_atomic
-from protocol.ports import free_port
 from tests.patience import PATIENCE_S
 from tests.sim.chaos.commands import ROOT, Proxy, running_proxy
 from tests.sim.chaos.traps import Traps

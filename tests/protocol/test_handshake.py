@@ -1,6 +1,10 @@
+"""Fingerprints of vocabularies, which a Hello carries."""
+
+from __future__ import annotations
+
 import pytest
 
-from protocol.fingerprint import vocab_fingerprint
+from protocol.handshake import vocab_fingerprint
 
 
 def test_order_of_the_map_does_not_matter() -> None:

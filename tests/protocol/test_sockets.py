@@ -1,4 +1,4 @@
-"""What a link has changed is found, whatever it is."""
+"""Any change that the link makes to a message is detected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
-from protocol.checksum import CHECKSUM_BYTES, checksum, damage
+from protocol.sockets import CHECKSUM_BYTES, checksum, damage
 
 FRAMES = [b"header", b"", bytes(range(256)) * 5, memoryview(b"masks")]
 
@@ -31,7 +31,7 @@ def test_no_flipped_bit_escapes(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("frames", [[], [b"header"], [b"header", b""], [b"header", bytes(CHECKSUM_BYTES)]])
-def test_a_message_without_a_checksum_is_told_what_is_missing(frames: list[bytes]) -> None:
-    told = frames[-1] if frames else b""
+def test_the_error_for_a_missing_checksum_names_it(frames: list[bytes]) -> None:
+    sent = frames[-1] if frames else b""
     with pytest.raises(Exception, match="XXH3"):
-        raise damage(frames[:-1], told) or AssertionError("taken for whole")
+        raise damage(frames[:-1], sent) or AssertionError("taken for whole")
