@@ -57,7 +57,7 @@ def outgoing_ports() -> tuple[int, int]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """An unused port of `host`, a lasting one if possible. Raises OSError if this machine does not have that address."""
+    """An unused port of `host`, if possible a lasting one. Raises OSError if this machine does not have the address."""
     for port in lasting_ports():
         with contextlib.suppress(OSError):
             return _bound_once(host, port)
