@@ -131,7 +131,7 @@ class SessionBook:
         return self.sessions.pop(peer, None)
 
     def confirm(self, peer: PeerId, received_total: int) -> None:
-        """Record what a heartbeat confirms; a peer that has left is ignored. Raises ValueError for an impossible count."""
+        """Record what a heartbeat confirms; ignores peers that have left. Raises ValueError for an impossible count."""
         session = self.sessions.get(peer)
         if session is not None:
             session.confirm(received_total)
