@@ -37,7 +37,7 @@ N_PROMPT = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the run."""
+    """Size and timing of the run."""
 
     n_tasks: int = 40
     group_size: int = 2
@@ -49,9 +49,9 @@ class Shape:
     capacity: int = 8
     """Rollouts of one actor at a time."""
     pause_s: float = 0.0
-    """Of an actor after each segment."""
+    """Pause of an actor after each segment, seconds."""
     step_s: float = 0.0
-    """What the learner takes for a batch."""
+    """Time that the learner needs for a batch, seconds."""
 
     @property
     def n_segments(self) -> int:
@@ -60,14 +60,14 @@ class Shape:
 
 @dataclass
 class Account:
-    """What the peers know. One lock for all."""
+    """Everything that the peers know, under one lock."""
 
     sampled: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
     """Sampled tokens of each segment sent."""
     versions: dict[tuple[str, int], WeightVersion] = field(default_factory=dict[tuple[str, int], WeightVersion])
-    """Of each sampled token, by rollout and offset."""
+    """Version of each sampled token, by rollout and offset."""
     trained: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
-    """How often each token was trained."""
+    """Number of times that each token was trained."""
     stale: list[str] = field(default_factory=list[str])
     cancelled: list[str] = field(default_factory=list[str])
     complaints: list[str] = field(default_factory=list[str])
@@ -113,7 +113,7 @@ class SyntheticRun:
         seed: int = 0,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`at_end` is called when all is trained, before the buffer is told so."""
+        """`at_end` is called when everything is trained, before the buffer is informed."""
         self._at_end = at_end
         self._address = address
         self._shape = shape
@@ -224,8 +224,8 @@ class SyntheticRun:
                     case Received(m.ScoresAck() as ack):
                         if "rejected" in ack.statuses:
                             self.account.complaints.append(f"{ack}")
-                        told = zip(ack.leases, ack.statuses, strict=True)
-                        self.account.expired.update(lease for lease, status in told if status == "expired")
+                        listed = zip(ack.leases, ack.statuses, strict=True)
+                        self.account.expired.update(lease for lease, status in listed if status == "expired")
                     case _:
                         pass
 
@@ -293,17 +293,17 @@ class BufferProcess:
         self.starts = 0
 
     def start(self, *, disk_full: bool = False) -> str:
-        """Its address, as soon as it listens. `disk_full`: then it cannot tell."""
+        """Start the buffer and return its address once it listens. With `disk_full` it cannot write the address."""
         self._process = multiprocessing.get_context("spawn").Process(target=_main, args=(self._config, self._run_dir))
         self._process.start()
         self.starts += 1
         deadline_s = time.monotonic() + WAIT_S
-        while (told := self._told()) is None or (not disk_full and told.pid != self._process.pid):
-            if self._process.exitcode == 0 and told is not None:
-                break  # the run was over, and nobody was left to wait for
+        while (listed := self._listed()) is None or (not disk_full and listed.pid != self._process.pid):
+            if self._process.exitcode == 0 and listed is not None:
+                break  # the run was already over
             assert time.monotonic() < deadline_s and not self._process.exitcode, "the buffer does not listen"
             time.sleep(0.01)
-        return told.address
+        return listed.address
 
     @property
     def pid(self) -> int:
@@ -318,7 +318,7 @@ class BufferProcess:
         return self._process.exitcode == -signal.SIGKILL
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for the buffer and return its exit code."""
         assert self._process is not None
         self._process.join(WAIT_S)
         assert self._process.exitcode is not None, "the buffer does not end"
@@ -333,7 +333,7 @@ class BufferProcess:
     def final(self) -> m.Snapshot:
         return msgspec.json.decode((self._run_dir / "ledger.json").read_bytes(), type=m.Snapshot)
 
-    def _told(self) -> BufferAddress | None:
+    def _listed(self) -> BufferAddress | None:
         file = self._run_dir / "buffer.json"
         return msgspec.json.decode(file.read_bytes(), type=BufferAddress) if file.exists() else None
 

@@ -16,7 +16,7 @@ Action = Callable[[World, Random], None]
 
 
 def time_passes(world: World, rng: Random) -> None:
-    """A little, usually; sometimes so much that leases or tickets run out."""
+    """Advance the clock, usually a little; sometimes past the deadlines of leases and tickets."""
     config = world.config
     longer = rng.choice((config.idle_release_s, config.lease_s, config.ticket_timeout_s))
     world.tick(longer if rng.random() < 0.1 else 0.05)
@@ -83,10 +83,10 @@ def finish(world: World, rng: Random) -> None:
     learner.repeats(world, rng)
     world.over = True
     out = world.send("learner", "learner", m.RunFinished(True, "done"))
-    told = {(o.role, o.name) for o in out if isinstance(o.message, m.Shutdown)}
+    dismissed = {(o.role, o.name) for o in out if isinstance(o.message, m.Shutdown)}
     here = {("actor", a.name) for a in world.actors.values() if a.connected}
     here |= {("teacher", t.name) for t in world.teachers.values() if t.connected} | {("learner", "learner")}
-    assert told == here, f"{here - told} were not sent home"
+    assert dismissed == here, f"{here - dismissed} were not sent home"
     snapshot = world.state.snapshot(world.now_s)
     ledger = snapshot.ledger
     assert snapshot.queues["rollouts_live"] == snapshot.queues["tasks_queued"] == 0, snapshot.queues

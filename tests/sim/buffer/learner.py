@@ -1,4 +1,4 @@
-"""What the simulated learner does, one small thing at a time."""
+"""Single actions of the simulated learner."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trains(world: World, rng: Random) -> None:
 
 
 def _check_wholly_trained(world: World, learner: SimLearner, batch: m.Batch, masked: tuple[str, ...]) -> None:
-    """Of a sample that is settled as trained, with no reason why not all of it, every sampled token was trained."""
+    """Assert that a sample that settled as trained, without a reason, had every sampled token trained."""
     left_out = {(item.task_id, item.sample_index) for item in batch.items if item.rollout_id in masked}
     for one in batch.settled:
         sample = one.task_id, one.sample_index

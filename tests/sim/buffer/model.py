@@ -56,7 +56,7 @@ class VersionTree:
 
 @dataclass
 class ModelRollout:
-    """What was acknowledged of one attempt."""
+    """The part of one attempt that the buffer has acknowledged."""
 
     ticket: m.Ticket
     order: int
@@ -86,7 +86,7 @@ class ModelBatch:
 
 
 def teacher_logprob(pool: str, ids: Array) -> Array:
-    """What the teachers of a pool say of these tokens."""
+    """The teacher log-probs that a pool gives these tokens."""
     return (-0.25 - (len(pool) % 3) - 0.01 * ids).astype(np.float32)
 
 
@@ -135,7 +135,7 @@ class BufferModel:
                 self.trained_tokens_hist[self.tree.distance(sampled_under, batch.message.version)] += 1
 
     def learner_restarted(self) -> None:
-        """What the former one held is void."""
+        """Discard the batches that the previous learner held."""
         for batch_id in [i for i, batch in self.batches.items() if not batch.trained]:
             del self.batches[batch_id]
 

@@ -36,7 +36,7 @@ class SimSegment:
     message: m.Segment
     arrays: tuple[Array, ...]
     expected: RejectReason | None
-    """What is wrong with it."""
+    """The reason for which the buffer must reject it."""
 
 
 class SimActor:
@@ -74,14 +74,14 @@ class SimActor:
             del self.running[message.rollout_id]
 
     def end(self, rollout_id: str) -> None:
-        """Nobody wants it any more."""
+        """Forget the rollout: it was cancelled or is complete."""
         self.running.pop(rollout_id, None)
         for key in [key for key in self.unacked if key[0] == rollout_id]:
             del self.unacked[key]
 
 
 Mood: TypeAlias = Literal["well", "slow", "sick", "stuck"]
-"""Of a teacher: answers as it is asked to; now and then; with failures only; not at all."""
+"""How a teacher answers: at once; now and then; with failures only; never."""
 
 
 class SimTeacher:
@@ -123,7 +123,7 @@ class Stream:
     trained: dict[Sample, tuple[str, set[int]]] = field(default_factory=dict[Sample, tuple[str, set[int]]])
     """The one rollout of which tokens were trained, and their offsets."""
     settled: dict[Sample, str] = field(default_factory=dict[Sample, str])
-    """Its fate."""
+    """How each settled sample ended."""
 
     def copy(self) -> Stream:
         trained = {sample: (rollout_id, set(offsets)) for sample, (rollout_id, offsets) in self.trained.items()}
@@ -168,7 +168,7 @@ class Stream:
 
 @dataclass
 class SimEvaluation:
-    """What the learner waits for under one eval_id."""
+    """The answers that the learner waits for under one eval_id."""
 
     expected: int
     received: dict[str, None] = field(default_factory=dict[str, None])
@@ -196,7 +196,7 @@ class SimLearner:
         self.empty_answers = 0
 
     def step(self, batch: m.Batch, arrays: Sequence[Array], masked: Collection[str]) -> None:
-        """What the batch trained and settled, but for the rollouts left out of it."""
+        """Record what the batch trained and settled, except the rollouts that were left out of it."""
         for i, item in enumerate(batch.items):
             if item.rollout_id not in masked:
                 self.stream.train(item, arrays[4 * i + 2])

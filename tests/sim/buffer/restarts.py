@@ -21,7 +21,7 @@ def can_be_journaled(state: object) -> bool:
 
 
 class SimJournal:
-    """What a buffer process would find on its disk."""
+    """The contents of the disk from which a buffer process would recover."""
 
     def __init__(self, state: BufferState, now_s: float) -> None:
         self._image = make_image(Core(state), no_sessions(), now_s)

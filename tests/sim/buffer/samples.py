@@ -1,4 +1,4 @@
-"""Where is each sample? The buffer's records against what the simulated learner has trained and was told."""
+"""Compares where the buffer thinks each sample is with what the simulated learner trained and received."""
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ def audit_samples(state: BufferState, learner: SimLearner) -> None:
         return  # it has not said yet what it goes on from
     stream, book = learner.stream, state._tasks
     open_here: set[Sample] = set()
-    told: set[Sample] = {(one.task_id, one.sample_index) for one in book.to_report()}
+    reported: set[Sample] = {(one.task_id, one.sample_index) for one in book.to_report()}
     for batch in state._batches.leased.values():
-        told |= {(one.task_id, one.sample_index) for one in batch.settled}
+        reported |= {(one.task_id, one.sample_index) for one in batch.settled}
     for record in book.train_records:
         task_id = record.task.task_id
         open_here |= {(task_id, i) for i in record.to_issue}
         for slot in record.slots:
-            (told if slot.settled else open_here).add((task_id, slot.sample_index))
+            (reported if slot.settled else open_here).add((task_id, slot.sample_index))
     not_offered = set(stream.offer_again)
     for task_id, task in stream.outstanding.items():
         for sample in ((task_id, i) for i in range(task.group_size)):
-            lost = sample not in stream.settled and sample not in open_here | told and task_id not in not_offered
+            lost = sample not in stream.settled and sample not in open_here | reported and task_id not in not_offered
             assert not lost, f"sample {sample} is neither open nor settled: {state!r}"
     again = open_here & stream.settled.keys()
     assert not again, f"samples {sorted(again)[:5]} are settled, and open again"

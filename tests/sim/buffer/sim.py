@@ -76,7 +76,7 @@ def random_world(rng: Random, check_every: int) -> World:
 
 
 def _work_quietly() -> None:
-    """Ctrl-C is the parent's; when that is gone, whatever ended it, nobody wants what is done here."""
+    """Leave Ctrl-C to the parent process, and end when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -105,7 +105,7 @@ def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
         PeerTable.remembered = remembered
     snapshot = world.state.snapshot(world.now_s)
     ledger, queues = snapshot.ledger, snapshot.queues
-    told = Counter(
+    counts = Counter(
         events=world.tally.events,
         chapters=1,
         deaths=world.tally.deaths,
@@ -122,9 +122,11 @@ def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
         tokens_evaluated=ledger.eval_tokens.trained,
         segments_rejected=sum(ledger.rejected.values()),
     )
-    told += Counter({name.removesuffix("_total"): n for name, n in queues.items() if name.startswith("leases_wasted")})
-    told += Counter({f"tokens_masked:{reason}": n for reason, n in ledger.tokens.masked.items()})
-    return told + Counter({f"tokens_dropped:{reason}": n for reason, n in ledger.tokens.dropped.items()})
+    counts += Counter(
+        {name.removesuffix("_total"): n for name, n in queues.items() if name.startswith("leases_wasted")}
+    )
+    counts += Counter({f"tokens_masked:{reason}": n for reason, n in ledger.tokens.masked.items()})
+    return counts + Counter({f"tokens_dropped:{reason}": n for reason, n in ledger.tokens.dropped.items()})
 
 
 def run(events: int, seed: int, check_every: int = 1, jobs: int = 1, progress_s: float = math.inf) -> Counter[str]:
@@ -143,8 +145,8 @@ def run(events: int, seed: int, check_every: int = 1, jobs: int = 1, progress_s:
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
             chapters = pool.map(chapter, seeds, budgets, repeat(check_every))
         try:
-            for told in chapters:
-                totals += told
+            for counts in chapters:
+                totals += counts
                 now_s = time.monotonic()
                 if now_s - told_s >= progress_s:
                     told_s = now_s

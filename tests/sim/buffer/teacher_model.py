@@ -35,11 +35,11 @@ class ModelLease:
 
 @dataclass
 class ModelTeacher:
-    """What one process of a teacher failed since it last scored something."""
+    """Items that one teacher process has failed since its last success."""
 
     failed: list[Key] = field(default_factory=list[Key])
     failed_late: list[Key] = field(default_factory=list[Key])
-    """Of these another teacher's scores were there already."""
+    """Those of them that another teacher had already scored."""
     opened_s: float | None = None
     opened_at_lease: int = 0
 
@@ -52,7 +52,7 @@ class TeacherModel:
         self.out: dict[int, ModelLease] = {}
         self.teachers: defaultdict[str, ModelTeacher] = defaultdict(ModelTeacher)
         self.times: defaultdict[str, list[float]] = defaultdict(list)
-        """Of all leases that were answered, and of those answered elsewhere meanwhile, by pool."""
+        """Durations by pool, of answered leases and of leases whose item another teacher answered meanwhile."""
         self.grants: defaultdict[str, list[bool]] = defaultdict(list)
         """Was it a hedge? By pool."""
         self.hedged: set[Key] = set()
@@ -96,7 +96,7 @@ class TeacherModel:
         assert other.teacher != teacher, f"{other} hedged at the same teacher"
         assert other.key not in self.hedged, f"{other.key} hedged twice"
         times = sorted(self.times[pool][-WINDOW:])
-        assert len(times) >= MIN_TIMES, "nobody knows yet what is usual"
+        assert len(times) >= MIN_TIMES, "too few times to say what is usual"
         usual_s = next(t for n, t in enumerate(times, 1) if n >= self.config.hedge_quantile * len(times))
         age_s = now_s - other.granted_s
         assert age_s >= self.config.hedge_floor_s and age_s >= self.config.hedge_multiple * usual_s, f"{other}: {age_s}"
@@ -154,7 +154,7 @@ class TeacherModel:
                 del self.out[lease_id]
 
     def failed(self, now_s: float, lease_id: int, state: BufferState) -> None:
-        """The teacher says so, or the deadline passed. To be told before the buffer is."""
+        """The teacher reported a failure, or the deadline passed. Call this before the buffer learns of it."""
         lease = self.out.pop(lease_id, None)
         if lease is None:
             return
@@ -184,7 +184,7 @@ class TeacherModel:
             self.teachers[name] = ModelTeacher()
 
     def _look_at_breakers(self, now_s: float) -> None:
-        """Enough items, each failed by nobody else."""
+        """Open the breaker of a teacher that failed enough items that no other teacher failed."""
         for name, teacher in self.teachers.items():
             against = {key for key in teacher.failed if self.failed_by[key] == {name}} | set(teacher.failed_late)
             if not self.config.breaker_failures or len(against) < self.config.breaker_failures:
@@ -210,11 +210,11 @@ class TeacherModel:
         assert sent == won + wasted + open_hedges, queues
 
     def forget(self, state: BufferState) -> None:
-        """What was scored of rollouts that are over, and times and grants that are no longer recent."""
+        """Drop the scores of rollouts that are over, and times and grants that are no longer recent."""
         live = state._life.rollouts
         self.hedged = {key for key in self.hedged if key[0] in live}
-        told = {key for t in self.teachers.values() for key in t.failed}
-        for key in [key for key in self.failed_by if key[0] not in live and key not in told]:
+        remembered = {key for t in self.teachers.values() for key in t.failed}
+        for key in [key for key in self.failed_by if key[0] not in live and key not in remembered]:
             del self.failed_by[key]
         for pool in self.times:
             del self.times[pool][:-WINDOW]

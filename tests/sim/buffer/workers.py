@@ -1,4 +1,4 @@
-"""What simulated actors and teachers do, one small thing at a time."""
+"""Single actions of simulated actors and teachers."""
 
 from __future__ import annotations
 
@@ -296,6 +296,6 @@ def score_all(world: World, teacher: SimTeacher) -> None:
         pairs = [teacher.items.pop(lease) for lease in leases]
         scores = tuple(teacher_logprob(teacher.pool, ids[item.start : item.end]) for item, ids in pairs)
         _send_scores(world, teacher, leases, scores)
-    teacher.mood, teacher.leaving = "well", False  # told to stay after all
+    teacher.mood, teacher.leaving = "well", False  # it may stay after all
     teacher.seq += 1
     world.send("teacher", teacher.name, m.ScoreCredit(10_000, teacher.seq, teacher.received_total))

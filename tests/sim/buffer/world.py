@@ -23,12 +23,12 @@ from tests.sim.buffer.samples import audit_samples
 
 @dataclass
 class Tally:
-    """What happened, for a summary."""
+    """Counts of what happened, for a summary."""
 
     events: int = 0
     deaths: int = 0
     restarts: int = 0
-    """Of the learner."""
+    """Restarts of the learner."""
     buffer_restarts: int = 0
     drains: int = 0
 
@@ -65,7 +65,7 @@ class World:
         self.group_sizes = group_sizes
         self.over = False
         self.broadcast = start
-        """The newest weights the learner has sent to actors, perhaps before it told the buffer."""
+        """Newest weights that the learner has sent to actors. The buffer may not have heard of them yet."""
         self.checkpoints: dict[WeightVersion, Stream] = {start: Stream()}
         self.left_out: set[str] = set()
         """Rollouts of which the learner left a part out of a step."""

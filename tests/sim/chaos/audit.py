@@ -13,7 +13,7 @@ from protocol.messages import WeightVersion
 from tests.sim.chaos.tap import BatchSeen, ItemSeen, TrainedSeen
 
 MAX_COMPLAINTS = 5
-"""Of one kind; the rest is counted."""
+"""Complaints of one kind that are listed; further ones are only counted."""
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     batches: int
     tokens: int
     staleness_max: int
-    """As counted here, token by token, among tokens sampled in the epoch in which they were trained."""
+    """Counted here, token by token, over tokens that were trained in the epoch that sampled them."""
     other_epoch_tokens: int
     """Sampled before a restart of the learner and trained after it; for these the buffer's count is taken."""
     complaints: list[str]
@@ -84,7 +84,7 @@ def _pair(
 
 
 def _without(batch: BatchSeen, masked: Collection[str]) -> BatchSeen:
-    """What was left out of the step is not trained. The learner's word comes before the buffer's answer."""
+    """The batch without the rollouts that the learner left out of its step, which are not trained."""
     return msgspec.structs.replace(batch, items=[item for item in batch.items if item.rollout_id not in masked])
 
 

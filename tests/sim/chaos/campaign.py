@@ -28,15 +28,15 @@ from tests.sim.chaos.tap import read_tap
 
 LOOK_EVERY_S: Final = 0.1
 LAST_FAULT_AT: Final = 0.85
-"""Of the steps."""
+"""Share of the steps after which no fault strikes."""
 STEPS_AFTER_RESTART: Final = (0, 1, 2, 3, 5, 7)
-"""Of which one is drawn. Checkpoints are made every 4 steps."""
+"""One of these is drawn. Checkpoints are made every 4 steps."""
 LEFTOVER_WAIT_S: Final = PATIENCE_S
 LOG_TROUBLE: Final = ("Traceback (most recent call last)", " CRITICAL ", "THE LEDGER DOES NOT BALANCE")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done."""
+    """The settings of a campaign."""
 
     faults: int
     seed: int
@@ -52,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gap_s: tuple[float, float] = (0.5, 2.5)
     """Between two faults, evenly drawn; less where the run would be over before the last of them."""
     end_timeout_s: float = 120.0
-    """How long the run may take without a step once the faults are over."""
+    """Seconds that the run may take without a step once the faults are over."""
     disk_mib: int = 0
     """Above 0: the run folder is a file system of this size."""
     arguments: tuple[str, ...] = ()
@@ -79,12 +79,12 @@ class Verdict(msgspec.Struct, kw_only=True):
     missed: int
     """Faults that found nothing to hit."""
     faults_s: float
-    """How long faults went on."""
+    """Seconds from the first fault to the end of the last."""
     wall_s: float
     audit: Audit
-    """Of what went over the wire."""
+    """Counts of what went over the wire."""
     report: Report | None
-    """Of the record; None: there is nothing to count."""
+    """Audit of the record; None without a record."""
     complaints: list[str]
     """Empty: everything held."""
     troubles: dict[str, int]
@@ -165,7 +165,7 @@ def _storm(
 
 
 def _await_steps(run: Run, n: int) -> None:
-    """A run that was started again makes so many steps before the next fault; else most faults would hit its start."""
+    """Wait for `n` steps after a restart, because otherwise most faults would hit the start."""
     rows, limit = len(run.steps()) + n, Limit()
     while run.running and len(run.steps()) < rows and not limit.passed:
         time.sleep(LOOK_EVERY_S)
@@ -249,15 +249,15 @@ def _unbalanced(summary: dict[str, Any]) -> list[str]:
     counts = {"tokens": summary["tokens"]} | {
         unit: summary["ledger"][unit] for unit in ("rollouts", "segments", "eval_tokens")
     }
-    told = [] if summary["tokens"]["balanced"] else ["the ledger says that it does not balance"]
+    found = [] if summary["tokens"]["balanced"] else ["the ledger says that it does not balance"]
     for unit, count in counts.items():
         gone = count["trained"] + sum(count["masked"].values()) + sum(count["dropped"].values())
         off = count["accepted"] - gone - count["waiting"] - count["in_flight"]
         if off:
-            told.append(f"{unit}: {count['accepted']} accepted, off by {off}")
+            found.append(f"{unit}: {count['accepted']} accepted, off by {off}")
         if summary["ok"] and (count["waiting"] or count["in_flight"]):
-            told.append(f"{unit}: {count['waiting']} wait and {count['in_flight']} are in flight after the end")
-    return told
+            found.append(f"{unit}: {count['waiting']} wait and {count['in_flight']} are in flight after the end")
+    return found
 
 
 def _troubles(run: Run) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What the proxy is told over its local socket, and the client's side of telling: one JSON line each way."""
+"""Commands to the proxy over its local socket, and their client: one JSON line each way."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Meddle(msgspec.Struct, frozen=True, tag=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """What has been seen so far?"""
+    """Asks for what the proxy has seen so far."""
 
 
 Command: TypeAlias = Break | Weather | Meddle | Look
@@ -74,11 +74,11 @@ class Seen(msgspec.Struct, frozen=True):
     useful_s: dict[str, float]
     """Peer -> time.monotonic() of its last message that was work done, not talk."""
     meddled: dict[str, int]
-    """How often each kind of meddling came to pass."""
+    """Number of messages meddled with, by kind."""
     mechanisms: dict[str, int]
     """Greetings seen, by mechanism."""
     errors: tuple[str, ...]
-    """Of the proxy itself. There should be none."""
+    """Errors of the proxy itself. There should be none."""
 
 
 class Proxy:
@@ -133,12 +133,12 @@ def running_proxy(
     proxy: Proxy | None = None
     try:
         assert process.stdout is not None
-        told = process.stdout.readline().decode().strip()
-        assert told, f"the proxy did not start, exit code {process.wait(PATIENCE_S)}"
+        address = process.stdout.readline().decode().strip()
+        assert address, f"the proxy did not start, exit code {process.wait(PATIENCE_S)}"
         control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         control.settimeout(PATIENCE_S)
         control.connect(str(path))
-        proxy = Proxy(process, control, told)
+        proxy = Proxy(process, control, address)
         yield proxy
     finally:
         if proxy is not None:
@@ -157,5 +157,5 @@ def wait_until_listening(host: str, port: int, timeout_s: float = PATIENCE_S) ->
     while True:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0):
             return
-        assert time.monotonic() < deadline_s, f"nobody listens at {host}:{port} after {timeout_s} s"
+        assert time.monotonic() < deadline_s, f"nothing listens at {host}:{port} after {timeout_s} s"
         time.sleep(0.05)

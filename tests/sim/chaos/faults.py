@@ -1,4 +1,4 @@
-"""Which faults there are, how one is drawn, and what is done to the run when it strikes."""
+"""The kinds of faults, how one is drawn, and what it does to the run."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DEADLY: Final[frozenset[Kind]] = frozenset(
     {"kill", "hang", "duplicate", "corrupt", "truncate", "garbage", "version", "noise", "together", "trap"}
 )
-"""The target may die of it, by the signal or because it is told that it talks nonsense; so only roles that are started
-again are hit. The others heal by themselves."""
+"""The target may die of these, by the signal or because its messages are refused, so they strike only roles that are
+restarted. The other kinds heal by themselves."""
 UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version"})
 """Not among the kinds that are drawn unless asked for. disk: the run folder needs a file system of its own. version: a
 Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends."""
 LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "launcher")
-"""Who has a link to the buffer."""
+"""Processes that have a link to the buffer."""
 PROCESSES: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "buffer")
-"""Whose process may be killed or stopped."""
+"""Roles whose process may be killed or stopped."""
 LAUNCHER: Final = "launcher"
 """A target as well: all workers die with it, and the run goes on by --resume."""
 LAUNCHER_SHARE: Final = 0.25
-"""Of the simultaneous kills and of the traps, in which the launcher dies too."""
+"""Share of the simultaneous kills and the traps in which the launcher dies too."""
 STOPPED_EXIT_CODE: Final = 128 + signal.SIGINT
 TRAP_S: Final = 20.0
-"""How long a process may take to pass the function at which it shall die."""
+"""Seconds in which a process must reach the function at which it is to die."""
 HUGE_DELAY_S: Final = 0.3
 SLOW_BYTES_PER_S: Final = 4000.0
 WATCHED: Final[tuple[str, ...]] = ("actor", "teacher", "learner")
-"""Of whom the launcher notices, through the buffer, that they hang (launch.silent_kill_s)."""
+"""Roles that the launcher kills when they hang (launch.silent_kill_s)."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -55,11 +55,11 @@ class Fault(msgspec.Struct, frozen=True):
     target: str
     """A worker; `run` for its disk and its launcher."""
     seconds: float = 0.0
-    """How long it lasts; 0: a moment."""
+    """Duration in seconds; 0: instantaneous."""
     direction: Literal["up", "down"] = "up"
     seed: int = 0
     others: tuple[str, ...] = ()
-    """Who dies at the same moment."""
+    """Other targets that die at the same moment."""
     point: str = ""
     """trap: the function (tests.sim.chaos.traps)."""
     side: Side = "before"
@@ -124,7 +124,7 @@ class Striker:
         self._disk = disk
         self._timers: list[threading.Timer] = []
         self.complaints: list[str] = []
-        """What went wrong while a fault struck."""
+        """Errors while a fault struck."""
 
     def strike(self, fault: Fault) -> bool:
         """False when there was nothing to hit (a worker that is being started again)."""

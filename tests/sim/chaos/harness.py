@@ -1,7 +1,7 @@
 """A real run of the built-in task, started by launch/cluster.py, with the proxy between its workers and its buffer.
 
 How the workers come to the proxy: the launcher hands them the address that it reads in RUN/buffer.json. The buffer is
-told to listen at a port that we choose (`--buffer.bind`). The launcher is stopped while the buffer writes its
+given a port that we choose (`--buffer.bind`). The launcher is stopped while the buffer writes its
 buffer.json, and reads one that names the proxy when it goes on; it is looked whether it did. The product knows nothing
 of it.
 """
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def record(self) -> Path:
-        """Of every batch: what the run is audited by."""
+        """File with every batch, from which the run is audited."""
         return self.run_dir.with_name(f"{self.run_dir.name}.record")
 
     def _launch(self, *more: str) -> subprocess.Popen[bytes]:
@@ -142,12 +142,12 @@ class Run:
         buffer's own words are put back, for it listens where they say when it is started again."""
         self.until(lambda: self.run_id not in ("", former_run_id), "run.json", READY_S)
         self.until(lambda: self.pid("buffer-0") is not None, "the buffer's process", READY_S)
-        told = self.run_dir / "buffer.json"
+        listing = self.run_dir / "buffer.json"
         self.process.send_signal(signal.SIGSTOP)
         try:
-            self.until(lambda: self._told_by == self.run_id, "the buffer's own buffer.json", READY_S)
-            own = told.read_bytes()
-            write_atomic(told, msgspec.json.encode(BufferAddress(proxy.address, self.process.pid, self.run_id)))
+            self.until(lambda: self._listed_run_id == self.run_id, "the buffer's own buffer.json", READY_S)
+            own = listing.read_bytes()
+            write_atomic(listing, msgspec.json.encode(BufferAddress(proxy.address, self.process.pid, self.run_id)))
         finally:
             self.process.send_signal(signal.SIGCONT)
         buffer_log = self.run_dir / "logs" / "buffer-0.log"
@@ -156,20 +156,20 @@ class Run:
             "the launcher at the buffer",
             READY_S,
         )
-        write_atomic(told, own)
+        write_atomic(listing, own)
         return bool(proxy.look().connections.get("launcher"))
 
     @property
     def run_id(self) -> str:
-        """Of the present launch; empty before it has one."""
+        """Id of the current launch; empty before it has one."""
         record = self.run_dir / "run.json"
         return json.loads(record.read_bytes())["run_id"] if record.exists() else ""
 
     @property
-    def _told_by(self) -> str:
+    def _listed_run_id(self) -> str:
         """The launch whose buffer.json is there; empty without one."""
-        told = self.run_dir / "buffer.json"
-        return json.loads(told.read_bytes())["run_id"] if told.exists() else ""
+        listing = self.run_dir / "buffer.json"
+        return json.loads(listing.read_bytes())["run_id"] if listing.exists() else ""
 
     @property
     def step(self) -> int:
@@ -213,7 +213,7 @@ class Run:
         return sorted(file.stem for file in (self.run_dir / "logs").glob(f"{role}-*.log"))
 
     def pid(self, name: str) -> int | None:
-        """Of the worker's present process, as its log says; None when there is none of this run."""
+        """Process id of the worker's current process, from its log; None if this run has none."""
         file = self.run_dir / "logs" / f"{name}.log"
         lines = file.read_text(errors="replace").splitlines() if file.exists() else []
         started = [line for line in lines if STARTS in line]

@@ -17,7 +17,7 @@ GARBAGE_BYTES: Final = 200
 
 
 class Passed(msgspec.Struct, frozen=True):
-    """What goes out instead of the message."""
+    """The bytes that are sent in place of the message."""
 
     data: bytes
     cut: bool = False

@@ -30,7 +30,7 @@ from tests.sim.chaos.tap import Tap
 from tests.sim.chaos.zmtp import GREETING_BYTES, NotZmtp, Unit, is_message, mechanism, read_unit, wire_bytes
 
 CONNECT_WAIT_S = PATIENCE_S
-"""How long a worker's connection waits for a buffer that does not listen yet."""
+"""Seconds that a worker's connection waits for a buffer that does not listen yet."""
 STEP_S = 0.02
 READ_LIMIT_BYTES = 1 << 20
 

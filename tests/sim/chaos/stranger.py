@@ -14,8 +14,8 @@ from protocol.sockets import checksum
 from tests.patience import PATIENCE_S
 
 ANSWER_S: Final = 1.5
-"""A refusal is told once a second per connection; here each connection asks once."""
-"""How long a buffer that is just being started again may keep strangers waiting for any answer."""
+"""The buffer sends at most one refusal a second per connection, so each connection asks once."""
+"""Seconds for which a restarting buffer may leave strangers without any answer."""
 
 
 def knock(address: str, rng: Random) -> list[str]:
@@ -28,7 +28,7 @@ def knock(address: str, rng: Random) -> list[str]:
 
 
 def _knock_once(address: str, rng: Random) -> list[str]:
-    """One connection each. Nobody may be let in (AssertionError)."""
+    """Send one kind of nonsense per connection. Raises AssertionError if the buffer lets one in."""
     codes: list[str] = []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -51,5 +51,5 @@ def _unwelcome(rng: Random) -> list[list[bytes]]:
     version = Hello("actor", name, "x", "no such run", "ab" * 32, protocol_version=PROTOCOL_VERSION + 1)
     messages: list[Message] = [version, Hello("actor", name, "x", "no such run", "ab" * 32), Heartbeat(None, {}, 0)]
     junk = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randint(1, 4))]
-    told = [list(map(bytes, encode(message))) for message in messages]
-    return [*[[*frames, checksum(frames)] for frames in told], junk]
+    encoded = [list(map(bytes, encode(message))) for message in messages]
+    return [*[[*frames, checksum(frames)] for frames in encoded], junk]

@@ -1,4 +1,4 @@
-"""What an onlooker on the wire can tell of a run: who speaks, when work was done, and what was trained.
+"""Observes a run on the wire: which peers speak, when work is done, and what is trained.
 
 The batches and their acknowledgements go to a file of JSON lines, one BatchSeen or TrainedSeen each, so that an audit
 of what was trained depends on neither the buffer's ledger nor the learner's own account.
@@ -38,9 +38,9 @@ class BatchSeen(msgspec.Struct, frozen=True, tag=True):
     staleness: dict[int, int]
     items: list[ItemSeen]
     digest: str
-    """Of ids, masks and log-probs."""
+    """Digest of ids, masks and log-probs."""
     run_id: str = ""
-    """Of the launch: after --resume a rollout that was under way is written anew, under the same name."""
+    """Id of the launch: after --resume, an open rollout is written again under the same name."""
 
 
 class TrainedSeen(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +72,7 @@ class Tap:
             self._file.close()
 
     def name_of(self, unit: Unit) -> str:
-        """Of who says Hello; empty for anything else."""
+        """Name of the peer, if the unit is a Hello; otherwise empty."""
         try:
             message = decode(bodies(unit)[:-1]).message
         except RemoteProtocolError:

@@ -39,7 +39,7 @@ POINTS: Final[Mapping[str, Sequence[str]]] = {
 }
 """By the role whose process passes there."""
 AT_A_NEW_LEARNER: Final = ("buffer.go_back:go_back", "buffer.learner_desk:LearnerDesk.started")
-"""Those of them that nobody passes while the same learner goes on."""
+"""Those that no process reaches while the same learner continues."""
 HOOK: Final = Path(__file__).parent / "trap"
 LOOK_EVERY_S: Final = 0.02
 
@@ -54,7 +54,7 @@ class Traps:
         self._points = points
 
     def environment(self, python_path: str) -> dict[str, str]:
-        """Of the processes that can be trapped."""
+        """Environment variables of the processes that can be trapped."""
         return {
             "PYTHONPATH": f"{python_path}{os.pathsep}{HOOK}",
             "STILLHOUSE_TRAP_POINTS": ",".join(self._points),

@@ -56,7 +56,7 @@ def is_message(unit: Unit) -> bool:
 
 
 def wire_bytes(unit: Unit) -> bytes:
-    """As it goes over the wire. The lengths are those of the bodies."""
+    """Encode the unit as on the wire, with the lengths of its bodies."""
     parts: list[bytes] = []
     for flags, body in unit:
         long = len(body) > 255

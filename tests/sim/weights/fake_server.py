@@ -33,8 +33,8 @@ Body = dict[str, Any]
 
 
 def new_group(store: AnyStore, rank: int, world_size: int) -> Any:
-    """With torch's default timeout, which nobody can set at a server, and with the watchdog that the launcher asks of a
-    server by TORCH_NCCL_ASYNC_ERROR_HANDLING=2."""
+    """Make a group as a server does: with the default timeout of torch, and with the watchdog that the launcher sets up
+    by TORCH_NCCL_ASYNC_ERROR_HANDLING=2."""
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options.handling = 2
@@ -66,7 +66,7 @@ class FakeServer:
         self.url = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
 
     def close(self) -> None:
-        """As if killed: whoever still waits is left alone."""
+        """Stop as if killed: pending requests get no answer."""
         self.closing.set()
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -179,7 +179,7 @@ def _n_bytes(dtype: str, shape: list[int]) -> int:
 
 
 class FakeServerEngine:
-    """What ServerWeights needs of an engine on such a server."""
+    """The part of an engine that ServerWeights uses."""
 
     def __init__(self, url: str, config: SGLangConfig, run_id: str = "run") -> None:
         self.server = ServerLink(url, config)

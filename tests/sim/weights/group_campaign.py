@@ -41,7 +41,7 @@ from weights.receiver import WeightReceiver
 Kind: TypeAlias = Literal["engines", "servers"]
 N_MEMBERS: Final = 3
 OPERATIONS: Final = 6
-"""Of a round, about: where a fault may strike."""
+"""Approximate number of operations in a round, at which a fault may strike."""
 TURN_S: Final = 60.0 * SLOWNESS
 """Bound of one turn: from a version with its fault until all who live have it. Made of short limits (CONFIG): a round,
 a new group, and another round, a few times over."""
@@ -58,7 +58,7 @@ SGLANG: Final = SGLangConfig(control_timeout_s=0.3 * SLOWNESS, health_every_s=60
 FAULTS: Final[dict[FaultKind, float]] = {
     "error": 4, "start_error": 2, "hang": 2, "delay": 2, "silent": 2, "death": 3, "init_error": 1, "init_hang": 1,
 }  # fmt: skip
-"""How often, in relation to each other."""
+"""Relative frequency of each fault."""
 LEFT_OUT: Final = "is left out of the weight group"
 
 
@@ -140,7 +140,7 @@ class Member:
 
 @dataclass
 class Verdict:
-    """Of a campaign. Good if there are no findings."""
+    """Result of a campaign: good if there are no findings."""
 
     kind: Kind
     seed: int
@@ -167,7 +167,7 @@ class Verdict:
 
 
 class _Counts(logging.Handler):
-    """What the publisher says of who is left out, by reason: a count beside its own."""
+    """Counts, by reason, the members that the publisher logs as left out, independently of its own count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Campaign:
         )
 
     def run(self, faults: int) -> Verdict:
-        """Until so many have struck, or something is found that cannot be gone on from."""
+        """Run until this many faults have struck, or until a finding makes it impossible to continue."""
         self._tell_membership()
         self._turn([])
         while self._fabric.struck.total() < faults and not self.verdict.findings:
@@ -320,10 +320,10 @@ def run_campaign(kind: Kind, faults: int, seed: int) -> Verdict:
             verdict = campaign.run(faults)
         finally:
             campaign.close()
-        told = Counter(verdict.dropped)
-        told.pop("disconnected", None)
-        if told != counts.left_out:
-            verdict.findings.append(f"counted as dropped {dict(told)}, said to be left out {dict(counts.left_out)}")
+        dropped = Counter(verdict.dropped)
+        dropped.pop("disconnected", None)
+        if dropped != counts.left_out:
+            verdict.findings.append(f"counted as dropped {dict(dropped)}, said to be left out {dict(counts.left_out)}")
         verdict.findings += _left_behind()
     return verdict
 
@@ -354,7 +354,7 @@ def _nccl_like(fabric: Fabric) -> Generator[None]:
 
 @contextmanager
 def _quiet(counts: _Counts) -> Generator[None]:
-    """Hundreds of failures would be told on the terminal."""
+    """Keep the hundreds of expected failures off the terminal."""
     root, publisher = logging.getLogger(), logging.getLogger("weights.publisher")
     level = root.level
     publisher.addHandler(counts)

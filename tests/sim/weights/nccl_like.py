@@ -1,9 +1,9 @@
 """A process group on a CPU that fails, delays and aborts as torch's NCCL group does, for ranks that are all in this
 process. What is known of NCCL's, with the functions of torch where it was read, is in docs/decisions/nccl.md; here:
 
-    first operation    blocks until every rank is there, without limit; nobody can abort it    initNCCLComm
+    first operation    blocks until every rank is there, without limit; cannot be aborted      initNCCLComm
     operation          done when all ranks have started theirs and the "GPU" has come to it;
-                       nobody is told of a peer that hangs, and not always of one that died
+                       a peer that hangs is not reported, and one that died not always
     failed             is_completed(), and wait() raises and aborts             WorkNCCL::isCompleted, wait
     limit              the group's timeout when it was started; then the        assignTimeoutToWork
                        watchdog does what TORCH_NCCL_ASYNC_ERROR_HANDLING       Watchdog::runLoop
@@ -51,7 +51,7 @@ class Fault:
     rank: int
     after: int = 0
     noticed: bool = True
-    """Whether the peers are told."""
+    """Whether the peers see the failure."""
     delay_s: float = 0.0
 
 
@@ -117,7 +117,7 @@ class Fabric:
 
 
 class _Communicator:
-    """What ranks have in common. All under the fabric's lock."""
+    """State that the ranks share, under the fabric's lock."""
 
     def __init__(self, fabric: Fabric, size: int) -> None:
         self._fabric = fabric
@@ -127,7 +127,7 @@ class _Communicator:
         self._operations: list[_Operation] = []
         self._modes: dict[int, int] = {}
         self._errors: dict[int, tuple[float, str]] = {}
-        """Of each rank, and from when on it is seen."""
+        """Error of each rank, and the time from which it is visible."""
         self.aborted: set[int] = set()
 
     def meet(self, rank: int, mode: int) -> None:
@@ -186,7 +186,7 @@ class _Communicator:
         return error if error and time.monotonic() >= seen_s else None
 
     def progress(self) -> None:
-        """What the GPUs and the watchdogs have done by now."""
+        """Advance the simulated GPUs and watchdogs to the current time."""
         now_s = time.monotonic()
         for operation in self._operations:
             if operation.done:
@@ -228,7 +228,7 @@ class _Work:
             return self._error is not None or self._operation.done or aborted
 
     def kernel_has_ended(self) -> bool:
-        """What a synchronisation of the device waits for: an error alone does not end it."""
+        """Whether a device synchronisation would return. An error alone does not end the kernel."""
         with self._fabric.changed:
             self._communicator.progress()
             return self._operation.done or self._rank in self._communicator.aborted
@@ -288,7 +288,7 @@ class LikeNccl:
             self._communicator.abort(self._rank)
 
     def die(self) -> None:
-        """The process is gone, and its kernels with it; nobody is told."""
+        """End the process and its kernels, without notice to the peers."""
         self._aborted = True
         if self._communicator is not None:
             self._communicator.abort(self._rank)

@@ -64,7 +64,7 @@ class Report:
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """Where processes come from: one parent that has torch and this module loaded."""
+    """The fork server of these processes, with torch and this module loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.sim.weights.weight_actors"])
     return context
@@ -256,7 +256,7 @@ class ActorFleet:
     def wait_for(
         self, version: WeightVersion, timeout_s: float, names: Iterable[str] | None = None
     ) -> dict[str, Staged]:
-        """What these actors (default: all) staged, once each has staged `version` or newer. Raises TimeoutError."""
+        """Wait until these actors (default: all) have staged `version` or newer, and return it. Raises TimeoutError."""
         wanted = [self.actors[name] for name in (self.actors if names is None else names)]
         deadline_s = time.monotonic() + timeout_s
         while True:
