@@ -1,44 +1,122 @@
-"""Settings of the inference engines. No torch here: the launcher checks them before anything heavy is imported."""
+"""Settings that actors and teachers share: which engine, on which servers. No torch here, nor in what reads this."""
 
 from __future__ import annotations
 
+from typing import Annotated, Literal, TypeVar
+
 import msgspec
+from msgspec import Meta
 
 from engines.base import UpdateMode
-from models.dtypes import DtypeName
+from models.dtypes import DtypeName, LoadDtype
+from protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(Settings, frozen=True, kw_only=True):
     """The embedded torch engine that writes rollouts (`engines.torch.engine`)."""
 
-    max_concurrent: int = 64
-    """Slots: requests decoded together. KV memory grows with it; so does throughput, up to a few hundred on a CPU."""
-    max_context: int = 1024
-    """Tokens a slot holds, prompt and sampled together. A request that reaches it ends with reason "length"."""
+    max_concurrent: PositiveInt = 64
+    """Requests decoded together. KV memory grows with it; so does throughput, up to a few hundred on a CPU."""
+    max_context: Annotated[int, Meta(ge=2)] = 1024
+    """Longest sequence in tokens, prompt and answer together. A request that reaches it ends with reason "length"."""
     update_mode: UpdateMode = "in_place"
-    """At a weight swap `in_place` keeps the KV cache of running requests; `retract` recomputes it."""
+    """What happens to running requests at a weight swap: `in_place` keeps their KV cache, `retract` recomputes it."""
     dtype: DtypeName = "float32"
-    """Of weights and KV cache. Log-probs are computed in float32 whatever this says."""
+    """Precision of weights and KV cache. Log-probs are always computed in float32."""
     device: str = "auto"
-    """Torch device: auto (GPUs where there are any) or cuda: each actor gets one that is free, and they share where
-    there are too few; cpu; cuda:1: all of them on that one."""
-    prefill_tokens_per_step: int = 4096
-    """Prompt tokens (padding included) that may join one decode step; a longer prompt joins alone."""
-    emit_every_steps: int = 8
-    """Decode steps between two deltas of a running request. A request that ends is reported at once, and every request
-    is reported before a weight swap."""
+    """Torch device. auto (GPUs where there are any) or cuda: each actor gets a free GPU, and they share where there are
+    too few; cpu; cuda:1: all actors on that GPU."""
+    prefill_tokens_per_step: PositiveInt = 4096
+    """Prompt tokens (padding included) that may join one decode step; a longer prompt joins by itself."""
+    emit_every_steps: PositiveInt = 8
+    """Decode steps between two reports of a running request. Requests are also reported when they end and before a
+    weight swap."""
     fused: bool = True
     """Use the hand-written decoder where the architecture has one (Llama, Qwen2, Qwen3); off: transformers' modules."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_concurrent", 1),
-            ("max_context", 2),
-            ("prefill_tokens_per_step", 1),
-            ("emit_every_steps", 1),
-        ):
-            value: int = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} = {value}; expected at least {least}")
-        if not self.device:
-            raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
+        super().__post_init__()
+        _check_device(self.device)
+
+
+class ServerConfig(Settings, frozen=True, kw_only=True):
+    """The inference servers that the launcher starts, one per worker. Not used with `urls`."""
+
+    python: str = ""
+    """Interpreter that has SGLang. Empty: .venv-sglang of this project if it exists, else the interpreter of the
+    launcher."""
+    args: tuple[str, ...] = ()
+    """Further arguments of sglang.launch_server, e.g. --mem-fraction-static,0.8; they win over ours."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the servers run; auto: cuda when there is a GPU. With `urls` the running servers say it."""
+    gpus: tuple[NonNegativeInt, ...] = ()
+    """GPUs of these servers, as numbered in CUDA_VISIBLE_DEVICES: `tp` for each server in turn; one GPU may appear
+    several times. Empty: the GPUs that are left over, in order. Not used on a CPU."""
+    tp: PositiveInt = 1
+    """GPUs per server (--tp-size)."""
+    host: str = "127.0.0.1"
+    """Address that the servers listen on."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of the first server; each further one takes the next port. 0: the system chooses."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Longest time until a started server answers, loading the model included."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(gpu < 0 for gpu in self.gpus):
+            raise ValueError(f"gpus: got {list(self.gpus)}, expected numbers from 0 on, as in CUDA_VISIBLE_DEVICES")
+        if not self.host:
+            raise ValueError("host: got an empty name, expected an address of this machine")
+
+
+class WorkerSettings(Settings, frozen=True, kw_only=True):
+    """The keys by which actors and teachers choose and reach their engine."""
+
+    engine: str = "auto"
+    """`torch` runs the model in the worker's process; `sglang` gives each worker an SGLang server; `auto` takes sglang
+    where there are GPUs and server.python has SGLang (or with urls), else torch. Other engines: the name in an
+    installed package's entry points, or `module:attribute` (docs/engines.md)."""
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    """How the launcher starts the servers of these workers."""
+    urls: tuple[str, ...] = ()
+    """Running SGLang servers to use instead of starting some, one per worker, e.g. http://10.0.0.7:30000."""
+    engines: dict[str, Settings] = msgspec.field(default_factory=dict[str, Settings])
+    """Options of engines from other packages, by engine name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls: got {url!r}, expected http://host:port of an SGLang server")
+        if len(set(self.urls)) != len(self.urls):
+            raise ValueError(f"urls: got {', '.join(self.urls)}: one comes twice; each worker needs its own server")
+
+    def section(self, engine: str, kind: type[SettingsT]) -> SettingsT:
+        """The options of one engine: a field of this name, or an entry of `engines`; defaults where nothing was set."""
+        for section in (getattr(self, engine, None), self.engines.get(engine)):
+            if isinstance(section, kind):
+                return section
+        return kind()
+
+
+class ScorerSettings(WorkerSettings, frozen=True, kw_only=True):
+    """The part of `teacher` that engines read."""
+
+    device: str = "auto"
+    """Torch device of embedded teachers. auto (GPUs where there are any) or cuda: each gets a free GPU, and they share
+    where there are too few; cpu; cuda:1: all teachers on that GPU."""
+    dtype: LoadDtype = "auto"
+    """Precision of an embedded teacher's weights; auto: bfloat16 on cuda, float32 elsewhere."""
+    max_batch_tokens: PositiveInt = 4096
+    """Context tokens scored in one packed forward pass; a longer single item is scored by itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_device(self.device)
+
+
+def _check_device(device: str) -> None:
+    if not device:
+        raise ValueError("device: got an empty name, expected auto, cpu, cuda or cuda:<n>")

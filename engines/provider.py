@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from engines.base import GenerationEngine, ScoringEngine
-from engines.config import EngineConfig
-from engines.sglang.config import ServerConfig, SGLangConfig
-from models.dtypes import LoadDtype
+from engines.config import ScorerSettings, ServerConfig, WorkerSettings
 from protocol.context import RoleContext
+from protocol.settings import Settings
 from weights.config import WeightsConfig
 from weights.members import Members
 from weights.sink import WeightSink
@@ -28,37 +27,6 @@ if TYPE_CHECKING:
 
 EngineRole: TypeAlias = Literal["actor", "teacher"]
 """Who uses an engine: actors write with it, teachers score with it."""
-
-
-class Settings(Protocol):
-    """What `actor` and `teacher` of the configuration have in common."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def sglang(self) -> SGLangConfig: ...
-    @property
-    def server(self) -> ServerConfig: ...
-    @property
-    def urls(self) -> tuple[str, ...]: ...
-
-
-class ActorSettings(Settings, Protocol):
-    """The part of `actor` that engines read."""
-
-    @property
-    def torch(self) -> EngineConfig: ...
-
-
-class TeacherSettings(Settings, Protocol):
-    """The part of `teacher` that engines read."""
-
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> LoadDtype: ...
-    @property
-    def max_batch_tokens(self) -> int: ...
 
 
 class StudentModel(Protocol):
@@ -75,7 +43,7 @@ class WithStudent(Protocol):
     """A run's configuration, as an actor's engine reads it."""
 
     @property
-    def actor(self) -> ActorSettings: ...
+    def actor(self) -> WorkerSettings: ...
     @property
     def models(self) -> StudentModel: ...
 
@@ -84,7 +52,7 @@ class WithTeacher(Protocol):
     """A run's configuration, as a teacher's engine reads it."""
 
     @property
-    def teacher(self) -> TeacherSettings: ...
+    def teacher(self) -> ScorerSettings: ...
     @property
     def models(self) -> TeacherModel: ...
 
@@ -238,6 +206,10 @@ class EngineProvider:
     """The worker holds the model itself, loaded by torch and transformers: it is given a device, and is forked from a
     process that has imported them."""
 
+    options: Mapping[EngineRole, type[Settings]] = {}
+    """The section of keys that the engine reads, by role: `actor.NAME.KEY`, `teacher.NAME.KEY`. A worker gets it by
+    `ctx.config.actor.section(NAME, KIND)`. Only for engines with an entry point, whose NAME is known beforehand."""
+
     def preload(self, role: EngineRole) -> tuple[str, ...]:
         """Modules that workers import inside functions; the fork server imports them once for all. Without torch,
         unless `loads_model`."""
@@ -251,7 +223,7 @@ class EngineProvider:
         """In a teacher's process; errors as `student`."""
         raise NotImplementedError(f"engine {self.name} scores nothing")
 
-    def members(self, actor: ActorSettings, weights: WeightsConfig, student: str) -> Members:
+    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
         """What kind of member of the weight group an actor with this engine is. `student`: the model's path."""
         return Members()
 
@@ -259,11 +231,11 @@ class EngineProvider:
         """(whether `engine = auto` takes it, why). Asked of built-in engines only."""
         return False, f"{self.name} is for those who name it"
 
-    def device(self, role: EngineRole, settings: Settings) -> Device | None:
+    def device(self, role: EngineRole, settings: WorkerSettings) -> Device | None:
         """Where the configuration puts the model; None: this engine uses no device of the worker's."""
         return None
 
-    def context_limit(self, actor: ActorSettings) -> ContextLimit | None:
+    def context_limit(self, actor: WorkerSettings) -> ContextLimit | None:
         """None: the model's own window, or whatever its server takes."""
         return None
 
@@ -271,6 +243,6 @@ class EngineProvider:
         """Whether its scorer can take new weights (engines.base.TakesSnapshots), as the student's average does."""
         return False
 
-    def memory(self, role: EngineRole, settings: Settings, shape: ModelShape) -> MemoryNeed:
+    def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
         """Of one worker on its GPU, where it holds the model."""
         return MemoryNeed({}, {})

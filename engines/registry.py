@@ -1,4 +1,4 @@
-"""Engines by name: the built-in ones, those that installed packages name, and `module:attribute`. No torch.
+"""Finds engines by name: built-in ones, those of installed packages, and `module:attribute`. No torch.
 
 A package adds its own in its pyproject.toml:
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Mapping
 from typing import Final
 
 from engines.provider import EngineProvider, EngineRole
 from protocol.plugins import installed, load
+from protocol.settings import Members, Settings
 
 ENTRY_POINT_GROUP: Final = "stillhouse.engines"
 BUILT_IN: Final = {
@@ -28,7 +30,32 @@ EMBEDDED: Final = "torch"
 
 
 class UnknownEngine(ValueError):
-    """No engine of this name, or it cannot be loaded."""
+    """There is no engine of this name, or it cannot be loaded."""
+
+
+class EngineOptions(Members):
+    """Sections of keys that installed engines bring: `actor.NAME.KEY` or `teacher.NAME.KEY`. Those of built-in engines
+    are fields of `actor` and `teacher`."""
+
+    beside = True
+
+    def __init__(self, role: EngineRole) -> None:
+        self._role: EngineRole = role
+
+    def known(self) -> Mapping[str, type[Settings]]:
+        found: dict[str, type[Settings]] = {}
+        for name in installed(ENTRY_POINT_GROUP).keys() - BUILT_IN.keys():
+            try:
+                found[name] = self.section(name, with_options=True)
+            except ValueError:
+                continue  # broken, or without options: reported when somebody chooses it or sets one
+        return found
+
+    def section(self, name: str, *, with_options: bool) -> type[Settings]:
+        section = find_engine(name).options.get(self._role)
+        if section is None or name in BUILT_IN:
+            raise ValueError(f"engine {name} brings no section of options for a {self._role}; expected none")
+        return section
 
 
 def known_engines() -> dict[str, str]:
@@ -38,8 +65,8 @@ def known_engines() -> dict[str, str]:
 
 @functools.cache
 def find_engine(name: str) -> EngineProvider:
-    """The provider behind a name or a `module:attribute` path. `auto`, before anybody has chosen, is the embedded one.
-    Raises UnknownEngine, naming all that are known."""
+    """The provider behind a name or a `module:attribute` path. `auto`, before the launcher has chosen, means the
+    embedded engine. Raises UnknownEngine, listing the known names."""
     name = EMBEDDED if name == AUTO else name
     path = BUILT_IN.get(name) or (name if ":" in name else known_engines().get(name))
     if path is None:
@@ -63,8 +90,7 @@ def find_engine(name: str) -> EngineProvider:
 
 
 def check_engine(role: EngineRole, name: str, urls: tuple[str, ...]) -> None:
-    """Raises ValueError where there is no such engine, where it cannot do what the role needs, or where `urls` name
-    servers that it has no use for."""
+    """Raises ValueError when the engine is unknown, cannot fill the role, or has no use for the servers in `urls`."""
     if name == AUTO:
         return
     provider = find_engine(name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engines.provider import ActorSettings
+from engines.config import WorkerSettings
 from engines.registry import find_engine
 from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
@@ -96,7 +96,7 @@ class LearnerRunConfig(Protocol):
     @property
     def weights(self) -> WeightsConfig: ...
     @property
-    def actor(self) -> ActorSettings: ...
+    def actor(self) -> WorkerSettings: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -54,6 +54,9 @@ class Member(Settings, frozen=True, kw_only=True):
 
 class Members:
     """Put beside a field's type: where the shapes of its section are found."""
+
+    beside: ClassVar[bool] = False
+    """For a table: its sections stand beside it in the tree of keys (`actor.NAME.KEY`), not below its own name."""
 
     def known(self) -> Mapping[str, type[Settings]]:
         """Built in or installed: name -> section. For help and for hints, so nothing that is slow to import."""

@@ -82,7 +82,7 @@ class SGLangEngine:
         thread when there is something to poll, at most every hundredth of a second. Raises ServerUnavailable when the
         server does not answer within connect_timeout_s, ServerMismatch when it cannot do what `config` asks,
         StreamError for answers without sense."""
-        self._config = config
+        self.config: Final = config
         self.vocab_size: Final = vocab_size
         self.labels: Final = Labels(run_id)
         self._deltas = DeltaBox(on_output)
@@ -130,7 +130,7 @@ class SGLangEngine:
         return EngineStats(
             running=running,
             queued=max(0, n_known - running),
-            free_slots=max(0, self._config.max_concurrent - n_known),
+            free_slots=max(0, self.config.max_concurrent - n_known),
             sampled_tokens_total=totals.sampled_tokens,
             decode_steps_total=totals.chunks,
             busy_s_total=totals.busy_s + (now_s - totals.busy_since_s if totals.busy_since_s else 0.0),
@@ -192,13 +192,13 @@ class SGLangEngine:
     async def _connect(self) -> Features:
         await self._unpause()
         features = await detect_features(self.server)
-        if unfit := why_unfit(features, self._config):
+        if unfit := why_unfit(features, self.config):
             raise ServerMismatch(f"{self.server.url}: {unfit}")
         self._gate = asyncio.Event()
         self._paused_s = self._version_set_s = time.monotonic()
         self._silent_since_s = 0.0
         """When a request was sent and nothing of any has come since; 0 else."""
-        self._slots = asyncio.Semaphore(self._config.max_concurrent)
+        self._slots = asyncio.Semaphore(self.config.max_concurrent)
         version = self.labels.parse(features.weights_label)
         self._version = version or WeightVersion(0, 0)
         self._label = features.weights_label if version is not None else None
@@ -276,7 +276,7 @@ class SGLangEngine:
     async def _attempt(self, live: _Live) -> bool:
         """Send it, once more if the server was away, until a stream has begun; then read it to its end. False: cut for
         new weights, to be continued."""
-        deadline_s = time.monotonic() + self._config.start_timeout_s
+        deadline_s = time.monotonic() + self.config.start_timeout_s
         for backoff_s in backoffs():
             await self.server.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
             await self._gate.wait()
@@ -298,8 +298,8 @@ class SGLangEngine:
         live.rid = f"{self._session_id}-{self._n_sent}"
         live.heard_s = time.monotonic()
         live.restarting = False
-        body = generate_body(live.request, live.ids, live.rid, self.features, self._config.stream_tokens)
-        if self._config.update_mode == "in_place":
+        body = generate_body(live.request, live.ids, live.rid, self.features, self.config.stream_tokens)
+        if self.config.update_mode == "in_place":
             # The prefix cache is not flushed: what old weights left there is for those that began under them.
             live.cache_key = live.cache_key or self.labels.of(self._version)
             body["extra_key"] = live.cache_key
@@ -376,7 +376,7 @@ class SGLangEngine:
     async def _watch(self) -> None:
         """End requests that are silent for too long, and aborted ones that go on. A server of which nothing at all is
         heard, though it answers health checks, is lost."""
-        longest_s = self._config.stall_timeout_s + self._config.start_timeout_s
+        longest_s = self.config.stall_timeout_s + self.config.start_timeout_s
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             now_s = time.monotonic()
@@ -390,7 +390,7 @@ class SGLangEngine:
                     live.task.cancel()
 
     def _why_give_up(self, live: _Live, now_s: float) -> str:
-        limits = self._config
+        limits = self.config
         if self._gate.is_set():
             silent = live.rid and now_s - live.heard_s > limits.stall_timeout_s
             return f"no token for {limits.stall_timeout_s:g} s (stall_timeout_s)" if silent else ""
@@ -402,7 +402,7 @@ class SGLangEngine:
         if self._gate.is_set():
             self._paused_s = time.monotonic()
         self._gate.clear()
-        if cut or self._config.update_mode != "retract":
+        if cut or self.config.update_mode != "retract":
             running = [live for live in self._live.values() if live.rid]
             for live in running:
                 live.restarting = live.aborting_since_s is None
@@ -413,7 +413,7 @@ class SGLangEngine:
                     told_s = time.monotonic()
                 await asyncio.sleep(_CUT_POLL_S)
             await self._continue()
-            if self._config.update_mode != "in_place":
+            if self.config.update_mode != "in_place":
                 await self._flush()
         else:
             self._server_paused = True

@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from engines.base import EngineMismatch
-from engines.sglang.config import ServerConfig, SGLangConfig
+from engines.config import ServerConfig
+from engines.sglang.config import ServerLinkConfig, SGLangConfig
 from engines.sglang.http import RequestRefused, ServerLink
 from engines.sglang.stream import Chunk, StreamError, decode_chunk
 from protocol.atomic_file import write_atomic
@@ -150,7 +151,7 @@ def check_layout(features: Features, server: ServerConfig) -> None:
         )
 
 
-def probe_server(url: str, config: SGLangConfig, *, api_key: str = "") -> Features:
+def probe_server(url: str, config: ServerLinkConfig, *, api_key: str = "") -> Features:
     """What the server there can do, for people who want to know before a run. Raises as `detect_features` does."""
     link = ServerLink(url, config, api_key=api_key)
     try:
@@ -196,7 +197,7 @@ async def detect_features(link: ServerLink) -> Features:
     incremental, interval, greedy = await _probe_stream(link, info)
     pausing = await link.has_endpoint("/pause_generation")
     flushes = None
-    if link.config.update_mode == "retract" and pausing:
+    if isinstance(link.config, SGLangConfig) and link.config.update_mode == "retract" and pausing:
         flushes = await _flushes_while_paused(link, min(_FLUSH_TOKENS, max_context - 2 * len(_PROMPT)))
     return Features(
         version=info.version,

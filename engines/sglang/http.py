@@ -3,9 +3,11 @@
     any thread --run/spawn--> event loop --> server
                                  |
                               monitor: GET /model_info every `health_every_s`, which answers even while generation is
-                              paused (/health then takes 20 s and says no); it opens and closes the circuit breaker
+                              paused (/health then takes 20 s and says no)
 
-Every call has a deadline. While the breaker is open nothing but the monitor's question is sent.
+Every call has a deadline. After `_FAILURES_TO_OPEN` failures in a row the circuit breaker opens until something
+succeeds, such as the monitor's next health check. Generation waits for that (`breaker.wait_closed`). Scoring does not:
+the buffer has its own breaker for each teacher.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import aiohttp
 import msgspec
 
 from engines.base import EngineLost
-from engines.sglang.config import SGLangConfig
+from engines.sglang.config import ServerLinkConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
 _FIRST_BACKOFF_S: Final = 0.05
 _LONGEST_BACKOFF_S: Final = 2.0
 _CONNECT_RETRY_S: Final = 0.3
+_FAILURES_TO_OPEN: Final = 3
 _RETRY_STATUS: Final = frozenset({429, 500, 502, 503, 504})
 _WRONG_METHOD: Final = 405
 _DATA: Final = b"data: "
@@ -64,8 +67,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 class CircuitBreaker:
     """Opens after failures in a row, closes with a success. Belongs to the event loop."""
 
-    def __init__(self, failures_to_open: int) -> None:
-        self._failures_to_open = failures_to_open
+    def __init__(self) -> None:
         self._failures = 0
         self.opened_total = 0
         self._opened_s = 0.0
@@ -83,7 +85,7 @@ class CircuitBreaker:
 
     def failed(self) -> None:
         self._failures += 1
-        if self._failures >= self._failures_to_open and self._closed.is_set():
+        if self._failures >= _FAILURES_TO_OPEN and self._closed.is_set():
             self._closed.clear()
             self._opened_s = time.monotonic()
             self.opened_total += 1
@@ -106,7 +108,7 @@ class CircuitBreaker:
 class ServerLink:
     """See the module. `run` may be called from any thread but the loop's; the coroutines run on the loop."""
 
-    def __init__(self, url: str, config: SGLangConfig, *, api_key: str = "") -> None:
+    def __init__(self, url: str, config: ServerLinkConfig, *, api_key: str = "") -> None:
         """`api_key`: bearer key of the server; without one, that in the environment variable `config.api_key_env`.
         Connects to nothing yet. Raises ValueError when that is not set, or the key cannot stand in a header."""
         self.url: Final = url.rstrip("/")
@@ -216,8 +218,6 @@ class ServerLink:
         `timeout_s`. For requests that may be repeated."""
         payload = msgspec.json.encode(body)
         for backoff_s in backoffs():
-            left_s = deadline_s - time.monotonic()
-            await self.breaker.wait_closed(max(left_s, 0.0))
             try:
                 return await self._once("POST", path, payload, timeout_s)
             except ServerUnavailable:
@@ -322,7 +322,7 @@ class ServerLink:
         session = aiohttp.ClientSession(
             self.url, connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
         )
-        return CircuitBreaker(self.config.breaker_failures), session
+        return CircuitBreaker(), session
 
     async def _shut(self) -> None:
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
@@ -332,7 +332,7 @@ class ServerLink:
         await self._session.close()
 
 
-def _headers(api_key: str, config: SGLangConfig) -> dict[str, str]:
+def _headers(api_key: str, config: ServerLinkConfig) -> dict[str, str]:
     """Errors never show the key."""
     where = "the server's key"
     if not api_key and config.api_key_env:
@@ -359,5 +359,5 @@ def _total(timeout_s: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=timeout_s)
 
 
-def _no_timeout(config: SGLangConfig) -> aiohttp.ClientTimeout:
+def _no_timeout(config: ServerLinkConfig) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=None, sock_connect=config.control_timeout_s)

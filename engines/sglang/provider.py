@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from engines.config import WorkerSettings
 from engines.provider import (
-    ActorSettings,
     EngineProvider,
     EngineRole,
     ScorerSource,
@@ -18,6 +18,7 @@ from engines.provider import (
     WithStudent,
     WithTeacher,
 )
+from engines.sglang.config import ServerLinkConfig, SGLangConfig
 from engines.sglang.servers import SGLangServers
 from protocol.context import RoleContext
 from protocol.handshake import vocab_tokens
@@ -48,6 +49,7 @@ class SGLangProvider(EngineProvider):
         from models.vocabulary import vocabulary_size
 
         config, path = ctx.config.actor, ctx.config.models.student
+        own = config.section(self.name, SGLangConfig)
         tokenizer: FileTokenizer = FileTokenizer(path)
         started_by_us = not config.urls
 
@@ -55,14 +57,14 @@ class SGLangProvider(EngineProvider):
             try:
                 engine = SGLangEngine(
                     ctx.server_url,
-                    config.sglang,
+                    own,
                     vocab_size=vocabulary_size(path),
                     run_id=ctx.run_id,
                     api_key=os.environ.get(API_KEY_VARIABLE, "") if started_by_us else "",
                     on_output=wake,
                 )
                 if started_by_us:
-                    engine.abort_leftovers(config.sglang.control_timeout_s)
+                    engine.abort_leftovers(own.control_timeout_s)
             except ServerUnavailable as error:
                 raise ServerLost(str(error)) from error
             try:
@@ -84,11 +86,12 @@ class SGLangProvider(EngineProvider):
         from models.vocabulary import vocabulary_size
 
         config, path = ctx.config.teacher, ctx.config.models.teacher
+        own = config.section(self.name, ServerLinkConfig)
         key = "" if config.urls else os.environ.get(API_KEY_VARIABLE, "")
 
         def start() -> SGLangScorer:
             try:
-                scorer = SGLangScorer(ctx.server_url, config.sglang, vocab_size=vocabulary_size(path), api_key=key)
+                scorer = SGLangScorer(ctx.server_url, own, vocab_size=vocabulary_size(path), api_key=key)
             except ServerUnavailable as error:
                 raise ServerLost(str(error)) from error
             if not config.urls:
@@ -103,7 +106,7 @@ class SGLangProvider(EngineProvider):
         tokenizer = FileTokenizer(path)
         return ScorerSource(tokenizer.fingerprint, vocab_tokens(tokenizer.get_vocab()), start)
 
-    def members(self, actor: ActorSettings, weights: WeightsConfig, student: str) -> Members:
+    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
         """The device of servers has been found out by the launcher. Of those that others started, the dtype is not
         known."""
         server = actor.server

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from engines.base import ScoreRequest, ScoreResult
-from engines.sglang.config import SGLangConfig
+from engines.sglang.config import ServerLinkConfig
 from engines.sglang.features import Features, detect_features
 from engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
 from engines.sglang.requests import check_ids
@@ -44,7 +44,7 @@ _DECODER: Final = msgspec.json.Decoder(_Reply)
 class SGLangScorer:
     """A ScoringEngine (engines.base). `score` is called from one thread."""
 
-    def __init__(self, url: str, config: SGLangConfig, *, vocab_size: int, api_key: str = "") -> None:
+    def __init__(self, url: str, config: ServerLinkConfig, *, vocab_size: int, api_key: str = "") -> None:
         """Connects. Raises ServerUnavailable when the server does not answer within connect_timeout_s."""
         self._config = config
         self._vocab_size = vocab_size
@@ -82,7 +82,6 @@ class SGLangScorer:
             "http_sent_bytes_total": float(self.server.sent_bytes_total),
             "http_received_bytes_total": float(self.server.received_bytes_total),
             "prompt_tokens_cached_total": float(self._cached_tokens),
-            "breaker_opened_total": float(self.server.breaker.opened_total),
         }
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:

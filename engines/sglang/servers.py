@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
+from engines.config import ServerConfig
 from engines.provider import EngineRole, Interpreter, Launch, MemoryNeed, ModelShape, ServerEngine, Wish
-from engines.sglang.config import ServerConfig
 from engines.sglang.options import (
     DEVICE,
     DP,

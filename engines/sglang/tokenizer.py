@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.sglang.config import SGLangConfig
+from engines.sglang.config import ServerLinkConfig
 from engines.sglang.http import ServerLink
 from models.tokenizer_file import FileTokenizer
 
@@ -32,7 +32,7 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 def compare_tokenizers(
-    url: str, config: SGLangConfig, student: str | Path, *, api_key: str = ""
+    url: str, config: ServerLinkConfig, student: str | Path, *, api_key: str = ""
 ) -> list[Differing] | None:
     """Ids that the server's tokenizer writes otherwise than that of the folder `student`; None when the server does not
     say (an older version, or one without a tokenizer). White space is not compared: servers tidy it.

@@ -212,7 +212,7 @@ class ServerWeights:
     def _destroy(self, group_name: str) -> None:
         """Raises RequestRefused where the server is not in it. With NCCL it waits there for what was started, for
         ever where a peer is dead; its scheduler does nothing else then, and nobody can call it back: ServerLost."""
-        limit_s = _MORE_PATIENCE * self._server.config.control_timeout_s
+        limit_s = _MORE_PATIENCE * self._engine.config.control_timeout_s
         try:
             self._post("/destroy_weights_update_group", {"group_name": group_name}, limit_s)
         except ServerUnavailable as error:
@@ -236,7 +236,7 @@ class ServerWeights:
         return {**body, "weight_version": self._engine.labels.of(version)} if version is not None else body
 
     def _load_from(self, folder: str, version: WeightVersion, n_bytes: int, canary: Canary | None = None) -> None:
-        limit_s = self._server.config.pause_timeout_s
+        limit_s = self._engine.config.pause_timeout_s
         named_by_update = canary is None or not self._engine.features.labels_settable
         try:
             self._pause(time.monotonic() + limit_s, cut=canary is not None)
@@ -293,7 +293,7 @@ class ServerWeights:
 
     @property
     def _flushes(self) -> bool:
-        return self._server.config.update_mode != "in_place"
+        return self._engine.config.update_mode != "in_place"
 
     @contextmanager
     def _faults(self) -> Generator[None]:
@@ -314,11 +314,11 @@ class ServerWeights:
 
     def _pause(self, deadline_s: float, *, cut: bool) -> None:
         self._paused = True
-        limit_s = min(self._server.config.control_timeout_s, max(deadline_s - time.monotonic(), 0.1))
+        limit_s = min(self._engine.config.control_timeout_s, max(deadline_s - time.monotonic(), 0.1))
         self._engine.pause(limit_s, cut=cut)
 
     def _resume(self, version: WeightVersion, *, name: bool = False) -> None:
-        self._engine.resume(version, self._server.config.control_timeout_s, name=name)
+        self._engine.resume(version, self._engine.config.control_timeout_s, name=name)
         self._paused, self._known = False, True
 
     def _open_session(self) -> None:
@@ -337,7 +337,7 @@ class ServerWeights:
             self._session_open = False
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> bytes:
-        limit_s = timeout_s or self._server.config.control_timeout_s
+        limit_s = timeout_s or self._engine.config.control_timeout_s
         return self._server.run(self._server.post(path, body, timeout_s=limit_s), timeout_s=limit_s + 1.0)
 
     def _call(self, path: str, body: dict[str, Any], deadline_s: float, interrupted: Interrupted) -> None:
@@ -360,7 +360,7 @@ class ServerWeights:
         it may take until then. Raises GroupInterrupted, and GroupBroken past the deadline."""
         left_s = max(deadline_s - time.monotonic(), 0.1)
         self._pending_ends_in_s = left_s if ends_in_s is None else ends_in_s
-        patience_s = left_s + self._pending_ends_in_s + (2 + _MORE_PATIENCE) * self._server.config.control_timeout_s
+        patience_s = left_s + self._pending_ends_in_s + (2 + _MORE_PATIENCE) * self._engine.config.control_timeout_s
         self._pending = request = self._start(self._server.post(path, body, timeout_s=patience_s))
         missed = f"{self._server.url}{path}: not done at the deadline"
         reply = wait_patiently(request, deadline_s, interrupted, missed)  # else `settle` waits for it
@@ -380,7 +380,7 @@ class ServerWeights:
         return future
 
     def _await_free(self) -> None:
-        patience_s = self._server.config.control_timeout_s
+        patience_s = self._engine.config.control_timeout_s
         if self.settle(patience_s) or (self._answers() and self.settle(_MORE_PATIENCE * patience_s)):
             return
         if self._pending_ends_in_s > 0 and self._answers() and self.settle(self._pending_ends_in_s):
@@ -393,7 +393,7 @@ class ServerWeights:
 
     def _answers(self) -> bool:
         try:
-            self._server.run(self._server.model_info(), timeout_s=self._server.config.control_timeout_s)
+            self._server.run(self._server.model_info(), timeout_s=self._engine.config.control_timeout_s)
         except (ServerUnavailable, RequestRefused, ValueError):
             return False
         return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, cast
 
+from engines.config import EngineConfig, ScorerSettings, WorkerSettings
 from engines.provider import (
-    ActorSettings,
     ContextLimit,
     Device,
     EngineProvider,
@@ -14,10 +14,8 @@ from engines.provider import (
     MemoryNeed,
     ModelShape,
     ScorerSource,
-    Settings,
     Student,
     StudentSource,
-    TeacherSettings,
     WithStudent,
     WithTeacher,
 )
@@ -46,7 +44,7 @@ class TorchProvider(EngineProvider):
         from models.loading import load_causal_lm, resolve_device
         from models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
 
-        config, path = ctx.config.actor.torch, ctx.config.models.student
+        config, path = ctx.config.actor.section(self.name, EngineConfig), ctx.config.models.student
         tokenizer = load_tokenizer(path)
 
         def start(wake: Callable[[], None]) -> Student:
@@ -68,29 +66,29 @@ class TorchProvider(EngineProvider):
             lambda: TorchScorer.load(path, ctx.config.teacher),
         )
 
-    def members(self, actor: ActorSettings, weights: WeightsConfig, student: str) -> Members:
-        return Members(dtype=actor.torch.dtype)
+    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
+        return Members(dtype=actor.section(self.name, EngineConfig).dtype)
 
-    def device(self, role: EngineRole, settings: Settings) -> Device:
+    def device(self, role: EngineRole, settings: WorkerSettings) -> Device:
         if role == "actor":
-            return Device("torch.device", cast(ActorSettings, settings).torch.device)
-        return Device("device", cast(TeacherSettings, settings).device)
+            return Device("torch.device", settings.section(self.name, EngineConfig).device)
+        return Device("device", cast(ScorerSettings, settings).device)
 
-    def context_limit(self, actor: ActorSettings) -> ContextLimit:
-        return ContextLimit("actor.torch.max_context", actor.torch.max_context)
+    def context_limit(self, actor: WorkerSettings) -> ContextLimit:
+        return ContextLimit("actor.torch.max_context", actor.section(self.name, EngineConfig).max_context)
 
     def reads_snapshots(self) -> bool:
         return True
 
-    def memory(self, role: EngineRole, settings: Settings, shape: ModelShape) -> MemoryNeed:
+    def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
         """Formulas: launch.checks.gpu_memory."""
         if role == "actor":
-            engine = cast(ActorSettings, settings).torch
+            engine = settings.section(self.name, EngineConfig)
             width = BYTES[engine.dtype]
             cache = engine.max_concurrent * engine.max_context * shape.layers * 2 * shape.kv_width * width
             own = width * shape.parameters
             return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own})
-        teacher = cast(TeacherSettings, settings)
+        teacher = cast(ScorerSettings, settings)
         width = BYTES.get(teacher.dtype, 2)
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
         return MemoryNeed({"weights": width * shape.parameters}, {"activations": block, "logits": SCORER_LOGITS_BYTES})

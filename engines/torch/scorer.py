@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engines.base import ScoreRequest, ScoreResult
-from engines.scorer_config import ScorerSettings
+from engines.config import ScorerSettings
 from models.loading import load_causal_lm, resolve_device, resolve_dtype
 from models.logprobs import TokenScores, lm_head, token_scores
 from models.packed import context_window, packed_hidden

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from engines.config import ServerConfig
 from engines.provider import Wish
 from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
-from engines.sglang.config import ServerConfig
 from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices

@@ -113,6 +113,11 @@ def _key_lines(key: Key) -> Iterator[str]:
 
 def _member_lines(key: Key) -> Iterator[str]:
     """The options of a section with several shapes, each under the names of the members that read it."""
+    if key.members is not None and key.members.beside:
+        for name, section in key.members.known().items():
+            for option in keys_of(section, f"{key.name.rpartition('.')[0]}.{name}."):
+                yield from _key_lines(option)
+        return
     readers: dict[str, list[str]] = {}
     for name, section in key.members.known().items() if key.members is not None else ():
         for option in keys_of(section):

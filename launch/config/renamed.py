@@ -29,6 +29,21 @@ RENAMED: Final[Mapping[str, str]] = {
     "learner.aggregation": "learner.objective.aggregation",
 }
 """Old key, or old section -> the new key, or what to do. `.*` at its end: the keys below keep their names."""
+REMOVED: Final[Mapping[str, str]] = {
+    "teacher.sglang.stream_tokens": "scores come in one reply, not in a stream",
+    "teacher.sglang.update_mode": "no request of a teacher runs across a weight swap",
+    "teacher.sglang.pause_timeout_s": "a teacher's server is never paused",
+    "teacher.sglang.breaker_failures": "the buffer has a breaker for each teacher (buffer.breaker.*)",
+    "actor.sglang.breaker_failures": "three failures in a row always open the breaker",
+}
+"""Key that has no successor -> the reason."""
+
+
+def farewell(key: str) -> str | None:
+    """The message for a key that is gone, None for any other."""
+    if (reason := REMOVED.get(key)) is not None:
+        return f"{key}: was removed: {reason}; leave it out"
+    return None if (now := new_name(key)) is None else f"{key}: is {now} now"
 
 
 def new_name(key: str) -> str | None:
@@ -46,7 +61,7 @@ def gone(plain: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     """A line for each key in nested dicts that is gone."""
     for name, value in plain.items():
         key = prefix + name
-        if (now := RENAMED.get(key)) is not None:
-            yield f"{key}: is {now} now"
+        if key in RENAMED or key in REMOVED:
+            yield str(farewell(key))
         elif isinstance(value, Mapping):
             yield from gone(cast(Mapping[str, object], value), f"{key}.")

@@ -25,9 +25,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 import msgspec
 import yaml
 
-from launch.config.renamed import new_name
+from launch.config.renamed import farewell
 from launch.errors import ConfigError
-from protocol.settings import Member, Members, described, members_of
+from protocol.settings import Member, Members, Settings, described, members_of
 
 Plain: TypeAlias = dict[str, object]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -52,7 +52,11 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
     head, _, rest = name.partition(".")
     field = next((f for f in msgspec.structs.fields(struct) if f.name == head), None)
     if field is None:
-        return None
+        section = _sections_beside(struct).get(head) if rest else None
+        if section is None:
+            return None
+        below = find_key(section, rest) or Key(rest, Any, msgspec.NODEFAULT, "")  # an unknown one is refused by `build`
+        return below._replace(name=f"{head}.{below.name}")
     if (members := members_of(field.type)) is not None:
         return _find_in_members(members, field, name, rest, field_docs(struct).get(field.name, ""))
     nested, rest_of_struct = _struct_type(field.type), rest
@@ -160,6 +164,7 @@ def _build(
 ) -> StructT | None:
     """The Struct, or None after adding to `mistakes`."""
     before = len(mistakes)
+    plain = _gathered(struct, plain)
     fields = {field.name: field for field in msgspec.structs.fields(struct)}
     values: dict[str, object] = {}
     for name, value in plain.items():
@@ -223,10 +228,11 @@ def _build_table(
         mistakes.append(f"{key}: got {value!r} ({type(value).__name__}), expected a table of {_choices(members)}")
         return None
     for name, own in cast(Mapping[str, object], value).items():
+        below = f"{key.rpartition('.')[0] if members.beside else key}.{name}"
         if isinstance(own, Mapping):
-            built[name] = _build_section(members, name, cast(Plain, own), f"{key}.{name}", mistakes)
+            built[name] = _build_section(members, name, cast(Plain, own), below, mistakes)
         else:
-            mistakes.append(f"{key}.{name}: got {own!r} ({type(own).__name__}), expected a table of keys")
+            mistakes.append(f"{below}: got {own!r} ({type(own).__name__}), expected a table of keys")
     return built
 
 
@@ -372,8 +378,8 @@ def parse_text(key: Key, text: str) -> object:
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
     """The message for a key that is not there, naming the one that was probably meant."""
-    if (now := new_name(key)) is not None:
-        return f"{key}: is {now} now"
+    if (message := farewell(key)) is not None:
+        return message
     valid = list(valid)
     leaf, leaves = key.rpartition(".")[2], [name.rpartition(".")[2] for name in valid]
     near = [name for name, its_leaf in zip(valid, leaves, strict=True) if its_leaf == leaf]  # on another branch
@@ -420,6 +426,31 @@ def _accepts(value: object, annotation: object) -> bool:
 def _name(default: object) -> str:
     """Of the member that a field has by default."""
     return default.name if isinstance(default, Member) else ""
+
+
+def _table_beside(struct: type[msgspec.Struct]) -> tuple[str, Members] | None:
+    """The field whose sections stand beside it, if the Struct has one (`Members.beside`)."""
+    for field in msgspec.structs.fields(struct):
+        if (members := members_of(field.type)) is not None and members.beside:
+            return field.name, members
+    return None
+
+
+def _sections_beside(struct: type[msgspec.Struct]) -> Mapping[str, type[Settings]]:
+    table = _table_beside(struct)
+    return table[1].known() if table is not None else {}
+
+
+def _gathered(struct: type[msgspec.Struct], plain: Mapping[str, object]) -> Mapping[str, object]:
+    """The same data, with sections that stand beside their table moved into it. Where both set a key the section wins:
+    what a run wrote (`msgspec.to_builtins`) has the table, what a user adds has sections."""
+    table = _table_beside(struct)
+    if table is None or plain.keys() <= set(struct.__struct_fields__):
+        return plain
+    sections = {name: plain[name] for name in table[1].known() if name in plain}
+    former = cast(Plain, plain.get(table[0], {}))
+    rest = {name: value for name, value in plain.items() if name not in sections}
+    return {**rest, table[0]: merge(former, sections)} if sections else plain
 
 
 def _is_table(annotation: object) -> bool:

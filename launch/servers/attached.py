@@ -11,8 +11,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from engines.config import ServerConfig
 from engines.provider import EngineRole
-from engines.sglang.config import ServerConfig, SGLangConfig
+from engines.sglang.config import ServerLinkConfig
 from engines.sglang.features import Features, probe_server, why_unfit
 from engines.sglang.http import RequestRefused, ServerUnavailable
 from engines.sglang.stream import StreamError
@@ -72,12 +73,14 @@ def _ask(config: RunConfig, key: str, role: EngineRole) -> tuple[list[Features],
     wrong = [f"{key}.urls: {answer}" for answer in answers if isinstance(answer, str)]
     features = [answer for answer in answers if isinstance(answer, Features)]
     if role == "actor" and not wrong:
-        unfit = [(url, why_unfit(one, settings)) for url, one in zip(urls_of(config, role), features, strict=True)]
+        unfit = [
+            (url, why_unfit(one, config.actor.sglang)) for url, one in zip(urls_of(config, role), features, strict=True)
+        ]
         wrong = [f"{key}.urls: {url}: {why}" for url, why in unfit if why]
     return ([] if wrong else features), wrong
 
 
-def _ask_one(url: str, settings: SGLangConfig, key: str) -> Features | str:
+def _ask_one(url: str, settings: ServerLinkConfig, key: str) -> Features | str:
     try:
         return probe_server(url, settings, api_key=key)
     except (ServerUnavailable, RequestRefused) as error:
@@ -112,14 +115,14 @@ def _other_tokenizers(config: RunConfig, key: str, role: EngineRole) -> list[str
     return mistakes
 
 
-def _settings(config: RunConfig, role: EngineRole) -> SGLangConfig:
+def _settings(config: RunConfig, role: EngineRole) -> ServerLinkConfig:
     """With a short wait: the server should be there."""
     settings = config.actor.sglang if role == "actor" else config.teacher.sglang
     short = min(settings.connect_timeout_s, PROBE_TIMEOUT_S)
     return msgspec.structs.replace(settings, connect_timeout_s=short)
 
 
-def _secret(settings: SGLangConfig) -> str:
+def _secret(settings: ServerLinkConfig) -> str:
     """The bearer key; empty where none is configured, or where the environment has none."""
     return os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
 

@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 import psutil
 
+from engines.config import ServerConfig
 from engines.provider import EngineRole, ServerEngine
-from engines.sglang.config import ServerConfig
 from launch.config.pools import WorkerGroup, engine_of, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import Groups

@@ -16,8 +16,7 @@ from actors.envs.registry import UnknownEnvironment
 from actors.rollouts_running import MAX_NAMES
 from builtin import STUDENT_DIR
 from engines.base import Int32s, ScoreRequest
-from engines.config import EngineConfig
-from engines.scorer_config import ScorerConfig
+from engines.config import EngineConfig, ScorerSettings
 from engines.torch.engine import TorchEngine
 from engines.torch.scorer import TorchScorer
 from models.loading import load_causal_lm
@@ -367,7 +366,7 @@ def student() -> Iterator[TorchEngine]:
 
 @pytest.fixture(scope="module")
 def scorer() -> TorchScorer:
-    return TorchScorer.load(STUDENT_DIR, ScorerConfig(device="cpu"))
+    return TorchScorer.load(STUDENT_DIR, ScorerSettings(device="cpu"))
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from actors.config import ActorConfig
-from engines.config import EngineConfig
+from engines.config import EngineConfig, ServerConfig
 from engines.registry import find_engine
-from engines.sglang.config import ServerConfig
 from weights.config import WeightsConfig
 from weights.members import Members
 

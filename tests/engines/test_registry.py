@@ -9,18 +9,26 @@ import pytest
 
 from actors.config import ActorConfig
 from engines.registry import UnknownEngine, find_engine, known_engines
+from launch.config.command_line import parse_arguments, resolve_config
+from launch.config.files import write_config
+from launch.config.help import help_text
 from launch.config.run import RunConfig
-from launch.config.tree import build
+from launch.config.tree import Plain, build, put
 from launch.errors import ConfigError
 from teachers.config import TeacherConfig
 
 SCRIPTED = """
 from engines.provider import EngineProvider
+from protocol.settings import PositiveInt, Settings
+
+class Options(Settings, frozen=True, kw_only=True):
+    echoes: PositiveInt = 3
 
 class Scripted(EngineProvider):
     name = "scripted"
     title = "scripted"
     roles = ("actor",)
+    options = {"actor": Options}
 
 PROVIDER = Scripted()
 NONE = object()
@@ -51,6 +59,47 @@ def test_a_third_engine_is_found_and_configured_by_its_name(name: str) -> None:
         TeacherConfig(engine=name)
     with pytest.raises(ValueError, match=r"urls are for engine sglang, got engine scripted"):
         ActorConfig(engine=name, urls=("http://h:1",))
+
+
+@pytest.mark.usefixtures("package")
+def test_a_third_engine_has_a_section_of_its_own(tmp_path: Path) -> None:
+    """Set by flag, file or folder of a run; what is set last wins; `section` gives it to the engine."""
+    (tmp_path / "run.toml").write_text("[actor.scripted]\nechoes = 4\n")
+
+    def echoes(*words: str) -> int:
+        config = resolve_config(parse_arguments(["--actor.engine=scripted", *words]))
+        write_config(config, tmp_path / "config.yaml")
+        return config.actor.section("scripted", find_engine("scripted").options["actor"]).echoes  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+
+    assert echoes() == 3
+    assert echoes(f"--config={tmp_path}/run.toml") == 4
+    assert echoes(f"--config={tmp_path}/run.toml", "--actor.scripted.echoes=5") == 5
+    resume = ["--resume", f"--run-dir={tmp_path}"]
+    assert echoes(*resume) == 5
+    assert echoes(*resume, "--actor.scripted.echoes=6") == 6
+    assert "--actor.scripted.echoes" in help_text(["actor"])
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "actor.scripted.echos",
+            5,
+            "actor.scripted.echos: scripted does not read it, expected one of its options: echo",
+        ),
+        ("actor.scripted.echoes", 0, "actor.scripted.echoes: got 0 (int), expected int >= 1"),
+        ("teacher.scripted.echoes", 5, "teacher.scripted: unknown key"),
+        ("actor.torch.echoes", 5, "actor.torch.echoes: unknown key"),
+    ],
+)
+def test_a_wrong_option_of_a_third_engine_is_refused_by_name(key: str, value: int, said: str) -> None:
+    plain: Plain = {}
+    put(plain, key, value)
+    with pytest.raises(ConfigError) as caught:
+        build(RunConfig, plain)
+    assert caught.value.mistakes[0].startswith(said)
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are_known() -> None:

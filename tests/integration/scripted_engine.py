@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from engines.base import EngineStats, GenerationDelta, GenerationRequest
 from engines.provider import EngineProvider, Student, StudentSource
 from models.tokenizer_file import FileTokenizer
 from protocol.messages import VersionSpan, WeightVersion
+from protocol.settings import Settings
 
-ECHOES = 3
 LOGPROB = -0.5
+
+
+class ScriptedOptions(Settings, frozen=True, kw_only=True):
+    """Options of the scripted engine: `actor.scripted.*`."""
+
+    echoes: Annotated[int, Meta(ge=1, le=100)] = 3
+    """Copies of the prompt's last token in each answer."""
 
 
 class ScriptedEngine:
@@ -25,7 +34,8 @@ class ScriptedEngine:
 
     works_in_poll = True
 
-    def __init__(self) -> None:
+    def __init__(self, options: ScriptedOptions) -> None:
+        self._echoes = options.echoes
         self.version = WeightVersion(0, 0)
         self._next: WeightVersion | None = None
         self._swaps = self._sampled = 0
@@ -36,7 +46,7 @@ class ScriptedEngine:
         return EngineStats(len(self._running), 0, 8, self._sampled, self._sampled, 0.0, self._swaps, self.version)
 
     def submit(self, request: GenerationRequest) -> None:
-        words = [int(request.prompt_ids[-1])] * ECHOES + [request.stop_token_ids[0]]
+        words = [int(request.prompt_ids[-1])] * self._echoes + [request.stop_token_ids[0]]
         self._running[request.request_id] = (request, deque(words[: request.max_new_tokens]))
 
     def abort(self, request_id: str) -> None:
@@ -71,6 +81,7 @@ class Scripted(EngineProvider):
     name = "scripted"
     title = "scripted"
     roles = ("actor",)
+    options = MappingProxyType({"actor": ScriptedOptions})
 
     def student(self, ctx: Any) -> StudentSource:
         from engines.torch.weights import EmbeddedWeights  # torch, in the worker only
@@ -78,7 +89,7 @@ class Scripted(EngineProvider):
         tokenizer = FileTokenizer(ctx.config.models.student)
 
         def start(wake: Any) -> Student:
-            engine = ScriptedEngine()
+            engine = ScriptedEngine(ctx.config.actor.section("scripted", ScriptedOptions))
             return Student(engine, EmbeddedWeights(engine), max_context=512)
 
         return StudentSource(tokenizer, tokenizer.fingerprint, tokenizer.stop_token_ids, start)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Launched
-from tests.integration.scripted_engine import ECHOES
 
 OURS = Path(__file__).with_name("scripted_engine.py")
 
@@ -29,13 +28,41 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("name", ["scripted", "a_scripted_engine:PROVIDER"])
-def test_a_run_with_a_third_engine_ends_in_order(launch: Callable[..., Launched], name: str) -> None:
-    run = launch("--actors=2", "--teachers=1", "--steps=4", "--learner.eval_every=0", f"--actor.engine={name}")
+@pytest.mark.parametrize(
+    ("name", "options", "echoes"),
+    [("scripted", ("--actor.scripted.echoes=5",), 5), ("a_scripted_engine:PROVIDER", (), 3)],
+)
+def test_a_run_with_a_third_engine_ends_in_order(
+    launch: Callable[..., Launched], name: str, options: tuple[str, ...], echoes: int
+) -> None:
+    """An option that is set by its key reaches the engine in the actors' processes."""
+    run = launch(
+        *("--actors=2", "--teachers=1", "--steps=4", "--learner.eval_every=0", f"--actor.engine={name}", *options)
+    )
     assert run.wait() == 0, run.text()
     summary = run.summary()
     assert summary["ok"] and summary["steps"] == 4 and summary["tokens"]["balanced"]
     rows = run.steps()
-    assert all(row["rollouts/length_mean"] == row["rollouts/length_max"] == ECHOES + 1 for row in rows), rows
+    assert all(row["rollouts/length_mean"] == row["rollouts/length_max"] == echoes + 1 for row in rows), rows
     assert rows[-1]["train/tokens"] > 0 and rows[-1]["weights/members"] == 2, "its actors take weights as members"
     run.expect_clean_audit()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (
+            "--actor.scripted.echos=5",
+            "actor.scripted.echos: scripted does not read it, expected one of its options",
+        ),
+        ("--actor.scripted.echoes=0", "actor.scripted.echoes: got '0', expected int >= 1 and <= 100"),
+        ("--teacher.scripted.echoes=5", "teacher.scripted.echoes: unknown key"),
+    ],
+)
+def test_a_wrong_option_of_a_third_engine_is_refused_by_name(
+    launch: Callable[..., Launched], option: str, said: str
+) -> None:
+    run = launch("--actors=1", "--teachers=1", "--steps=1", "--actor.engine=scripted", option)
+    assert run.wait() == 2
+    assert said in run.text(), run.text()

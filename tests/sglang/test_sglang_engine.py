@@ -230,7 +230,7 @@ def test_a_server_that_answers_questions_but_samples_nothing_is_lost(servers: Se
 def test_a_killed_server_gives_errors_not_silence_and_its_successor_is_found(servers: Servers) -> None:
     server = servers.start("doomed", STUDENT)
     servers.wait_ready([server], READY_S)
-    config = SGLangConfig(health_every_s=0.1, start_timeout_s=PATIENCE_S, breaker_failures=2)
+    config = SGLangConfig(health_every_s=0.1, start_timeout_s=PATIENCE_S)
     engine = SGLangEngine(server.url, config, vocab_size=VOCAB)
     answers = {f"r{i}": Answer() for i in range(8)}
     for name in answers:

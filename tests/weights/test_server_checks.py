@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from actors.config import ActorConfig
-from engines.sglang.config import ServerConfig
+from engines.config import ServerConfig
 from launch.config.run import ModelsConfig, RunConfig
 from learner.config import LearnerConfig
 from learner.prompts.config import TaskConfig

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from engines.base import ScoreRequest, ScoringEngine
-from engines.scorer_config import ScorerConfig
+from engines.config import ScorerSettings
 from engines.torch.scorer import TorchScorer, chunk_rows
 from models.loading import ModelError
 from protocol.messages import WeightsRef, WeightVersion
@@ -48,7 +48,7 @@ def plain(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture
 def scorer(folder: Path) -> TorchScorer:
-    return TorchScorer.load(folder, ScorerConfig(device="cpu", max_batch_tokens=40))
+    return TorchScorer.load(folder, ScorerSettings(device="cpu", max_batch_tokens=40))
 
 
 def _request(length: int, start: int, seed: int = 0) -> ScoreRequest:
@@ -136,9 +136,9 @@ def test_sizes_are_those_of_the_model_and_a_closed_scorer_says_so(scorer: TorchS
 
 def test_bad_path_and_senseless_settings_fail_at_once(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
-        TorchScorer.load(tmp_path / "none", ScorerConfig())
-    with pytest.raises(ValueError, match="max_batch_tokens = 0"):
-        ScorerConfig(max_batch_tokens=0)
+        TorchScorer.load(tmp_path / "none", ScorerSettings())
+    with pytest.raises(ValueError, match="max_batch_tokens: got 0"):
+        ScorerSettings(max_batch_tokens=0)
 
 
 def test_a_snapshot_replaces_the_weights_as_a_whole_or_not_at_all(

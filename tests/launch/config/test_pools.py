@@ -100,12 +100,12 @@ def test_a_wrong_key_of_a_pool_is_told_with_the_nearest_right_one() -> None:
     [
         ({"pools": {"a": {"count": 2}}, "teachers": 3}, "teachers is 3, expected 2, the sum of the pools (a: 2)"),
         ({"pools": {"a": {}}, "teacher": {"pool": "math"}}, "teacher.urls and teacher.pool are of a run with one pool"),
-        ({"pools": {"a": {"top_mass": 2.0}}}, "pools.a: teacher.top_mass is 2.0; expected a share in (0, 1]"),
+        ({"pools": {"a": {"top_mass": 2.0}}}, "pools.a.top_mass: got 2.0 (float), expected float > 0 and <= 1"),
         (
             {"pools": {"a": {"urls": ["http://x"], "engine": "torch"}}},
             "pools.a: urls are for engine sglang, got engine torch",
         ),
-        ({"pools": {"a": {"count": 0}}}, "pools.a: count is 0; expected at least 1 teacher"),
+        ({"pools": {"a": {"count": 0}}}, "pools.a.count: got 0 (int), expected int >= 1"),
     ],
 )
 def test_pools_that_cannot_be_are_refused(plain: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
-from launch.config.renamed import RENAMED, new_name
+from launch.config.renamed import REMOVED, RENAMED, new_name
 from launch.config.run import RunConfig
 from launch.config.tree import Plain, build, find_key, keys_of, put
 from launch.errors import ConfigError
@@ -40,6 +40,16 @@ def test_the_old_name_is_no_key_and_the_new_one_is_a_key_or_a_section(key: str) 
         assert known is not None and known.type is not Any, now
     assert find_key(RunConfig, key) is None
     assert key not in {name.rpartition(".")[0] for name in (leaf.name for leaf in keys_of(RunConfig))}
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_key_without_a_successor_is_refused_with_the_reason(key: str) -> None:
+    plain: Plain = {}
+    put(plain, key, 1)
+    for attempt in (lambda: build(RunConfig, plain), lambda: parse_arguments([f"--{key}=1"])):
+        with pytest.raises(ConfigError, match=rf"{key}: was removed: .+; leave it out"):
+            attempt()
+    assert find_key(RunConfig, key) is None
 
 
 def test_a_key_below_a_section_that_is_gone_is_named_in_full() -> None:

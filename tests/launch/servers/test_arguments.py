@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from engines.sglang.config import ServerConfig
+from engines.config import ServerConfig
 from engines.sglang.features import Features, ServerMismatch, check_layout
 from engines.sglang.options import FRACTION, LOAD_FORMAT, TP, value_of
 from launch.config.run import RunConfig

@@ -182,6 +182,7 @@ class FakeServerEngine:
     """The part of an engine that ServerWeights uses."""
 
     def __init__(self, url: str, config: SGLangConfig, run_id: str = "run") -> None:
+        self.config = config
         self.server = ServerLink(url, config)
         self.labels = Labels(run_id)
         self.version = WeightVersion(0, 0)
