@@ -17,7 +17,7 @@ from engines.config import ScorerSettings, ServerConfig, WorkerSettings
 from protocol.context import RoleContext
 from protocol.settings import Settings
 from weights.config import WeightsConfig
-from weights.members import Members
+from weights.roster import Members
 from weights.sink import WeightSink
 
 if TYPE_CHECKING:

@@ -49,12 +49,10 @@ from protocol.messages import (
 )
 from recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from recording.writer import BatchRecorder
-from weights.canary import LearnerCanary
-from weights.config import WeightsConfig
-from weights.members import Members
-from weights.publish_choices import sent_dtype
+from weights.config import WeightsConfig, sent_dtype
 from weights.publisher import Publisher
-from weights.server_checks import NamesError, check_names
+from weights.roster import Members
+from weights.server_checks import LearnerCanary, NamesError, check_names
 
 log = logging.getLogger(__name__)
 

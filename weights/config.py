@@ -1,141 +1,173 @@
-"""Settings of how weights get from the learner to the actors. No torch here."""
+"""Settings of how weights get from the learner to the actors, and what their `auto` values mean. No torch here."""
 
 from __future__ import annotations
 
-import math
-from typing import Final, Literal, TypeAlias
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-import msgspec
+from msgspec import Meta
 
 from protocol.addresses import is_local
+from protocol.settings import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Settings
 
-PublishDtype: TypeAlias = Literal["auto", "keep", "float32", "bfloat16", "float16"]
+SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
+PublishDtype: TypeAlias = Literal["auto", SentDtype]
 Staging: TypeAlias = Literal["auto", "device", "host"]
 
 BUILT_IN: Final = {
     "collective": "weights.transports.collective:collective",
     "folder": "weights.transports.folder:FolderTransport",
 }
-"""Transports by name; what stands there makes one of a weights.transport.Setup."""
+"""Transports by name; each value is a callable that makes one from a weights.transport.Setup."""
 ENTRY_POINTS: Final = "stillhouse.weights"
-"""Entry-point group of further ones."""
-_BUCKET_UNIT_BYTES = 64
+"""Entry-point group of transports in installed packages."""
+CPU_BUCKET_BYTES: Final = 64 << 20
+GPU_BUCKET_BYTES: Final = 512 << 20
+"""Larger, because each bucket for an SGLang server costs an HTTP request, which 64 MiB over NVLink do not repay."""
+_NAMES: Final[dict[str, SentDtype]] = {
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "float16"),
+}
 
 
-class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The collective path (all actors at once), the snapshot path (those who were not there), and who is waited for."""
+class WeightsConfig(Settings, frozen=True, kw_only=True):
+    """How weights are sent to all actors at once, how a latecomer catches up, and how long a slow actor is waited
+    for."""
 
     transport: str = "auto"
-    """How a version gets to the actors. collective: one broadcast to all. folder: as a file in the run's folder, for
-    actors that can read it and reach nothing of the learner's but weights.control_port. auto: collective. A transport
-    of another package by the name of its entry point (stillhouse.weights), or as module:attribute."""
+    """How a version gets to the actors. collective: one broadcast to all. folder: a file in the run's folder, for
+    actors that can read that folder but can connect only to weights.control_port. auto: collective. A transport from
+    another package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl where the learner and all actors (or their servers) have a GPU each and the same NCCL, else gloo. The
-    launcher decides before the start, and says which and why; nccl that cannot work is refused then."""
+    """Library that carries the broadcast. auto: nccl if the learner and all actors (or their servers) have a GPU each
+    and the same NCCL version, else gloo. The launcher decides before the start and prints its choice and the reason. If
+    you set nccl and it cannot work, the run is refused."""
     dtype: PublishDtype = "auto"
-    """Of what is sent and staged. auto: that of the actors' weights (actor.torch.dtype; of servers that the launcher
-    starts on GPUs, --dtype or the student's config.json), in which nothing is lost, else keep: that of the learner's
-    own weights, which is float32."""
+    """Dtype in which weights are sent. auto: the dtype of the actors' weights (actor.torch.dtype; for servers that the
+    launcher starts on GPUs, --dtype or the student's config.json) if that loses nothing, else keep. keep: the dtype of
+    the learner's own weights, float32."""
     staging: Staging = "auto"
-    """Where two copies of all weights lie while they are sent: 2 x 4 bytes per parameter in float32, 2 x 2 in bfloat16
-    (8 billion: 64 or 32 GB). device: beside the learner's own, 16 bytes per parameter; host: in pinned memory of this
-    machine, which training waits for at about 25 GB/s. auto: host with gloo, which sends from there, else device."""
+    """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
+    bfloat16 (8 billion parameters: 64 or 32 GB). device: on the learner's GPU, next to the 16 bytes per parameter of
+    training. host: pinned memory of this machine; training waits for the copy, at about 25 GB/s. auto: host with gloo,
+    which sends from there, else device."""
     host: str = "127.0.0.1"
-    """Address of this machine at which the actors reach the learner; the store, the control channel and gloo listen on
-    it and on nothing else."""
+    """Address of this machine at which the actors reach the learner. The store, the control channel and gloo listen on
+    this address only."""
     allow_plain_network: bool = False
-    """Needed where other machines reach `host`: neither torch's store nor gloo nor NCCL can encrypt or ask who comes;
-    others can read the weights and disturb their sending. Say it on a private network only."""
-    store_port: int = 0
-    """TCP port of the store. 0: the system chooses (it is told in every WeightPlan). For SGLang servers each group has
-    a store of its own, one after the other on this port."""
-    control_port: int = 0
+    """Allow a `host` that other machines can reach. torch's store, gloo and NCCL neither encrypt nor authenticate:
+    anyone on that network can read the weights and disturb their transfer. Use it on a private network only."""
+    store_port: Port = 0
+    """TCP port of torch's store. 0: the system chooses (each weight plan names the port). For SGLang servers each group
+    has a store of its own, one after the other on this port."""
+    control_port: Port = 0
     """TCP port of the control channel. 0: the system chooses."""
-    bucket_bytes: int = 0
-    """A broadcast moves the weights in pieces of this size, a multiple of 64; the learner holds up to two more of them.
-    For SGLang servers a piece is whole tensors, one tensor may be larger, and each piece costs an HTTP request. 0: 512
-    MiB when the learner is on a GPU, else 64 MiB; never more than all weights."""
-    join_timeout_s: float = 30.0
-    """An actor that has not taken up a plan (loading the snapshot included) by then is left out. For large models more
-    is given: see slowest_bytes_per_s."""
-    broadcast_timeout_s: float = 30.0
-    """An actor that has not confirmed a version by then is left out, and the others go on without it. For large models,
-    and for checked versions, more is given: see slowest_bytes_per_s."""
-    slowest_bytes_per_s: float = 250e6
-    """At least so fast a version is read, hashed, sent or loaded: join_timeout_s and broadcast_timeout_s are longer by
-    the time that this takes for each pass over its bytes. When one is missed all the same it is doubled for the next
-    time, up to 16 times its length."""
-    answer_grace_s: float = 3.0
-    """Once a broadcast has failed, those that live get this long to say so; who stays silent is left out."""
-    join_window_s: float = 2.0
-    """After a change of membership wait this long for further ones before the group is made anew. Cut short when all
-    expected actors are there."""
-    rejoin_delay_s: float = 5.0
-    """An actor that was left out may come back after this long; doubled each time it happens again. A restarted one
-    comes back at once."""
-    rejoin_delay_max_s: float = 300.0
-    """Upper bound of that delay."""
+    bucket_bytes: Annotated[int, Meta(ge=0, multiple_of=64)] = 0
+    """Size of the pieces in which a broadcast sends the weights, in bytes; the learner holds up to two more of them.
+    For SGLang servers a piece consists of whole tensors, may be larger than this for one large tensor, and costs an
+    HTTP request. 0: 512 MiB when the learner is on a GPU, else 64 MiB. Never more than all weights."""
+    join_timeout_s: PositiveFloat = 30.0
+    """Seconds for an actor to join a new group, including loading the snapshot. A slower actor is left out. Large
+    models get more time: see slowest_bytes_per_s."""
+    broadcast_timeout_s: PositiveFloat = 30.0
+    """Seconds for an actor to confirm a version. A slower actor is left out, and the others continue without it. Large
+    models and checked versions get more time: see slowest_bytes_per_s."""
+    slowest_bytes_per_s: PositiveFloat = 250e6
+    """Slowest acceptable rate, in bytes per second, of reading, hashing, sending or loading a version. join_timeout_s
+    and broadcast_timeout_s are extended by this rate's time for each pass over the bytes. A limit that is missed anyway
+    is doubled for the next time, up to 16 times."""
+    answer_grace_s: PositiveFloat = 3.0
+    """Seconds for the actors to answer after a broadcast has failed. An actor that stays silent is left out."""
+    join_window_s: NonNegativeFloat = 2.0
+    """After an actor comes or goes, wait this many seconds for further changes before making a new group. Ends early
+    when all expected actors are connected."""
+    rejoin_delay_s: PositiveFloat = 5.0
+    """Seconds before an actor that was left out may come back; doubled each time it happens again. A restarted actor
+    may come back at once."""
+    rejoin_delay_max_s: PositiveFloat = 300.0
+    """Upper bound of that delay, in seconds."""
     every_version: bool = False
-    """Off: a version that is overtaken while it waits is skipped. On: each one is delivered, and `publish` waits while
-    two are still on their way. Needed for max_staleness = 0."""
-    publish_wait_s: float = 120.0
-    """With every_version: how much longer than making a group and checking a version may take `publish` waits before it
-    raises."""
-    keep_snapshots: int = 2
-    """The newest so many stay in the run folder."""
+    """Deliver every version, and let training wait while two are still on their way; needed for max_staleness = 0. When
+    off, a version is skipped if a newer one is ready before it can be sent."""
+    publish_wait_s: PositiveFloat = 120.0
+    """With every_version: seconds that training waits for the earlier versions, in addition to the time allowed for
+    making a group and checking a version, before the run fails."""
+    keep_snapshots: PositiveInt = 2
+    """Number of recent snapshots to keep in the run folder."""
     verify: Literal["auto", "reload", "off"] = "auto"
-    """How an SGLang server proves, before it samples anything, that it has the weights that were sent. reload: it loads
-    the same version again, from the snapshot file, and its checksums must stay the same; also, its log-probs of a short
-    prompt must be the learner's. auto: reload; a server that has no checksums is checked by the prompt alone. off: no
+    """How an SGLang server proves, before it samples with new weights, that it has the weights that were sent. reload:
+    it loads the same version again from the snapshot file, and its checksums must not change; its log-probs of a short
+    prompt must also match the learner's. auto: reload, or the prompt alone for a server without checksums. off: no
     proof."""
-    verify_every: int = 10
-    """When: both with the first version after each change of the group, and then the prompt with every so many
-    versions. 0: only the first."""
+    verify_every: NonNegativeInt = 10
+    """Repeat the prompt of `verify` with every n-th version. The full proof is made with the first version after each
+    change of the group. 0: only then."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.transport:
             raise ValueError(f"transport is empty; expected auto, {', '.join(BUILT_IN)}, or module:attribute")
         if self.transport == "folder" and self.backend == "nccl":
             raise ValueError("backend = nccl with transport = folder, which makes no process group; use backend = auto")
         if self.transport == "folder" and self.verify == "reload":
             raise ValueError(
-                "verify = reload with transport = folder: servers load each version from the very file that they would "
-                "be compared with; use verify = auto, a prompt that learner and server both score"
+                "verify = reload with transport = folder: servers would compare a file with itself, because they load "
+                "every version from it; use verify = auto, a prompt that learner and server both score"
             )
         if not self.host:
             raise ValueError("host is empty; expected an address of this machine that the actors can reach")
         if not is_local(self.host) and not self.allow_plain_network:
             raise ValueError(
-                f"host is {self.host}, which other machines reach, and weights are sent without encryption (torch has "
-                "none). On a network where that is fine say weights.allow_plain_network = true"
+                f"host is {self.host}, which other machines can reach, and weights are sent without encryption (torch "
+                "has none). If that is acceptable on this network, set weights.allow_plain_network = true"
             )
-        for name in ("store_port", "control_port"):
-            port: int = getattr(self, name)
-            if not 0 <= port <= 65535:
-                raise ValueError(f"{name} = {port}; expected 0 to 65535 (0: the system chooses)")
-        if self.bucket_bytes < 0 or self.bucket_bytes % _BUCKET_UNIT_BYTES:
-            raise ValueError(f"bucket_bytes = {self.bucket_bytes}; expected a multiple of 64, or 0 (by the device)")
-        for name in (
-            "join_timeout_s",
-            "broadcast_timeout_s",
-            "slowest_bytes_per_s",
-            "answer_grace_s",
-            "rejoin_delay_s",
-            "rejoin_delay_max_s",
-            "publish_wait_s",
-        ):
-            value: float = getattr(self, name)
-            if not 0 < value < math.inf:
-                unit = "bytes per second" if name == "slowest_bytes_per_s" else "seconds"
-                raise ValueError(f"{name} = {value}; expected a positive, finite number of {unit}")
-        if not 0 <= self.join_window_s < math.inf:
-            raise ValueError(f"join_window_s = {self.join_window_s}; expected 0 or more seconds")
         if self.rejoin_delay_max_s < self.rejoin_delay_s:
             raise ValueError(
                 f"rejoin_delay_max_s = {self.rejoin_delay_max_s}; expected at least rejoin_delay_s = "
                 f"{self.rejoin_delay_s}"
             )
-        if self.verify_every < 0:
-            raise ValueError(f"verify_every = {self.verify_every}; expected 0 (only the first) or more")
-        if self.keep_snapshots < 1:
-            raise ValueError(f"keep_snapshots = {self.keep_snapshots}; expected at least 1 (joiners read the newest)")
+
+
+def sent_dtype(asked: PublishDtype, held: SentDtype) -> SentDtype:
+    """`held`: the dtype of the members' weights; keep if it is not known."""
+    return held if asked == "auto" else asked
+
+
+def server_dtype(args: Sequence[str], device: str, checkpoint_dtype: str | None) -> SentDtype:
+    """The dtype in which a server started by the launcher holds its weights: --dtype among its extra arguments, else
+    the dtype in the student's config.json (`checkpoint_dtype`). keep where another dtype might lose something: SGLang
+    turns a float32 checkpoint into float16, and our servers on a CPU run in float32."""
+    for i, word in enumerate(args):
+        name, given, value = word.partition("=")
+        if name == "--dtype":
+            wanted = value if given else args[i + 1] if i + 1 < len(args) else ""
+            if wanted != "auto":
+                return _NAMES.get(wanted, "keep")
+    return "keep" if device == "cpu" else _NAMES.get(checkpoint_dtype or "", "keep")
+
+
+def checkpoint_dtype(student: str) -> str | None:
+    """The dtype that config.json names; None if it names none, or `student` is not a local folder."""
+    try:
+        config: dict[str, Any] = json.loads((Path(student).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    of_text: dict[str, Any] = config.get("text_config") or {}
+    named = [of.get(key) for of in (config, of_text) for key in ("dtype", "torch_dtype")]
+    return next((str(name) for name in named if name), None)
+
+
+def bucket_size(asked: int, device_type: str) -> int:
+    """`asked` 0: chosen by the learner's device."""
+    return asked or (GPU_BUCKET_BYTES if device_type == "cuda" else CPU_BUCKET_BYTES)
+
+
+def staged_in(asked: Staging, device_type: str, backend: Literal["gloo", "nccl"]) -> Literal["device", "host"]:
+    """Gloo sends from host memory, so copies there need no further copy. On a CPU the device is the host."""
+    if device_type != "cuda":
+        return "device"
+    if asked == "auto":
+        return "host" if backend == "gloo" else "device"
+    return asked

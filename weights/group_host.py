@@ -28,8 +28,8 @@ from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import BucketLayout, manifest_of
 from weights.control import ControlHost
 from weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
+from weights.deadlines import Limits, kind_of
 from weights.group_operations import BackendName
-from weights.limits import Limits, kind_of
 from weights.manifest import Manifest
 from weights.roster import Seat
 from weights.sink import GroupBroken, GroupInterrupted

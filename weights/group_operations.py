@@ -35,7 +35,7 @@ from torch.distributed import Store as _AnyStore  # pyright: ignore[reportPrivat
 from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from weights.buckets import BucketLayout, byte_views
-from weights.patience import in_thread, wait_patiently
+from weights.deadlines import in_thread, wait_patiently
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted
 
 log = logging.getLogger(__name__)

@@ -1,17 +1,17 @@
 """How weights leave the learner: a thread that sends each version to the actors' group and keeps that group alive.
 
     training thread   publish: copies the weights and returns; wait_idle, busy, stats
-    receiving thread  membership (the same thread as above in our learner)
-    publisher thread  all else: collectives, snapshots, `post_plan`, `published`; it alone touches GroupHost and Roster
+    receiving thread  membership (in our learner the training thread makes this call, too)
+    publisher thread  all else: collectives, snapshots, `post_plan`, `published`; only it uses GroupHost and Roster
 
 The thread does one job at a time, the first that is due:
 
-    rebuild   the group is not the one that the roster wants (or broke): write a snapshot of the newest version, post a
-              plan that names it, make the group. Members catch up from the snapshot before they join.
-    deliver   the newest version is not with everybody yet: broadcast it. Nobody connected: a snapshot is enough.
+    rebuild   the group broke, or the roster wants another one: write a snapshot of the newest version, post a plan that
+              names it, make the group. Members catch up from the snapshot before they join.
+    deliver   some member does not have the newest version yet: broadcast it. Without members a snapshot is enough.
 
-A version counts as published, and is announced, when every member of the group has it or nobody is there to get it.
-A member that does not keep up is left out (`weights.group_host` says how it is found); each such failure leads to a
+A version counts as published, and is announced, when every member of the group has it or there are no members.
+A member that does not keep up is left out (`weights.group_host` explains how it is found). Each such failure leads to a
 rebuild without it, so that the others have the newest version again after one plan.
 """
 
@@ -22,47 +22,43 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
+import msgspec
 import torch
-from msgspec.structs import replace
 
 from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
-from weights.canary import LearnerCanary
-from weights.config import WeightsConfig
+from weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
 from weights.group_operations import choose_backend
-from weights.members import EMBEDDED, Members
-from weights.publish_choices import bucket_size, sent_dtype, staged_in
-from weights.publish_stats import PublisherStats, PublishFigures
-from weights.roster import Roster, Seat
-from weights.server_checks import VersionChecks, canary_of
+from weights.roster import EMBEDDED, Members, Roster, Seat
+from weights.server_checks import LearnerCanary, VersionChecks, canary_of
 from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import StagedWeights, Weight
-from weights.streams import WeightStreams, streams_of
-from weights.transport import DropReason, Result, Setup, make_transport
+from weights.staged_weights import StagedWeights, Weight, WeightStreams, streams_of
+from weights.transport import DropReason, PublisherStats, Result, Setup, make_transport
 
 log = logging.getLogger(__name__)
 
 RETRY_MAX_S: Final = 60.0
-"""Groups that fail and nobody knows why are tried again after 1, 2, 4 ... seconds, at most this."""
+"""A group that fails for an unknown reason is tried again after 1, 2, 4 ... seconds, at most this."""
 
 Job: TypeAlias = Literal["rebuild", "deliver", "stop"]
 
 
 class PublisherFailed(RuntimeError):
-    """The publisher's thread has ended, with an error (the cause) or by `close`. No version will go out any more."""
+    """The publisher's thread has ended, by an error (the cause) or by `close`. No more versions will be sent."""
 
 
 class PublishTimeout(RuntimeError):
-    """With `every_version`: the former versions could not be delivered in time."""
+    """With `every_version`: the earlier versions could not be delivered in time."""
 
 
 class Publisher:
-    """Owns the learner's side of weight transport. Starts its thread at once; close it."""
+    """Owns the learner's side of weight transport. Starts its thread at once; must be closed."""
 
     def __init__(
         self,
@@ -79,21 +75,18 @@ class Publisher:
         streams: WeightStreams | None = None,
     ) -> None:
         """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
-        the publisher's thread. `expected_actors`: the group is made without delay once so many are connected (0 =
-        unknown). `device`: where the weights are. `members`: what the actors' engines are. `canary`: what servers are
-        checked with, beside their checksums. `control_keys`: encrypt the control channel. `streams`: None = those of
-        `device`. Raises ValueError for a backend that this machine has not."""
+        the publisher's thread. `expected_actors`: once so many are connected the group is made without delay (0 =
+        unknown). `device`: where the weights are. `members`: what the actors' engines are. `canary`: a further proof
+        for servers, besides their checksums. `control_keys`: encrypt the control channel. `streams`: None = those of
+        `device`. Raises ValueError for a backend that this machine does not have."""
         device = torch.device(device)
         backend = "gloo" if config.transport == "folder" else choose_backend(config.backend, device)
-        config = replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
-        self._config = config
-        self._members = members
-        self._canary = canary
+        config = msgspec.structs.replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
+        self._config, self._members, self._canary = config, members, canary
+        self._post_plan, self._published = post_plan, published
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
         self._snapshots = SnapshotKeeper(snapshot_dir, keep=config.keep_snapshots, canary_of=partial(canary_of, canary))
-        self._post_plan = post_plan
-        self._published = published
         self._transport = make_transport(
             Setup(
                 config,
@@ -107,27 +100,20 @@ class Publisher:
             )
         )
         self._roster = Roster(config, expected_actors)
+        self._checks = VersionChecks(members, config, canary, self._snapshots)
         # Shared between the threads, under this lock.
         self._changed = threading.Condition()
+        self._stats = PublisherStats()
         self._pending: StagedWeights | None = None
         self._spare: list[StagedWeights] = []
         self._connected: frozenset[Seat] | None = None
-        self._connected_news = False
+        self._connected_news = self._rebuild_due = self._closing = False
         self._working = True
-        self._rebuild_due = False
-        self._closing = False
         self._failure: BaseException | None = None
-        self._skipped = 0
-        self._copy_s = 0.0
         # The publisher thread's own.
         self._newest: StagedWeights | None = None
-        self._owed = False
-        self._broken = False
-        self._retry_s = 0.0
-        self._not_before_s = 0.0
-        self._dropped: Counter[DropReason] = Counter()
-        self._figures = PublishFigures()
-        self._checks = VersionChecks(members, config, canary, self._snapshots)
+        self._owed = self._broken = False
+        self._retry_s = self._not_before_s = 0.0
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -142,9 +128,9 @@ class Publisher:
     # -------------------------------------------------------------------------------------- any other thread
 
     def publish(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
-        """Copy the weights and return; they are sent meanwhile. A version that still waits is replaced and counted as
-        skipped; with `every_version` this waits for it instead. One thread only. Raises PublisherFailed, and
-        PublishTimeout with `every_version`."""
+        """Copy the weights and return; the publisher's thread sends them. A version that still waits is replaced and
+        counted as skipped; with `every_version` this waits for it instead. Call it from one thread only. Raises
+        PublisherFailed, and PublishTimeout with `every_version`."""
         with self._changed:
             self._raise_if_failed()
             wait_s = self._transport.limits.publish_wait_s(0 if self._pending is None else self._pending.n_bytes)
@@ -160,7 +146,7 @@ class Publisher:
                 raise PublisherFailed(f"version {version} came after close")
             staged, self._pending = self._pending, None
             if staged is not None:
-                self._skipped += 1
+                self._stats.skipped_versions_total += 1
             elif self._spare:
                 staged = self._spare.pop()
             else:
@@ -173,14 +159,14 @@ class Publisher:
                 )
         began_s = time.monotonic()
         staged.canary = self._canary.score() if self._canary is not None else None
-        staged.fill(version, named)  # after it, what `wait` waits for
+        staged.fill(version, named)  # last, because `wait` waits for the work queued up to here
         with self._changed:
-            self._copy_s = time.monotonic() - began_s
+            self._stats.copy_s = time.monotonic() - began_s
             self._pending = staged
             self._changed.notify_all()
 
     def membership(self, membership: Membership) -> None:
-        """Actors connected to the buffer now. Raises PublisherFailed."""
+        """Set the actors that are connected to the buffer now. Raises PublisherFailed."""
         seats = frozenset(map(Seat, membership.actors, membership.incarnations))
         with self._changed:
             self._raise_if_failed()
@@ -190,7 +176,7 @@ class Publisher:
 
     @property
     def busy(self) -> bool:
-        """A version is not with every member yet, or the group is being made (or about to be)."""
+        """Some member lacks the newest version, or the group is being made (or about to be)."""
         with self._changed:
             return self._busy()
 
@@ -203,31 +189,22 @@ class Publisher:
 
     @property
     def stats(self) -> PublisherStats:
+        """A copy of the figures."""
         with self._changed:
-            figures = self._figures
-            return PublisherStats(
-                published=figures.published,
+            return replace(
+                self._stats,
                 members=len(self._transport.seats),
                 group_epoch=self._transport.group_epoch,
-                broadcasts_total=figures.broadcasts,
-                broadcast_s=figures.broadcast_s,
-                broadcast_s_total=figures.broadcast_s_total,
-                broadcast_bytes=figures.broadcast_bytes,
-                copy_s=self._copy_s,
                 snapshots_total=self._snapshots.written_total,
                 snapshot_s=self._snapshots.write_s,
                 snapshot_failures_total=self._snapshots.failures_total,
-                rebuilds_total=figures.rebuilds,
-                failed_groups_total=figures.failed_groups,
-                skipped_versions_total=self._skipped,
-                dropped_total=dict(self._dropped),
+                dropped_total=self._stats.dropped_total.copy(),
                 control_unreadable_total=self._transport.control_unreadable_total,
-                check_requests_total=figures.check_requests,
             )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Tell the members to leave and end the thread. What was not sent yet is not sent; `wait_idle` before, where
-        that matters. Idempotent."""
+        """Ask the members to leave and end the thread. Unsent versions are dropped; where that matters, call
+        `wait_idle` before. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -283,8 +260,8 @@ class Publisher:
                 self._working = True
                 if rebuild_in_s == 0.0:
                     return "rebuild"
-                nobody = not self._transport.seats and not self._roster.wanted(now_s)
-                if self._owed and (self._transport.seats or nobody):
+                seats = self._transport.seats
+                if self._owed and (seats or not self._roster.wanted(now_s)):
                     return "deliver"
                 self._working = False
                 self._changed.notify_all()
@@ -295,18 +272,18 @@ class Publisher:
         if self._connected_news and self._connected is not None:
             self._connected_news = False
             self._roster.connect(now_s, self._connected)
-        # With every_version a new one has to wait until the one before is out.
+        # With every_version a new version waits until the former one is published.
         if self._pending is not None and not (self._config.every_version and self._owed):
             if self._newest is not None:
-                self._skipped += self._owed
+                self._stats.skipped_versions_total += self._owed
                 self._spare.append(self._newest)
             self._newest, self._pending = self._pending, None
             self._owed = True
             self._changed.notify_all()
 
     def _rebuild_in_s(self, now_s: float) -> float | None:
-        """Waiting for more changes is pointless once the group cannot be used, or has lost a member while weights are
-        to be sent."""
+        """Do not wait for more changes once the group cannot be used, or has lost a member while weights are to be
+        sent."""
         seated = self._transport.seats
         lost_one = self._owed and bool(set(seated) - set(self._roster.wanted(now_s)))
         rebuild_in_s = self._roster.rebuild_in_s(now_s, seated, urgent=self._broken or lost_one)
@@ -322,9 +299,9 @@ class Publisher:
         self._roster.rebuilt()
         self._broken = False
         if not seats:
-            self._transport.disband("nobody is left")
+            self._transport.disband("no members are left")
             return
-        self._figures.rebuilds += 1
+        self._stats.rebuilds_total += 1
         newest = self._newest
         ref = self._snapshots.write(newest)
         began_s = time.monotonic()
@@ -350,22 +327,22 @@ class Publisher:
         self._learn_from(result)
         if result.error is None:
             self._checks.passed(plan, check)
-            self._figures.check_requests += check is not None
             self._roster.confirm(result.has)
-            self._figures.broadcasts += 1
-            self._figures.broadcast_s = result.seconds
-            self._figures.broadcast_s_total += result.seconds
-            self._figures.broadcast_bytes = result.n_bytes
+            self._stats.check_requests_total += check is not None
+            self._stats.broadcasts_total += 1
+            self._stats.broadcast_s = result.seconds
+            self._stats.broadcast_s_total += result.seconds
+            self._stats.broadcast_bytes = result.n_bytes
             self._out(newest.version, result.seconds)
 
     def _learn_from(self, result: Result) -> None:
-        """A broken group: leave out who broke it; when that cannot be told, wait a little longer each time."""
+        """After a failure, leave out the members that caused it; if they are not known, wait longer each time."""
         now_s = time.monotonic()
         if result.error is None:
             self._retry_s, self._not_before_s = 0.0, 0.0
             return
         self._broken = True
-        self._figures.failed_groups += 1
+        self._stats.failed_groups_total += 1
         self._count_dropped(Counter(result.lost.values()))
         for seat, reason in result.lost.items():
             if reason != "disconnected":
@@ -377,18 +354,18 @@ class Publisher:
 
     def _count_dropped(self, by_reason: Counter[DropReason]) -> None:
         with self._changed:
-            self._dropped.update(by_reason)
+            self._stats.dropped_total.update(by_reason)
 
     def _out(self, version: WeightVersion, broadcast_s: float) -> None:
-        """This version is with everybody who is there."""
+        """Record and announce that every member has this version."""
         with self._changed:
             self._owed = False
-        if self._figures.published is None or version > self._figures.published:
-            self._figures.published = version
+        if self._stats.published is None or version > self._stats.published:
+            self._stats.published = version
             self._published(version, self._snapshots.ref, broadcast_s)
 
     def _gone(self, seats: Iterable[Seat]) -> frozenset[Seat]:
-        """Those that the buffer has lost meanwhile. Asked by the group host in its waits."""
+        """Which of these seats the buffer has lost. The transport calls this during its waits."""
         with self._changed:
             connected = self._connected
         return frozenset(seats) - connected if connected is not None else frozenset()

@@ -1,31 +1,66 @@
-"""Who should be in the weight group, and when it is time to make it anew. No I/O, no clock: times are handed in."""
+"""The members of the weight group: what they are, which should be in it, and when to make a new group. No I/O, no
+torch, no clock: times are passed in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from weights.config import WeightsConfig
+from weights.config import SentDtype, WeightsConfig
+from weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from weights.buckets import BucketLayout
+
+CheckBy: TypeAlias = Literal["reload", "canary", "off"]
+"""How a server proves that it has the weights that were sent. reload: by its checksums after loading the snapshot file,
+and by a canary; canary: by the canary alone, where the file is what was sent; off: not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """What the members of a run are; all are of one kind. An engine's provider supplies it (engines.provider)."""
+
+    kind: Literal["engines", "servers"] = "engines"
+    """Engines in the actors' processes, or one server per actor."""
+    ranks_each: int = 1
+    """Above 1: the tensor-parallel ranks of a server."""
+    check_by: CheckBy = "off"
+    dtype: SentDtype = "keep"
+    """The dtype of their weights; keep: not known."""
+
+    def staging(self, manifest: Manifest, bucket_bytes: int) -> BucketLayout:
+        """A layout for copies of the weights in which buckets can be sent in place. For engines the cuts between
+        buckets are made later, so only the places of the tensors matter."""
+        from weights.buckets import ALIGN_BYTES, Layout, PackedLayout  # here, because it imports torch
+
+        if self.kind == "servers":
+            return PackedLayout(manifest, bucket_bytes)
+        return Layout(manifest, ALIGN_BYTES)
+
+
+EMBEDDED = Members()
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Seat:
-    """One process that may be a member: a name alone would mix up an actor with its restarted self."""
+    """One process that may be a member. The incarnation tells a restarted actor from its former process."""
 
     name: str
     incarnation: str
 
 
 class Roster:
-    """wanted = connected - cooling, where a seat cools after it was left out, longer each time:
+    """Decides who is wanted: all connected seats, except those that cool down after they were left out.
 
-    delay of the n-th strike = min(rejoin_delay_s * 2 ** (n - 1), rejoin_delay_max_s)
+    cool-down after the n-th strike = min(rejoin_delay_s * 2 ** (n - 1), rejoin_delay_max_s)
 
-    A strike is forgotten when the seat confirms a version, or is gone."""
+    Strikes are forgotten when the seat confirms a version, or disconnects."""
 
     def __init__(self, config: WeightsConfig, expected_actors: int) -> None:
-        """`expected_actors`: 0 = unknown, always wait out the window. More than these have joined from elsewhere, and
-        such come in company: for them the window is waited out."""
+        """`expected_actors`: 0 = unknown; the join window is always waited out. It is also waited out for more actors
+        than expected: those joined from elsewhere, and such actors come in groups."""
         self._config = config
         self._expected = expected_actors
         self._connected: tuple[Seat, ...] = ()
@@ -37,7 +72,7 @@ class Roster:
         return f"Roster(connected={len(self._connected)}, cooling={len(self._cool_until_s)})"
 
     def connect(self, now_s: float, seats: Iterable[Seat]) -> None:
-        """These are connected now, and no others. A change opens a window, unless one is open."""
+        """Set the seats that are connected now. A change opens the join window, unless it is open."""
         connected = tuple(seats)
         if set(connected) == set(self._connected):
             return
@@ -49,25 +84,25 @@ class Roster:
             self._window_end_s = now_s + self._config.join_window_s
 
     def strike(self, now_s: float, seat: Seat) -> float:
-        """Leave it out for a while; how long, in seconds."""
+        """Leave the seat out for a while. Returns for how many seconds."""
         self._strikes[seat] = strikes = self._strikes.get(seat, 0) + 1
         delay_s = min(self._config.rejoin_delay_s * 2.0 ** (strikes - 1), self._config.rejoin_delay_max_s)
         self._cool_until_s[seat] = now_s + delay_s
         return delay_s
 
     def confirm(self, seats: Iterable[Seat]) -> None:
-        """These took part in a whole broadcast."""
+        """Record that these seats took part in a complete broadcast."""
         for seat in seats:
             self._strikes.pop(seat, None)
             self._cool_until_s.pop(seat, None)
 
     def wanted(self, now_s: float) -> tuple[Seat, ...]:
-        """In the order of their names, so that ranks are stable."""
+        """The wanted seats, sorted by name, so that ranks are stable."""
         return tuple(sorted(seat for seat in self._connected if self._cool_until_s.get(seat, now_s) <= now_s))
 
     def rebuild_in_s(self, now_s: float, seated: tuple[Seat, ...], *, urgent: bool) -> float | None:
-        """When the group of `seated` should give way to one of `wanted`: 0 = now, None = it is as it should be.
-        `urgent`: the group cannot be used as it is, so do not wait for the window."""
+        """Seconds until the group of `seated` should be replaced; 0 = now, None = it is as wanted. `urgent`: the
+        present group cannot be used, so do not wait for the window."""
         wanted = self.wanted(now_s)
         if set(wanted) == set(seated):
             self._window_end_s = None
@@ -79,10 +114,10 @@ class Roster:
         return max(0.0, self._window_end_s - now_s)
 
     def rebuilt(self) -> None:
-        """A group was made of `wanted`; what changed before is done with."""
+        """Record that a group was made of `wanted`; close the window."""
         self._window_end_s = None
 
     def cooled_in_s(self, now_s: float) -> float | None:
-        """When the next seat may come back; None = none is left out."""
+        """Seconds until the next seat may come back; None = none is left out."""
         self._cool_until_s = {seat: until_s for seat, until_s in self._cool_until_s.items() if until_s > now_s}
         return min(self._cool_until_s.values(), default=now_s) - now_s if self._cool_until_s else None

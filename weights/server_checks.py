@@ -1,4 +1,6 @@
-"""Which students SGLang servers can be sent, and when they have to prove that they have them."""
+"""The learner's side of proofs by SGLang servers: which students they can load, the canary prompt, and when a server
+must prove that it has the weights that were sent. `weights.checks` has the servers' side.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,30 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from weights.canary import LearnerCanary
+from models.logprobs import lm_head, token_scores
+from models.packed import packed_hidden
+from models.precision import products
 from weights.checks import Canary
-from weights.config import WeightsConfig
+from weights.config import SentDtype, WeightsConfig
 from weights.control_messages import Check
-from weights.members import CheckBy, Members
+from weights.roster import CheckBy, Members
 from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import Merged, StagedWeights, Weight
 
+TOKENS: Final = 32
+_STRIDE: Final = 7919
+"""A prime, so that the prompt's tokens are spread over the whole vocabulary."""
 _NAMES_IN_ERROR: Final = 4
 
 
 class NamesError(ValueError):
-    """Servers would not know the names under which this student's weights are sent."""
+    """Servers would not recognise the names under which this student's weights are sent."""
 
 
 def check_names(model: PreTrainedModel, weights: Iterable[tuple[str, Weight]]) -> None:
-    """A server loads weights by the names that checkpoints have, and passes over all others in silence. So what is sent
-    has to be, name for name and tensor for tensor, what `save_pretrained` would write. It is not where transformers
-    joins tensors of a checkpoint into one when it loads them (mixtures of experts), or renames them. Raises NamesError.
-    """
+    """A server loads weights by the names of checkpoints, and silently ignores all others. So the names and tensors
+    that are sent must be those that `save_pretrained` would write. They are not if transformers renames tensors when it
+    loads a checkpoint, or joins several into one (mixtures of experts). Raises NamesError."""
     sent: dict[str, Tensor] = {}
     for name, weight in weights:
         tensor = weight.base if isinstance(weight, Merged) else weight
@@ -40,8 +46,8 @@ def check_names(model: PreTrainedModel, weights: Iterable[tuple[str, Weight]]) -
         written = [name for name in saved if saved[name] is not sent.get(name)]
         raise NamesError(
             f"SGLang servers cannot be sent this student ({model.config.model_type}): {len(unknown)} of its "
-            f"{len(sent)} weights are not in checkpoints as they are here: {_some(unknown)}; a checkpoint has "
-            f"{_some(written)}. A server would pass over names that it does not know, and keep its old weights. "
+            f"{len(sent)} weights have other names or shapes in a checkpoint: {_some(unknown)}; a checkpoint "
+            f"has {_some(written)}. A server would ignore the names that it does not know, and keep its old weights. "
             "Use actors with the embedded engine: --actor.engine torch"
         )
 
@@ -51,16 +57,43 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
+class LearnerCanary:
+    """A short fixed prompt that the learner scores with every version it sends. A server with the same weights gives
+    the same log-probs. `score` is for the training thread only, `canary` for any."""
+
+    def __init__(self, model: PreTrainedModel, *, vocab_tokens: int, bfloat16: bool, sent: SentDtype) -> None:
+        """`model`: the student in training, loaded with attention="packed". `vocab_tokens`: number of ids of the
+        tokenizer. `bfloat16`: whether the learner's matrix products use it. `sent`: dtype of the weights sent."""
+        self._model = model
+        self._ids = tuple((11 + _STRIDE * i) % vocab_tokens for i in range(TOKENS))
+        self._bfloat16 = bfloat16
+        self._exact = model.device.type == "cpu" and not bfloat16 and sent in ("keep", "float32")
+
+    @torch.no_grad()
+    def score(self) -> Tensor:
+        """Log-probs of the prompt's tokens after the first under the present student, [TOKENS - 1], on its device. On a
+        GPU the computation is only queued."""
+        device = self._model.device
+        ids_T = torch.tensor(self._ids, device=device)
+        with products(device.type, bfloat16=self._bfloat16):
+            hidden_TH = packed_hidden(self._model, ids_T, [TOKENS])
+        return token_scores(lm_head(self._model), hidden_TH[:-1].float(), ids_T[1:]).logprobs_T
+
+    def canary(self, scores: Tensor) -> Canary:
+        """The prompt and `scores` as they are sent to members; waits for a GPU."""
+        return Canary(self._ids, tuple(scores.tolist()), self._exact)
+
+
 class Due(NamedTuple):
-    """What members have to prove with the next version."""
+    """The proofs that are due with the next version."""
 
     checksums: CheckBy
     canary: bool
 
 
 class CheckSchedule:
-    """With the first version of each plan: checksums, which go over all weights, and a canary. Then the canary with
-    every so many versions."""
+    """With the first version of each plan: checksums over all weights, and the canary. Then the canary with every n-th
+    version."""
 
     def __init__(self, members: Members, every: int) -> None:
         """`every`: 0 = only the first of each plan."""
@@ -78,14 +111,14 @@ class CheckSchedule:
         return Due("off", canary=self._every > 0 and self._n_since + 1 >= self._every)
 
     def sent(self, plan: int, *, checked: bool) -> None:
-        """A version is with all of them, and they proved what was due (`checked`)."""
+        """Record that all members have a version; `checked`: they also gave the proofs that were due."""
         self._n_since = 0 if checked else self._n_since + 1
         if checked:
             self._checked_plan = plan
 
 
 class VersionChecks:
-    """What members are asked to prove with each version of one publisher."""
+    """Chooses the proofs that one publisher asks for with each version."""
 
     def __init__(
         self, members: Members, config: WeightsConfig, canary: LearnerCanary | None, snapshots: SnapshotKeeper
@@ -96,7 +129,8 @@ class VersionChecks:
         self._snapshots = snapshots
 
     def of(self, plan: int, newest: StagedWeights) -> Check | None:
-        """With this version, whose copies are made. A snapshot that cannot be written is owed with the next one."""
+        """The proofs for this version, whose copies are made. If its snapshot cannot be written, that proof stays
+        due."""
         due = self._schedule.due(plan)
         canary = canary_of(self._canary, newest) if due.canary else None
         ref = self._snapshots.write(newest) if due.checksums == "reload" else None
@@ -106,11 +140,11 @@ class VersionChecks:
         return Check(weights, required=self._required, canary=canary)
 
     def passed(self, plan: int, check: Check | None) -> None:
-        """Every member has the version, and has proved what `check` says."""
+        """Record that every member has the version and gave the proofs of `check`."""
         whole = check is not None and check.is_whole(self._schedule.due(plan).checksums == "reload")
         self._schedule.sent(plan, checked=whole)
 
 
 def canary_of(canary: LearnerCanary | None, weights: StagedWeights) -> Canary | None:
-    """The prompt with the learner's scores under these weights; waits for a GPU."""
-    return canary.told(weights.canary) if canary is not None and weights.canary is not None else None
+    """The prompt with the learner's log-probs under these weights; waits for a GPU."""
+    return canary.canary(weights.canary) if canary is not None and weights.canary is not None else None

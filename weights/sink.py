@@ -1,28 +1,38 @@
-"""What takes the weights that a receiver (weights.receiver) is sent: the engine in its process, or a server.
+"""The interface of an engine, or of a server, that takes the weights which a receiver (weights.receiver) gets.
 
-    EmbeddedWeights (engines.torch.weights)    is a rank of the weight group itself, and stages what comes
-    ServerWeights (engines.sglang.weights)        tells its SGLang server to be one
+    EmbeddedWeights (engines.torch.weights)    is a rank of the weight group itself, and stages the weights
+    ServerWeights (engines.sglang.weights)     has its SGLang server become a rank
 
-One thread calls all of it, in this order for every plan: `check`, `load` (if there is a newer snapshot), `join`, `take`
-for each round, `leave`. No torch here.
+One thread makes all calls, in this order for every plan: `check`, `load` (if there is a newer snapshot), `join`, `take`
+for each round, `leave`. Also here: the check of a snapshot file before it is loaded. No torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+import msgspec
 
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from weights.checks import Canary
 from weights.control_messages import Agreed, Round
 
 Interrupted: TypeAlias = Callable[[], str | None]
-"""Asked about every 0.1 s in a wait; a reason ends the wait with GroupInterrupted."""
+"""Called about every 0.1 s during a wait; a reason ends the wait with GroupInterrupted."""
+
+_HEADER_MAX_BYTES: Final = 100_000_000
+"""The limit of the safetensors format."""
 
 
 class GroupBroken(Exception):
-    """An operation of the group failed or missed its deadline: a member is dead, hung or unreachable. The group is of
-    no more use; close it and wait for the next plan."""
+    """An operation of the group failed or missed its deadline: a member is dead, hung or unreachable. The group cannot
+    be used any more; close it and wait for the next plan."""
 
 
 class GroupInterrupted(Exception):
@@ -30,11 +40,11 @@ class GroupInterrupted(Exception):
 
 
 class WeightsRefused(Exception):
-    """What arrived is not what was announced, or cannot be used here."""
+    """The received weights are not the announced ones, or cannot be used here."""
 
 
 class WeightsDiffer(WeightsRefused):
-    """The server took all that was sent, and computes with something else."""
+    """The server accepted all weights that were sent, but computes with others."""
 
 
 class SnapshotRefused(Exception):
@@ -43,13 +53,13 @@ class SnapshotRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one round brought."""
+    """The outcome of one round."""
 
     n_bytes: int
     receive_s: float
-    """Until the bytes were here."""
+    """Time to receive the bytes."""
     stage_s: float
-    """Until the engine had them: the embedded one's copy; a server's pause, checks and resume."""
+    """Time until the engine had them: the embedded engine's copy; a server's pause, checks and resume."""
     staged: bool = True
     """False: the engine had this version already."""
 
@@ -59,17 +69,17 @@ class WeightSink(Protocol):
 
     @property
     def version(self) -> WeightVersion | None:
-        """Newest weights, staged ones included. None: nobody knows what is there, so a whole version has to come
-        before anything else. Any thread."""
+        """Newest weights, staged ones included. None: not known, so a whole version must come first. Callable from any
+        thread."""
         ...
 
     @property
     def stats(self) -> dict[str, float]:
-        """Of its own, for the heartbeat. Any thread."""
+        """The sink's own figures for the heartbeat. Callable from any thread."""
         ...
 
     def prepare(self) -> None:
-        """Once, before any plan."""
+        """Called once, before any plan."""
         ...
 
     def check(self, plan: WeightPlan) -> None:
@@ -77,24 +87,63 @@ class WeightSink(Protocol):
         ...
 
     def load(self, ref: WeightsRef) -> None:
-        """Take a snapshot. Raises SnapshotRefused."""
+        """Load a snapshot. Raises SnapshotRefused."""
         ...
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
-        """Become a member of the plan's process group, `plan.members[index]`. Raises GroupBroken, GroupInterrupted, and
-        WeightsRefused when it is nobody else's fault."""
+        """Become the member `plan.members[index]` of the plan's process group. Raises GroupBroken, GroupInterrupted,
+        and WeightsRefused when the fault is this member's own."""
         ...
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
-        """Take part in a broadcast. Raises GroupBroken, GroupInterrupted or WeightsRefused; anything else that it
-        raises means that no round will ever succeed here."""
+        """Take part in a broadcast. Raises GroupBroken, GroupInterrupted or WeightsRefused; any other error means that
+        no round will ever succeed here."""
         ...
 
     def settle(self, timeout_s: float) -> bool:
-        """After `join` or `take` failed: has everything that they started come to its end, or does it within this
-        time? False: still stuck."""
+        """After `join` or `take` failed: wait until everything they started has ended. False: it is still stuck."""
         ...
 
     def leave(self) -> None:
-        """Out of the group, whatever state it is in. Idempotent. Raises when nothing can be received any more."""
+        """Leave the group in whatever state it is. Idempotent. Raises when no weights can be received any more."""
         ...
+
+
+class Checked(NamedTuple):
+    """A snapshot file whose checksum is right."""
+
+    path: Path
+    canary: Canary | None
+
+
+def check_snapshot(ref: WeightsRef) -> Path:
+    """The snapshot file. Raises SnapshotRefused unless it has the bytes that the learner wrote, and the version."""
+    return read_header(ref).path
+
+
+def read_header(ref: WeightsRef) -> Checked:
+    """The same, with the canary that the learner may have put into the file."""
+    path = Path(ref.path)
+    try:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != ref.sha256:
+                raise SnapshotRefused(
+                    f"{path}: sha256 {sha256}, expected {ref.sha256}; the file was damaged or replaced"
+                )
+            file.seek(0)
+            (n_header,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(n_header, _HEADER_MAX_BYTES)))
+    except OSError as error:
+        raise SnapshotRefused(f"{path}: {error}") from error
+    except (ValueError, struct.error) as error:
+        raise SnapshotRefused(f"{path}: no safetensors header: {error}") from error
+    metadata = header.get("__metadata__", {})
+    found = metadata.get("version")
+    if found != str(ref.version):
+        raise SnapshotRefused(f"{path}: holds version {found}, expected {ref.version}")
+    try:
+        canary = msgspec.json.decode(metadata["canary"], type=Canary) if "canary" in metadata else None
+    except msgspec.DecodeError as error:
+        raise SnapshotRefused(f"{path}: its canary cannot be read: {error}") from error
+    return Checked(path, canary)

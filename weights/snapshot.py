@@ -29,8 +29,7 @@ from torch import Tensor
 from protocol.atomic_file import replacing
 from protocol.messages import WeightsRef, WeightVersion
 from weights.checks import Canary
-from weights.sink import SnapshotRefused
-from weights.snapshot_check import check_snapshot
+from weights.sink import SnapshotRefused, check_snapshot
 from weights.staged_weights import StagedWeights
 
 log = logging.getLogger(__name__)

@@ -1,32 +1,41 @@
-"""Copies of the weights, taken so that training may go on while they are on their way."""
+"""Copies of the weights, so that training can continue while they are being sent, and the GPU streams involved.
+
+    training thread    optimizer step | copies of the weights | mark | next forward ...
+    publisher thread                            waits for the mark | checksums, broadcasts, snapshots
+
+By default both threads would queue on one stream, torch's default, and each broadcast would wait for a forward or
+backward pass. So the publisher's thread has a stream of its own, on which nothing starts before the host has seen the
+mark. The copies stay on the training stream, because the next optimizer step changes the weights they read. Their
+memory is kept for the whole run, so that no allocator reuses it while another stream reads it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from protocol.messages import WeightVersion
 from weights.buckets import BucketLayout, manifest_of
+from weights.config import CPU_BUCKET_BYTES, SentDtype
 from weights.manifest import Manifest, TensorSpec
-from weights.members import EMBEDDED, Members
-from weights.publish_choices import CPU_BUCKET_BYTES, SentDtype
-from weights.streams import Mark, NoStreams, WeightStreams
+from weights.roster import EMBEDDED, Members
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A weight with an adapter (`learner.lora`), added up only when it is copied, and never kept."""
+    """A weight and its adapter (`learner.lora`). The sum is computed only when it is copied, and never kept."""
 
     base: Tensor
     delta: Callable[[], Tensor]
-    """Of the shape and dtype of `base`."""
+    """Has the shape and dtype of `base`."""
 
     def tensor(self) -> Tensor:
         return self.base + self.delta()
@@ -40,9 +49,77 @@ def tensor_of(weight: Weight) -> Tensor:
     return weight.tensor() if isinstance(weight, Merged) else weight.detach()
 
 
+class Mark(Protocol):
+    def synchronize(self) -> None:
+        """Sleep until everything that was queued before the mark is done."""
+        ...
+
+
+class WeightStreams(Protocol):
+    def mark(self) -> Mark | None:
+        """A mark after everything the calling thread has queued. None: nothing is ever queued on this device."""
+        ...
+
+    def own(self) -> AbstractContextManager[Any]:
+        """Within this context the calling thread queues on a stream of its own."""
+        ...
+
+    def host_bytes(self, n_bytes: int) -> Tensor:
+        """Host memory into which the device can copy directly, [n_bytes] uint8, zeros; kept for the whole run."""
+        ...
+
+
+class NoStreams:
+    """Streams of a CPU, which queues nothing."""
+
+    def mark(self) -> None:
+        return None
+
+    def own(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def host_bytes(self, n_bytes: int) -> Tensor:
+        return torch.zeros(n_bytes, dtype=torch.uint8)
+
+
+class CudaStreams:
+    """Streams of one GPU."""
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """`cuda`: torch.cuda, or a stand-in for it in tests."""
+        self._device = device
+        self._cuda = cuda
+
+    def mark(self) -> Mark:
+        event = self._cuda.Event(blocking=True)  # otherwise waiting for it keeps a core busy
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def own(self) -> AbstractContextManager[Any]:
+        return self._cuda.stream(self._cuda.Stream(self._device))  # this also sets the thread's current device
+
+    def host_bytes(self, n_bytes: int) -> Tensor:
+        """Ordinary memory that is pinned afterwards, because torch rounds its own pinned memory up to a power of two.
+        It is never unpinned."""
+        run_B = torch.zeros(n_bytes, dtype=torch.uint8)
+        error = int(self._cuda.cudart().cudaHostRegister(run_B.data_ptr(), n_bytes, 0))
+        if error:
+            log.warning(
+                "%.1f GB of host memory for copies of the weights could not be pinned (CUDA error %d; see ulimit -l): "
+                "copying to it takes several times as long",
+                n_bytes / 1e9,
+                error,
+            )
+        return run_B
+
+
+def streams_of(device: torch.device) -> WeightStreams:
+    return CudaStreams(device) if device.type == "cuda" else NoStreams()
+
+
 class StagedWeights:
-    """One set of copies, on the device of the originals or in the host's memory, all in one run, which a broadcast can
-    send as it lies. The next `fill` uses that memory again: fresh memory costs several times what the copying does."""
+    """One set of copies, on the originals' device or in host memory, in one contiguous run that a broadcast can send in
+    place. The next `fill` reuses the memory: fresh memory costs several times as much as the copying."""
 
     def __init__(
         self,
@@ -53,12 +130,12 @@ class StagedWeights:
         place: Literal["device", "host"] = "device",
         streams: WeightStreams | None = None,
     ) -> None:
-        """`members`: for whom, which is how the copies are laid. `dtype`: of all floating-point copies. `place`: beside
-        the originals, or in pinned memory of the host. `streams`: of the originals' device; None: a CPU."""
+        """`members`: the receivers, which decide the layout. `dtype`: of all floating-point copies. `place`: next to
+        the originals, or in pinned host memory. `streams`: those of the originals' device; None: a CPU's."""
         self.version = WeightVersion(0, 0)
         self.named: list[tuple[str, Tensor]] = []
         self.canary: Tensor | None = None
-        """What the student thought of a canary prompt under these weights (weights.canary)."""
+        """The student's log-probs of the canary prompt under these weights (weights.server_checks)."""
         self._members = members
         self._dtype: SentDtype = dtype
         self._place = place
@@ -68,8 +145,8 @@ class StagedWeights:
         self._copied: Mark | None = None
 
     def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
-        """Copy the tensors, one after the other: of merged or cast ones no more than one exists at a time. On a GPU the
-        copies are only queued, behind the work that makes the weights and before all that comes after. Raises
+        """Copy the tensors one after the other, so that at most one merged or cast tensor exists at a time. On a GPU
+        the copies are only queued, between the work that computes the weights and the work that follows. Raises
         ValueError for no tensors, or a name that comes twice."""
         weights = list(named)
         originals = [(name, w.base if isinstance(w, Merged) else w.detach()) for name, w in weights]
@@ -80,13 +157,13 @@ class StagedWeights:
         to_host = self._place == "host" and device.type != "cpu"
         for (_, copy), (_, weight) in zip(self.named, weights, strict=True):
             tensor = tensor_of(weight)
-            # What goes to the host is cast before: fewer bytes on the way, and the copy is a plain one.
+            # Cast before a copy to the host: fewer bytes to move, and the copy is a plain one.
             copy.copy_(tensor.to(copy.dtype) if to_host else tensor, non_blocking=to_host)
         self.version = version
         self._copied = self._streams.mark()
 
     def wait(self) -> None:
-        """Until the copies are made. Before they are read, in the thread that reads them."""
+        """Wait until the copies are made. Call it before reading them, in the thread that reads them."""
         if self._copied is not None:
             self._copied.synchronize()
 

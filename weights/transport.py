@@ -1,19 +1,19 @@
-"""The one interface between the publisher and whatever carries a version to the members: a transport.
+"""The interface between the publisher and a transport, which carries versions to the members.
 
-    form       membership in and out: these are the members now, and this snapshot is where they catch up from
-    publish    one version to all of them -> Result: who has it, who is left out and why, bytes, seconds
-    disband    nobody is a member
+    form       sets the members, and the snapshot from which they catch up
+    publish    sends one version to all of them -> Result: who has it, who is left out and why, bytes, seconds
+    disband    ends the membership of all
 
-A transport is one file in weights/transports/, or `module:attribute` of another package, or the name of an entry point
-in the group `stillhouse.weights`: a callable that makes one of a Setup. `weights.group_host.GroupHost` is a base for
-those whose members answer on the learner's control channel, as all of ours do; then a transport says only where
-members meet, and how the bytes leave. What members can receive, without a change to them (weights.sink): broadcasts of
-a process group (`gloo`, `nccl`), and files (`folder`).
+A transport is a callable that takes a Setup: a file in weights/transports/, `module:attribute` (also in the working
+directory), or an entry point of an installed package in the group `stillhouse.weights`. `weights.group_host.GroupHost`
+is a base class for transports whose members answer on the learner's control channel, as all of ours do; its subclasses
+only say where members meet, and how the bytes leave. Receivers (weights.sink) need no change for transports that end in
+a process group's broadcast (`gloo`, `nccl`) or in files (`folder`).
 """
 
 from __future__ import annotations
 
-import importlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, cast
@@ -22,40 +22,67 @@ import torch
 
 from protocol.keys import ServerKeys
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from protocol.plugins import installed
+from protocol.plugins import installed, load
 from weights.config import BUILT_IN, ENTRY_POINTS, WeightsConfig
 from weights.control_messages import Check
+from weights.deadlines import Limits
 from weights.group_operations import BackendName
-from weights.limits import Limits
-from weights.members import EMBEDDED, Members
-from weights.roster import Seat
+from weights.roster import EMBEDDED, Members, Seat
 from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights
 
 DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
-"""Why a member is left out: it did not take up the plan in time; joined but hung, or failed by its own fault, while the
-group was made; did not confirm a version in time; its server did not come out of a failed broadcast; it got a version
-that it could not use; its server took all of a version and does not have it; the buffer lost it (or it restarted)."""
+"""Why a member is left out. no_join: it did not take up the plan in time; no_ready: it joined but hung, or failed by
+its own fault, while the group was made; no_answer: it did not confirm a version in time; stuck: its server is still in
+a failed broadcast; refused: it could not use a version; wrong_weights: its server accepted a version but does not have
+it; disconnected: the buffer lost it, or it restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of making a group, or of publishing to it. It worked exactly if there is no error."""
+    """The outcome of making a group, or of publishing to it. It succeeded if there is no error."""
 
     error: str | None = None
     lost: dict[Seat, DropReason] = field(default_factory=dict[Seat, DropReason])
-    """Members to leave out of the next group. Empty with an error: nobody's fault that could be told."""
+    """Members to leave out of the next group. Empty with an error: the culprit is not known."""
     behind: bool = False
-    """After making a group: some member lacks the newest version."""
+    """After making a group: at least one member lacks the newest version."""
     has: tuple[Seat, ...] = ()
     """Members that have proved to have the version."""
     n_bytes: int = 0
-    """Sent to each of them."""
+    """Bytes sent to each member."""
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class PublisherStats:
+    """The publisher's figures: totals since the start; seconds and bytes of the newest broadcast where not a total."""
+
+    published: WeightVersion | None = None
+    members: int = 0
+    group_epoch: int = 0
+    broadcasts_total: int = 0
+    broadcast_s: float = 0.0
+    broadcast_s_total: float = 0.0
+    broadcast_bytes: int = 0
+    copy_s: float = 0.0
+    """Time that the newest `publish` took from the training thread, without waiting."""
+    snapshots_total: int = 0
+    snapshot_s: float = 0.0
+    snapshot_failures_total: int = 0
+    rebuilds_total: int = 0
+    failed_groups_total: int = 0
+    skipped_versions_total: int = 0
+    dropped_total: Counter[DropReason] = field(default_factory=Counter[DropReason])
+    """Members left out, by reason."""
+    control_unreadable_total: int = 0
+    check_requests_total: int = 0
+    """Versions for which SGLang servers were asked for a proof. The actors' `weight_checks_*_total` give the
+    results."""
+
+
 class Transport(Protocol):
-    """Used by one thread, the publisher's; but `seats`, `group_epoch` and `control_unreadable_total` by any."""
+    """Only the publisher's thread uses it, except `seats`, `group_epoch` and `control_unreadable_total`."""
 
     limits: Limits
 
@@ -71,7 +98,7 @@ class Transport(Protocol):
 
     @property
     def control_unreadable_total(self) -> int:
-        """Messages that were not a member's."""
+        """Messages on the control channel that did not come from a member."""
         ...
 
     def form(
@@ -81,16 +108,17 @@ class Transport(Protocol):
         newest: WeightVersion | None,
         post_plan: Callable[[WeightPlan], None],
     ) -> Result:
-        """Replace the members by `seats`. They catch up from `weights`; `newest` is what they should have then."""
+        """Replace the members by `seats`, which catch up from `weights`. `newest`: the version they should then
+        have."""
         ...
 
     def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
-        """Give every member this version, and wait until each has it, within a deadline. With an error the group is
-        gone. `check`: how members prove that they have it."""
+        """Send this version to every member, and wait until each has it, within a deadline. After an error the group is
+        gone. `check`: how members prove that they have the version."""
         ...
 
     def disband(self, reason: str) -> None:
-        """Nobody is a member any more; they wait for the next plan."""
+        """End all membership; the members wait for the next plan."""
         ...
 
     def close(self) -> None: ...
@@ -98,24 +126,24 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a transport is made of."""
+    """Everything a transport is made from."""
 
     config: WeightsConfig
     backend: BackendName
-    """Of process groups, if it makes any."""
+    """Backend of the process groups that it may make."""
     device: torch.device | str
-    """From where process groups send."""
+    """Device from which process groups send."""
     gone: Callable[[Iterable[Seat]], frozenset[Seat]]
-    """Those of these seats that the buffer has lost. Asked in every wait."""
+    """Which of these seats the buffer has lost. Called during every wait."""
     closing: Callable[[], bool]
-    """Whether the publisher wants to end. Asked in every wait."""
+    """Whether the publisher wants to end. Called during every wait."""
     snapshots: SnapshotKeeper
     members: Members = EMBEDDED
     control_keys: ServerKeys | None = None
 
 
 def make_transport(setup: Setup) -> Transport:
-    """The one that `weights.transport` names. Raises ValueError when there is none."""
+    """The transport that `weights.transport` names. Raises ValueError when there is none."""
     name = "collective" if setup.config.transport == "auto" else setup.config.transport
     target = BUILT_IN.get(name, name)
     if ":" not in target:
@@ -124,9 +152,10 @@ def make_transport(setup: Setup) -> Transport:
             known = ", ".join(["auto", *BUILT_IN, *found])
             raise ValueError(f"weights.transport = {name}; expected one of {known}, or module:attribute of your own")
         target = found[name]
-    module, _, attribute = target.partition(":")
     try:
-        make = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        make = load(target)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"weights.transport = {name}: {target} cannot be imported: {error}") from error
+    if not callable(make):
+        raise ValueError(f"weights.transport = {name}: {target} is a {type(make).__name__}, expected a callable")
     return cast(Transport, make(setup))

@@ -22,9 +22,8 @@ from engines.sglang.config import ServerLinkConfig, SGLangConfig
 from engines.sglang.servers import SGLangServers
 from protocol.context import RoleContext
 from protocol.handshake import vocab_tokens
-from weights.config import WeightsConfig
-from weights.members import CheckBy, Members
-from weights.publish_choices import checkpoint_dtype, server_dtype
+from weights.config import WeightsConfig, checkpoint_dtype, server_dtype
+from weights.roster import CheckBy, Members
 
 SERVERS: Final = SGLangServers()
 

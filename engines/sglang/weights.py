@@ -38,10 +38,18 @@ from engines.sglang.verify import ServerVerifier
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.checks import Canary
 from weights.control_messages import Agreed, Check, Round
+from weights.deadlines import in_thread, wait_patiently
 from weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
-from weights.patience import in_thread, wait_patiently
-from weights.sink import GroupBroken, Interrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused
-from weights.snapshot_check import check_snapshot, read_header
+from weights.sink import (
+    GroupBroken,
+    Interrupted,
+    SnapshotRefused,
+    Taken,
+    WeightsDiffer,
+    WeightsRefused,
+    check_snapshot,
+    read_header,
+)
 
 log = logging.getLogger(__name__)
 

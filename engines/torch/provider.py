@@ -23,7 +23,7 @@ from models.dtypes import BYTES
 from protocol.context import RoleContext
 from protocol.handshake import vocab_tokens
 from weights.config import WeightsConfig
-from weights.members import Members
+from weights.roster import Members
 
 SCORER_LOGITS_BYTES: Final = 1.3 * 2**30
 """Chunks of 512 MiB in float32, with what is made of them."""

@@ -11,8 +11,8 @@ from engines.base import TakesWeights
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import Layout
 from weights.control_messages import Agreed, Round
+from weights.deadlines import in_thread, wait_patiently
 from weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
-from weights.patience import in_thread, wait_patiently
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
 from weights.snapshot import read_snapshot
 from weights.transports.collective import WeightGroup

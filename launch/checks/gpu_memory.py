@@ -40,7 +40,7 @@ from launch.machine.machine import Machine
 from launch.servers.plan import launched_groups, server_config, servers_of
 from models.dtypes import BYTES
 from models.vocabulary import vocabulary_size
-from weights.publish_choices import sent_dtype, staged_in
+from weights.config import sent_dtype, staged_in
 
 GIB: Final = 2**30
 PROCESS_GIB: Final = 1.0

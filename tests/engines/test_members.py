@@ -12,7 +12,7 @@ from actors.config import ActorConfig
 from engines.config import EngineConfig, ServerConfig
 from engines.registry import find_engine
 from weights.config import WeightsConfig
-from weights.members import Members
+from weights.roster import Members
 
 
 def members_of(actor: ActorConfig, weights: WeightsConfig, student: str) -> Members:

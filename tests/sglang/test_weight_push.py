@@ -42,13 +42,12 @@ from tests.sglang.conftest import (
     take,
 )
 from tests.sglang.test_weight_swap import differences, post, prompt_of
-from weights.canary import LearnerCanary
-from weights.config import WeightsConfig
+from weights.config import WeightsConfig, sent_dtype
 from weights.manifest import Bucket
-from weights.members import CheckBy, Members
-from weights.publish_choices import sent_dtype
 from weights.publisher import Publisher
 from weights.receiver import WeightReceiver, WeightReceiverFailed
+from weights.roster import CheckBy, Members
+from weights.server_checks import LearnerCanary
 from weights.sink import GroupBroken, Interrupted
 from weights.snapshot import write_snapshot
 

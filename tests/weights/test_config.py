@@ -1,35 +1,35 @@
-"""Senseless settings of weight transport are refused with what was got and what was expected."""
+"""Senseless settings of weight transport are refused, and what `auto` means is decided from the machine."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from weights.config import WeightsConfig
+from weights.config import PublishDtype, Staging, WeightsConfig, bucket_size, sent_dtype, server_dtype, staged_in
 from weights.group_operations import choose_backend
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "expected"),
     [
         ("host", "", "host is empty"),
-        ("store_port", 70_000, "store_port = 70000"),
-        ("bucket_bytes", 1_000, "bucket_bytes = 1000; expected a multiple of 64, or 0"),
-        ("bucket_bytes", -64, "bucket_bytes = -64"),
-        ("join_timeout_s", 0.0, "join_timeout_s = 0.0"),
-        ("broadcast_timeout_s", float("inf"), "broadcast_timeout_s = inf"),
-        ("join_window_s", -1.0, "join_window_s = -1.0"),
+        ("store_port", 70_000, "store_port: got 70000, expected int >= 0 and <= 65535"),
+        ("bucket_bytes", 1_000, "bucket_bytes: got 1000, expected int >= 0 and a multiple of 64"),
+        ("bucket_bytes", -64, "bucket_bytes: got -64"),
+        ("join_timeout_s", 0.0, "join_timeout_s: got 0.0, expected float > 0"),
+        ("broadcast_timeout_s", float("inf"), "broadcast_timeout_s: got inf"),
+        ("join_window_s", -1.0, "join_window_s: got -1.0, expected float >= 0"),
         ("rejoin_delay_max_s", 1.0, "rejoin_delay_max_s = 1.0; expected at least rejoin_delay_s = 5.0"),
-        ("keep_snapshots", 0, "keep_snapshots = 0"),
+        ("keep_snapshots", 0, "keep_snapshots: got 0, expected int >= 1"),
     ],
 )
-def test_senseless_values_are_refused(field: str, value: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_senseless_values_are_refused(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         WeightsConfig(**{field: value})
 
 
@@ -51,3 +51,56 @@ def test_weights_go_over_a_network_in_plain_text_only_where_that_is_said() -> No
     with pytest.raises(ValueError, match="allow_plain_network"):
         WeightsConfig(host="10.0.0.1")
     assert WeightsConfig(host="10.0.0.1", allow_plain_network=True).host == "10.0.0.1"
+
+
+def test_auto_is_the_default_of_all_three() -> None:
+    config = WeightsConfig()
+    assert (config.dtype, config.staging, config.bucket_bytes) == ("auto", "auto", 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "checkpoint", "dtype"),
+    [
+        ((), "cuda", "bfloat16", "bfloat16"),
+        ((), "cuda", "float32", "keep"),
+        ((), "cpu", "bfloat16", "keep"),
+        (("--dtype", "bfloat16"), "cpu", "float32", "bfloat16"),
+        (("--dtype=half",), "cuda", "bfloat16", "float16"),
+        (("--dtype", "float32"), "cuda", "bfloat16", "keep"),
+        (("--dtype", "auto", "--tp-size", "2"), "cuda", "bfloat16", "bfloat16"),
+        (("--tp-size", "2", "--dtype"), "cuda", "bfloat16", "keep"),
+    ],
+)
+def test_a_servers_dtype_is_known_only_where_nothing_can_be_lost(
+    args: tuple[str, ...], device: str, checkpoint: str, dtype: str
+) -> None:
+    assert server_dtype(args, device, checkpoint) == dtype
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"), [("auto", "bfloat16"), ("keep", "keep"), ("float32", "float32"), ("float16", "float16")]
+)
+def test_what_was_asked_for_is_sent(asked: PublishDtype, sent: str) -> None:
+    assert sent_dtype(asked, "bfloat16") == sent
+
+
+def test_buckets_are_larger_from_a_gpu_unless_their_size_was_said() -> None:
+    assert [bucket_size(0, device) for device in ("cpu", "cuda")] == [64 << 20, 512 << 20]
+    assert [bucket_size(4096, device) for device in ("cpu", "cuda")] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "backend", "place"),
+    [
+        ("auto", "cuda", "gloo", "host"),
+        ("auto", "cuda", "nccl", "device"),
+        ("host", "cuda", "nccl", "host"),
+        ("device", "cuda", "gloo", "device"),
+        ("auto", "cpu", "gloo", "device"),
+        ("host", "cpu", "gloo", "device"),
+    ],
+)
+def test_copies_lie_where_they_are_sent_from(
+    asked: Staging, device: str, backend: Literal["gloo", "nccl"], place: str
+) -> None:
+    assert staged_in(asked, device, backend) == place

@@ -34,9 +34,9 @@ from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine
 from tests.sim.weights.nccl_like import Fabric, Fault, FaultKind
 from weights.config import WeightsConfig
 from weights.group_operations import BackendName
-from weights.members import Members
 from weights.publisher import Publisher, PublisherFailed
 from weights.receiver import WeightReceiver
+from weights.roster import Members
 
 Kind: TypeAlias = Literal["engines", "servers"]
 N_MEMBERS: Final = 3

@@ -12,7 +12,7 @@ import torch
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.config import WeightsConfig
 from weights.control_messages import Check, Leave, Round
-from weights.limits import MOST_PATIENCE, Limits, kind_of
+from weights.deadlines import MOST_PATIENCE, Limits, kind_of
 from weights.roster import Seat
 from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights

@@ -1,0 +1,88 @@
+"""How long a version may take to reach its members, and how to wait for an operation that cannot be interrupted.
+
+    limit = patience * (floor_s + passes * bytes / slowest_bytes_per_s)
+
+    join       an actor reads and hashes the snapshot, and its engine or server loads it
+    plain      a broadcast is received and copied into the engine
+    file       a snapshot is read, hashed and loaded, by an engine or a server
+    reload     received, hashed, the snapshot file hashed, read by the server, and hashed again
+
+Each kind has its own patience, which begins with 1. It doubles when a limit is missed, so that members are not asked
+again and again for something they cannot do in time, and halves when less than a quarter of the limit was used. A
+member that hangs repeatedly is thus waited for longer each time, but by a bounded factor. No torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Final, Literal, TypeAlias, TypeVar
+
+from weights.config import WeightsConfig
+from weights.control_messages import Check
+from weights.sink import GroupBroken, GroupInterrupted, Interrupted
+
+T = TypeVar("T")
+LimitKind: TypeAlias = Literal["join", "plain", "file", "reload"]
+
+PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "file": 3, "reload": 6}
+"""Passes over all bytes."""
+MOST_PATIENCE: Final = 16.0
+_SLICE_S: Final = 0.05
+
+
+def kind_of(check: Check | None) -> LimitKind:
+    """The kind of a round that is a broadcast."""
+    return "plain" if check is None or check.weights is None else "reload"
+
+
+class Limits:
+    """The limits of one publisher."""
+
+    def __init__(self, config: WeightsConfig) -> None:
+        self._config = config
+        self._patience: dict[LimitKind, float] = dict.fromkeys(PASSES, 1.0)
+
+    def limit_s(self, kind: LimitKind, n_bytes: int) -> float:
+        floor_s = self._config.join_timeout_s if kind == "join" else self._config.broadcast_timeout_s
+        return self._patience[kind] * (floor_s + PASSES[kind] * n_bytes / self._config.slowest_bytes_per_s)
+
+    def took(self, kind: LimitKind, limit_s: float, took_s: float) -> None:
+        """Record how long an operation took, whether it succeeded or not."""
+        if took_s >= limit_s:
+            self._patience[kind] = min(2 * self._patience[kind], MOST_PATIENCE)
+        elif took_s < limit_s / 4:
+            self._patience[kind] = max(self._patience[kind] / 2, 1.0)
+
+    def publish_wait_s(self, n_bytes: int) -> float:
+        """How long `publish` waits with every_version; meanwhile a group may be made and a version checked."""
+        return self._config.publish_wait_s + self.limit_s("join", n_bytes) + self.limit_s("reload", n_bytes)
+
+
+def in_thread(act: Callable[[], T], *, name: str, daemon: bool) -> Future[T]:
+    """Run one operation in a thread, which may be abandoned. `daemon`: the process may end before the thread does."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return done
+
+
+def wait_patiently(future: Future[T], deadline_s: float, interrupted: Interrupted, missed: str) -> T:
+    """The operation's result, or the error it raised. Raises GroupInterrupted, and past the deadline GroupBroken with
+    the text `missed`; the operation then continues in its thread."""
+    while not wait_for([future], _SLICE_S).done:
+        reason = interrupted()
+        if reason is not None:
+            raise GroupInterrupted(reason)
+        if time.monotonic() > deadline_s:
+            raise GroupBroken(missed)
+    return future.result()
