@@ -1,11 +1,11 @@
-"""What the launcher says no to. Each is shown to the user as its message alone, without a traceback."""
+"""Errors that the launcher shows to the user: the message alone, without a traceback."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 log = logging.getLogger(__name__)
 WRONG_CONFIG_EXIT_CODE: Final = 2
@@ -14,6 +14,9 @@ INTERRUPTED_EXIT_CODE: Final = 130
 
 class LaunchError(Exception):
     """The run cannot be started or went wrong; the message says what to do."""
+
+    exit_code: ClassVar[int] = WRONG_CONFIG_EXIT_CODE
+    """Exit code of a command that ends with this error."""
 
 
 class ConfigError(LaunchError):
@@ -25,20 +28,20 @@ class ConfigError(LaunchError):
 
 
 def unwritten(file: Path, error: OSError) -> None:
-    """Tell the user that this file of a run that is over could not be written; nothing else is lost for it."""
-    told = f"{file} could not be written: {error}"
-    log.error("%s", told)
-    print(f"stillhouse: {told}", file=sys.stderr)
+    """Report that this file of a finished run could not be written; nothing else is lost."""
+    message = f"{file} could not be written: {error}"
+    log.error("%s", message)
+    print(f"stillhouse: {message}", file=sys.stderr)
 
 
 def refuse(error: Exception) -> int:
-    """Tell the user why nothing is started, a line per mistake. The exit code of the command."""
+    """Print why nothing is started, one line per mistake. Returns the command's exit code."""
     for mistake in str(error).splitlines():
         print(f"stillhouse: {mistake}", file=sys.stderr)
-    return WRONG_CONFIG_EXIT_CODE
+    return error.exit_code if isinstance(error, LaunchError) else WRONG_CONFIG_EXIT_CODE
 
 
 def interrupted() -> int:
-    """The same after a Ctrl-C that came before anything was started."""
+    """Report a Ctrl-C that came before anything was started. Returns the command's exit code."""
     print("stillhouse: stopped before anything was started", file=sys.stderr)
     return INTERRUPTED_EXIT_CODE

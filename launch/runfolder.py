@@ -31,7 +31,7 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 
 from launch.errors import INTERRUPTED_EXIT_CODE, LaunchError, unwritten
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import WorkFolder
 from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS, make_keys
 

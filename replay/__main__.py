@@ -24,8 +24,8 @@ from launch.config.command_line import CommandLine, parse_arguments, resolve_con
 from launch.config.run import RunConfig
 from launch.config.tree import Plain, get, merge
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.report.terminal import lasting_output
 from launch.runfolder import choose_path
+from launch.terminal import lasting_output
 from recording.format import RecordError, RecordHeader
 from recording.reader import Recording
 from replay.order import ORDERS, Order

@@ -18,8 +18,7 @@ import msgspec
 
 from launch.processes.backend import Event, Exited, ProcessBackend, Started, Vitals
 from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import StartRole, WorkFolder
 
 ROOT: Final = Path(__file__).parents[1]
 NAP_S: Final = 0.02

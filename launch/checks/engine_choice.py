@@ -17,8 +17,7 @@ from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
 from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices
-from launch.machine.interpreter import Interpreters
-from launch.machine.machine import Machine
+from launch.machine.machine import Interpreters, Machine
 
 replace = msgspec.structs.replace
 

@@ -15,8 +15,7 @@ from launch.checks.weight_backend import Choice, Member, choose_weight_backend
 from launch.config.pools import engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, Groups, Places, Seat, Wanted, place
-from launch.machine.interpreter import Interpreters
-from launch.machine.machine import Machine
+from launch.machine.machine import Interpreters, Machine
 from launch.machine.torch_build import TorchBuild
 from launch.servers.plan import count, launched_groups, server_config, servers_of
 from protocol.context import WorkerRole

@@ -28,8 +28,7 @@ from launch.config.pools import teacher_pools, without_idle_routes
 from launch.config.run import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
-from launch.machine.interpreter import Interpreters
-from launch.machine.machine import Machine, find_machine
+from launch.machine.machine import Interpreters, Machine, find_machine
 from launch.servers.plan import ServerPlan
 
 ROWS_CHECKED: Final = 20

@@ -14,14 +14,14 @@ from launch.checks.server_features import grouped
 from launch.config.pools import WorkerGroup
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices, torch_devices
-from launch.machine.interpreter import Interpreters
-from launch.machine.machine import NO_GPUS, Machine
-from launch.servers.arguments import contradictions, overfull_gpus
+from launch.machine.machine import NO_GPUS, Interpreters, Machine
 from launch.servers.attached import ask_servers
 from launch.servers.plan import (
     ServerPlan,
+    contradictions,
     count,
     launched_groups,
+    overfull_gpus,
     plan_servers,
     server_config,
     servers_of,

@@ -1,8 +1,8 @@
-"""`cluster.py join RUN`: more actors and teachers for a run that goes on, from this machine or another.
+"""`cluster.py join RUN`: adds actors and teachers to a running run, from this machine or another.
 
-Exit codes: 0 the run finished, now or before; 1 it broke off, or this end failed; 2 the command line or the machine
-does not fit the run, or there is no such run now (nothing was started); 128 + n stopped by signal n (130: Ctrl-C), the
-run goes on. Whatever starts this command may start it again: it joins as soon as the run is back (docs/cluster.md).
+Exit codes (docs/cluster.md): 0 the run finished, now or before; 1 the run broke off, or this side failed; 2 the command
+line or this machine does not fit the run; 75 the run cannot be joined now (stopped, starting, out of reach, or names
+still taken); 128 + n stopped by signal n (130: Ctrl-C) while the run continues. Nothing was started on 2 and 75.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import os
 import platform
 import re
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -27,46 +26,44 @@ from launch.config.tree import Key
 from launch.config.words import split_words
 from launch.errors import ConfigError, LaunchError, interrupted, refuse
 from launch.join.config import Joining, check_joining
-from launch.join.joiner import Joiner
-from launch.join.link import check_names, close_on_error, connect
-from launch.join.status import JoinStatus, JoinSummary
-from launch.join.target import RunIsFinished, Target, find_target
+from launch.join.joiner import Joiner, JoinStatus, JoinSummary
+from launch.join.target import Target, TryAgain, close_on_error, connect, find_target
 from launch.processes.local import local_processes
-from launch.report.terminal import lasting_output
-from launch.run import log_to, preload_modules
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.work_folder import WorkFolder
+from launch.processes.slots import worker_name
+from launch.terminal import lasting_output
+from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
+from launch.workers.start_role import WorkFolder
 from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS
 
 LONGEST_PREFIX: Final = 60
 WAIT_REMOVED: Final = (
-    "--wait-s: was removed. A join ends when its run breaks off (exit code 1). Let whatever starts it start it again, "
-    "with the same --name-prefix: systemd, a requeued Slurm job or a shell loop; docs/cluster.md has the lines"
+    "--wait-s: was removed. A join ends when its run breaks off (exit code 1). Restart it with the same --name-prefix "
+    "from whatever starts it: systemd, a requeued Slurm job or a shell loop (docs/cluster.md has examples)"
 )
 USAGE: Final = """\
 usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--KEY VALUE ...]
 
-More actors and teachers for a run that goes on. They leave with Ctrl-C, or when the run ends; what they were at goes to
-others. docs/cluster.md has the whole of it.
+Adds actors and teachers to a running run. They leave on Ctrl-C or when the run ends; unfinished work goes to other
+workers. docs/cluster.md has the details.
 
-  RUN                  folder of a run (or its name in runs/) on this machine or a shared file system; a folder that
-                       `cluster.py export` wrote; or tcp://HOST:PORT, with --config and --keys
-  --actors N           student processes; they need to be reached by the learner and by one another
+  RUN                  folder of a run (or its name in runs/) on this machine or a shared file system; a folder written
+                       by `cluster.py export`; or tcp://HOST:PORT, with --config and --keys
+  --actors N           student processes; the learner and the other actors must be able to reach them
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
-  --name-prefix NAME   the workers are called actor-NAME-0, ...; this machine's name and something random without it
-  --keys FOLDER        keys of the run, where RUN is an address
-  --config FILE        config.yaml of the run, where RUN is an address
-  --dir DIR            for logs; joined/NAME in the run's folder without it
-  --KEY VALUE          models.*, actor.*, teacher.*, launch.*: what is another here than in the run, as in
-                       --student FOLDER, --actor.server.gpus 0,1; cluster.py --help explains all keys
+  --name-prefix NAME   the workers are called actor-NAME-0, ...; default: the host name and a random part
+  --keys FOLDER        keys of the run, when RUN is an address
+  --config FILE        config.yaml of the run, when RUN is an address
+  --dir DIR            folder for logs; default: joined/NAME in the run's folder
+  --KEY VALUE          models.*, actor.*, teacher.*, launch.*: what differs here from the run, such as
+                       --student FOLDER or --actor.server.gpus 0,1; cluster.py --help explains all keys
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinLine:
-    """What was asked for, as words."""
+    """The parsed command line."""
 
     run: str
     keys: Path | None
@@ -76,21 +73,13 @@ class JoinLine:
     overrides: tuple[tuple[Key, str], ...]
 
 
-class Found(NamedTuple):
-    """A run that can be joined. `link` is open."""
-
-    target: Target
-    joining: Joining
-    link: BufferLink
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+def main(arguments: Sequence[str], make_backend: MakeBackend = local_processes) -> int:
+    """Run the command; returns the exit code."""
     with lasting_output():
-        return _main(arguments)
+        return _main(arguments, make_backend)
 
 
-def _main(arguments: Sequence[str]) -> int:
+def _main(arguments: Sequence[str], make_backend: MakeBackend) -> int:
     began_s = time.monotonic()
     try:
         line = parse_join(arguments)
@@ -101,19 +90,16 @@ def _main(arguments: Sequence[str]) -> int:
         joining = check_joining(target, line.overrides, line.prefix)
         link = connect(target, line.prefix)
         with close_on_error(link):
-            check_names(link, joining, line.prefix)
-        return join(line, Found(target, joining, link), began_s).exit_code
-    except RunIsFinished as error:  # as if we had been there at the end; whoever starts us again need not
-        print(f"stillhouse: {error}", file=sys.stderr)
-        return 0
-    except LaunchError as error:
+            _check_names(link, joining, line.prefix)
+            return _join(line, target, joining, link, began_s, make_backend).exit_code
+    except LaunchError as error:  # RunIsFinished gives 0, as if we had been there at the end
         return refuse(error)
     except KeyboardInterrupt:
         return interrupted()
 
 
 def parse_join(arguments: Sequence[str]) -> JoinLine | None:
-    """None: help is wanted. Raises ConfigError."""
+    """The command line; None when help is wanted. Raises ConfigError."""
     if any(word.partition("=")[0] in ("--wait-s", "--wait_s") for word in arguments):
         raise ConfigError(WAIT_REMOVED)
     words = split_words(
@@ -126,7 +112,7 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
     if "help" in words.switches:
         return None
     if not words.positional:
-        raise ConfigError("which run? got no RUN; --help shows how to name one")
+        raise ConfigError("expected a RUN, got none; --help shows how to name one")
     own = words.own
     prefix = own.get("name_prefix", f"{_plain(platform.node())}-{secrets.token_hex(2)}")
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{LONGEST_PREFIX}}}", prefix):
@@ -143,16 +129,29 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
     )
 
 
-def join(line: JoinLine, found: Found, began_s: float) -> JoinSummary:
+def _check_names(link: BufferLink, joining: Joining, prefix: str) -> None:
+    """Raises TryAgain when a worker with one of our names is in the run."""
+    assert link.snapshot is not None
+    counts = {"actor": joining.config.actors, "teacher": joining.config.teachers}
+    names = {worker_name(role, index, prefix) for role, n in counts.items() for index in range(n)}
+    taken = sorted(peer.name for peer in link.snapshot.peers if peer.alive and peer.name in names)
+    if taken:
+        raise TryAgain(
+            f"--name-prefix: {', '.join(taken)} is in the run already; choose another prefix, or wait if that worker "
+            "has just died: the buffer counts it as lost after buffer.peer_timeout_s"
+        )
+
+
+def _join(
+    line: JoinLine, target: Target, joining: Joining, link: BufferLink, began_s: float, make_backend: MakeBackend
+) -> JoinSummary:
     """Join and stay until the end; closes the link. Raises LaunchError when the folder cannot be made."""
-    target, joining, link = found
     config = joining.config
-    with close_on_error(link):
-        folder = _open_folder(_folder(line, target), target, joining, link.run_id)
-    log_to(folder.logs / "launcher.log")
+    folder = _open_folder((line.dir or target.home / line.prefix).absolute(), target, joining, link.run_id)
+    folder.log_launcher()
     status = JoinStatus(None if config.launch.status == "off" else config.launch.status_every_s, began_s)
     status.say(
-        f"joining {target.name} at {target.address} with {config.actors} actors and {config.teachers} teachers, called "
+        f"joining {target.name} at {target.address} with {config.actors} actors and {config.teachers} teachers, named "
         f"...-{line.prefix}-N; logs in {folder.logs}"
     )
     plan = LaunchPlan(
@@ -162,8 +161,7 @@ def join(line: JoinLine, found: Found, began_s: float) -> JoinSummary:
         servers=joining.servers,
         placement=joining.placement,
     )
-    backend = local_processes(plan, folder)
-    joiner = Joiner(plan, folder, status, backend, link, address=target.address, prefix=line.prefix)
+    joiner = Joiner(plan, folder, status, make_backend(plan, folder), link, address=target.address, prefix=line.prefix)
     if joining.placement.text:
         status.say(joining.placement.text)
     summary = joiner.run(target.name)
@@ -174,30 +172,27 @@ def join(line: JoinLine, found: Found, began_s: float) -> JoinSummary:
     return summary
 
 
-def _folder(line: JoinLine, target: Target) -> Path:
-    return (line.dir or target.home / line.prefix).absolute()
-
-
 def _open_folder(path: Path, target: Target, joining: Joining, run_id: str) -> WorkFolder:
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
-        _point_to_keys(path / KEYS, target.keys)
+        point_to_keys(path / KEYS, target.keys)
         write_config(joining.config, path / "config.yaml")
     except OSError as error:
-        raise LaunchError(f"{path} cannot be written: {error}; name another folder by --dir") from error
+        raise LaunchError(f"{path} cannot be written: {error}; name another folder with --dir") from error
     return WorkFolder(path, run_id)
 
 
-def _point_to_keys(link: Path, keys: Path | None) -> None:
-    """Workers look for keys in their launcher's folder. No copy is made of a secret."""
+def point_to_keys(link: Path, keys: Path | None) -> None:
+    """Workers look for keys in their launcher's folder. A link copies no secret; it is relative, so that it also holds
+    on hosts that mount the run folder under another path."""
     if link.is_symlink():
         link.unlink()
     if link.exists():
-        raise LaunchError(f"{link} is there already, and is no link to keys; name another folder by --dir")
+        raise LaunchError(f"{link} exists already and is not a link to keys; name another folder with --dir")
     if keys is not None:
-        link.symlink_to(os.fspath(keys), target_is_directory=True)
+        link.symlink_to(os.path.relpath(keys.resolve(), link.parent.resolve()), target_is_directory=True)
 
 
 def _plain(host: str) -> str:
-    """As much of a host's name as a worker's name may hold."""
+    """The host name, cut to what a worker's name may contain."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", host.partition(".")[0])[:40] or "host"

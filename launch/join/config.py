@@ -26,8 +26,7 @@ from launch.config.tree import Key, Plain, get, put
 from launch.errors import ConfigError
 from launch.join.target import HOW_TO_LISTEN, Target
 from launch.machine.devices import lacking_cuda
-from launch.machine.interpreter import Interpreters
-from launch.machine.machine import find_machine
+from launch.machine.machine import Interpreters, find_machine
 from launch.processes.slots import worker_name
 from launch.servers.plan import ServerPlan, count
 from protocol.addresses import is_local

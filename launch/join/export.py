@@ -1,4 +1,4 @@
-"""`cluster.py export RUN FOLDER`: what a machine needs that joins the run without seeing its folder.
+"""`cluster.py export RUN FOLDER`: writes what another machine needs to join the run without seeing its folder.
 
 FOLDER/ (0700)   join.json      the run's name and address
                  config.yaml    its resolved configuration
@@ -16,7 +16,7 @@ import msgspec
 
 from launch.config.files import read_config
 from launch.config.words import split_words
-from launch.errors import ConfigError, LaunchError, refuse
+from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.join.target import JOIN_FILE, JoinCard, find_folder, listening_address, reachable, running_record
 from launch.runfolder import read_record
 from protocol.keys import KEYS
@@ -26,16 +26,17 @@ USAGE: Final = """\
 usage: cluster.py export RUN FOLDER [--roles actor,teacher]
 
 Writes FOLDER with what another machine needs to join the run: its address, its configuration and keys. Copy it there
-(scp -rp) and `cluster.py join FOLDER`. Who has it can take part in the run: it holds secrets, and only you can read it.
+(scp -rp) and run `cluster.py join FOLDER`. FOLDER holds secrets and only you can read it: anyone who has it can take
+part in the run.
 
-  RUN              folder of a run that goes on, or its name in runs/
-  FOLDER           to be made
-  --roles ROLES    whose keys: actor, teacher or both [actor,teacher]
+  RUN              folder of a running run, or its name in runs/
+  FOLDER           folder to create
+  --roles ROLES    include the keys of these roles: actor, teacher or both [actor,teacher]
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Run the command; returns the exit code."""
     try:
         words = split_words(arguments, own=("roles",), switches=("help",), positional=2)
         if "help" in words.switches:
@@ -46,26 +47,28 @@ def main(arguments: Sequence[str]) -> int:
                 *(f"--{key.name}: belongs to the run; export takes --roles" for key, _ in words.overrides)
             )
         if len(words.positional) != 2:
-            raise ConfigError(f"got {len(words.positional)} of RUN and FOLDER; --help shows how")
+            raise ConfigError(f"expected RUN and FOLDER, got {len(words.positional)} words; --help shows how")
         roles = tuple(words.own.get("roles", ",".join(ROLES)).split(","))
         if not set(roles) <= set(ROLES):
             raise ConfigError(f"--roles: got {','.join(roles)}, expected actor, teacher or actor,teacher")
         run, folder = words.positional
         card = export(find_folder(run), Path(folder).expanduser(), roles)
         print(
-            f"{folder} is for joining {card.name} at {card.address}; copy it (scp -rp) and `cluster.py join` it there"
+            f"wrote {folder} for joining {card.name} at {card.address}; copy it there (scp -rp) and run "
+            f"`cluster.py join {Path(folder).name}`"
         )
         return 0
     except LaunchError as error:
-        return refuse(error)
+        refuse(error)
+        return WRONG_CONFIG_EXIT_CODE  # of a finished run, too: there is nothing to export
 
 
 def export(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:
     """Write the folder, all of it or nothing. Raises LaunchError."""
     if read_record(run) is None:
-        raise LaunchError(f"{run} is no run folder; an exported folder is copied as it is")
+        raise LaunchError(f"{run} is not a run folder; copy an exported folder as it is")
     if folder.exists():
-        raise LaunchError(f"{folder} is there already; name one that is not")
+        raise LaunchError(f"{folder} exists already; name a new folder")
     record, config = running_record(run), read_config(run / "config.yaml")
     address = reachable(listening_address(run, record), record.name, record.host, config)
     card = JoinCard(name=record.name, address=address)

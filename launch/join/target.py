@@ -1,4 +1,6 @@
-"""A run that somebody else started, and all that joining it takes: address, keys, configuration. Nothing is connected.
+"""A run that another launcher started: finding its address, keys and configuration, and connecting to its buffer.
+
+Three ways to name a run:
 
 RUN folder              this machine, or one that shares its file system: run.json, buffer.json, config.yaml, keys/
 exported folder         a copy of what launch.join.export wrote: join.json, config.yaml, keys/
@@ -8,8 +10,10 @@ tcp://HOST:PORT         with --config FILE (the run's config.yaml) and --keys FO
 from __future__ import annotations
 
 import platform
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,7 +21,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from launch.buffer_link import read_address
+from launch.buffer_link import CONNECT_TIMEOUT_S, BufferLink, read_address
 from launch.config.files import read_plain
 from launch.config.run import RunConfig
 from launch.config.tree import Plain, build
@@ -25,15 +29,18 @@ from launch.errors import ConfigError, LaunchError
 from launch.runfolder import RUNS, RunRecord, read_record
 from launch.servers.plan import interface_of
 from protocol.addresses import is_local
-from protocol.errors import KeysUnusable
+from protocol.errors import ConnectTimeout, HandshakeRefused, KeysUnusable, LinkError, ProtocolError
 from protocol.keys import KEYS, Owner, load_client_keys
 from protocol.messages import Role
 
 JOIN_FILE: Final = "join.json"
 JOINED: Final = "joined"
-"""Folder of those who joined, in a run folder, in an exported one, or in runs/."""
+"""Folder inside a run folder, an exported folder or runs/, with one folder per join."""
 ADDRESS_WAIT_S: Final = 120.0
-"""How long a run that is being started may take until its buffer listens."""
+"""How long a starting run may take until its buffer listens."""
+SNAPSHOT_WAIT_S: Final = 15.0
+TRY_AGAIN_EXIT_CODE: Final = 75
+"""EX_TEMPFAIL of sysexits.h."""
 WILDCARDS: Final = ("0.0.0.0", "[::]", "*")
 HOW_TO_LISTEN: Final = (
     "start the run with --buffer.bind tcp://ADDRESS:PORT, and, for actors, with --weights.host ADDRESS "
@@ -42,7 +49,15 @@ HOW_TO_LISTEN: Final = (
 
 
 class RunIsFinished(LaunchError):
-    """It ended well; there is nothing to join any more."""
+    """The run ended well, so there is nothing left to join."""
+
+    exit_code = 0
+
+
+class TryAgain(LaunchError):
+    """The run cannot be joined now, but perhaps later: it is stopped, starting, or out of reach."""
+
+    exit_code = TRY_AGAIN_EXIT_CODE
 
 
 class JoinCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,32 +69,32 @@ class JoinCard(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is known of the run."""
+    """What a joining launcher knows of the run."""
 
     name: str
     address: str
     run_id: str
-    """Empty: whichever run listens there."""
+    """Empty when it is unknown: then whichever run listens there is joined."""
     keys: Path | None
-    """Folder with `server.key` and the rest; None: its links are not encrypted."""
+    """Folder with `server.key` and the rest; None when the run's links are not encrypted."""
     settings: Plain
     """Its resolved configuration."""
     home: Path
-    """Where those who join leave their logs."""
+    """Parent of the joining launcher's folder, unless --dir names another one."""
 
     @property
     def config(self) -> RunConfig:
-        """The same, typed. Raises ConfigError."""
+        """`settings` as a RunConfig. Raises ConfigError."""
         return build(RunConfig, self.settings)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether its buffer is on another machine."""
+        """Whether the buffer is on another machine."""
         host = host_of(self.address)
         return not is_local(self.address) and interface_of(host.strip("[]")) is None
 
     def check_keys(self, roles: Sequence[Role]) -> list[str]:
-        """What is wrong with the keys for these roles, and for looking at the run (the joiner's)."""
+        """Mistakes in the key files that these roles and the joiner itself need."""
         if self.keys is None:
             return []
         mistakes: list[str] = []
@@ -96,8 +111,8 @@ class Target:
 
 
 def find_target(run: str, *, keys: Path | None = None, config: Path | None = None) -> Target:
-    """Waits until the buffer of a run that is being started listens. Raises LaunchError when there is no
-    such run, it is over, or it cannot be reached from here."""
+    """Find the run; while it is starting, wait until its buffer listens. Raises ConfigError, RunIsFinished, TryAgain,
+    or another LaunchError when there is no such run or it cannot be reached from here."""
     if "://" in run:
         return _at_address(run, keys, config)
     folder = find_folder(run)
@@ -105,7 +120,7 @@ def find_target(run: str, *, keys: Path | None = None, config: Path | None = Non
     settings_file = config or folder / "config.yaml"
     if (folder / JOIN_FILE).is_file():
         card = msgspec.json.decode((folder / JOIN_FILE).read_bytes(), type=JoinCard)
-        told = Target(
+        target = Target(
             name=card.name,
             address=card.address,
             run_id="",
@@ -116,9 +131,9 @@ def find_target(run: str, *, keys: Path | None = None, config: Path | None = Non
     else:
         record = running_record(folder)
         address = listening_address(folder, record)
-        settings = read_plain(settings_file)  # only now: who starts a run writes it before the buffer is started
+        settings = read_plain(settings_file)  # only now: the launcher writes it before it starts the buffer
         address = _address_from_here(address, record, build(RunConfig, settings))
-        told = Target(
+        target = Target(
             name=record.name,
             address=address,
             run_id=record.run_id,
@@ -126,43 +141,43 @@ def find_target(run: str, *, keys: Path | None = None, config: Path | None = Non
             settings=settings,
             home=folder / JOINED,
         )
-    return _with_keys_if_encrypted(told)
+    return _with_keys_if_encrypted(target)
 
 
 def find_folder(run: str) -> Path:
-    """Of a path, or of a name in runs/. Raises LaunchError."""
+    """Folder for a path, or for a name in runs/. Raises LaunchError."""
     for folder in (Path(run).expanduser(), RUNS / run):
         if folder.is_dir():
             folder = folder.resolve()
             if (folder / "run.json").is_file() or (folder / JOIN_FILE).is_file():
                 return folder
-            raise LaunchError(f"{folder} holds no run (no run.json in it), nor what `cluster.py export` writes")
+            raise LaunchError(f"{folder} holds no run (no run.json in it), and was not written by `cluster.py export`")
     raise LaunchError(f"no run {run!r}: neither a folder nor in {RUNS}/; an address looks like tcp://HOST:PORT")
 
 
 def running_record(folder: Path) -> RunRecord:
-    """run.json of a run that goes on. Raises LaunchError."""
+    """run.json of a running run. Raises RunIsFinished, TryAgain, or LaunchError where there is no run."""
     record = read_record(folder)
     if record is None:
         raise LaunchError(f"{folder} holds no run (no run.json in it)")
     if record.state != "running":
         code = "" if record.exit_code is None else f", exit code {record.exit_code}"
-        over = RunIsFinished if record.state == "finished" else LaunchError
-        raise over(f"the run {record.name} is over ({record.state}{code}); go on with it by --resume first")
+        over = RunIsFinished if record.state == "finished" else TryAgain
+        raise over(f"the run {record.name} is over ({record.state}{code}); resume it first (--resume)")
     if record.host == platform.node() and not psutil.pid_exists(record.launcher_pid):
-        raise LaunchError(
-            f"the launcher of {record.name} (pid {record.launcher_pid}) is gone without having ended the run; go on "
-            "with it by --resume first"
+        raise TryAgain(
+            f"the launcher of {record.name} (pid {record.launcher_pid}) died without ending the run; resume it first "
+            "(--resume)"
         )
     return record
 
 
 def listening_address(folder: Path, record: RunRecord) -> str:
-    """Where its buffer says that it listens; waits while it does not yet. Raises LaunchError."""
+    """Address in buffer.json; waits until it is there. Raises LaunchError, TryAgain after ADDRESS_WAIT_S."""
     deadline_s = time.monotonic() + ADDRESS_WAIT_S
     while (address := read_address(folder / "buffer.json", record.run_id)) is None:
         if time.monotonic() > deadline_s:
-            raise LaunchError(f"the buffer of {record.name} does not listen yet; see {folder / 'logs'}")
+            raise TryAgain(f"the buffer of {record.name} does not listen yet; see {folder / 'logs'}")
         time.sleep(0.1)
         record = running_record(folder)
     return address
@@ -177,29 +192,31 @@ def _address_from_here(address: str, record: RunRecord, config: RunConfig) -> st
 
 
 def reachable(address: str, name: str, host: str, config: RunConfig) -> str:
-    """The address of a run on `host` as other machines know it. Raises LaunchError when it has none."""
+    """Address by which other machines reach a run on `host`. Raises LaunchError when there is none."""
     if config.buffer.advertise:
         return config.buffer.advertise
     if is_local(address):
-        raise LaunchError(f"{name} runs on {host} and listens on {address}, which only {host} reaches; {HOW_TO_LISTEN}")
+        raise LaunchError(
+            f"{name} runs on {host} and listens on {address}, which only {host} can reach; {HOW_TO_LISTEN}"
+        )
     if host_of(address) in WILDCARDS:
         raise LaunchError(
-            f"{name} runs on {host} and listens on all its addresses ({address}); say which of them others reach: "
-            "start the run with --buffer.advertise tcp://ADDRESS:PORT, or join by that address"
+            f"{name} runs on {host} and listens on all its addresses ({address}); name the one that other "
+            "machines can reach: start the run with --buffer.advertise tcp://ADDRESS:PORT, or join by that address"
         )
     return address
 
 
 def host_of(address: str) -> str:
-    """`10.0.0.7` of `tcp://10.0.0.7:5555`; IPv6 keeps its brackets."""
+    """`10.0.0.7` for `tcp://10.0.0.7:5555`; IPv6 addresses keep their brackets."""
     return address.partition("://")[2].rpartition(":")[0]
 
 
 def _at_address(address: str, keys: Path | None, config: Path | None) -> Target:
     if config is None:
         raise ConfigError(
-            f"{address}: also needs --config FILE, the run's config.yaml (models, environments, engines); or join by a "
-            "folder that `cluster.py export` wrote"
+            f"{address}: also needs --config FILE, the run's config.yaml (models, environments, engines); or join with "
+            "a folder written by `cluster.py export`"
         )
     if not address.startswith("tcp://") or not address.rpartition(":")[2].isdecimal():
         raise ConfigError(f"{address}: expected tcp://HOST:PORT")
@@ -228,3 +245,50 @@ def _with_keys_if_encrypted(target: Target) -> Target:
     if not encrypted and target.keys is not None:
         raise ConfigError(f"--keys: the links of {target.name} are not encrypted (buffer.encrypt); leave --keys out")
     return target
+
+
+def connect(target: Target, prefix: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BufferLink:
+    """The joining launcher's own link to the buffer, with a first snapshot. Raises as `find_target`.
+
+    Where the run id is unknown, a first link only asks for it. A link that stays without one would follow the address
+    to whatever run listens there later."""
+    name = f"joiner-{prefix}-{secrets.token_hex(2)}"
+    try:
+        keys = load_client_keys(target.keys, "joiner") if target.keys is not None else None
+        run_id = target.run_id
+        if not run_id:
+            asking = BufferLink(
+                target.address, "", secrets.token_hex(8), keys, name=f"{name}-asks", connect_timeout_s=timeout_s
+            )
+            run_id = asking.run_id
+            asking.close()
+        link = BufferLink(target.address, run_id, secrets.token_hex(8), keys, name=name, connect_timeout_s=timeout_s)
+    except ProtocolError as error:
+        other_run = isinstance(error, HandshakeRefused) and error.refused.code == "run_id"
+        here = "; that address is on this machine" if is_local(target.address) else ""
+        text = f"{error}{here}" if isinstance(error, ConnectTimeout) else f"{target.address}: {error}"
+        raise (TryAgain if other_run or isinstance(error, LinkError) else LaunchError)(text) from error
+    with close_on_error(link):
+        _await_snapshot(link)
+    return link
+
+
+@contextmanager
+def close_on_error(link: BufferLink) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        link.close()
+        raise
+
+
+def _await_snapshot(link: BufferLink) -> None:
+    deadline_s = time.monotonic() + SNAPSHOT_WAIT_S
+    while link.snapshot is None and link.shutdown is None and link.lost is None and time.monotonic() < deadline_s:
+        link.ask(time.monotonic(), 1.0)
+        link.take()
+        time.sleep(0.01)
+    if link.shutdown is not None:
+        raise (RunIsFinished if link.shutdown.ok else TryAgain)(f"the run is over: {link.shutdown.reason}")
+    if link.snapshot is None:
+        raise TryAgain(f"the buffer sent no snapshot of the run ({link.lost or f'waited {SNAPSHOT_WAIT_S:.0f} s'})")

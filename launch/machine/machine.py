@@ -1,4 +1,7 @@
-"""The GPUs of this machine, found without torch in this process; and machines that are only pretended, for --check."""
+"""This machine: its GPUs, and what its Python interpreters have. Found without importing torch in this process.
+
+Machines can also be pretended (`--check --gpus 8`).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from launch.errors import ConfigError
+from launch.machine import torch_build
+from launch.machine.torch_build import TorchBuild
 
 NVIDIA_SMI_TIMEOUT_S: Final = 20.0
 TORCH_TIMEOUT_S: Final = 60.0
 NVIDIA_NODE: Final = "nvidiactl"
 GPU_NODES: Final = (NVIDIA_NODE, "kfd", "dxg")
 """Under /dev. Where one of these is, torch may find a GPU that nvidia-smi does not list (ROCm, WSL)."""
+LOOK_TIMEOUT_S: Final = 30.0
 PRETENDED_GIB: Final = 80.0
 COUNT_BY_TORCH: Final = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
@@ -129,3 +137,45 @@ def _output(
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What an interpreter has. Looked for, not imported: importing an inference engine takes seconds."""
+
+    missing: tuple[str, ...] = ()
+    """Of the modules that were looked for."""
+    torch: TorchBuild = TorchBuild()
+    unusable: str = ""
+    """Why it cannot be run at all."""
+
+
+class Interpreters:
+    """Looks at each interpreter once."""
+
+    def __init__(self) -> None:
+        self._looks: dict[tuple[Path, tuple[str, ...]], Look] = {}
+        self._own: TorchBuild | None = None
+
+    def look(self, python: Path, modules: tuple[str, ...] = ()) -> Look:
+        """`modules`: looked for. The first look takes a fraction of a second."""
+        if (python, modules) not in self._looks:
+            self._looks[python, modules] = _look(python, modules)
+        return self._looks[python, modules]
+
+    def own(self) -> TorchBuild:
+        """Of this process's interpreter, which runs the learner and all embedded engines."""
+        self._own = self._own or torch_build.own_build()
+        return self._own
+
+
+def _look(python: Path, modules: tuple[str, ...]) -> Look:
+    if not python.is_file() or not os.access(python, os.X_OK):
+        return Look(unusable=f"no interpreter {python}")
+    source = Path(torch_build.__file__).read_text(encoding="utf-8")
+    try:
+        done = subprocess.run(
+            [python, "-c", source, *modules], capture_output=True, text=True, timeout=LOOK_TIMEOUT_S, check=True
+        )
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Look)
+    except (OSError, subprocess.SubprocessError, IndexError, msgspec.DecodeError) as error:
+        return Look(unusable=f"{python} cannot be run: {error}")

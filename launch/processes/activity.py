@@ -1,4 +1,4 @@
-"""Does a worker do anything? What a wait goes by where seconds would say more of the machine than of the worker."""
+"""What processes do, as this machine sees it: whether they work or hang, and how much memory they take."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ LONGEST: Final = 5.0
 """So many times as long a wait may take while somebody does."""
 LEAST_SHARE: Final = 0.01
 """Of a core: a process that computed less since the last look does nothing. Heartbeats and polls are below."""
+SAMPLING_SHARE: Final = 0.02
+"""Largest share of one core that sampling memory may take."""
 BUSY: Final = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
 STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -74,3 +76,37 @@ def vitals_of(pid: int) -> Vitals | None:
     except psutil.Error:
         return None
     return Vitals(times.user + times.system, status in BUSY, status in STOPPED)
+
+
+def tree_memory_bytes() -> int:
+    """Sum of PSS (proportional set size) over this process and all its descendants; where the system does not know
+    PSS (not Linux), of resident memory, which counts shared pages once per process."""
+    me = psutil.Process()
+    total = 0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            memory = process.memory_full_info()
+        except psutil.Error:  # it ended between the listing and the look
+            continue
+        total += int(getattr(memory, "pss", memory.rss))
+    return total
+
+
+class MemoryGauge:
+    """The largest sum that was sampled."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._due_s = 0.0
+        self.peak_bytes = 0
+
+    def sample_when_due(self) -> None:
+        if time.monotonic() > self._due_s:
+            self.sample()
+
+    def sample(self) -> None:
+        """With many processes a sample costs a good part of a second of CPU: then they are taken further apart."""
+        began_s = time.process_time()
+        self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
+        cost_s = time.process_time() - began_s
+        self._due_s = time.monotonic() + max(self._every_s, cost_s / SAMPLING_SHARE)

@@ -33,8 +33,7 @@ from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent, kill_group, reap, thread_count
 from launch.workers.roles import redirect_output, run_role
-from launch.workers.start_role import StartRole
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import StartRole, WorkFolder
 from protocol.context import ExitCode
 
 READ_BYTES: Final = 65536

@@ -30,8 +30,7 @@ from launch.processes.activity import Activity, vitals_of
 from launch.processes.backend import Event, Exited, Notice, ProcessBackend, Started, Vitals
 from launch.processes.lifeline import kill_group, reap
 from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import StartRole, WorkFolder
 
 StartMethod: TypeAlias = Literal["auto", "fork", "spawn"]
 FORKSERVER: Final = "forkserver"

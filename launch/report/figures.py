@@ -1,16 +1,14 @@
-"""What the status shows, computed from the buffer's snapshots: rates, staleness, what the learner waits for, eta."""
+"""What the status shows, computed from the buffer's snapshots: rates, staleness, the learner's waits, news."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from launch.report.failures import failures_text
-from launch.report.guests import counted, guests
-from protocol.messages import Role, Snapshot
+from protocol.messages import PeerView, Role, Snapshot
 
 WINDOW_S: Final = 20.0
 """Rates are means over this long."""
@@ -23,6 +21,7 @@ QUEUES: Final = {
     "tokens_in_batch": "in_batch",
 }
 WAITS: Final = {"data": "wait_data_fraction", "scoring": "wait_scoring_fraction", "weights": "wait_weights_fraction"}
+NAMES_SHOWN: Final = 8
 COUNTED_ROLES: Final[tuple[Role, ...]] = ("actor", "teacher", "learner")
 
 
@@ -238,3 +237,58 @@ def _versions_counted(snapshot: Snapshot | None) -> str:
     actors = [peer for peer in snapshot.peers if peer.role == "actor" and peer.alive] if snapshot is not None else []
     counts = Counter(peer.version.step if peer.version else -1 for peer in actors)
     return ", ".join(f"{step if step >= 0 else 'none'} x{n}" for step, n in sorted(counts.items(), reverse=True)) or "-"
+
+
+def guests(snapshot: Snapshot, own: Container[str]) -> list[PeerView]:
+    """Actors and teachers that are none of the launcher's `own`, those included that have left."""
+    return [peer for peer in snapshot.peers if peer.role in ("actor", "teacher") and peer.name not in own]
+
+
+def counted(peers: Iterable[PeerView]) -> str:
+    """`2 actors, 1 teacher`."""
+    roles = Counter(peer.role for peer in peers)
+    return ", ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in sorted(roles.items()))
+
+
+class Guests:
+    """Remembers who was there, to tell who came and who left."""
+
+    def __init__(self, own: Container[str]) -> None:
+        self._own = own
+        self._here: dict[str, PeerView] = {}
+
+    def news(self, snapshot: Snapshot) -> Iterator[str]:
+        """One line for those that came since the last snapshot, one for those that left. At the end all leave, which is
+        no news."""
+        if snapshot.phase != "running":
+            return
+        here = {peer.name: peer for peer in guests(snapshot, self._own) if peer.alive}
+        before, self._here = self._here, here
+        for what, some in (("joined", here.keys() - before.keys()), ("left", before.keys() - here.keys())):
+            if some:
+                peers = [(here | before)[name] for name in sorted(some)]
+                more = f" and {len(peers) - NAMES_SHOWN} more" if len(peers) > NAMES_SHOWN else ""
+                names = ", ".join(peer.name for peer in peers[:NAMES_SHOWN])
+                yield f"{counted(peers)} {what} the run: {names}{more}"
+
+
+def failures_text(snapshot: Snapshot | None) -> str:
+    """How many, and the newest cause; empty when none has failed."""
+    if snapshot is None or not snapshot.failures:
+        return ""
+    newest = snapshot.failures[-1]
+    return f"{sum(each.n for each in snapshot.failures):,}, newest {newest.reason}: {newest.newest}"
+
+
+class FailureNews:
+    """The first failure under each reason is an event; later ones are in the status."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def news(self, snapshot: Snapshot) -> Iterator[str]:
+        """What was not told before."""
+        for each in snapshot.failures:
+            if each.reason not in self._told:
+                self._told.add(each.reason)
+                yield f"a rollout failed ({each.reason}): {each.examples[0] if each.examples else each.newest}"

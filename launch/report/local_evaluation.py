@@ -1,12 +1,11 @@
-"""Evaluations without a run: the embedded engine writes, the embedded scorer grades, in this process.
+"""Evaluations without a run: the embedded engine writes and the embedded scorer scores, in this process.
 
-The same tasks, seeds, environments and figures as those of a run (`learner.evaluation.evaluation`), by the actor's own
-machinery (`actors.rollouts_running`); what differs is that nothing crosses a wire and nothing is tried a second time.
+Tasks, seeds, environments and figures are those of a run (`learner.evaluation.evaluation`), and so is the actor's
+machinery (`actors.rollouts_running`). The differences: nothing crosses a wire, and nothing is tried a second time.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +24,8 @@ from engines.torch.engine import TorchEngine
 from engines.torch.scorer import TorchScorer
 from launch.config.pools import TeacherPool, teacher_pools
 from launch.config.run import RunConfig
-from launch.report.teacher_accuracy import MeasuredTeacher, measurable_pools
-from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
-from learner.prompts.privileged import NONE
-from learner.prompts.tasks import TaskOffer, load_prompts
+from learner.evaluation.evaluation import Evaluation, EvaluationResult
+from learner.prompts.tasks import TaskOffer
 from models.loading import load_causal_lm, resolve_device, resolve_dtype
 from models.packed import context_window
 from models.tokenizer import load_tokenizer, stop_token_ids
@@ -45,16 +42,17 @@ from protocol.messages import (
 from weights.staged_weights import Weight, tensor_of
 
 ENVIRONMENT_WAIT_S: Final = 0.05
-"""One wait for environments while the engine has nothing to do."""
+"""Longest single wait for environments while the engine is idle."""
 Array = np.ndarray[Any, Any]
 
 
 class LocalEvaluator:
-    """A student's copy that writes, and its teachers. One thread; `close` when done."""
+    """A copy of the student that writes, and its teachers. Used from one thread; `close` when done."""
 
     def __init__(self, config: RunConfig, *, check: Callable[[], None], writer: TeacherPool | None = None) -> None:
-        """Loads the models; they are folders in `config`. `check` is called between two steps of the engine and may
-        raise to end an evaluation. `writer`: the teacher that writes in the student's place; nobody grades it."""
+        """Loads the models, which must be folders in `config`. `check` is called between two steps of the engine and
+        may raise to end an evaluation. `writer`: a teacher that writes in the student's place; its answers are not
+        scored."""
         path = config.models.student if writer is None else writer.config.models.teacher
         engine = config.actor.torch if writer is None else _engine_settings(writer)
         tokenizer = load_tokenizer(config.models.student)
@@ -70,7 +68,7 @@ class LocalEvaluator:
         self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts)
         self._segments: dict[str, list[tuple[Segment, Sequence[Array]]]] = defaultdict(list)
         self._failed: Counter[str] = Counter()
-        """By evaluation."""
+        """Failed rollouts by evaluation id."""
         self._offers: dict[str, TaskOffer] = {}
         self._rollouts = RunningRollouts(
             self._engine,
@@ -86,8 +84,8 @@ class LocalEvaluator:
     def run(
         self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]] | None
     ) -> EvaluationResult:
-        """Figures of `evaluation` under these weights, which are of `version`; None: under those that the engine
-        has. Raises TimeoutError when it takes longer than `learner.stall_timeout_s`, and what `check` raises."""
+        """Run `evaluation` with these weights, which belong to `version`; None: with the engine's present weights.
+        Raises TimeoutError after `learner.stall_timeout_s`, and whatever `check` raises."""
         if weights is not None:
             self._engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
         self._segments.clear()
@@ -100,9 +98,9 @@ class LocalEvaluator:
         self._write()
         for eval_id in evaluation.eval_ids:
             done = [i for i, offer in self._offers.items() if offer.task.eval_id == eval_id and i in self._segments]
-            graded = [self._graded(rollout_id) for rollout_id in done]
-            result = EvalResult(eval_id, tuple(item for item, _ in graded), self._failed[eval_id], 0)
-            evaluation.add(result, [array for _, arrays in graded for array in arrays])
+            scored = [self._scored(rollout_id) for rollout_id in done]
+            result = EvalResult(eval_id, tuple(item for item, _ in scored), self._failed[eval_id], 0)
+            evaluation.add(result, [array for _, arrays in scored for array in arrays])
         return evaluation.result()
 
     def close(self) -> None:
@@ -112,7 +110,7 @@ class LocalEvaluator:
             scorer.close()
 
     def _write(self) -> None:
-        """Until every rollout has ended."""
+        """Generate until every rollout has ended."""
         began_s = time.monotonic()
         while len(self._rollouts):
             self._check()
@@ -127,7 +125,7 @@ class LocalEvaluator:
             self._rollouts.start_ready()
 
     def _take(self, message: Message, arrays: Sequence[Array]) -> None:
-        """What an actor would send."""
+        """Accept what an actor would send to the buffer."""
         match message:
             case Segment():
                 self._segments[message.rollout_id].append((message, arrays))
@@ -137,8 +135,8 @@ class LocalEvaluator:
             case _:
                 raise AssertionError(f"an actor sends no {type(message).__name__} for a rollout")
 
-    def _graded(self, rollout_id: str) -> tuple[BatchItem, tuple[Array, ...]]:
-        """A finished rollout as the buffer would give it to the learner."""
+    def _scored(self, rollout_id: str) -> tuple[BatchItem, tuple[Array, ...]]:
+        """A finished rollout with its scores, as the buffer would give it to the learner."""
         offer, segments = self._offers[rollout_id], self._segments[rollout_id]
         task, n_prompt = offer.task, len(offer.prompt_ids)
         ids, behaviour, mask = (np.concatenate([arrays[i] for _, arrays in segments]) for i in range(3))
@@ -167,7 +165,7 @@ class LocalEvaluator:
 
 
 def _ticket(offer: TaskOffer, version: WeightVersion) -> Ticket:
-    """As the buffer would issue it, with the same seed."""
+    """The ticket that the buffer would issue, with the same seed."""
     task = offer.task
     sampling: Sampling = task.sampling
     seeded = Sampling(
@@ -191,36 +189,7 @@ def _ticket(offer: TaskOffer, version: WeightVersion) -> Ticket:
 
 
 def _engine_settings(writer: TeacherPool) -> EngineConfig:
-    """The actors' engine, on the device and in the precision that the teacher grades with."""
+    """The actors' engine settings, with the device and precision that the teacher scores with."""
     teacher = writer.config.teacher
     device = resolve_device(teacher.device)
     return msgspec.structs.replace(writer.config.actor.torch, device=device, dtype=resolve_dtype(teacher.dtype, device))
-
-
-def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
-    """Pool -> what its teachers solve of the run's own evaluation prompts with its tags, one answer at temperature 1
-    each, by the seeds of the student's. Of prompts with a privileged text they read that. A pool is left out where
-    any answer is missing or was not judged."""
-    tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
-    prompts = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks).prompts[: tasks.eval_sampled]
-    ungraded = msgspec.structs.replace(tasks, eval_greedy=0, routes={})
-    version = WeightVersion(0, 0)
-    measured: dict[str, MeasuredTeacher] = {}
-    for pool in measurable_pools(config):
-        own = [_as_teachers_read(prompt) for prompt in prompts if pool.name in tasks.teachers_for(prompt.tag)]
-        evaluator = LocalEvaluator(config, check=lambda: None, writer=pool)
-        try:
-            evaluation = Evaluation(ungraded, own, tokenizer, version=version, seed=config.seed)
-            result = evaluator.run(evaluation, version, None)
-        finally:
-            evaluator.close()
-        whole = not (result.failed or result.missing or result.ungraded)
-        if result.accuracy_sampled is not None and whole:
-            n_sampled = result.n_sampled or 0
-            measured[pool.name] = MeasuredTeacher(accuracy_sampled=result.accuracy_sampled, n_sampled=n_sampled)
-    return measured
-
-
-def _as_teachers_read(prompt: EvalPrompt) -> EvalPrompt:
-    ids = prompt.teacher_ids if len(prompt.teacher_ids) else prompt.ids
-    return dataclasses.replace(prompt, ids=ids, teacher_ids=NONE)

@@ -17,8 +17,7 @@ import msgspec
 from launch.config.run import RunConfig
 from launch.errors import unwritten
 from launch.processes.slots import Ending, Outcome
-from launch.report.figures import learner_stats, staleness
-from launch.report.guests import guests
+from launch.report.figures import guests, learner_stats, staleness
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import EndState, RunFolder, end_state
 from learner.checkpoints.files import CHECKPOINTS, damaged, newest

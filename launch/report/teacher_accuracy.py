@@ -1,16 +1,16 @@
-"""How well the teachers solve the run's own evaluation prompts.
+"""Measures how well the teachers solve the run's own evaluation prompts.
 
-    python -m launch.report.teacher_accuracy RUN_DIR LAUNCHER_PID      measures it, and prints it as JSON
+    python -m launch.report.teacher_accuracy RUN_DIR LAUNCHER_PID      measures, and prints the result as JSON
 
-It is measured once, when the run has ended well, by a process of its own (launch.report.local_evaluation), so that no
-step waits for it. No torch here.
+It is measured once, after a run that ended well, by a process of its own, so that no step waits for it.
 
-What cannot be measured is not shown: teachers on servers, a teacher that is the student's moving average, runs without
-sampled evaluation answers, and what takes longer than `longest_s` allows.
+Not measured: teachers on servers, a teacher that is the student's moving average, runs without sampled evaluation
+answers, and measurements that take longer than `longest_s` allows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -26,6 +26,7 @@ from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent
 from launch.processes.local import worker_environment
 from launch.runfolder import RunFolder
+from protocol.messages import WeightVersion
 
 LEAST_S: Final = 60.0
 SHARE_OF_RUN: Final = 0.1
@@ -33,16 +34,16 @@ LOG_FILE: Final = "teacher_accuracy.log"
 
 
 class MeasuredTeacher(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the teachers of one pool."""
+    """Accuracy of the teachers of one pool."""
 
     accuracy_sampled: float
     """Share of the prompts solved at temperature 1."""
     n_sampled: int
-    """Prompts, one answer each: all of the student's evaluation that this pool grades."""
+    """Prompts, with one answer each: all prompts of the student's evaluation that this pool scores."""
 
 
 def measurable_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
-    """Pools whose model can write here as the student does."""
+    """Pools whose model can write in this process as the student does."""
     learner = config.learner
     if not learner.eval_every or not learner.tasks.eval_sampled or learner.frozen:
         return ()
@@ -57,18 +58,18 @@ def measurable_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
 
 
 def longest_s(wall_s: float) -> float:
-    """How long the measurement may take after a run of so many seconds."""
+    """Longest time for the measurement after a run of `wall_s` seconds."""
     return max(LEAST_S, SHARE_OF_RUN * wall_s)
 
 
 def measured_teachers(
     config: RunConfig, folder: RunFolder, timeout_s: float, say: Callable[[str], None]
 ) -> Mapping[str, MeasuredTeacher]:
-    """By pool; empty where nothing can be measured, where it fails or takes longer than `timeout_s`, and where Ctrl-C
-    ends it. `say` tells the user that it begins, and why there is no figure."""
+    """Run the measurement. Returns results by pool: none where nothing can be measured, or where it fails, takes longer
+    than `timeout_s` or is ended by Ctrl-C. `say` informs the user when it begins, and why there is no figure."""
     if not measurable_pools(config):
         return {}
-    say(f"measuring the teacher on the same evaluation prompts, for at most {timeout_s:.0f} s (Ctrl-C leaves it out)")
+    say(f"measuring the teacher on the same evaluation prompts, for at most {timeout_s:.0f} s (Ctrl-C skips it)")
     with (folder.logs / LOG_FILE).open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "launch.report.teacher_accuracy", str(folder.path), str(os.getpid())],
@@ -80,8 +81,8 @@ def measured_teachers(
         )
     with process:
         try:
-            told, _ = process.communicate(timeout=timeout_s)
-            return msgspec.json.decode(told.splitlines()[-1], type=dict[str, MeasuredTeacher])
+            printed, _ = process.communicate(timeout=timeout_s)
+            return msgspec.json.decode(printed.splitlines()[-1], type=dict[str, MeasuredTeacher])
         except subprocess.TimeoutExpired:
             why = f"it took longer than {timeout_s:.0f} s"
         except KeyboardInterrupt:
@@ -93,14 +94,48 @@ def measured_teachers(
     return {}
 
 
-def main() -> None:
-    run_dir, launcher_pid = Path(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(launcher_pid)
-    config = read_config(run_dir / "config.yaml")
-    # After that, as it imports torch: for seconds nothing would end this process with its launcher.
-    from launch.report.local_evaluation import measure_teachers
+def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
+    """Let the teachers of each measurable pool answer the run's own evaluation prompts with the pool's tags: one answer
+    each at temperature 1, with the seeds that the student had. Where a prompt has a privileged text they read that. A
+    pool is left out if any answer is missing or was not judged."""
+    # Imported here because they import torch, which the launcher does without.
+    from launch.report.local_evaluation import LocalEvaluator
+    from learner.evaluation.evaluation import Evaluation, render_eval_set
+    from learner.prompts.privileged import NONE
+    from learner.prompts.tasks import load_prompts
+    from models.tokenizer import load_tokenizer
 
-    print(msgspec.json.encode(measure_teachers(config)).decode())
+    tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
+    prompts = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks).prompts[: tasks.eval_sampled]
+    unscored = msgspec.structs.replace(tasks, eval_greedy=0, routes={})
+    version = WeightVersion(0, 0)
+    measured: dict[str, MeasuredTeacher] = {}
+    for pool in measurable_pools(config):
+        read = [
+            dataclasses.replace(
+                prompt, ids=prompt.teacher_ids if len(prompt.teacher_ids) else prompt.ids, teacher_ids=NONE
+            )
+            for prompt in prompts
+            if pool.name in tasks.teachers_for(prompt.tag)
+        ]
+        evaluator = LocalEvaluator(config, check=lambda: None, writer=pool)
+        try:
+            evaluation = Evaluation(unscored, read, tokenizer, version=version, seed=config.seed)
+            result = evaluator.run(evaluation, version, None)
+        finally:
+            evaluator.close()
+        if result.accuracy_sampled is not None and not (result.failed or result.missing or result.ungraded):
+            measured[pool.name] = MeasuredTeacher(
+                accuracy_sampled=result.accuracy_sampled, n_sampled=result.n_sampled or 0
+            )
+    return measured
+
+
+def main() -> None:
+    """Entry of the measuring process."""
+    run_dir, launcher_pid = Path(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(launcher_pid)  # before torch is imported: for seconds nothing else would end this process
+    print(msgspec.json.encode(measure_teachers(read_config(run_dir / "config.yaml"))).decode())
 
 
 if __name__ == "__main__":

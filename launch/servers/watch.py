@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from launch.config.run import RunConfig
-from launch.processes.restarts import RestartBudget
-from launch.processes.slots import said
+from launch.processes.slots import RestartBudget, said
 from launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
 from launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
 from protocol.addresses import free_port

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
 
 from engines.sglang.http import API_KEY_VARIABLE
 from launch.checks.placement import NOWHERE, Placement
+from launch.config.pools import worker_groups
 from launch.config.run import RunConfig
+from launch.processes.backend import ProcessBackend
 from launch.servers.plan import ServerPlan, nccl_environment
 from launch.workers.roles import ENTRIES
+from launch.workers.start_role import WorkFolder
 from protocol.context import WorkerRole
+
+PRELOADED: Final = ("actors.worker", "teachers.worker")
+PRELOADED_WITH_TORCH: Final = ("torch", "transformers")
+"""Preloaded, with the learner's module, where an engine loads models in the worker's process. Without such an engine
+the learner is spawned."""
 
 
 def _new_key() -> str:
@@ -20,15 +31,15 @@ def _new_key() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What is started, and how."""
+    """The processes to start, and what they need."""
 
     config: RunConfig
     began_s: float
     """Monotonic time at which the user's command started."""
     resume: bool = False
-    """Go on from the newest checkpoint in the run folder."""
+    """Continue from the newest checkpoint in the run folder."""
     preload: tuple[str, ...] = ()
-    """Modules that workers need and a backend may import once for all of them."""
+    """Modules that workers need; a backend may import them once for all workers."""
     entries: Mapping[WorkerRole, str] = field(default_factory=lambda: ENTRIES)
     """Role -> `module:function` of its main."""
     servers: tuple[ServerPlan, ...] = ()
@@ -36,9 +47,41 @@ class LaunchPlan:
     placement: Placement = NOWHERE
     """Devices of embedded workers."""
     api_key: str = field(default_factory=_new_key, repr=False)
-    """Which the servers ask for."""
+    """Bearer key of the servers."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What workers get beside their host's environment. Holds the servers' key: on no command line, in no log."""
+        """Environment variables that workers get in addition to their host's. One of them is the servers' key, which
+        must not appear on a command line or in a log."""
         return nccl_environment(self.config) | ({API_KEY_VARIABLE: self.api_key} if self.servers else {})
+
+
+MakeBackend: TypeAlias = Callable[[LaunchPlan, WorkFolder], ProcessBackend]
+"""Makes what runs the workers of a plan, in a folder that exists."""
+
+
+def preload_modules(
+    config: RunConfig,
+    model_types: Sequence[str],
+    *,
+    learner: bool = True,
+    roles: Collection[str] = ("actor", "teacher"),
+) -> tuple[str, ...]:
+    """Modules that the fork server imports before it forks workers of `roles` and, with `learner`, the learner.
+
+    They include everything that the workers' mains import inside functions, and the modules of the models, which
+    transformers would otherwise import in each worker. Without an engine that loads a model there is no torch."""
+    groups = [group for group in worker_groups(config) if group.role in roles]
+    needed = [*PRELOADED, *(module for group in groups for module in group.engine.preload(group.role))]
+    if not any(group.engine.loads_model for group in groups):
+        return tuple(dict.fromkeys(needed))
+    transformers = importlib.util.find_spec("transformers")
+    models: list[str] = []
+    if transformers is not None and transformers.origin is not None:
+        folder = Path(transformers.origin).parent / "models"
+        for model_type in model_types:
+            name = model_type.replace("-", "_")
+            if (folder / name / f"modeling_{name}.py").is_file():
+                models.append(f"transformers.models.{name}.modeling_{name}")
+    with_torch = (*PRELOADED_WITH_TORCH, "learner.worker") if learner else PRELOADED_WITH_TORCH
+    return tuple(dict.fromkeys((*with_torch, *needed, *models)))

@@ -31,8 +31,7 @@ import msgspec
 from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent, watch_launcher
-from launch.workers.start_role import StartRole
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import StartRole, WorkFolder
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
 from models.vocabulary import known_vocabulary_size
 from protocol.context import ExitCode, RoleContext, WorkerRole
@@ -47,12 +46,6 @@ ENTRIES: Final[dict[WorkerRole, str]] = {
     "teacher": "teachers.worker:main",
 }
 """Role -> `module:function` of its main."""
-PRELOADED: Final = ("actors.worker", "teachers.worker")
-"""What the fork server imports for its children, beside what their engines name (engines.provider): everything that
-their mains import, some of it inside functions."""
-PRELOADED_WITH_TORCH: Final = ("torch", "transformers")
-"""These, and the learner's, where an engine loads models in the worker's process. Without any such the learner is
-spawned."""
 LEAVE_AGAIN_S: Final = 0.25
 """How soon after SIGTERM it is looked whether the exception was lost."""
 

@@ -1,8 +1,7 @@
-"""What one worker has to be told to start, wherever it starts.
+"""What a worker needs to start, wherever it starts: a StartRole, and the folder that it shares with its launcher.
 
-It is plain data: it crosses to another process or machine as JSON. There is no process id, descriptor or path in it.
-Everything else is in the run folder, at the same place on every host, and each host knows where its own mount of the
-folder is:
+A StartRole is plain data and crosses to another process or machine as JSON, so it contains no process id, file
+descriptor or path. Everything else is in the folder. Each host knows where its own mount of that folder is:
 
     config.yaml         the resolved configuration
     keys/               the worker's own key pair, and the public keys of those it connects to (protocol.keys)
@@ -12,6 +11,8 @@ folder is:
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -20,30 +21,31 @@ from launch.config.pools import config_of
 from launch.config.run import RunConfig
 from launch.machine.devices import on_device
 from protocol.context import RoleContext, WorkerRole
+from protocol.printable import LineFormatter, printable
 
 
 class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Launcher -> the process that becomes the worker, by way of a backend (launch.processes.backend)."""
+    """Launcher -> the process that becomes the worker, through a backend (launch.processes.backend)."""
 
     entry: str
     """`module:function`"""
     role: WorkerRole
     index: int
-    """0.. within the role."""
+    """Counted from 0 within the role."""
     name: str
     incarnation: str
     """Random per process."""
     run_id: str
     buffer_address: str
-    """Empty for the buffer itself, which chooses it and writes it into the run folder."""
+    """Empty for the buffer itself, which chooses its address and writes it into the run folder."""
     resume: bool
     server_url: str = ""
-    """The worker's own inference server; empty for an embedded engine."""
+    """URL of the worker's inference server; empty for an embedded engine."""
     device: str = ""
-    """Torch device that the launcher gave it (launch.checks.placement); empty: as the configuration has it."""
+    """Torch device that the launcher chose (launch.checks.placement); empty: use the configured device."""
 
     def context(self, config: RunConfig, run_dir: Path) -> RoleContext[RunConfig]:
-        """`run_dir`: the run folder as it is called on this host."""
+        """`run_dir`: path of the run folder on this host."""
         own = config_of(config, self.role, self.index)
         return RoleContext(
             role=self.role,
@@ -57,3 +59,39 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             config=on_device(own, self.role, self.device) if self.device else own,
             server_url=self.server_url,
         )
+
+
+class WorkFolder:
+    """The folder that a launcher shares with its workers: configuration and logs. `run_id`: empty when unknown."""
+
+    def __init__(self, path: Path, run_id: str = "") -> None:
+        self.path = path
+        self.run_id = run_id
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log_path(self, worker_name: str) -> Path:
+        return self.logs / f"{worker_name}.log"
+
+    def log_launcher(self) -> None:
+        """Send this process's log to the launcher's file; the terminal belongs to the status."""
+        to_file = logging.FileHandler(self.log_path("launcher"))
+        to_file.setFormatter(LineFormatter("launcher"))
+        logging.basicConfig(level=logging.INFO, force=True, handlers=[to_file])
+        logging.captureWarnings(True)
+
+    def log_tail(self, worker_name: str, *, lines: int = 15) -> str:
+        """The last lines of a worker's log, indented, for an error message."""
+        path = self.log_path(worker_name)
+        if not path.is_file():
+            return "    (no log)"
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
+            tail = log.read().decode(errors="replace").rstrip("\n").split("\n")[-lines:]
+        return "\n".join(f"    {printable(line)}" for line in tail if line) or "    (the log is empty)"

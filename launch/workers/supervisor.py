@@ -20,18 +20,15 @@ from collections.abc import Collection
 from typing import Final
 
 from launch.buffer_link import BufferLink, read_address, read_incarnation
-from launch.machine.memory import MemoryGauge
-from launch.processes.activity import LOOK_S, Activity
+from launch.processes.activity import LOOK_S, Activity, MemoryGauge
 from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Ending, Outcome, Worker, said
-from launch.report.failures import FailureNews, failures_text
-from launch.report.figures import RunView
-from launch.report.guests import Guests
+from launch.report.figures import FailureNews, Guests, RunView, failures_text
 from launch.report.status import StatusView
 from launch.workers.crew import ROLES
 from launch.workers.launch_plan import LaunchPlan
+from launch.workers.start_role import WorkFolder
 from launch.workers.watch import STARTING_PUMP_S, WORD_S, Watch
-from launch.workers.work_folder import WorkFolder
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
 from protocol.keys import run_client_keys

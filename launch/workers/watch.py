@@ -20,15 +20,14 @@ from launch.checks.server_features import features_of_run
 from launch.processes.activity import Patience
 from launch.processes.backend import Exited, Notice, ProcessBackend, Started
 from launch.processes.lifeline import sweep
-from launch.processes.restarts import RestartBudget
-from launch.processes.signals import StopRequests, said_of
-from launch.processes.slots import Ending, ServerEnd, Worker, said
+from launch.processes.slots import Ending, RestartBudget, ServerEnd, Worker, said
 from launch.report.figures import RunView
 from launch.report.status import StatusView
 from launch.servers.watch import ServerNews, ServerWatch
+from launch.terminal import StopRequests, said_of
 from launch.workers.crew import Crew
 from launch.workers.launch_plan import LaunchPlan
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import WorkFolder
 from protocol.context import ExitCode
 from protocol.messages import Snapshot
 
@@ -278,7 +277,7 @@ class Watch(ABC):
         if self._ending is not None:
             return
         for name in tail_of:
-            reason = f"{reason}: {self._folder.last_words(name)}"
+            reason = f"{reason}: {self._folder.log_tail(name, lines=1).strip()}"  # usually the error
             self._status.say(f"the last lines of {self._folder.log_path(name)}:\n{self._folder.log_tail(name)}")
         self._ending = Ending(ok, reason, int(exit_code))
         self._status.say(f"the run is over: {reason}" if ok else f"{self.LEAVING}: {reason}")

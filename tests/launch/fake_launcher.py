@@ -15,11 +15,11 @@ from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import LaunchError
 from launch.processes.local import local_processes
-from launch.report.terminal import lasting_output
-from launch.run import MakeBackend, run
+from launch.run import run
 from launch.runfolder import RunFolder
 from launch.servers.plan import plan_servers
-from launch.workers.launch_plan import LaunchPlan
+from launch.terminal import lasting_output
+from launch.workers.launch_plan import LaunchPlan, MakeBackend
 from protocol.context import WorkerRole
 from tests.subprocess_backend import SubprocessBackend
 

@@ -17,8 +17,7 @@ from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.processes.activity import Activity, vitals_of
 from launch.processes.backend import ProcessBackend, Vitals
-from launch.processes.restarts import RestartBudget
-from launch.processes.slots import Worker
+from launch.processes.slots import RestartBudget, Worker
 from launch.servers.watch import ServerWatch
 from launch.workers.crew import Crew
 from launch.workers.launch_plan import LaunchPlan

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import WorkFolder
 from protocol import messages as m
 from protocol.codec import encode
 from protocol.printable import LineFormatter, in_one_line, printable, printable_texts
@@ -80,7 +80,7 @@ def test_the_tail_of_a_log_on_the_terminal_commands_nothing(tmp_path: Path) -> N
     folder = WorkFolder(tmp_path, RUN)
     folder.logs.mkdir()
     folder.log_path("actor-0").write_text("printed by native code \x1b]0;title\x07\n")
-    assert folder.last_words("actor-0") == r"printed by native code \x1b]0;title\x07"
+    assert folder.log_tail("actor-0", lines=1).strip() == r"printed by native code \x1b]0;title\x07"
 
 
 def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_its_books(

@@ -19,8 +19,7 @@ from launch.checks.weight_backend import Member, choose_weight_backend
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
-from launch.machine.interpreter import Interpreters, Look
-from launch.machine.machine import Machine, pretended_machine
+from launch.machine.machine import Interpreters, Look, Machine, pretended_machine
 from launch.machine.torch_build import TorchBuild, constants
 from launch.workers.start_role import StartRole
 

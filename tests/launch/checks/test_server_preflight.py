@@ -22,8 +22,8 @@ from launch.machine.devices import fill_devices
 from launch.machine.machine import NO_GPUS, find_machine
 from launch.machine.torch_build import TorchBuild
 from launch.processes.local import worker_environment
-from launch.run import preload_modules
 from launch.servers.plan import interface_of, server_environment, url_of
+from launch.workers.launch_plan import preload_modules
 from sglang_server.servers import DEFAULT_PYTHON
 
 FAKE_SGLANG = str(Path(__file__).parents[1] / "fake_sglang")

@@ -21,8 +21,7 @@ from launch.config.pools import config_of, teacher_pools
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
-from launch.machine.interpreter import Interpreters
-from launch.machine.machine import Machine
+from launch.machine.machine import Interpreters, Machine
 from launch.servers import attached
 from launch.servers.attached import ask_servers
 from launch.servers.plan import plan_servers

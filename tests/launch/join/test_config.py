@@ -148,5 +148,5 @@ def test_names_are_the_hosts_unless_said_and_must_fit_on_the_wire() -> None:
     assert first is not None and second is not None and first.prefix != second.prefix
     with pytest.raises(ConfigError, match="--name-prefix: got 'a b'"):
         parse_join(["run", "--name-prefix", "a b"])
-    with pytest.raises(ConfigError, match="which run"):
+    with pytest.raises(ConfigError, match="expected a RUN, got none"):
         parse_join(["--actors", "1"])

@@ -16,7 +16,7 @@ from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError, LaunchError
 from launch.join.command import main as join_main
-from launch.join.command import parse_join
+from launch.join.command import parse_join, point_to_keys
 from launch.join.export import export
 from launch.join.export import main as export_main
 from launch.join.target import find_target
@@ -72,7 +72,7 @@ def test_a_buffer_on_all_addresses_is_found_on_loopback_and_elsewhere_by_what_it
     ("record", "message"),
     [
         ({"state": "finished", "exit_code": 0}, r"is over \(finished, exit code 0\)"),
-        ({"launcher_pid": 2**22 + 1}, "gone without having ended the run"),
+        ({"launcher_pid": 2**22 + 1}, "died without ending the run"),
         ({"host": "another-host"}, r"runs on another-host and listens on tcp://127\.0\.0\.1:5555.*--buffer\.bind"),
     ],
 )
@@ -84,11 +84,23 @@ def test_a_run_that_cannot_be_joined_is_refused_with_the_reason(
         find_target(str(run))
 
 
-def test_a_run_that_finished_leaves_nothing_to_do_and_one_that_broke_off_does(tmp_path: Path) -> None:
-    """What starts a join again goes by its exit code."""
-    for state, code, expected in (("finished", 0, 0), ("stopped", 130, 2), ("failed", 1, 2)):
+def test_the_exit_code_says_whether_starting_a_join_again_can_help(tmp_path: Path) -> None:
+    for state, code, expected in (("finished", 0, 0), ("stopped", 130, 75), ("failed", 1, 75)):
         run = make_run(tmp_path / state, state=state, exit_code=code)
         assert join_main([str(run), "--teachers=1"]) == expected
+    killed = make_run(tmp_path / "killed", launcher_pid=2**22 + 1)
+    assert join_main([str(killed), "--teachers=1"]) == 75
+    assert join_main([str(killed), "--no-such-key=1"]) == join_main(["nowhere", "--teachers=1"]) == 2
+
+
+def test_a_join_finds_the_keys_of_a_run_folder_that_is_mounted_under_another_path(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "here" / "run")
+    folder = run / "joined" / "late"
+    folder.mkdir(parents=True)
+    point_to_keys(folder / KEYS, run / KEYS)
+    (tmp_path / "here").rename(tmp_path / "there")
+    there = tmp_path / "there" / "run"
+    assert (there / "joined" / "late" / KEYS / "server.key").read_bytes() == (there / KEYS / "server.key").read_bytes()
 
 
 @pytest.mark.parametrize("words", [["--wait-s", "3600"], ["--wait_s=0"]])

@@ -10,8 +10,7 @@ import pytest
 from launch.checks.server_preflight import check_servers
 from launch.config.run import RunConfig
 from launch.config.tree import build
-from launch.machine.interpreter import Interpreters
-from launch.machine.machine import NO_GPUS, Machine, find_machine
+from launch.machine.machine import NO_GPUS, Interpreters, Machine, find_machine
 from launch.machine.torch_build import TorchBuild
 
 NOWHERE = {"PATH": "/nowhere"}

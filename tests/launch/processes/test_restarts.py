@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.config.run import LaunchConfig
-from launch.processes.restarts import RestartBudget
+from launch.processes.slots import RestartBudget
 
 CONFIG = LaunchConfig(max_restarts=3, restart_window_s=100.0, restart_backoff_s=1.0, restart_backoff_max_s=3.0)
 

@@ -8,10 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launch.join.status import JoinStatus
-from launch.report.failures import FailureNews
-from launch.report.figures import Rates, RunView, clock, short, staleness
-from launch.report.guests import Guests
+from launch.join.joiner import JoinStatus
+from launch.report.figures import FailureNews, Guests, Rates, RunView, clock, short, staleness
 from launch.report.status import LineStatus, QuietStatus, TableStatus, line, make_status, table
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
 

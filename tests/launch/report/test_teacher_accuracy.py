@@ -21,9 +21,14 @@ from launch.config.files import write_config
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.report import teacher_accuracy
-from launch.report.local_evaluation import measure_teachers
 from launch.report.summary_table import teachers_text
-from launch.report.teacher_accuracy import MeasuredTeacher, longest_s, measurable_pools, measured_teachers
+from launch.report.teacher_accuracy import (
+    MeasuredTeacher,
+    longest_s,
+    measurable_pools,
+    measure_teachers,
+    measured_teachers,
+)
 from launch.runfolder import RunFolder
 from models.loading import load_causal_lm
 from models.tokenizer import load_tokenizer

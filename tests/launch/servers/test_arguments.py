@@ -17,8 +17,7 @@ from engines.sglang.options import FRACTION, LOAD_FORMAT, TP, value_of
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
-from launch.servers.arguments import contradictions, overfull_gpus
-from launch.servers.plan import nccl_environment, server_environment
+from launch.servers.plan import contradictions, nccl_environment, overfull_gpus, server_environment
 from tests.server_features import CAPABLE
 
 

@@ -23,8 +23,7 @@ from launch.processes import local
 from launch.processes.slots import Worker
 from launch.workers.crew import Crew
 from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole
-from launch.workers.work_folder import WorkFolder
+from launch.workers.start_role import StartRole, WorkFolder
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from teachers.worker import main as teacher_main
 from tests.server_features import CAPABLE
