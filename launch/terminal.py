@@ -25,8 +25,8 @@ ASKED: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequests:
-    """While entered, SIGINT and SIGTERM are counted, not obeyed. The first asks for an orderly end, the second for an
-    end at once. SIGHUP does nothing; where it was ignored before (nohup) it stays so. The main thread only."""
+    """While entered, SIGINT and SIGTERM are counted but not obeyed: the first asks for an orderly end, the second for
+    an immediate one. SIGHUP is only noted; where it was ignored before (nohup) it stays ignored. Main thread only."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,7 +50,7 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal, as shells report it."""
+        """128 + the signal number, as shells report it."""
         return 128 + (self.first or signal.SIGINT)
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
@@ -62,12 +62,12 @@ class StopRequests:
 
 
 def said_of(signum: signal.Signals) -> str:
-    """A signal as the user knows it."""
+    """Name of a signal, for the user."""
     return "Ctrl-C (SIGINT)" if signum == signal.SIGINT else signum.name
 
 
 class LastingOutput(io.RawIOBase):
-    """A descriptor. Writing to it never fails: what could not be written counts as written."""
+    """A file descriptor to which writing never fails: what cannot be written counts as written."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -89,7 +89,7 @@ class LastingOutput(io.RawIOBase):
 
 
 def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same descriptor behind a stream that is never broken."""
+    """The stream's descriptor behind a LastingOutput."""
     return io.TextIOWrapper(
         io.BufferedWriter(LastingOutput(stream.fileno())),
         encoding=stream.encoding,
@@ -100,8 +100,8 @@ def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 @contextlib.contextmanager
 def lasting_output() -> Generator[None]:
-    """While entered, whatever this process prints is lost at worst, and SIGHUP, the end of the terminal, ends nothing.
-    Streams without a descriptor (a test's) stay."""
+    """While entered, printing never fails, and SIGHUP does not end this process. Streams without a descriptor (as in
+    tests) are left alone."""
     former = sys.stdout, sys.stderr
     hangs_up = (
         threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL

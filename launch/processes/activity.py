@@ -11,13 +11,13 @@ import psutil
 from launch.processes.backend import Vitals
 
 LOOK_S: Final = 1.0
-"""How often it is looked whether those that are waited for do anything."""
+"""Time between two looks at the processes that are waited for."""
 IDLE_S: Final = 3.0
-"""How long nobody may do anything when the time is up."""
+"""A wait whose time is up ends once none of the processes has done anything for this long."""
 LONGEST: Final = 5.0
-"""So many times as long a wait may take while somebody does."""
+"""A wait whose time is up may go on while processes work, up to this multiple of its time."""
 LEAST_SHARE: Final = 0.01
-"""Of a core: a process that computed less since the last look does nothing. Heartbeats and polls are below."""
+"""Share of a core: a process that used less since the last look is idle. Heartbeats and polling stay below it."""
 SAMPLING_SHARE: Final = 0.02
 """Largest share of one core that sampling memory may take."""
 BUSY: Final = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
@@ -25,21 +25,21 @@ STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class Activity:
-    """Compares signs of life, by name, with those of the last look."""
+    """Compares the vitals of processes, by name, with those of the last look."""
 
     def __init__(self) -> None:
         self._cpu_s: dict[str, float] = {}
         self._looked_s = time.monotonic()
 
     def moved(self, vitals: Mapping[str, Vitals]) -> bool:
-        """Has one of them computed since the last look, or does it want to, or wait for a disk? The first look at a
-        process says yes."""
+        """Whether one of them has computed since the last look, wants to, or waits for a disk. True at the first look
+        at a process."""
         now_s = time.monotonic()
         share_s, self._looked_s = LEAST_SHARE * (now_s - self._looked_s), now_s
         moved = False
         for name, (cpu_s, wants_cpu, _) in vitals.items():
             former_s = self._cpu_s.get(name, -1.0)
-            if cpu_s < former_s:  # it is another process
+            if cpu_s < former_s:  # a new process under the same name
                 former_s = -1.0
             moved |= wants_cpu or cpu_s - former_s > share_s
             self._cpu_s[name] = cpu_s
@@ -47,8 +47,8 @@ class Activity:
 
 
 class Patience:
-    """One wait for other processes. It is over after its time, when nobody who is waited for has done anything lately:
-    who computes or waits for a disk is slow, not stuck, and has LONGEST times as long."""
+    """One wait for other processes. It is over when its time is up and none of them has done anything lately. A process
+    that computes or waits for a disk is slow, not stuck, so it gets up to LONGEST times as long."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -60,7 +60,7 @@ class Patience:
         return time.monotonic() - self._began_s
 
     def over(self, vitals: Callable[[], Mapping[str, Vitals]]) -> bool:
-        """`vitals`: of those that are waited for now."""
+        """`vitals` returns the vitals of the processes that are waited for now."""
         now_s, waited_s = time.monotonic(), self.waited_s
         if now_s - self._looked_s > LOOK_S:
             self._looked_s = now_s
@@ -69,7 +69,7 @@ class Patience:
 
 
 def vitals_of(pid: int) -> Vitals | None:
-    """Signs of life of a process of this machine; None: it is gone."""
+    """Vitals of a process on this machine; None when it is gone."""
     try:
         process = psutil.Process(pid)
         times, status = process.cpu_times(), process.status()
@@ -79,8 +79,8 @@ def vitals_of(pid: int) -> Vitals | None:
 
 
 def tree_memory_bytes() -> int:
-    """Sum of PSS (proportional set size) over this process and all its descendants; where the system does not know
-    PSS (not Linux), of resident memory, which counts shared pages once per process."""
+    """Sum of PSS (proportional set size, which counts shared pages once) over this process and all its descendants.
+    Where the system has no PSS (not Linux), the sum of resident memory."""
     me = psutil.Process()
     total = 0
     for process in (me, *me.children(recursive=True)):
@@ -93,7 +93,7 @@ def tree_memory_bytes() -> int:
 
 
 class MemoryGauge:
-    """The largest sum that was sampled."""
+    """The largest sampled memory of the process tree."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -105,7 +105,7 @@ class MemoryGauge:
             self.sample()
 
     def sample(self) -> None:
-        """With many processes a sample costs a good part of a second of CPU: then they are taken further apart."""
+        """With many processes a sample costs a good part of a second of CPU; samples are then taken further apart."""
         began_s = time.process_time()
         self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
         cost_s = time.process_time() - began_s

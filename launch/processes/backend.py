@@ -1,22 +1,22 @@
-"""How worker processes are started and ended: the interface between a launcher's watch and what runs its workers.
+"""The interface between a launcher's watch and a backend, which is whatever runs its worker processes.
 
-    start(), stop(), kill(), dump_stacks()      from launch.workers.watch, by the worker's name
-    poll() -> Started | Exited | Notice         the only call that waits, at most its timeout
-    vitals()                                    does it do anything?
+    start(), stop(), kill(), dump_stacks()      called by launch.workers.watch with the worker's name
+    poll() -> Started | Exited | Notice         the only call that waits, up to its timeout
+    vitals()                                    whether workers do anything
 
-A backend decides nothing: when a worker is started again, and what its death means, is the watch's. A worker has one
-process at a time; its name and incarnation are how both sides speak of it. Process ids, descriptors, hosts and job
-numbers are the backend's own. One thread uses it.
+A backend makes no decisions: the watch decides when a worker is started again and what its death means. A worker has
+one process at a time; both sides identify it by name and incarnation. Process ids, descriptors, hosts and job numbers
+are internal to the backend. It is used from one thread.
 
-A backend starts `python -m launch.workers.roles RUN_DIR` where the worker is to be, and writes the StartRole to its
-stdin (or does the same in a process that it has forked). It has to see to three things:
+A backend runs `python -m launch.workers.roles RUN_DIR` where the worker is to live, and writes the StartRole to its
+stdin (or does the same in a process that it has forked). It is responsible for:
 
-    environment     what it was given for the workers (LaunchPlan.environment), a secret among it, is set there
-    log             the worker's output is in logs/<name>.log of the run folder that the launcher sees
-    end             no worker outlives the launcher, however the launcher ends; what a worker left behind goes with it
+    environment     setting the variables of LaunchPlan.environment, one of which is a secret
+    log             getting the worker's output into logs/<name>.log of the run folder that the launcher sees
+    end             ending every worker when the launcher ends, however it ends, with all that it started
 
-launch.processes.local is the one for this machine; docs/decisions/process-backends.md says what one for Ray or Slurm
-needs.
+launch.processes.local is the backend for this machine; docs/decisions/process-backends.md says what one for Ray or
+Slurm needs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Started(NamedTuple):
     name: str
     incarnation: str
     where: str
-    """For people: a process id, a host, a job step."""
+    """For display: a process id, a host, a job step."""
 
 
 class Exited(NamedTuple):
-    """The worker's process is gone, or could not be made; nothing is left of it. A negative code is the signal that
-    killed it."""
+    """The worker's process is gone without a trace, or could not be created. A negative code is the signal that killed
+    it."""
 
     name: str
     incarnation: str
@@ -46,7 +46,7 @@ class Exited(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Something the user should see; `fatal` ends the run."""
+    """A message for the user; `fatal` ends the run."""
 
     text: str
     fatal: bool
@@ -56,51 +56,51 @@ Event: TypeAlias = Started | Exited | Notice
 
 
 class Vitals(NamedTuple):
-    """Signs of life of one process. They rise or change while it works (launch.processes.activity)."""
+    """Signs of life of one process, which change while it works (launch.processes.activity)."""
 
     cpu_s: float
-    """Computed since it started."""
+    """CPU time since its start."""
     wants_cpu: bool
-    """It runs, could run, or waits for a disk."""
+    """Running, ready to run, or waiting for a disk."""
     stopped: bool = False
-    """It is held (SIGSTOP) and will do nothing until it is told to go on."""
+    """Held by SIGSTOP; it does nothing until SIGCONT."""
 
 
 class ProcessBackend(Protocol):
     """All worker processes of one launcher."""
 
     def prepare(self) -> None:
-        """What can be done before the first worker is asked for; returns at once."""
+        """Do what can be done before the first worker is started; returns at once."""
         ...
 
     def start(self, start: StartRole, *, preloaded: bool) -> None:
         """Start a process for the worker; returns at once. Started follows, or Exited when it could not be started.
-        `preloaded`: it needs the modules that the launcher said to preload, and may wait for them; else it needs few
-        and must be there soon."""
+        `preloaded`: the worker needs the modules of LaunchPlan.preload and may wait for them; otherwise it needs few
+        modules and must start soon."""
         ...
 
     def stop(self, name: str) -> None:
-        """Ask the worker to leave (SIGTERM in its main thread). One that was not started yet never is. No effect on one
-        that is gone, here as below."""
+        """Ask the worker to leave (SIGTERM in its main thread). A worker that has not been started yet never is. No
+        effect on a worker that is gone, as in `kill` and `dump_stacks`."""
         ...
 
     def kill(self, name: str) -> None:
-        """End it now, with all that it started."""
+        """End it now, with every process that it started."""
         ...
 
     def dump_stacks(self, name: str) -> None:
-        """Have it write to its log where its threads are, soon, and go on. May do nothing."""
+        """Make it write the stacks of its threads to its log. Optional."""
         ...
 
     def vitals(self, names: Collection[str]) -> dict[str, Vitals]:
-        """Signs of life of these workers, and of whatever one of them waits for in order to start. Those that cannot
-        be looked at are missing: they are then waited for by the clock alone."""
+        """Vitals of these workers, and of whatever one of them needs in order to start. Processes that cannot be
+        inspected are left out; the launcher then waits for them by the clock alone."""
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """What happened since; waits up to `timeout_s` for something to happen, or for a signal to the launcher."""
+        """Events since the last call. Waits up to `timeout_s` for one, or for a signal to the launcher."""
         ...
 
     def close(self) -> None:
-        """End whatever still runs, at once, and wait for it. Idempotent."""
+        """End everything that still runs, at once, and wait for it. Idempotent."""
         ...

@@ -1,15 +1,15 @@
-"""The warmed parent: imports torch and transformers once, then forks a worker per request in a few milliseconds.
+"""The fork server: imports torch and transformers once, then forks each worker within milliseconds.
 
     python -m launch.processes.forkserver CONTROL_FD LIFELINE_FD LAUNCHER_PID RUN_DIR MODULE...
 
-Started by the launcher before anything else. One thread, no device touched, so that forking is safe; both are checked
-before every fork, and a fork that would not be safe is refused (the launcher then spawns). Spoken on the control
-socket, one JSON object a line:
+The launcher starts it before anything else. It has one thread and touches no device, so that forking is safe; both are
+checked before every fork, and an unsafe fork is refused (the launcher then spawns). Messages on the control socket are
+JSON objects, one per line:
 
     launcher -> StartRole, Signal, Ping     here -> Warm, Forked, ForkRefused, Exited, Pong
 
-It ends when the launcher closes its side of the socket, not by SIGTERM: where a whole group of processes is told to
-end, the learner still has a checkpoint to write. However it ends, its children get SIGKILL (launch.processes.lifeline).
+It ends when the launcher closes the socket. SIGTERM does not end it: when a whole process group is terminated, the
+learner still has a checkpoint to write. However it ends, its children get SIGKILL (launch.processes.lifeline).
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ READ_BYTES: Final = 65536
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Launcher -> here: send `signum` to the worker, if it has not been reaped. Here because only the one who reaps
-    knows whether the pid is still the worker's."""
+    """Launcher -> here: send `signum` to the worker. The launcher cannot do it safely: only the process that reaps the
+    worker knows whether the pid is still the worker's."""
 
     pid: int
     signum: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Launcher -> here: answer, if you are there."""
+    """Launcher -> here: are you alive?"""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """Here -> launcher: the answer."""
+    """Here -> launcher: the answer to a Ping."""
 
 
 class Warm(msgspec.Struct, frozen=True, tag=True):
-    """Here -> launcher: everything is imported."""
+    """Here -> launcher: all modules are imported."""
 
     import_s: float
 
@@ -70,7 +70,7 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkRefused(msgspec.Struct, frozen=True, tag=True):
-    """Here -> launcher: forking is not safe here; the worker was not started."""
+    """Here -> launcher: forking is unsafe; the worker was not started."""
 
     name: str
     incarnation: str
@@ -89,7 +89,7 @@ FromForkserver: TypeAlias = Warm | Forked | ForkRefused | Exited | Pong
 
 
 def refusal() -> str | None:
-    """Why a fork of this process would be unsafe now, or None."""
+    """Reason why forking this process would be unsafe now, or None."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "a CUDA context exists in the fork server"
@@ -99,8 +99,8 @@ def refusal() -> str | None:
 
 
 def preload(modules: list[str]) -> None:
-    """Import what the workers need, and move it out of the garbage collector's sight, so that collections in the
-    children do not touch (and thereby copy) the shared pages."""
+    """Import `modules`, then freeze their objects: a garbage collection in a child would otherwise write to the shared
+    pages, and thereby copy them."""
     gc.disable()
     for name in modules:
         importlib.import_module(name)
@@ -124,7 +124,7 @@ class ForkServer:
             end.setblocking(False)
 
     def serve(self) -> None:
-        """Until the launcher closes the control socket."""
+        """Run until the launcher closes the control socket."""
         signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)  # a handler must exist for the wake-up fd to fire
         signal.set_wakeup_fd(self._wake.fileno())
         with selectors.DefaultSelector() as selector:
@@ -177,7 +177,7 @@ class ForkServer:
         self.send(Forked(start.name, start.incarnation, pid))
 
     def _become(self, start: StartRole, parent_pid: int) -> None:
-        """In the child; does not return."""
+        """Turn the forked child into the worker; does not return."""
         try:
             os.setsid()
             die_with_parent(parent_pid)
@@ -214,7 +214,7 @@ def main() -> None:
             server.send(Warm(time.monotonic() - began_s))
             server.serve()
         except (BrokenPipeError, ConnectionResetError):
-            os._exit(ExitCode.FAILED)  # the launcher is gone; the kernel takes the children along
+            os._exit(ExitCode.FAILED)  # the launcher is gone; the kernel kills the children
 
 
 if __name__ == "__main__":

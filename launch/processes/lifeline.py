@@ -1,8 +1,8 @@
-"""No process outlives its launcher, and none leaves children behind: the two halves of that promise.
+"""No process outlives its launcher, and no process leaves children behind.
 
-Downwards: a process asks the kernel for SIGKILL at its parent's death (Linux), and a thread of it waits for the end of
-a pipe whose only writer is the launcher (everywhere). Upwards: whoever reaps a worker first kills what is left of the
-worker's process group, while its pid still cannot belong to anybody else.
+Downwards: a process asks the kernel for SIGKILL at its parent's death (Linux), and one of its threads waits for the end
+of a pipe whose only writer is the launcher (everywhere). Upwards: before a worker is reaped, the rest of its process
+group is killed, while its pid cannot be reused yet.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ KILLED_WAIT_S: Final = 5.0
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Be killed when the process `parent_pid` dies; leave at once if it is dead already. Linux; elsewhere the pipe of
-    `watch_launcher` is all there is. Call it from the process itself, after fork or exec."""
+    """Have this process killed when its parent `parent_pid` dies; exit now if that is dead already. Only on Linux;
+    elsewhere the pipe of `watch_launcher` has to do. Call it after fork or exec."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -35,7 +35,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def watch_launcher(lifeline_fd: int) -> None:
-    """Start the thread that ends this process when the launcher's end of the pipe is closed."""
+    """Start a thread that ends this process when the launcher's end of the pipe is closed."""
 
     def wait_for_the_end() -> None:
         while os.read(lifeline_fd, 1):
@@ -54,7 +54,7 @@ def kill_group(pid: int) -> None:
 def reap(pid: int) -> int | None:
     """Exit code of the direct child `pid` (negative: the signal that killed it), or None while it runs.
 
-    What the child left in its process group is killed first: until the child is reaped, its pid cannot be reused."""
+    The rest of its process group is killed first: until the child is reaped, its pid cannot be reused."""
     if sys.platform == "linux":
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
@@ -69,20 +69,20 @@ def reap(pid: int) -> int | None:
 
 
 def thread_count() -> int:
-    """Threads of this process, native ones included where the system tells (Linux)."""
+    """Threads of this process, including native ones on Linux."""
     if sys.platform == "linux":
         return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - counts entries, opens nothing
     return threading.active_count()
 
 
 def sweep() -> list[str]:
-    """Kill what is left of this process's descendants, which should be nothing; says what it was."""
-    told: list[str] = []
+    """Kill remaining descendants of this process. There should be none; returns a description of each."""
+    found: list[str] = []
     left = psutil.Process().children(recursive=True)
     _, left = psutil.wait_procs(left, timeout=LEAVE_WAIT_S)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
-            told.append(f"{process.pid} {process.name()}")
+            found.append(f"{process.pid} {process.name()}")
             process.kill()
     psutil.wait_procs(left, timeout=KILLED_WAIT_S)
-    return told
+    return found

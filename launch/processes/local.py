@@ -1,12 +1,9 @@
-"""The process backend for this machine: workers by fork (launch.processes.forkserver) or by spawn.
+"""The process backend for this machine: workers are forked (launch.processes.forkserver) or spawned.
 
-    input   start(), stop(), kill(), dump_stacks()      from launch.workers.watch
-    output  poll() -> Started | Exited | Notice
-    waits   in poll() only, at most its timeout: for the fork server, for SIGCHLD, for a signal to the launcher
+Only poll() waits, up to its timeout: for the fork server, for SIGCHLD, or for a signal to the launcher.
 
-Until the fork server is warm, forks wait in a queue. When it refuses to fork, everything from there on is spawned. When
-it is killed its workers die with it, and it is started again; one that is stopped is continued, one that hangs is
-killed.
+Until the fork server is warm, workers to fork wait in a queue. If it refuses to fork, all later workers are spawned. If
+it is killed, its workers die with it and it is started again. If it is stopped, it is continued; if it hangs, killed.
 """
 
 from __future__ import annotations
@@ -34,34 +31,34 @@ from launch.workers.start_role import StartRole, WorkFolder
 
 StartMethod: TypeAlias = Literal["auto", "fork", "spawn"]
 FORKSERVER: Final = "forkserver"
-"""Name of its log, and of its signs of life."""
+"""Name of its log and of its vitals."""
 REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 FORKSERVER_END_S: Final = 5.0
 FORKSERVER_STARTS: Final = 4
-"""After so many deaths of it everything is spawned."""
+"""If the fork server dies this often, workers are spawned from then on."""
 PING_EVERY_S: Final = 2.0
 ANSWER_S: Final = 5.0
-"""A fork server that has not answered for so long is looked at: is it stopped, or does it compute?"""
+"""A fork server that is silent for this long is inspected: is it stopped, or does it compute?"""
 HANGS_S: Final = 60.0
-"""It is killed when it has not answered for so long, and has not computed either."""
+"""A fork server that was silent and idle for this long is killed."""
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Of every child: our packages importable whatever the working folder, `threads` native threads, no tokenizer
-    thread pool (it would not survive a fork)."""
+    """Environment of every child: our packages can be imported from any working folder, there are `threads` native
+    threads, and no tokenizer thread pool (it would not survive a fork)."""
     path = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not spoil the fork server for CUDA
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not initialise CUDA before a fork
         "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{path}" if path else str(REPO_ROOT),
     }
 
 
 def local_processes(plan: LaunchPlan, folder: WorkFolder) -> LocalProcesses:
-    """As `launch.start_method` has it."""
+    """The backend that `launch.start_method` asks for."""
     launch = plan.config.launch
     return LocalProcesses(
         folder,
@@ -73,7 +70,7 @@ def local_processes(plan: LaunchPlan, folder: WorkFolder) -> LocalProcesses:
 
 
 class LocalProcesses(ProcessBackend):
-    """All worker processes of one launcher, as its children and grandchildren."""
+    """Worker processes as children (spawned) and grandchildren (forked) of the launcher."""
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class LocalProcesses(ProcessBackend):
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`environment`: what workers get beside this process's."""
+        """`environment`: variables that workers get in addition to this process's."""
         forkable = sys.platform == "linux"
         if method == "fork" and not forkable:
             raise ValueError(f"launch.start_method is fork, which is not safe on {sys.platform}; use auto or spawn")
@@ -104,11 +101,11 @@ class LocalProcesses(ProcessBackend):
         self._activity = Activity()
         self._queued: list[StartRole] = []
         self._owed: list[tuple[str, int]] = []
-        """(incarnation, signal) for workers whose fork is under way."""
+        """(incarnation, signal) to send once the pending fork of that worker is done."""
         self._asked: dict[tuple[str, str], StartRole] = {}
         self._forked: dict[int, StartRole] = {}
         self._spawned: dict[int, tuple[StartRole, subprocess.Popen[bytes]]] = {}
-        """Their stdin stays open: it is their lifeline."""
+        """Their stdin stays open, because it is their lifeline."""
         self._events: list[Event] = []
         self._woken, self._wake = socket.socketpair()
         for end in (self._woken, self._wake):
@@ -124,12 +121,12 @@ class LocalProcesses(ProcessBackend):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Worker name -> pid of those that run."""
+        """Worker name -> pid, for running workers."""
         spawned = {start.name: pid for pid, (start, _) in self._spawned.items()}
         return spawned | {start.name: pid for pid, start in self._forked.items()}
 
     def vitals(self, names: Collection[str]) -> dict[str, Vitals]:
-        """Of these workers, and of the fork server while it has one of them still to fork."""
+        """Vitals of these workers, and of the fork server while one of them is still to be forked."""
         pids = self.pids
         behind = {name: pids[name] for name in names if name in pids}
         if len(behind) < len(names) and self._forkserver is not None:
@@ -137,7 +134,7 @@ class LocalProcesses(ProcessBackend):
         return {name: vitals for name, pid in behind.items() if (vitals := vitals_of(pid)) is not None}
 
     def prepare(self) -> None:
-        """Start the fork server, where forking is what we do."""
+        """Start the fork server, unless workers are spawned."""
         if not self._forking:
             return
         self._starts += 1
@@ -157,8 +154,8 @@ class LocalProcesses(ProcessBackend):
             )
 
     def start(self, start: StartRole, *, preloaded: bool) -> None:
-        """One that is not `preloaded` is spawned, whatever the method: it wants no torch in its memory, or must be
-        there before the fork server is warm."""
+        """A worker that is not `preloaded` is spawned in any case: it needs no torch, or must start before the fork
+        server is warm."""
         if not (preloaded and self._forking):
             self._spawn(start)
         elif not self._warm:
@@ -176,8 +173,8 @@ class LocalProcesses(ProcessBackend):
         self._signal(name, signal.SIGUSR1)  # faulthandler answers it
 
     def _signal(self, name: str, signum: int) -> None:
-        """SIGKILL goes to the worker's whole process group. A worker that waits for its fork is signalled once it is
-        there, or, if the fork server is not warm yet, never started."""
+        """SIGKILL goes to the worker's whole process group. A worker whose fork is pending is signalled once it exists;
+        one that is still in the queue is never started."""
         for start in [start for start in self._queued if start.name == name]:
             self._queued.remove(start)
             self._events.append(Exited(name, start.incarnation, -signum))
@@ -186,7 +183,7 @@ class LocalProcesses(ProcessBackend):
                 self._owed.append((incarnation, signum))
         for pid, start in self._forked.items():
             if start.name == name:
-                self._tell(forkserver.Signal(pid, signum))
+                self._send(forkserver.Signal(pid, signum))
         for pid, (start, _) in self._spawned.items():  # ours to reap: the pid is still its own
             if start.name == name:
                 if signum == signal.SIGKILL:
@@ -194,7 +191,6 @@ class LocalProcesses(ProcessBackend):
                 os.kill(pid, signum)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """What happened since; waits up to `timeout_s` for something to happen."""
         fds = [self._woken.fileno()] + ([self._control.fileno()] if self._control is not None else [])
         ready, _, _ = select.select(fds, [], [], 0 if self._events else timeout_s)
         with contextlib.suppress(BlockingIOError):
@@ -205,7 +201,7 @@ class LocalProcesses(ProcessBackend):
         self._look_at_forkserver(time.monotonic())
         for pid, (start, process) in list(self._spawned.items()):
             if (code := reap(pid)) is not None:
-                process.returncode = code  # reaped behind its back
+                process.returncode = code  # Popen cannot know: we reaped it
                 _close_stdin(process)
                 del self._spawned[pid]
                 self._events.append(Exited(start.name, start.incarnation, code))
@@ -213,7 +209,6 @@ class LocalProcesses(ProcessBackend):
         return events
 
     def close(self) -> None:
-        """End the fork server and whatever still runs, at once; waits for all of it. Idempotent."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -259,9 +254,9 @@ class LocalProcesses(ProcessBackend):
 
     def _ask_fork(self, start: StartRole) -> None:
         self._asked[start.name, start.incarnation] = start
-        self._tell(start)
+        self._send(start)
 
-    def _tell(self, message: forkserver.ToForkserver) -> None:
+    def _send(self, message: forkserver.ToForkserver) -> None:
         if self._control is None:
             return
         try:
@@ -293,14 +288,14 @@ class LocalProcesses(ProcessBackend):
                 self._forked[pid] = self._asked.pop((name, incarnation))
                 self._events.append(Started(name, incarnation, _where(pid)))
                 for signum in [signum for owed, signum in self._owed if owed == incarnation]:
-                    self._tell(forkserver.Signal(pid, signum))
+                    self._send(forkserver.Signal(pid, signum))
             case forkserver.Exited(pid, code):
                 start = self._forked.pop(pid)
                 self._events.append(Exited(start.name, start.incarnation, code))
             case forkserver.ForkRefused(name, incarnation, reason):
                 self._refused(self._asked.pop((name, incarnation)), reason)
             case forkserver.Pong():
-                pass  # it was heard
+                pass  # _heard_s is set already
 
     def _refused(self, start: StartRole, reason: str) -> None:
         if self._method == "fork":
@@ -313,7 +308,7 @@ class LocalProcesses(ProcessBackend):
         self._spawn(start)
 
     def _look_at_forkserver(self, now_s: float) -> None:
-        """It tells of deaths and forks what is to be started again, so nothing would happen any more while it hangs."""
+        """While it hangs, no death is reported and nothing is started again."""
         if self._control is None or self._forkserver is None or now_s - self._pinged_s < PING_EVERY_S:
             return
         self._pinged_s = now_s
@@ -322,18 +317,18 @@ class LocalProcesses(ProcessBackend):
             pid = self._forkserver.pid
             vitals = vitals_of(pid)
             if vitals is not None and vitals.stopped:
-                self._events.append(Notice("the fork server was stopped (SIGSTOP); it is told to go on", fatal=False))
+                self._events.append(Notice("the fork server was stopped (SIGSTOP); it is continued", fatal=False))
                 os.kill(pid, signal.SIGCONT)
             elif self._activity.moved({FORKSERVER: vitals} if vitals is not None else {}):
-                self._heard_s = now_s  # it imports, or the machine is slow
+                self._heard_s = now_s  # it is importing, or the machine is slow
             elif silent_s > HANGS_S:
-                self._events.append(Notice(f"the fork server hangs since {silent_s:.0f} s; it is killed", fatal=False))
+                self._events.append(Notice(f"the fork server has hung for {silent_s:.0f} s; it is killed", fatal=False))
                 os.kill(pid, signal.SIGKILL)
         if self._warm:
-            self._tell(forkserver.Ping())
+            self._send(forkserver.Ping())
 
     def _forkserver_lost(self) -> None:
-        """Its children die with it, by order of the kernel; say so for each, so that nobody waits for them."""
+        """The kernel kills its children with it. Report each as exited, so that nothing waits for them."""
         assert self._control is not None and self._forkserver is not None
         self._control.close()
         self._control = None
@@ -345,22 +340,22 @@ class LocalProcesses(ProcessBackend):
             self._events.append(Exited(start.name, start.incarnation, -signal.SIGKILL))
         for lost in (self._forked, self._asked, self._queued, self._owed):
             lost.clear()
-        self._go_on_without(code)
+        self._replace_forkserver(code)
 
-    def _go_on_without(self, code: int | None) -> None:
-        """The fork server ended with this code: begin another one, or spawn, or end the run."""
+    def _replace_forkserver(self, code: int | None) -> None:
+        """The fork server ended with this code: start another one, or spawn from now on, or end the run."""
         log = self._folder.log_path(FORKSERVER)
-        told = "the fork server died, and its workers with it"
+        text = "the fork server died, and its workers with it"
         if code is None or code >= 0:
-            self._events.append(Notice(f"{told}; see {log}", fatal=True))
+            self._events.append(Notice(f"{text}; see {log}", fatal=True))
         elif self._starts < FORKSERVER_STARTS:
-            self._events.append(Notice(f"{told}; it is started again", fatal=False))
+            self._events.append(Notice(f"{text}; it is started again", fatal=False))
             self.prepare()
         elif self._method == "fork":
-            self._events.append(Notice(f"{told}, {self._starts} times; see {log}", fatal=True))
+            self._events.append(Notice(f"{text}, {self._starts} times; see {log}", fatal=True))
         else:
             self._forking = False
-            self._events.append(Notice(f"{told}, {self._starts} times; workers are spawned now", fatal=False))
+            self._events.append(Notice(f"{text}, {self._starts} times; workers are spawned now", fatal=False))
 
 
 def _where(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""What a launcher remembers of each worker (its slot, its restart budget), and how a run ended. No I/O."""
+"""Records that a launcher keeps of its workers: slots, restart budgets, and how a run ended. No I/O."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from protocol.messages import Snapshot
 
 
 def worker_name(role: str, index: int, prefix: str = "") -> str:
-    """`actor-0`; of one that joined a run, `actor-PREFIX-0`, so that it cannot be one of the run's own."""
+    """`actor-0`; for a worker that joined a run, `actor-PREFIX-0`, which cannot clash with the run's own workers."""
     return f"{role}-{prefix}-{index}" if prefix else f"{role}-{index}"
 
 
 @dataclass
 class Worker:
-    """One worker slot; its process may change."""
+    """One worker slot. Its process changes with every restart."""
 
     role: WorkerRole
     index: int
     prefix: str = ""
-    """Of workers that join a run from elsewhere."""
+    """Name prefix of workers that join a run."""
     incarnation: str = ""
     running: bool = False
-    """A process of it was asked for and has not exited."""
+    """A process was requested and has not exited."""
     where: str = ""
-    """Where its process is, once there is one; empty: there is none yet, or none any more."""
+    """Location of its process; empty while there is none."""
     started_s: float = 0.0
     restart_at_s: float | None = None
     awaits_server: bool = False
-    """It is started as soon as its inference server answers."""
+    """To be started as soon as its inference server answers."""
     excused: bool = False
-    """Told to leave because its server died; not held against it."""
+    """Asked to leave because its server died; this exit does not count against its budget."""
     given_up: bool = False
-    """It did not leave when it was told to, and gets SIGKILL."""
+    """It did not leave within its grace and gets SIGKILL."""
     kill_at_s: float | None = None
-    """When it must have left."""
+    """Deadline for leaving."""
     exit_codes: list[int] = field(default_factory=list[int])
 
     @property
@@ -50,8 +50,8 @@ class Worker:
 
 
 class RestartBudget:
-    """At most `max_restarts` restarts per worker within the last `restart_window_s`; the wait before the k-th of them
-    is restart_backoff_s * 2^(k-1), at most restart_backoff_max_s."""
+    """Allows `max_restarts` restarts per worker within the last `restart_window_s`. The wait before the k-th of them is
+    restart_backoff_s * 2^(k-1), at most restart_backoff_max_s."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
@@ -63,7 +63,7 @@ class RestartBudget:
         return f"RestartBudget(totals={dict(self.totals)}, of {self._config.max_restarts} per window)"
 
     def died(self, name: str, now_s: float) -> float | None:
-        """A worker died: seconds to wait before it is started again, or None when its budget is spent."""
+        """Record a death. Returns the seconds to wait before the restart, or None when the budget is spent."""
         recent = self._recent[name]
         while recent and now_s - recent[0] > self._config.restart_window_s:
             recent.popleft()
@@ -74,12 +74,12 @@ class RestartBudget:
         return min(self._config.restart_backoff_s * 2 ** (len(recent) - 1), self._config.restart_backoff_max_s)
 
     def excused(self, name: str) -> None:
-        """A worker is started again because its server was: counted, and not held against it."""
+        """Record a restart that its server caused: it is counted in `totals` but uses no budget."""
         self.totals[name] += 1
 
 
 class Ending(NamedTuple):
-    """Why the run ends."""
+    """How and why the run ended."""
 
     ok: bool
     reason: str
@@ -87,33 +87,33 @@ class Ending(NamedTuple):
 
 
 class ServerEnd(NamedTuple):
-    """What became of an inference server."""
+    """Record of an inference server."""
 
     worker: str
-    """Whose it was."""
+    """Name of the worker that used it."""
     place: str
     """`CPU` or its GPUs."""
     exit_codes: list[int]
 
 
 class Outcome(NamedTuple):
-    """What is left of a run for its summary."""
+    """Result of a run's supervision, for its summary."""
 
     ending: Ending
     ready_s: float | None
-    """Start until every worker was welcomed; None if that never happened."""
+    """Time until every worker was connected; None if that never happened."""
     wall_s: float
     peak_memory_bytes: int
     snapshot: Snapshot | None
-    """The last one seen while the buffer lived."""
+    """The last snapshot received from the buffer."""
     restarts: dict[str, int]
     exit_codes: dict[str, list[int]]
     servers: Mapping[str, ServerEnd] = MappingProxyType({})
-    """Inference servers that the launcher started, by name."""
+    """By server name."""
 
 
 def said(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code, for a sentence that begins with the worker's name."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     if code == ExitCode.SERVER_LOST:

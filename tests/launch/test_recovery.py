@@ -61,7 +61,7 @@ def test_a_stopped_fork_server_is_told_to_go_on_and_nothing_is_lost(start_launch
     server.suspend()
     os.kill(launcher.pids("actor-0")[0], signal.SIGKILL)  # only the fork server would tell
     eventually(lambda: len(launcher.pids("actor-0")) == 2, "its death was noticed")
-    assert "the fork server was stopped (SIGSTOP); it is told to go on" in launcher.log("launcher")
+    assert "the fork server was stopped (SIGSTOP); it is continued" in launcher.log("launcher")
     assert server.is_running()
     assert restarts(launcher.summary_when_finished())["learner-0"] == 0
 
