@@ -77,7 +77,7 @@ def distil(folder: Path, steps: int, seed: int) -> Path:
     ]
     subprocess.run(words, cwd=ROOT, check=True, timeout=RUN_TIMEOUT_S)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return Path(summary["checkpoint"])
+    return run_dir / summary["checkpoint"]  # relative, as it lies inside
 
 
 def measure(model_folder: Path, folder: Path) -> Accuracies:

@@ -1,9 +1,9 @@
-"""Actors and teachers that join a run which another launcher started: starts, watches and ends them, and nobody else.
+"""A launcher whose actors and teachers join a run that another launcher started. It starts, watches and ends only them.
 
 join      fork server imports | SGLang servers load | workers start -> the buffer has met all of them
 watch     until the buffer says Shutdown, a worker dies too often, the buffer is gone for good, or Ctrl-C
-leave     told by the buffer: each worker leaves by itself; then, or else: SIGTERM, a grace, SIGKILL. A worker that
-          leaves says Goodbye: the buffer gives its rollouts and leases to others at once
+leave     after Shutdown workers leave by themselves; those that do not get SIGTERM, a grace, SIGKILL. A worker that
+          leaves says Goodbye, and the buffer hands its rollouts and leases to others at once
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container
 from typing import ClassVar, Final
 
 import msgspec
@@ -20,7 +20,7 @@ from launch.buffer_link import BufferLink
 from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Worker, said
 from launch.report.figures import RunView, clock, short
-from launch.report.status import QuietStatus
+from launch.report.status import StatusView
 from launch.workers.launch_plan import LaunchPlan
 from launch.workers.start_role import WorkFolder
 from launch.workers.watch import WORD_S, Watch
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 LAST_LOOK_S: Final = 1.0
 
 
-class JoinStatus(QuietStatus):
+class JoinStatus(StatusView):
     """One line every `every_s`; None: events only."""
 
     def __init__(self, every_s: float | None, now_s: float) -> None:
@@ -39,25 +39,24 @@ class JoinStatus(QuietStatus):
         self._shown_s = now_s
 
     def show(self, view: RunView) -> None:
-        """Shown when it is time to."""
         if self._every_s is not None and view.now_s - self._shown_s >= self._every_s:
             self._shown_s = view.now_s
             print(join_line(view), flush=True)
 
 
 def join_line(view: RunView) -> str:
-    """Everything that matters, in one line."""
+    """The whole status in one line."""
     ours = own_peers(view.snapshot, view.workers)
     running = Counter(name.partition("-")[0] for name, runs in view.workers.items() if runs)
-    there = Counter(peer.role for peer in ours.values() if peer.alive)
+    connected = Counter(peer.role for peer in ours.values() if peer.alive)
     of = Counter(name.partition("-")[0] for name in view.workers)
     step = f"step {view.snapshot.version.step}/{view.steps}" if view.snapshot is not None else "step ?"
     parts = [f"[{clock(view.elapsed_s)}] {step}"]
-    for role, did in (("actor", "written"), ("teacher", "graded")):
+    for role, did in (("actor", "written"), ("teacher", "scored")):
         if of[role]:
-            tokens = sum(peer.tokens_total for peer in ours.values() if peer.role == role)
+            tokens = short(sum(peer.tokens_total for peer in ours.values() if peer.role == role))
             parts.append(
-                f"{role}s {running[role]} of {of[role]} run, {there[role]} there, tokens {did} {short(tokens)}"
+                f"{role}s {running[role]} of {of[role]} run, {connected[role]} connected, tokens {did} {tokens}"
             )
     versions = Counter(str(peer.version) for peer in ours.values() if peer.role == "actor" and peer.version is not None)
     if versions:
@@ -69,13 +68,13 @@ def join_line(view: RunView) -> str:
     return " | ".join(parts)
 
 
-def own_peers(snapshot: Snapshot | None, names: Mapping[str, object]) -> dict[str, PeerView]:
+def own_peers(snapshot: Snapshot | None, names: Container[str]) -> dict[str, PeerView]:
     """Those of our workers that the buffer has met."""
     return {peer.name: peer for peer in snapshot.peers if peer.name in names} if snapshot is not None else {}
 
 
 class JoinedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker did, over all its processes, as the buffer told last."""
+    """Totals of one worker over all its processes, from the last snapshot."""
 
     tokens: int
     done: int
@@ -84,7 +83,7 @@ class JoinedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """summary.json of a joiner's folder."""
+    """summary.json of a joining launcher's folder."""
 
     run: str
     run_id: str
@@ -92,14 +91,14 @@ class JoinSummary(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     exit_code: int
     broke_off: bool
-    """It was the run that ended otherwise than well, or was not to be reached; nobody asked us to leave."""
+    """The run failed, was stopped, or could not be reached any more; this launcher was not asked to leave."""
     wall_s: float
     ready_s: float | None
     workers: dict[str, JoinedWorker]
 
 
 class Joiner(Watch):
-    """`run` is the whole of it."""
+    """`run` does everything."""
 
     LEAVING: ClassVar[str] = "leaving the run"
 
@@ -122,13 +121,13 @@ class Joiner(Watch):
         self._link = link
 
     def run(self, run_name: str) -> JoinSummary:
-        """Start, watch, stop. Does not raise for what goes wrong: the summary says it."""
+        """Start, watch, stop. Errors are not raised; they are in the summary."""
         broke_off = False
         with self._signals:
             try:
                 self._start_and_watch()
                 broke_off = self._has_broken_off()
-            except Exception as error:  # ours: said, logged, and the exit code tells
+            except Exception as error:  # a bug: show it, log it, and fail
                 log.exception("the joining launcher failed")
                 self._end(False, f"the joining launcher failed: {error!r}", ExitCode.FAILED)
             finally:
@@ -169,52 +168,53 @@ class Joiner(Watch):
         return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.RUN_LOST)
 
     def _has_broken_off(self) -> bool:
-        """Once there is an ending, before our own link is closed: is it the run's, and not a good one?"""
+        """Whether the run itself ended badly. Call it once there is an ending, before our link is closed."""
         assert self._ending is not None and self._link is not None
-        told = self._link.shutdown is not None or self._link.lost is not None
+        run_ended = self._link.shutdown is not None or self._link.lost is not None
         run_lost = any(ExitCode.RUN_LOST in worker.exit_codes for worker in self._crew.workers.values())
-        return not self._ending.ok and (told or run_lost)
+        return not self._ending.ok and (run_ended or run_lost)
 
     def _end_without_word(self, now_s: float) -> None:
-        """A worker was told that the run ended well; the link should have heard the same."""
+        """A worker left because the run ended, but our own link has not heard of it."""
         if self._left is not None and now_s - self._left[1] > WORD_S:
-            self._end_as_told()
+            self._end_as_worker()
 
     def _cause(self, worker: Worker, code: int) -> str:
         return said(code)
 
     def _exited_at_the_end(self, worker: Worker, code: int) -> None:
-        """As it should be."""
+        """Nothing to do: workers are expected to leave."""
 
     def _link_lost(self, why: str) -> None:
         if self._left is not None:
-            self._end_as_told()
+            self._end_as_worker()
         else:
             self._end(False, f"the run's buffer does not answer: {why}", ExitCode.FAILED)
 
-    def _end_as_told(self) -> None:
+    def _end_as_worker(self) -> None:
+        """End as the worker did that has left."""
         assert self._left is not None
         name, _, code = self._left
-        self._end(code == ExitCode.OK, f"{name} {said(code)}, as the run told it to", ExitCode(code))
+        self._end(code == ExitCode.OK, f"{name} {said(code)}, because the run is over", ExitCode(code))
 
     def _stop(self) -> None:
-        """However it went: afterwards no process of ours is left, and the buffer knows that they are gone."""
-        everybody = list(self._crew.workers.values())
+        """End all our processes, however it went, and let the buffer know that they are gone."""
+        workers = list(self._crew.workers.values())
         try:
             if self._link is not None and self._link.shutdown is not None:
-                for name in self._unwelcomed():  # the buffer never met them, so it did not tell them
+                for name in self._unwelcomed():  # the buffer never met them, so they got no Shutdown
                     self._backend.stop(name)
                 self._last_look()
                 self._link.close()  # the buffer waits for its peers to leave
-                self._wait_gone(everybody)
-            self._dismiss(everybody)
+                self._wait_gone(workers)
+            self._dismiss(workers)
             self._end_servers()
             self._last_look()
         finally:
             self._close()
 
     def _last_look(self) -> None:
-        """What our workers did in all, from a snapshot that is taken now: after they left, or after the run's end."""
+        """Fetch a fresh snapshot, for our workers' totals after they left or after the run's end."""
         link = self._link
         if link is None or link.lost is not None:
             return

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from protocol.messages import PeerView, Role, Snapshot
 
 WINDOW_S: Final = 20.0
-"""Rates are means over this long."""
+"""Rates are means over this window."""
 QUEUES: Final = {
     "tasks_queued": "tasks",
     "tickets_outstanding": "tickets",
@@ -26,47 +26,45 @@ COUNTED_ROLES: Final[tuple[Role, ...]] = ("actor", "teacher", "learner")
 
 
 class RunView(NamedTuple):
-    """What a launcher knows at one moment: a run's own, or that of some who joined it."""
+    """What a launcher knows at one moment; both a run's own launcher and a joining one make it."""
 
     now_s: float
     """Monotonic clock of the launcher."""
     elapsed_s: float
     steps: int
-    """To be made in all."""
+    """Optimizer steps that the run is to make."""
     snapshot: Snapshot | None
     workers: Mapping[str, bool]
     """Worker name -> its process runs."""
     restarts: int
     memory_bytes: int = 0
-    """At most so far, of all processes; 0 where nobody looks."""
+    """Peak memory of all processes so far; 0 when it is not measured."""
     ending: str | None = None
     """Why the run is ending, once it is."""
     servers_up: int = 0
-    """Inference servers of the launcher's that answer."""
+    """Of the launcher's inference servers, those that answer."""
     servers: int = 0
-    """That there should be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One moment, ready to be shown."""
+    """The status at one moment, ready to be shown."""
 
-    elapsed_s: float
+    view: RunView
     step: int | None
     """None before the learner is there."""
-    steps: int
     eta_s: float | None
     tokens_per_s: Mapping[str, float]
     learner: Mapping[str, float]
-    """Its own gauges."""
+    """The learner's own gauges."""
     learner_does: str
     staleness_mean: float
     staleness_max: int
     staleness_bound: int
     queues: Mapping[str, int]
     versions_listed: str
-    """Every actor's weight version: `0:12 1:12 2:11`, with `!` for an actor that is not there; those that joined by
-    their prefix, `host-4f2a-0:12`."""
+    """Weight version of every actor: `0:12 1:12 2:11`, with `!` for one that is not connected. Actors that joined are
+    listed by their prefix: `host-4f2a-0:12`."""
     versions_counted: str
     """The same, counted: `12 x31, 11 x1`."""
     lost: Mapping[str, int]
@@ -74,44 +72,37 @@ class Figures:
     ready: int
     running: int
     expected: int
-    restarts: int
-    memory_bytes: int
-    ending: str | None
-    servers_up: int
-    servers: int
-    joined: str = ""
-    """Workers of other launchers that are there: `2 actors, 1 teacher`."""
-    intake_trouble: str = ""
-    """Why the buffer takes nothing in (its disk is full, say); empty: it does."""
-    held_back: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Teachers that are given no work although they are there, and why."""
-    hedges: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Items given to a second teacher so far, what came of it; empty: none was."""
-    failed: str = ""
-    """Rollouts that failed: how many, and the newest cause; empty: none has."""
+    joined: str
+    """Connected workers of other launchers: `2 actors, 1 teacher`."""
+    intake_trouble: str
+    """Why the buffer accepts no data (its disk is full, say); empty while it does."""
+    held_back: Mapping[str, str]
+    """Connected teachers that get no work, and why."""
+    hedges: Mapping[str, int]
+    """Items given to a second teacher so far, and the outcome; empty if there were none."""
+    failed: str
+    """Failed rollouts: their number and the newest cause; empty if there were none."""
 
     def rate(self, role: str) -> float:
         return self.tokens_per_s.get(role, math.nan)
 
 
 class Rates:
-    """Keeps the last snapshots' totals, to tell rates."""
+    """Turns views into figures; remembers the last snapshots, from which it computes rates."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[float, int, dict[str, int]]] = deque()
 
     def figures(self, view: RunView) -> Figures:
         snapshot = view.snapshot
-        expected = sum(not name.startswith("buffer") for name in view.workers)
+        peers = snapshot.peers if snapshot is not None else ()
         learner = learner_stats(snapshot)
-        step = snapshot.version.step if snapshot is not None and learner is not None else None
         if snapshot is not None:
             self._remember(snapshot)
         mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
         return Figures(
-            elapsed_s=view.elapsed_s,
-            step=step,
-            steps=view.steps,
+            view=view,
+            step=snapshot.version.step if snapshot is not None and learner is not None else None,
             eta_s=self._eta_s(view.steps),
             tokens_per_s=self._tokens_per_s(),
             learner=learner or {},
@@ -120,20 +111,15 @@ class Rates:
             staleness_max=top,
             staleness_bound=snapshot.max_staleness if snapshot is not None else 0,
             queues=_queues(snapshot),
-            versions_listed=_versions_listed(snapshot, view.workers),
-            versions_counted=_versions_counted(snapshot),
+            versions_listed=_versions_listed(peers, view.workers),
+            versions_counted=_versions_counted(peers),
             lost=_lost(snapshot),
-            ready=sum(peer.alive and peer.name in view.workers for peer in snapshot.peers) if snapshot else 0,
+            ready=sum(peer.alive and peer.name in view.workers for peer in peers),
             running=sum(runs for name, runs in view.workers.items() if not name.startswith("buffer")),
-            expected=expected,
-            restarts=view.restarts,
-            memory_bytes=view.memory_bytes,
-            ending=view.ending,
-            servers_up=view.servers_up,
-            servers=view.servers,
-            joined=counted(p for p in guests(snapshot, view.workers) if p.alive) if snapshot is not None else "",
+            expected=sum(not name.startswith("buffer") for name in view.workers),
+            joined=counted(peer for peer in guests(peers, view.workers) if peer.alive),
             intake_trouble=snapshot.intake_trouble if snapshot is not None else "",
-            held_back={p.name: p.held_back for p in snapshot.peers if p.held_back} if snapshot is not None else {},
+            held_back={peer.name: peer.held_back for peer in peers if peer.held_back},
             hedges=_hedges(snapshot),
             failed=failures_text(snapshot),
         )
@@ -160,14 +146,14 @@ class Rates:
 
 
 def learner_stats(snapshot: Snapshot | None) -> Mapping[str, float] | None:
-    """The learner's gauges, or None before it was there."""
+    """The learner's gauges; None before it has connected."""
     if snapshot is None:
         return None
     return next((peer.stats for peer in snapshot.peers if peer.role == "learner"), None)
 
 
 def staleness(hist: Mapping[int, int]) -> tuple[float, int]:
-    """(mean, max) distance in optimizer steps of the trained tokens; hist: distance -> tokens."""
+    """(mean, max) distance of the trained tokens, in optimizer steps. `hist`: distance -> tokens."""
     tokens = sum(hist.values())
     if tokens == 0:
         return 0.0, 0
@@ -196,9 +182,8 @@ def short(number: float) -> str:
 def _learner_does(stats: Mapping[str, float]) -> str:
     if "busy_fraction" not in stats:
         return "-"
-    waits = {cause: stats.get(key, 0.0) for cause, key in WAITS.items()}
-    told = " ".join(f"{cause} {fraction:.0%}" for cause, fraction in waits.items())
-    return f"busy {stats['busy_fraction']:.0%}, waits: {told}"
+    waits = " ".join(f"{cause} {stats.get(key, 0.0):.0%}" for cause, key in WAITS.items())
+    return f"busy {stats['busy_fraction']:.0%}, waits: {waits}"
 
 
 def _queues(snapshot: Snapshot | None) -> dict[str, int]:
@@ -210,9 +195,8 @@ def _lost(snapshot: Snapshot | None) -> dict[str, int]:
     if snapshot is None:
         return {}
     tokens = snapshot.ledger.tokens
-    told = [("masked", reason, n) for reason, n in tokens.masked.items()]
-    told += [("dropped", reason, n) for reason, n in tokens.dropped.items()]
-    return {f"{what} {reason}": n for what, reason, n in told if n}
+    both = (("masked", tokens.masked), ("dropped", tokens.dropped))
+    return {f"{what} {reason}": n for what, counts in both for reason, n in counts.items() if n}
 
 
 def _hedges(snapshot: Snapshot | None) -> dict[str, int]:
@@ -223,9 +207,8 @@ def _hedges(snapshot: Snapshot | None) -> dict[str, int]:
     return {"sent": counts["hedges_sent_total"], "won": counts["hedges_won_total"], "wasted": wasted}
 
 
-def _versions_listed(snapshot: Snapshot | None, own: Container[str]) -> str:
-    actors = [peer for peer in snapshot.peers if peer.role == "actor"] if snapshot is not None else []
-    actors = [peer for peer in actors if peer.alive or peer.name in own]
+def _versions_listed(peers: Iterable[PeerView], own: Container[str]) -> str:
+    actors = [peer for peer in peers if peer.role == "actor" and (peer.alive or peer.name in own)]
     actors.sort(key=lambda peer: (peer.name not in own, len(peer.name), peer.name))
     return " ".join(
         f"{peer.name.removeprefix('actor-')}:{peer.version.step if peer.version else '-'}{'' if peer.alive else '!'}"
@@ -233,15 +216,15 @@ def _versions_listed(snapshot: Snapshot | None, own: Container[str]) -> str:
     )
 
 
-def _versions_counted(snapshot: Snapshot | None) -> str:
-    actors = [peer for peer in snapshot.peers if peer.role == "actor" and peer.alive] if snapshot is not None else []
+def _versions_counted(peers: Iterable[PeerView]) -> str:
+    actors = [peer for peer in peers if peer.role == "actor" and peer.alive]
     counts = Counter(peer.version.step if peer.version else -1 for peer in actors)
     return ", ".join(f"{step if step >= 0 else 'none'} x{n}" for step, n in sorted(counts.items(), reverse=True)) or "-"
 
 
-def guests(snapshot: Snapshot, own: Container[str]) -> list[PeerView]:
-    """Actors and teachers that are none of the launcher's `own`, those included that have left."""
-    return [peer for peer in snapshot.peers if peer.role in ("actor", "teacher") and peer.name not in own]
+def guests(peers: Iterable[PeerView], own: Container[str]) -> list[PeerView]:
+    """Actors and teachers that other launchers brought (not in `own`), including those that have left."""
+    return [peer for peer in peers if peer.role in ("actor", "teacher") and peer.name not in own]
 
 
 def counted(peers: Iterable[PeerView]) -> str:
@@ -250,45 +233,34 @@ def counted(peers: Iterable[PeerView]) -> str:
     return ", ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in sorted(roles.items()))
 
 
-class Guests:
-    """Remembers who was there, to tell who came and who left."""
-
-    def __init__(self, own: Container[str]) -> None:
-        self._own = own
-        self._here: dict[str, PeerView] = {}
-
-    def news(self, snapshot: Snapshot) -> Iterator[str]:
-        """One line for those that came since the last snapshot, one for those that left. At the end all leave, which is
-        no news."""
-        if snapshot.phase != "running":
-            return
-        here = {peer.name: peer for peer in guests(snapshot, self._own) if peer.alive}
-        before, self._here = self._here, here
-        for what, some in (("joined", here.keys() - before.keys()), ("left", before.keys() - here.keys())):
-            if some:
-                peers = [(here | before)[name] for name in sorted(some)]
-                more = f" and {len(peers) - NAMES_SHOWN} more" if len(peers) > NAMES_SHOWN else ""
-                names = ", ".join(peer.name for peer in peers[:NAMES_SHOWN])
-                yield f"{counted(peers)} {what} the run: {names}{more}"
-
-
 def failures_text(snapshot: Snapshot | None) -> str:
-    """How many, and the newest cause; empty when none has failed."""
+    """Number of failed rollouts and the newest cause; empty if none has failed. The buffer has escaped the texts."""
     if snapshot is None or not snapshot.failures:
         return ""
     newest = snapshot.failures[-1]
     return f"{sum(each.n for each in snapshot.failures):,}, newest {newest.reason}: {newest.newest}"
 
 
-class FailureNews:
-    """The first failure under each reason is an event; later ones are in the status."""
+class News:
+    """Compares snapshots and reports, once each, workers that join or leave and the first failure of each kind."""
 
-    def __init__(self) -> None:
-        self._told: set[str] = set()
+    def __init__(self, own: Container[str]) -> None:
+        self._own = own
+        self._here: dict[str, PeerView] = {}
+        self._failed: set[str] = set()
 
-    def news(self, snapshot: Snapshot) -> Iterator[str]:
-        """What was not told before."""
+    def take(self, snapshot: Snapshot) -> Iterator[str]:
+        """Lines for the user."""
+        if snapshot.phase == "running":  # at the end everyone leaves, which is no news
+            here = {peer.name: peer for peer in guests(snapshot.peers, self._own) if peer.alive}
+            before, self._here = self._here, here
+            for what, some in (("joined", here.keys() - before.keys()), ("left", before.keys() - here.keys())):
+                if some:
+                    peers = [(here | before)[name] for name in sorted(some)]
+                    more = f" and {len(peers) - NAMES_SHOWN} more" if len(peers) > NAMES_SHOWN else ""
+                    names = ", ".join(peer.name for peer in peers[:NAMES_SHOWN])
+                    yield f"{counted(peers)} {what} the run: {names}{more}"
         for each in snapshot.failures:
-            if each.reason not in self._told:
-                self._told.add(each.reason)
+            if each.reason not in self._failed:
+                self._failed.add(each.reason)
                 yield f"a rollout failed ({each.reason}): {each.examples[0] if each.examples else each.newest}"

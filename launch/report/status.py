@@ -1,8 +1,4 @@
-"""Live status of a run: a table on a terminal, one line every few seconds elsewhere. Reads snapshots, touches nothing.
-
-StatusView   what the supervisor calls: show(view) as often as it likes, say(text) for events
-TableStatus  rich, redrawn in place        LineStatus  plain text        QuietStatus  events only
-"""
+"""Live status of a run: a table on a terminal, or one line every few seconds elsewhere. It only reads snapshots."""
 
 from __future__ import annotations
 
@@ -11,9 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Final, Literal, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -25,55 +19,29 @@ from launch.report.figures import Figures, Rates, RunView, clock, short
 
 log = logging.getLogger(__name__)
 LOST_SHOWN: Final = 6
-"""Reasons for lost tokens that the status lists one by one."""
+"""Number of reasons for lost tokens that the status lists one by one."""
+REDRAW_S: Final = 0.25
+RATES: Final = {"actors": "actor", "teachers": "teacher", "learner": "learner"}
 
 
-class StatusView(Protocol):
-    """Where the supervisor shows what happens."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def say(self, text: str) -> None:
-        """An event, kept on the screen and in the launcher's log."""
-        ...
-
-    def show(self, view: RunView) -> None:
-        """The state now; shown when it is time to."""
-        ...
-
-
-def make_status(style: Literal["auto", "rich", "plain", "off"], every_s: float) -> StatusView:
-    """The view for a style; auto = the table where stdout is a terminal that can redraw."""
-    if style == "auto":
-        style = "rich" if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" else "plain"
-    if style == "rich":
-        return TableStatus()
-    return LineStatus(every_s) if style == "plain" else QuietStatus()
-
-
-class QuietStatus:
-    """Events only."""
+class StatusView:
+    """Where a launcher shows what happens. This one shows events only."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *_: object) -> None: ...
 
     def say(self, text: str) -> None:
+        """Show an event: it stays on the screen, and in the launcher's log."""
         log.info("%s", text)
         print(text, flush=True)
 
     def show(self, view: RunView) -> None:
-        return None
+        """Offer the present state, as often as the launcher likes; it is shown when due."""
 
 
-class LineStatus(QuietStatus):
+class LineStatus(StatusView):
     """One line every `every_s`."""
 
     def __init__(self, every_s: float) -> None:
@@ -88,11 +56,10 @@ class LineStatus(QuietStatus):
             print(line(figures), flush=True)
 
 
-@dataclass
-class TableStatus:
-    """Redrawn in place; events scroll above it."""
+class TableStatus(StatusView):
+    """A table, redrawn in place; events scroll above it."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self._rates = Rates()
         self._live = Live(console=Console(), refresh_per_second=4, transient=True)
         self._shown_s = 0.0
@@ -101,9 +68,7 @@ class TableStatus:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def say(self, text: str) -> None:
@@ -112,19 +77,28 @@ class TableStatus:
 
     def show(self, view: RunView) -> None:
         figures = self._rates.figures(view)
-        if view.now_s - self._shown_s >= 0.25:
+        if view.now_s - self._shown_s >= REDRAW_S:
             self._shown_s = view.now_s
             self._live.update(table(figures))
 
 
+def make_status(style: Literal["auto", "rich", "plain", "off"], every_s: float) -> StatusView:
+    """The view for a style; auto is the table where stdout is a terminal that can redraw."""
+    if style == "auto":
+        style = "rich" if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" else "plain"
+    if style == "rich":
+        return TableStatus()
+    return LineStatus(every_s) if style == "plain" else StatusView()
+
+
 def line(f: Figures) -> str:
-    """Everything that matters, in one line."""
+    """The whole status in one line."""
     if f.step is None:
-        there = f"{f.ready} of {f.expected} workers are there" + (f", {_servers(f)}" if f.servers else "")
-        return f"[{clock(f.elapsed_s)}] starting: {there}" + _ending(f)
-    trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""  # first: lines are cut at their end
+        there = f"{f.ready} of {f.expected} workers are connected" + (f", {_servers(f)}" if f.view.servers else "")
+        return f"[{clock(f.view.elapsed_s)}] starting: {there}" + _ending(f)
+    trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""  # first: long lines are cut at their end
     parts = [
-        f"[{clock(f.elapsed_s)}] {trouble}step {f.step}/{f.steps}",
+        f"[{clock(f.view.elapsed_s)}] {trouble}step {f.step}/{f.view.steps}",
         f"tokens/s {_rates(f)}",
         f"staleness {f.staleness_mean:.2f} (max {f.staleness_max} of {f.staleness_bound})",
         _learning(f, " "),
@@ -132,7 +106,7 @@ def line(f: Figures) -> str:
     if "eval_sampled" in f.learner or "eval_greedy" in f.learner:
         parts.append(_accuracy(f))
     parts.append(f"learner {f.learner_does}")
-    parts.append("queues " + _queues(f))
+    parts.append(f"queues {_counted(f.queues)}")
     parts.append(f"versions {f.versions_counted}")
     if f.joined:
         parts.append(f"joined {f.joined}")
@@ -140,7 +114,7 @@ def line(f: Figures) -> str:
         parts.append(f"FAILED ROLLOUTS {f.failed}")
     if f.lost:
         parts.append(_lost(f))
-    if f.servers_up < f.servers:
+    if f.view.servers_up < f.view.servers:
         parts.append(_servers(f))
     if f.hedges:
         parts.append(f"hedges {_counted(f.hedges)}")
@@ -151,37 +125,34 @@ def line(f: Figures) -> str:
 
 
 def table(f: Figures) -> Table:
-    """The same as a table for a terminal."""
+    """The status as a table, for a terminal."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
     if f.intake_trouble:
         grid.add_row("NO INTAKE", f.intake_trouble)
     if f.step is None:
-        grid.add_row("starting", f"{f.ready} of {f.expected} workers are there, {clock(f.elapsed_s)}")
+        grid.add_row("starting", f"{f.ready} of {f.expected} workers are connected, {clock(f.view.elapsed_s)}")
     else:
         bar = Table.grid(padding=(0, 2))
         eta = clock(f.eta_s) if f.eta_s is not None else "?"
-        progress = ProgressBar(total=max(f.steps, 1), completed=f.step, width=40)
-        bar.add_row(progress, f"{f.step}/{f.steps}   {clock(f.elapsed_s)}, {eta} to go")
+        progress = ProgressBar(total=max(f.view.steps, 1), completed=f.step, width=40)
+        bar.add_row(progress, f"{f.step}/{f.view.steps}   {clock(f.view.elapsed_s)}, {eta} to go")
         grid.add_row("step", bar)
-        grid.add_row(
-            "tokens/s",
-            _rates(f),
-        )
+        grid.add_row("tokens/s", _rates(f))
         grid.add_row("learning", f"{_learning(f, '   ')}   {_accuracy(f)}")
         grid.add_row(
             "staleness", f"mean {f.staleness_mean:.2f}   max {f.staleness_max} of {f.staleness_bound} optimizer steps"
         )
         grid.add_row("learner", f.learner_does)
-        grid.add_row("queues", _queues(f))
+        grid.add_row("queues", _counted(f.queues))
         grid.add_row("versions", f.versions_listed)
         grid.add_row("lost", _lost(f) if f.lost else "nothing")
-    memory = f"{f.memory_bytes / 2**30:.2f} GiB" if f.memory_bytes else "?"
-    grid.add_row("workers", f"{f.running} of {f.expected} run, {f.restarts} restarts, peak memory {memory}")
+    memory = f"{f.view.memory_bytes / 2**30:.2f} GiB" if f.view.memory_bytes else "?"
+    grid.add_row("workers", f"{f.running} of {f.expected} run, {f.view.restarts} restarts, peak memory {memory}")
     if f.joined:
         grid.add_row("joined", f.joined)
-    if f.servers:
+    if f.view.servers:
         grid.add_row("servers", _servers(f))
     if f.failed:
         grid.add_row("failed rollouts", Text(f.failed))
@@ -189,19 +160,18 @@ def table(f: Figures) -> Table:
         grid.add_row("hedges", _counted(f.hedges))
     if f.held_back:
         grid.add_row("held back", _held_back(f))
-    if f.ending is not None:
-        grid.add_row("ending", f.ending)
+    if f.view.ending is not None:
+        grid.add_row("ending", f.view.ending)
     return grid
 
 
 def _rates(f: Figures) -> str:
-    return " ".join(f"{role}s {short(f.rate(role))}" for role in ("actor", "teacher")) + (
-        f" learner {short(f.rate('learner'))}"
-    )
+    rates = {label: short(f.rate(role)) for label, role in RATES.items()}
+    return " ".join(f"{label} {rate}" for label, rate in rates.items())
 
 
 def _learning(f: Figures, between: str) -> str:
-    """The reverse KL only where there is one: without teachers there is none."""
+    """Loss, and the reverse KL where there is one (not without teachers)."""
     loss = f"loss {_number(f.learner.get('loss'))}"
     kl = f.learner.get("reverse_kl")
     return loss if kl is None else f"reverse KL {_number(kl)}{between}{loss}"
@@ -210,10 +180,6 @@ def _learning(f: Figures, between: str) -> str:
 def _accuracy(f: Figures) -> str:
     greedy, sampled = f.learner.get("eval_greedy"), f.learner.get("eval_sampled")
     return f"accuracy sampled {_number(sampled, 2)} greedy {_number(greedy, 2)}"
-
-
-def _queues(f: Figures) -> str:
-    return _counted(f.queues)
 
 
 def _counted(counts: Mapping[str, int]) -> str:
@@ -225,16 +191,16 @@ def _held_back(f: Figures) -> str:
 
 
 def _servers(f: Figures) -> str:
-    return f"{f.servers_up} of {f.servers} SGLang servers answer"
+    return f"{f.view.servers_up} of {f.view.servers} SGLang servers answer"
 
 
 def _lost(f: Figures) -> str:
-    """The largest first; what does not fit is in the summary."""
+    """The largest first. The summary has all of them."""
     largest = sorted(f.lost.items(), key=lambda entry: -entry[1])
-    told = [f"{what} {short(tokens)}" for what, tokens in largest[:LOST_SHOWN]]
+    parts = [f"{what} {short(tokens)}" for what, tokens in largest[:LOST_SHOWN]]
     if others := largest[LOST_SHOWN:]:
-        told.append(f"{len(others)} other reasons {short(sum(tokens for _, tokens in others))}")
-    return ", ".join(told) + " tokens"
+        parts.append(f"{len(others)} other reasons {short(sum(tokens for _, tokens in others))}")
+    return ", ".join(parts) + " tokens"
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -242,4 +208,4 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def _ending(f: Figures) -> str:
-    return f" | ending: {f.ending}" if f.ending is not None else ""
+    return f" | ending: {f.view.ending}" if f.view.ending is not None else ""

@@ -1,8 +1,8 @@
-"""What is left of a run: summary.json in the run folder. launch.report.summary_table shows it.
+"""Composes summary.json, the account that a run leaves in its folder. launch.report.summary_table shows it.
 
 Inputs: the supervisor's Outcome; ledger.json, the final Snapshot that the buffer writes; learner.json, the learner's
-own account. Each may be missing (a worker may be killed at any moment): the last snapshot that the launcher saw stands
-in for the ledger, and the summary says so.
+own account. Each may be missing, because a worker may be killed at any moment. Without ledger.json the last snapshot
+that the launcher saw is used, and the summary says so. Paths inside the run folder are relative to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Fractions of the learner's time."""
+    """Shares of the learner's time."""
 
     busy_fraction: float = 0.0
     wait_fraction: dict[str, float] = msgspec.field(default_factory=dict[str, float])
@@ -40,19 +40,19 @@ class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """learner.json, as the learner writes it at its end (and with each checkpoint)."""
+    """learner.json, which the learner writes at its end and with each checkpoint."""
 
     steps: int = 0
     eval: tuple[EvalPoint, ...] = ()
     learner: LearnerTimes = msgspec.field(default_factory=LearnerTimes)
     versions_published: int = 0
     tokens_trained_offline: int = 0
-    """Of text that the teacher wrote; the ledger knows nothing of it."""
+    """Tokens of text written by the teacher; they are not in the ledger."""
     reverse_kl_first: float | None = None
-    """Of this launch's first optimizer step."""
+    """At this launch's first optimizer step."""
     reverse_kl_last: float | None = None
     checkpoint: str | None = None
-    """Hugging Face folder of the last student; None where this launch of the run wrote none."""
+    """Hugging Face folder of the last student; None when this launch wrote none."""
     tensorboard: str | None = None
     """Folder of the event files."""
 
@@ -70,7 +70,7 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Staleness(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the trained tokens, in optimizer steps."""
+    """Staleness of the trained tokens, in optimizer steps."""
 
     max: int
     mean: float
@@ -78,26 +78,27 @@ class Staleness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TeacherNoise(msgspec.Struct, frozen=True, kw_only=True):
-    """In nats: what of a teacher's grade is not the model's (teachers.self_check)."""
+    """Noise in the teachers' log-probs, in nats (teachers.self_check)."""
 
     batch: float
-    """Largest difference of a token's log-prob with what is graded beside it, of all teachers."""
+    """Largest change of a token's log-prob with the other texts in its batch, over all teachers."""
     teachers: float | None
-    """Between the means that the teachers of one model give a fixed text; None with several models, or one teacher."""
+    """Spread of the mean log-probs that teachers of one model give a fixed text; None with several models, or a single
+    teacher."""
 
 
 class WorkerAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker did, over all its incarnations."""
+    """Totals of one worker over all its processes."""
 
     role: str
     tokens: int
-    """Sampled tokens accepted from (actor), scored by (teacher), trained by (learner) it."""
+    """Sampled tokens accepted from an actor, scored by a teacher, or trained by the learner."""
     done: int
     """Rollouts finished, items scored, batches trained."""
     restarts: int
     exit_codes: list[int]
     joined: bool = False
-    """It was not this launcher's: of one that joined neither restarts nor exit codes are known here."""
+    """Started by another launcher; its restarts and exit codes are not known here."""
 
 
 class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedRollouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts that failed under one reason, in this launch; `examples` are the first texts that differ."""
+    """Attempts of this launch that failed for one reason; `examples` are the first distinct texts."""
 
     n: int
     newest: str
@@ -122,7 +123,7 @@ class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """The other units of the ledger."""
 
     source: Literal["final", "last_seen", "none"]
-    """final: written by the buffer at its end; last_seen: the buffer died, this is the launcher's last snapshot."""
+    """final: written by the buffer at its end; last_seen: the launcher's last snapshot, because the buffer died."""
     rollouts: LedgerCounts
     segments: LedgerCounts
     eval_tokens: LedgerCounts
@@ -135,12 +136,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     run_id: str
     ok: bool
-    """It finished."""
+    """The run finished."""
     state: EndState
     reason: str
     exit_code: int
     steps: int
-    """Optimizer steps that the student has had, over all launches of the run."""
+    """Optimizer steps of the student, over all launches of the run."""
     wall_s: float
     ready_s: float | None
     peak_memory_bytes: int
@@ -153,28 +154,28 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     teachers: int
     versions_published: int
     tokens_trained_offline: int = 0
-    """By this launch."""
+    """In this launch."""
     reverse_kl_first: float | None
     reverse_kl_last: float | None
     teacher_accuracy: Mapping[str, MeasuredTeacher] = msgspec.field(default_factory=dict[str, MeasuredTeacher])
-    """By pool, on this run's evaluation prompts; empty where it was not measured (launch.report.teacher_accuracy)."""
+    """By pool, on this run's evaluation prompts; empty when not measured (launch.report.teacher_accuracy)."""
     teacher_noise: TeacherNoise | None
     checkpoint: str | None
-    """The newest one in the run folder, whichever launch of the run wrote it."""
+    """The newest one, whichever launch of the run wrote it."""
     checkpoints_damaged: tuple[str, ...] = ()
-    """Folders of those that could not be read when the run wanted to go on from them; older ones were used."""
+    """Checkpoints that could not be read on --resume; older ones were used."""
     tensorboard: str | None
     ledger: LedgerAccount
     workers: dict[str, WorkerAccount]
     forgotten: Mapping[Role, ForgottenPeers] = msgspec.field(default_factory=dict[Role, ForgottenPeers])
-    """Of workers that joined and left long before the end, by role: of those that left `workers` has the last ones."""
+    """By role, totals of joined workers that left long before the end and are no longer listed in `workers`."""
     servers: dict[str, ServerAccount] = msgspec.field(default_factory=dict[str, ServerAccount])
     failed_rollouts: dict[str, FailedRollouts] = msgspec.field(default_factory=dict[str, FailedRollouts])
-    """By reason; the one that occurred last stands last."""
+    """By reason; the most recent reason is last."""
 
 
 def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Summary:
-    """Compose and write DIR/summary.json. An unbalanced ledger makes the run a failed one, exit code 3."""
+    """Compose and write summary.json. An unbalanced ledger makes the run a failure with exit code 3."""
     final = _read(folder.path / "ledger.json", Snapshot)
     snapshot = final or outcome.snapshot
     account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
@@ -207,9 +208,9 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         reverse_kl_first=account.reverse_kl_first,
         reverse_kl_last=account.reverse_kl_last,
         teacher_noise=teacher_noise(snapshot, one_model=not config.pools),
-        checkpoint=account.checkpoint or (str(found) if found is not None else None),
-        checkpoints_damaged=tuple(map(str, damaged(folder.path / CHECKPOINTS))),
-        tensorboard=account.tensorboard,
+        checkpoint=_inside(folder, account.checkpoint or found),
+        checkpoints_damaged=tuple(_inside(folder, path) or "" for path in damaged(folder.path / CHECKPOINTS)),
+        tensorboard=_inside(folder, account.tensorboard),
         ledger=LedgerAccount(
             source="final" if final is not None else "last_seen" if snapshot is not None else "none",
             rollouts=ledger.rollouts if ledger is not None else NO_COUNTS,
@@ -229,8 +230,15 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
     return summary
 
 
+def _inside(folder: RunFolder, path: str | Path | None) -> str | None:
+    """The path relative to the run folder if it lies inside, because the folder may be mounted or moved elsewhere."""
+    if path is None:
+        return None
+    return str(Path(path).relative_to(folder.path) if Path(path).is_relative_to(folder.path) else path)
+
+
 def add_teachers(summary: Summary, folder: RunFolder, measured: Mapping[str, MeasuredTeacher]) -> Summary:
-    """The summary with what was measured of the teachers, written again if there is any."""
+    """Add the measured accuracies of the teachers, if any, and write the summary again."""
     if not measured:
         return summary
     summary = msgspec.structs.replace(summary, teacher_accuracy=measured)
@@ -247,7 +255,7 @@ def _write(summary: Summary, folder: RunFolder) -> None:
 
 
 def judge(ending: Ending, final: Snapshot | None, snapshot: Snapshot | None) -> Ending:
-    """How the run ended, with the ledger looked at. Unbalanced outranks everything else."""
+    """The run's ending in view of its ledger. An unbalanced ledger outranks everything else."""
     if snapshot is not None and not snapshot.ledger.balanced:
         return Ending(False, f"THE LEDGER DOES NOT BALANCE ({ending.reason})", UNBALANCED_EXIT_CODE)
     if ending.ok and final is None:
@@ -256,7 +264,7 @@ def judge(ending: Ending, final: Snapshot | None, snapshot: Snapshot | None) -> 
 
 
 def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
-    """The learner left no account (it was killed): what the buffer knows of it."""
+    """Stands in for learner.json when the learner was killed: what the buffer knows of it."""
     if snapshot is None:
         return LearnerAccount()
     stats = learner_stats(snapshot) or {}
@@ -282,7 +290,8 @@ def _read(file: Path, struct: type[StructT]) -> StructT | None:
 
 
 def _former_evaluations(folder: RunFolder, account: LearnerAccount) -> tuple[EvalPoint, ...]:
-    """Of the launches before this one (`--resume`), up to where this one's begin: before and after are the run's."""
+    """Evaluations of earlier launches (`--resume`) before the first one of this launch, so that the summary covers the
+    whole run."""
     points: dict[int, EvalPoint] = {}
     for launch in range(1, folder.record.launches):
         former = _read(folder.path / f"learner.{launch}.json", LearnerAccount)
@@ -303,7 +312,7 @@ def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAcc
             restarts=outcome.restarts.get(name, 0),
             exit_codes=exit_codes,
         )
-    for peer in guests(snapshot, accounts) if snapshot is not None else ():
+    for peer in guests(peers.values(), accounts):
         accounts[peer.name] = WorkerAccount(
             role=peer.role, tokens=peer.tokens_total, done=peer.done_total, restarts=0, exit_codes=[], joined=True
         )
@@ -311,7 +320,7 @@ def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAcc
 
 
 def teacher_noise(snapshot: Snapshot | None, *, one_model: bool) -> TeacherNoise | None:
-    """From what the teachers measured at their start (teachers.self_check); None when none did."""
+    """Computed from what the teachers measured at their start (teachers.self_check); None when none did."""
     stats = [peer.stats for peer in snapshot.peers if peer.role == "teacher"] if snapshot is not None else []
     noise = [one["noise_nats"] for one in stats if "noise_nats" in one]
     logprobs = [one["check_logprob"] for one in stats if "check_logprob" in one]

@@ -20,7 +20,7 @@ from protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
-    """The table at the end."""
+    """Print the table."""
     console = console or Console(width=None if sys.stdout.isatty() else 160)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -76,24 +76,27 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
             "optimizer steps"
         ),
     )
-    if told := joined_text(summary):
-        yield "joined", told
+    if joined := joined_text(summary):
+        yield "joined", joined
     restarts = sum(worker.restarts for worker in summary.workers.values())
     of_servers = sum(server.restarts for server in summary.servers.values())
     if restarts or of_servers:
         yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
-    yield "checkpoint", summary.checkpoint or "none"
+    yield "checkpoint", str(folder.path / summary.checkpoint) if summary.checkpoint else "none"
     for path in summary.checkpoints_damaged:
-        yield "DAMAGED", f"{path} could not be read; an older checkpoint was used in its place"
+        yield "DAMAGED", f"{folder.path / path} could not be read; an older checkpoint was used in its place"
     tensorboard = _as_typed(Path(sys.executable).with_name("tensorboard"))
-    yield "TensorBoard", f"{tensorboard} --logdir {summary.tensorboard}" if summary.tensorboard else "none"
+    yield (
+        "TensorBoard",
+        f"{tensorboard} --logdir {folder.path / summary.tensorboard}" if summary.tensorboard else "none",
+    )
     if not summary.ok:
         yield "to resume", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
     yield "run folder", str(folder.path)
 
 
 def lost_steps(summary: Summary) -> str:
-    """What a run that did not finish has lost of its work when it is resumed; empty: nothing."""
+    """Note on the steps that a resumed run has to repeat; empty when there are none."""
     if summary.checkpoint is None:
         return "    (from step 0: there is no checkpoint)" if summary.steps else ""
     named = re.match(r"step_(\d+)", Path(summary.checkpoint).name)
@@ -103,21 +106,21 @@ def lost_steps(summary: Summary) -> str:
 
 
 def _own_command() -> str:
-    """How this program was called."""
+    """The command by which this program was called."""
     if not sys.argv[0].endswith(".py"):
         return _as_typed(Path(sys.argv[0]))
     return f"{_as_typed(Path(sys.executable))} {_as_typed(Path(sys.argv[0]))}"
 
 
 def _as_typed(path: Path) -> str:
-    """From the folder that the user is in, where that is shorter."""
+    """Relative to the current folder if it lies inside."""
     here = Path.cwd()
     absolute = path if path.is_absolute() else here / path
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
 def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
-    """One per tag of the last evaluation: what it was at first, what it is now, and of how many rollouts."""
+    """One row per tag of the last evaluation: first and last value, and the number of rollouts."""
     for tag, now in last.tags.items():
         was = first.tags.get(tag, TagFigures())
         figures = {
@@ -125,42 +128,44 @@ def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
             f"greedy (of {now.n_greedy})": (was.accuracy_greedy, now.accuracy_greedy),
             "reverse KL": (was.reverse_kl, now.reverse_kl),
         }
-        told = [
+        parts = [
             f"{name} {'?' if before is None else f'{before:.3f}'} -> {after:.3f}"
             for name, (before, after) in figures.items()
             if after is not None
         ]
-        yield f"of {tag}", ", ".join(told) or "nothing could be measured"
+        yield f"of {tag}", ", ".join(parts) or "nothing could be measured"
 
 
 def joined_text(summary: Summary) -> str:
-    """What those did that joined; empty without any."""
-    told: list[str] = []
+    """Work of the workers that joined; empty if none did."""
+    parts: list[str] = []
     roles: dict[Role, str] = {"actor": "written", "teacher": "scored"}
     for role, did in roles.items():
         workers = [worker for worker in summary.workers.values() if worker.joined and worker.role == role]
         others = summary.forgotten.get(role, ForgottenPeers())
         if n := len(workers) + others.n:
             tokens = sum(worker.tokens for worker in workers) + others.tokens_total
-            told.append(f"{n} {role}{'s' if n > 1 else ''} ({tokens:,} tokens {did})")
-    return ", ".join(told)
+            parts.append(f"{n} {role}{'s' if n > 1 else ''} ({tokens:,} tokens {did})")
+    return ", ".join(parts)
 
 
 def teachers_text(measured: Mapping[str, MeasuredTeacher]) -> str:
-    """What was measured of the teachers; of several pools each by its name."""
-    told = {pool: f"{one.accuracy_sampled:.3f} (of {one.n_sampled})" for pool, one in measured.items()}
-    return next(iter(told.values())) if len(told) == 1 else ", ".join(f"{pool} {text}" for pool, text in told.items())
+    """Accuracy of the teachers, by pool if there are several."""
+    texts = {pool: f"{one.accuracy_sampled:.3f} (of {one.n_sampled})" for pool, one in measured.items()}
+    return (
+        next(iter(texts.values())) if len(texts) == 1 else ", ".join(f"{pool} {text}" for pool, text in texts.items())
+    )
 
 
 def failed_text(summary: Summary) -> str:
-    """How many under which reason, and the newest text."""
+    """Number of failed rollouts by reason, and the newest text."""
     counted = ", ".join(f"{each.n:,} {reason}" for reason, each in summary.failed_rollouts.items())
     newest = next(reversed(summary.failed_rollouts.values())).newest
     return f"{counted}; newest {newest}"
 
 
 def lacking_text(point: EvalPoint) -> str:
-    """What the accuracies of this evaluation leave out; empty when they are of all rollouts that were asked for."""
+    """Note on rollouts that this evaluation's figures lack; empty when they cover all that were requested."""
     lacking = {"missing": point.missing or 0, "failed": point.failed or 0}
     if not any(lacking.values()):
         return ""
@@ -168,12 +173,12 @@ def lacking_text(point: EvalPoint) -> str:
     asked = (point.n_greedy or 0) + (point.n_sampled or 0) + sum(lacking.values())
     return (
         f"step {point.step}: the figures are of {point.n_greedy or 0} greedy and {point.n_sampled or 0} sampled "
-        f"rollouts, {asked} were asked for ({why})"
+        f"rollouts, {asked} were requested ({why})"
     )
 
 
 def counts_text(counts: TokenCounts | LedgerCounts) -> str:
-    """The right-hand side of the ledger's equation, zero terms left out but `trained`."""
+    """The right-hand side of the ledger's equation, without zero terms except `trained`."""
     terms = [f"{counts.trained:,} trained"]
     terms += [f"{n:,} masked ({reason})" for reason, n in counts.masked.items() if n]
     terms += [f"{n:,} dropped ({reason})" for reason, n in counts.dropped.items() if n]
@@ -182,13 +187,13 @@ def counts_text(counts: TokenCounts | LedgerCounts) -> str:
 
 
 def unbalanced_report(summary: Summary) -> str:
-    """Which unit is off, and by how much."""
+    """The units that do not balance, and their difference."""
     ledger = summary.ledger
-    told = ["THE LEDGER DOES NOT BALANCE: something was lost or counted twice; please report it with the run folder."]
+    lines = ["THE LEDGER DOES NOT BALANCE: something was lost or counted twice; please report it with the run folder."]
     units = {"tokens": summary.tokens, "rollouts": ledger.rollouts, "segments": ledger.segments}
     for unit, counts in {**units, "eval_tokens": ledger.eval_tokens}.items():
         gone = counts.trained + sum(counts.masked.values()) + sum(counts.dropped.values())
         off = counts.accepted - gone - counts.waiting - counts.in_flight
         if off:
-            told.append(f"  {unit}: {counts.accepted:,} accepted, but {counts_text(counts)}: off by {off:+,}")
-    return "\n".join(told)
+            lines.append(f"  {unit}: {counts.accepted:,} accepted, but {counts_text(counts)}: off by {off:+,}")
+    return "\n".join(lines)

@@ -23,7 +23,7 @@ from launch.buffer_link import BufferLink, read_address, read_incarnation
 from launch.processes.activity import LOOK_S, Activity, MemoryGauge
 from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Ending, Outcome, Worker, said
-from launch.report.figures import FailureNews, Guests, RunView, failures_text
+from launch.report.figures import News, RunView, failures_text
 from launch.report.status import StatusView
 from launch.workers.crew import ROLES
 from launch.workers.launch_plan import LaunchPlan
@@ -68,8 +68,7 @@ class Supervisor(Watch):
         workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
         super().__init__(plan, folder, status, backend, workers)
         self._restartable = restartable
-        self._guests = Guests(self._crew.workers)
-        self._failures = FailureNews()
+        self._news = News(self._crew.workers)
         self._memory = MemoryGauge(config.launch.memory_every_s)
         self._activity = Activity()
         self._buffer_looked_s = self._buffer_moved_s = 0.0
@@ -209,7 +208,7 @@ class Supervisor(Watch):
 
     def _show(self, now_s: float) -> None:
         if self._link is not None and self._link.snapshot is not None:
-            for text in (*self._guests.news(self._link.snapshot), *self._failures.news(self._link.snapshot)):
+            for text in self._news.take(self._link.snapshot):
                 self._status.say(text)
         super()._show(now_s)
         self._memory.sample_when_due()

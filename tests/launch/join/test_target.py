@@ -27,7 +27,7 @@ OPEN = "tcp://10.77.0.9:5555"
 
 def make_run(folder: Path, *, address: str = OPEN, buffer: dict[str, Any] | None = None, **record: Any) -> Path:
     """As a launcher leaves it while the run goes on."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     config = build(RunConfig, {"buffer": {"bind": address} | (buffer or {})})
     write_config(config, folder / "config.yaml")
     if config.buffer.encrypted:

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from launch.join.joiner import JoinStatus
-from launch.report.figures import FailureNews, Guests, Rates, RunView, clock, short, staleness
-from launch.report.status import LineStatus, QuietStatus, TableStatus, line, make_status, table
+from launch.report.figures import News, Rates, RunView, clock, short, staleness
+from launch.report.status import LineStatus, StatusView, TableStatus, line, make_status, table
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
 
 COUNTS = LedgerCounts(
@@ -100,15 +100,15 @@ def test_workers_that_joined_are_counted_listed_by_their_names_and_forgotten_whe
     assert Rates().figures(view(snapshot(1.0, 12, peer("learner", 0), left))).joined == ""
 
 
-def test_who_came_and_who_left_is_told_once_and_not_at_the_end_of_the_run() -> None:
-    guests = Guests({"actor-0": True})
+def test_workers_that_join_or_leave_are_reported_once_and_not_at_the_end_of_the_run() -> None:
+    news = News({"actor-0": True})
     joined = msgspec.structs.replace(peer("actor", 0), name="actor-x-0")
     gone = msgspec.structs.replace(joined, alive=False)
-    assert list(guests.news(snapshot(1.0, 1, peer("actor", 0), joined))) == ["1 actor joined the run: actor-x-0"]
-    assert list(guests.news(snapshot(2.0, 1, peer("actor", 0), joined))) == []
+    assert list(news.take(snapshot(1.0, 1, peer("actor", 0), joined))) == ["1 actor joined the run: actor-x-0"]
+    assert list(news.take(snapshot(2.0, 1, peer("actor", 0), joined))) == []
     over = msgspec.structs.replace(snapshot(3.0, 1, gone), phase="finished")
-    assert list(guests.news(over)) == []
-    assert list(guests.news(snapshot(3.0, 1, gone))) == ["1 actor left the run: actor-x-0"]
+    assert list(news.take(over)) == []
+    assert list(news.take(snapshot(3.0, 1, gone))) == ["1 actor left the run: actor-x-0"]
 
 
 def test_staleness_is_a_mean_over_tokens_and_a_maximum() -> None:
@@ -202,13 +202,13 @@ def test_rollouts_that_fail_are_seen_with_their_number_and_newest_cause() -> Non
 
 
 def test_the_first_failure_of_each_kind_is_an_event() -> None:
-    news = FailureNews()
-    assert list(news.news(snapshot(1.0, 0))) == []
-    assert list(news.news(failing())) == [
+    news = News({})
+    assert list(news.take(snapshot(1.0, 0))) == []
+    assert list(news.take(failing())) == [
         "a rollout failed (env_timeout): actor-1: reset took longer",
         "a rollout failed (env_error_KeyError): actor-0: KeyError: 'first'",
     ]
-    assert list(news.news(failing(65, "actor-0: another text"))) == []
+    assert list(news.take(failing(65, "actor-0: another text"))) == []
 
 
 def test_many_reasons_for_lost_tokens_do_not_fill_the_line() -> None:
@@ -254,7 +254,7 @@ def test_lines_come_at_the_asked_interval(capsys: pytest.CaptureFixture[str]) ->
 def test_auto_is_plain_where_stdout_is_no_terminal() -> None:
     assert type(make_status("auto", 5.0)) is LineStatus
     assert type(make_status("rich", 5.0)) is TableStatus
-    assert type(make_status("off", 5.0)) is QuietStatus
+    assert type(make_status("off", 5.0)) is StatusView
 
 
 def test_the_table_can_be_entered_fed_and_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,8 +274,9 @@ def test_those_who_joined_show_their_own_now_and_then(capsys: pytest.CaptureFixt
     status.show(seen._replace(now_s=102.0, servers=2, servers_up=1))
     status.show(seen._replace(now_s=103.0))
     assert capsys.readouterr().out == (
-        "[1:05] step 10/40 | actors 1 of 2 run, 1 there, tokens written 1500 | "
-        "teachers 1 of 1 run, 0 there, tokens graded 0 | weights 0.9 x1 | restarts 2 | 1 of 2 SGLang servers answer\n"
+        "[1:05] step 10/40 | actors 1 of 2 run, 1 connected, tokens written 1500 | "
+        "teachers 1 of 1 run, 0 connected, tokens scored 0 | weights 0.9 x1 | restarts 2 | "
+        "1 of 2 SGLang servers answer\n"
     )
     JoinStatus(None, now_s=0.0).show(seen)
     assert capsys.readouterr().out == ""
