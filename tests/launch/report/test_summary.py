@@ -259,7 +259,7 @@ def test_the_table_says_when_an_accuracy_is_of_fewer_rollouts_than_asked_for(fol
     leave(folder, snapshot(), ACCOUNT | {"eval": [first, {**last, "n_sampled": 11, "missing": 3, "failed": 2}]})
     text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
     assert (
-        "evaluation incomplete step 12: the figures are of 8 greedy and 11 sampled rollouts, 24 were asked for "
+        "evaluation incomplete step 12: the figures are of 8 greedy and 11 sampled rollouts, 24 were requested "
         "(3 missing, 2 failed)" in text
     )
     assert written(folder)["eval"][1]["n_sampled"] == 11
