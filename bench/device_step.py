@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.score_and_learn import train_item
 from builtin import STUDENT_DIR
-from learner.batch.packing import TrainItem
+from learner.batch import TrainItem
 from learner.config import LearnerConfig
 from learner.step.train_step import Trainer
 from models.loading import load_causal_lm

@@ -9,8 +9,8 @@ held before the loss (inputs, torch itself). CPU seconds, because the machine ma
 
     sampled     -sum w * A * s of sampled tokens, w and A from s as in the default objective (models.one_pass)
     two_pass    the same by models.logprobs.token_scores, which anything may follow: the head product once more
-    top_k       reverse KL against 64 tokens and a tail (learner.objectives.head_divergence)
-    whole       forward KL against the whole vocabulary, from the teacher's hidden states and head (the same)
+    top_k       reverse KL against 64 tokens and a tail, by the loss of a step (learner.step.step_loss), which works out
+                the log-prob and entropy of every token beside it
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from learner.objectives.distributions import forward_kl, log_tail, reverse_kl
-from learner.objectives.head_divergence import TopKTeacher, WholeTeacher, head_divergence
+from learner.batch import Microbatch, TopRows
+from learner.objectives.config import ObjectiveConfig
+from learner.objectives.distributions import log_tail
+from learner.objectives.losses import TokenInputs
 from learner.objectives.options import Distributions
+from learner.step.step_loss import make_step_loss
 from models.logprobs import LmHead, token_scores
 from models.one_pass import SampledTokens, one_pass_loss
 
@@ -48,8 +51,7 @@ class Inputs:
     targets_T: Tensor
     behaviour_T: Tensor
     teacher_T: Tensor
-    teacher_hidden_TH: Tensor
-    top: TopKTeacher
+    top: TopRows
 
 
 def make_inputs(tokens: int, hidden: int, vocab: int, seed: int = 0) -> Inputs:
@@ -64,8 +66,7 @@ def make_inputs(tokens: int, hidden: int, vocab: int, seed: int = 0) -> Inputs:
         targets_T=torch.randint(0, vocab, (tokens,), generator=source),
         behaviour_T=uniform + torch.randn(tokens, generator=source),
         teacher_T=uniform + torch.randn(tokens, generator=source),
-        teacher_hidden_TH=torch.randn((tokens, hidden), generator=source),
-        top=TopKTeacher(ids_TK, top_TK, log_tail(top_TK), torch.full((tokens,), TOP_K)),
+        top=TopRows(ids_TK.numpy(), top_TK.numpy(), log_tail(top_TK).numpy(), np.full(tokens, TOP_K)),
     )
 
 
@@ -95,41 +96,54 @@ def two_pass(x: Inputs, chunk: int) -> Tensor:
 
 def plain_top_k(x: Inputs, chunk: int) -> Tensor:
     p_TV = torch.log_softmax(x.hidden_TH @ x.weight_VH.T, dim=1)
-    top_TK = p_TV.gather(1, x.top.ids_TK)
+    top_TK = p_TV.gather(1, torch.from_numpy(x.top.ids_RK))
     tail_T1 = torch.log1p(-top_TK.exp().sum(dim=1, keepdim=True))
     p_TB = torch.cat([top_TK, tail_T1], dim=1)
-    q_TB = torch.cat([x.top.logprobs_TK, x.top.tail_T[:, None]], dim=1)
+    q_TB = torch.cat([torch.from_numpy(x.top.logprobs_RK), torch.from_numpy(x.top.tail_R)[:, None]], dim=1)
     return (p_TB.exp() * (p_TB - q_TB)).sum() / len(x.targets_T)
 
 
 def top_k(x: Inputs, chunk: int) -> Tensor:
-    weight_T = torch.full((len(x.targets_T),), 1.0 / len(x.targets_T))
-    head = LmHead(x.weight_VH)
-    return head_divergence(
-        head, x.hidden_TH, x.top, weight_T, partial(reverse_kl, options=Distributions()), chunk_tokens=chunk
-    ).loss
-
-
-def plain_whole(x: Inputs, chunk: int) -> Tensor:
-    with torch.no_grad():
-        q_TV = torch.log_softmax(x.teacher_hidden_TH @ x.weight_VH.T, dim=1)
-    p_TV = torch.log_softmax(x.hidden_TH @ x.weight_VH.T, dim=1)
-    return (q_TV.exp() * (q_TV - p_TV)).sum() / len(x.targets_T)
-
-
-def whole(x: Inputs, chunk: int) -> Tensor:
-    weight_T = torch.full((len(x.targets_T),), 1.0 / len(x.targets_T))
-    head, teacher = LmHead(x.weight_VH), WholeTeacher(x.teacher_hidden_TH, LmHead(x.weight_VH.detach()))
-    return head_divergence(
-        head, x.hidden_TH, teacher, weight_T, partial(forward_kl, options=Distributions()), chunk_tokens=chunk
-    ).loss
+    """The step's own path: `make_step_loss` with one teacher on every token, and no reward."""
+    n, rows = len(x.targets_T), len(x.weight_VH)
+    loss = make_step_loss(
+        ObjectiveConfig(divergence=Distributions(name="reverse_kl")),
+        max_new_tokens=1,
+        chunk_tokens=chunk,
+        vocab_tokens=rows,
+        rows=rows,
+        seed=0,
+    )
+    routed_MN, nothing = np.ones((1, n), np.bool_), np.zeros(0, np.int64)
+    inputs = TokenInputs(
+        behaviour_N=x.behaviour_T,
+        teacher_MN=x.teacher_T[None],
+        routed_MN=torch.from_numpy(routed_MN),
+        coef_M=torch.ones(1),
+        reward_advantage_N=torch.zeros(n),
+        share_N=torch.ones(n),
+        sequence_N=torch.zeros(n, dtype=torch.int64),
+        n_sequences=1,
+    )
+    microbatch = Microbatch(
+        ids_T=nothing,
+        lengths=(),
+        predictor_N=nothing,
+        target_N=nothing,
+        behaviour_N=np.zeros(0, np.float32),
+        teacher_MN=np.zeros((1, n), np.float32),
+        routed_MN=routed_MN,
+        item_N=nothing,
+        token_N=nothing,
+        top=(x.top,),
+    )
+    return loss(LmHead(x.weight_VH), x.hidden_TH, x.targets_T, inputs, microbatch, n).loss
 
 
 PAIRS: dict[str, tuple[Callable[[Inputs, int], Tensor], Callable[[Inputs, int], Tensor]]] = {
     "sampled": (plain_sampled, sampled),
     "two_pass": (plain_sampled, two_pass),
     "top_k": (plain_top_k, top_k),
-    "whole": (plain_whole, whole),
 }
 
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from engines.base import ScoreRequest
 from engines.torch.scorer import TorchScorer
-from learner.batch.packing import TrainItem, train_items
+from learner.batch import TrainItem, train_items
 from learner.config import LearnerConfig
 from learner.objectives.options import Capped
 from learner.step.train_step import Trainer

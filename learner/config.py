@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from learner.objectives.config import ObjectiveConfig
-from learner.offline.config import OfflineConfig
+from learner.objectives.config import ObjectiveConfig, OfflineConfig
 from learner.prompts.config import TaskConfig
-from learner.step.ema_config import EmaConfig
-from learner.step.lora_config import LoraConfig
+from protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+
+
+class LoraConfig(Settings, frozen=True, kw_only=True):
+    """Low-rank adapters: train W + (alpha / rank) B A, and keep W as it is."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters. 0: no adapters, all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """Scale: the product B A is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by the end of their names (q_proj). Empty: all except the output head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(self.targets):
+            raise ValueError(f"lora.targets must name layers, e.g. q_proj, got {self.targets}")
+        if self.targets and not self.rank:
+            raise ValueError(
+                f"lora.targets = {self.targets} with lora.rank = 0 trains no adapter; give a rank, e.g. 16"
+            )
+
+
+class EmaConfig(Settings, frozen=True, kw_only=True):
+    """Exponential moving average of the student's weights as the teacher (self-distillation). After each step
+    e <- decay * e + (1 - decay) * w; the teachers of one pool load it now and then. They begin with the student's
+    model."""
+
+    decay: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Weight of the former average, in [0, 1). 0.99 averages over about the last 100 steps. 0: off."""
+    pool: str = "default"
+    """Pool of teachers that load the average."""
+    every: PositiveInt = 10
+    """Steps between two snapshots of the average."""
+    device: Literal["cpu", "learner"] = "cpu"
+    """Where the average is kept. It takes 4 bytes per parameter."""
+    keep_snapshots: PositiveInt = 2
+    """Number of recent snapshots of the average to keep on disk. A teacher that starts loads the newest."""
+
 
 Schedule: TypeAlias = Literal["cosine", "constant"]
 

@@ -22,8 +22,8 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError, verify
+from learner.config import LoraConfig
 from learner.step.lora import BASE, Adapters, BaseModel
-from learner.step.lora_config import LoraConfig
 from models.loading import load_causal_lm, save_hf
 from models.tokenizer import load_tokenizer
 

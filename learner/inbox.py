@@ -1,14 +1,21 @@
 """What the buffer tells the learner, kept by kind until the loop looks at it.
 
 One thread only (the loop's). `pump` takes messages from the client and files them; nothing is dropped: a message
-nobody asked for is logged and counted."""
+nobody asked for is logged and counted.
+
+SIGTERM to the learner: it finishes the step under way, writes a checkpoint and leaves.
+"""
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import numpy as np
 
@@ -94,3 +101,35 @@ class Inbox:
             case _:
                 self.unexpected[type(message).__name__] += 1
                 log.warning("the learner has no use for %s", type(message).__name__)
+
+
+class StopAsked(Exception):
+    """The learner was asked to leave. Raised between two steps only."""
+
+
+class StopRequest:
+    """While entered, SIGTERM is noted instead of obeyed, and stays so once it came: the process is on its way out, and
+    who cannot wait sends SIGKILL. Outside the main thread signals cannot be handled, and nothing is noted."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._former: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._former is not None and not self.asked:
+            signal.signal(signal.SIGTERM, self._former)
+
+    def check(self) -> None:
+        """Raises StopAsked if it is time to leave."""
+        if self.asked:
+            raise StopAsked("asked to leave by SIGTERM")
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self.asked = True

@@ -24,23 +24,21 @@ from typing import Final
 
 import msgspec
 
-from learner.batch.packing import TrainItem, train_items
+from learner.batch import TrainItem, train_items
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvaluationResult
 from learner.evaluation.figures import describe
-from learner.inbox import Delivered, Inbox, RunStopped
-from learner.offline.mix import OfflineMixer
+from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest
+from learner.offline import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import TaskStream
+from learner.reports.figures import RolloutFigures, WorkerFigures
 from learner.reports.metrics import MetricsWriter
-from learner.reports.rollout_figures import RolloutFigures
 from learner.reports.wait_clock import WaitCause, WaitClock
-from learner.reports.worker_figures import WorkerFigures
 from learner.step.ema import StudentEma
 from learner.step.finite_step import Outcome, finite_step
 from learner.step.train_step import StepMetrics, Trainer
-from learner.stopping import StopAsked, StopRequest
 from models.logprobs import lm_head
 from protocol.client import Client
 from protocol.errors import LinkError

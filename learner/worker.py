@@ -16,23 +16,21 @@ from transformers import PreTrainedTokenizerBase
 
 from engines.config import WorkerSettings
 from engines.registry import find_engine
-from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, restore_rng, save_checkpoint
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
-from learner.checkpoints.rng import capture_rng, restore_rng
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
-from learner.inbox import RunStopped
+from learner.inbox import RunStopped, StopAsked, StopRequest
 from learner.loop import LearnerLoop
-from learner.make_trainer import make_trainer
-from learner.offline.mix import OfflineMixer, open_mixer
+from learner.offline import OfflineMixer, open_mixer
 from learner.prompts.tasks import TaskStream, load_prompts
 from learner.reports.account import AccountFile
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
+from learner.step.make_trainer import make_trainer
 from learner.step.train_step import Trainer
-from learner.stopping import StopAsked, StopRequest
 from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.client import Client, worker_client
 from protocol.context import ExitCode, RoleContext

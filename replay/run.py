@@ -26,18 +26,24 @@ from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from launch.report.local_evaluation import LocalEvaluator
 from launch.runfolder import RunFolder
-from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoints.checkpoint import (
+    LearnerState,
+    RngState,
+    capture_rng,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+)
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
-from learner.checkpoints.rng import RngState, capture_rng, restore_rng
 from learner.config import LearnerConfig
 from learner.evaluation.evaluation import Evaluation, EvaluationResult, render_eval_set
 from learner.evaluation.figures import describe
-from learner.make_trainer import make_trainer
 from learner.objectives.config import ObjectiveConfig
 from learner.objectives.registry import DIVERGENCE
 from learner.prompts.tasks import load_prompts
 from learner.reports.metrics import MetricsWriter, newest_epoch
 from learner.reports.step_metrics import StepMetrics
+from learner.step.make_trainer import make_trainer
 from learner.step.train_step import Trainer
 from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.atomic_file import write_atomic

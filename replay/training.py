@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from learner.batch.packing import TrainItem, train_items
+from learner.batch import TrainItem, train_items
 from learner.config import LearnerConfig
 from learner.evaluation.evaluation import EvaluationResult
-from learner.offline.mix import offline_item
+from learner.offline import offline_item
 from learner.reports.metrics import MetricsWriter
 from learner.reports.step_metrics import StepMetrics
 from learner.reports.wait_clock import WaitClock

@@ -24,7 +24,7 @@ from launch.errors import ConfigError
 from launch.machine.devices import torch_devices
 from learner.prompts.config import TaskConfig
 from learner.prompts.data import open_prompts
-from learner.prompts.domain_mix import row_tags
+from learner.prompts.order import row_tags
 from learner.prompts.records import DataError
 from learner.prompts.tasks import Rendered, RenderedPrompts
 from models import packed

@@ -101,7 +101,7 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
     # Imported here because they import torch, which the launcher does without.
     from launch.report.local_evaluation import LocalEvaluator
     from learner.evaluation.evaluation import Evaluation, render_eval_set
-    from learner.prompts.privileged import NONE
+    from learner.prompts.rendering import NONE
     from learner.prompts.tasks import load_prompts
     from models.tokenizer import load_tokenizer
 

@@ -24,9 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from engines.base import Int32s
 from learner.evaluation.figures import EvalPoint, EvalRollout, accuracy, figures_by_tag, mean, ratio, reverse_kl
 from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
-from learner.prompts.privileged import NONE, teacher_prompt
 from learner.prompts.records import PromptRecord
-from learner.prompts.rendering import render
+from learner.prompts.rendering import NONE, render, teacher_prompt
 from learner.prompts.tasks import TaskOffer, derive_seed
 from models.tokenizer import TokenizerError
 from protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVersion

@@ -2,24 +2,46 @@
 
 They are worked out once per batch, before it is divided into microbatches, so that packing cannot change them.
 Whitening happens here, that is BEFORE any divergence is subtracted: the coefficient of a divergence keeps its meaning
-whatever the spread of the rewards (see learner.objectives.combine).
+whatever the spread of the rewards (see learner.objectives.batch_terms).
 
 A rollout without a reward (its environment did not judge it) has the advantage 0 and is in no mean.
 
 Legend: R rollouts of the batch.
+
+Advantages per token from a learned value function: generalised advantage estimation, a value head and its loss.
+
+Sampled tokens of one rollout follow one another as if an environment's tokens were not there: a state is the context of
+a sampled token. The head of a run, its optimizer and its part of a step are in `learner.step.critic`.
+
+Legend: N trained tokens, R rollouts, L tokens of the longest rollout, H hidden size.
+
+Advantages of single tokens, from rewards and a value function: the members of registry.TOKEN_ADVANTAGES.
+
+Sampled tokens of one rollout follow one another as if an environment's tokens were not there: a state is the context of
+a sampled token. A rollout's reward is paid at its last one, behind which there is nothing.
+
+Legend: N trained tokens of the batch's judged rollouts, R rollouts.
+
+What rewards say of every trained token of a batch: one advantage per rollout, spread over its tokens, or advantages
+of the tokens themselves, which a value function is needed for and trained by.
+
+It is worked out once per batch, before it is divided into microbatches, so that packing cannot change it.
+
+Legend: R items (rollouts) of the batch, N trained tokens of it in the order of the items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from learner.batch.packing import BatchError
-from learner.objectives.options import Grpo
+from learner.batch import BatchError
+from learner.objectives.options import Grpo, TokenAdvantage
+from learner.objectives.registry import ADVANTAGE
 from protocol.settings import Member
 
 EPSILON = 1e-6
@@ -104,3 +126,162 @@ def _whitened(value_R: Tensor, rewards: Rewards) -> Tensor:
     mean = (tokens_R * value_R).sum() / n
     std = ((tokens_R * (value_R - mean).square()).sum() / n).sqrt()
     return torch.where(rewards.rewarded_R, (value_R - mean) / (std + EPSILON), 0.0)
+
+
+def gae(
+    reward_N: Tensor,
+    value_N: Tensor,
+    sequence_N: Tensor,
+    n_sequences: int,
+    *,
+    discount: float = 1.0,
+    decay: float = 0.95,
+) -> tuple[Tensor, Tensor]:
+    """(advantage [N], return [N]) of generalised advantage estimation (Schulman et al. 2016), without gradient.
+
+        delta_t = reward_t + discount * value_{t+1} - value_t          value behind the last token: 0
+        A_t     = delta_t + discount * decay * A_{t+1}                 return_t = A_t + value_t
+
+    reward_N: what is paid at a token (a rollout's reward at its last one). `sequence_N` int64 in [0, R); tokens of one
+    rollout stand in their order, next to one another or not. The loop is over L, for all rollouts at a time."""
+    place_N, longest = _places(sequence_N, n_sequences)
+    shape = (n_sequences, longest + 1)  # one more: nothing follows the last token
+    rewards_RL = reward_N.new_zeros(shape)
+    values_RL = reward_N.new_zeros(shape)
+    rewards_RL[sequence_N, place_N] = reward_N.detach()
+    values_RL[sequence_N, place_N] = value_N.detach().to(reward_N.dtype)
+    advantages_RL = reward_N.new_zeros(shape)
+    for t in range(longest - 1, -1, -1):
+        delta_R = rewards_RL[:, t] + discount * values_RL[:, t + 1] - values_RL[:, t]
+        advantages_RL[:, t] = delta_R + discount * decay * advantages_RL[:, t + 1]
+    advantage_N = advantages_RL[sequence_N, place_N]
+    return advantage_N, advantage_N + values_RL[sequence_N, place_N]
+
+
+def whitened(advantage_N: Tensor) -> Tensor:
+    """Mean 0, standard deviation 1 over all tokens of the batch; give it the whole batch, before any divergence."""
+    centred_N = advantage_N - advantage_N.mean()
+    return centred_N / (centred_N.square().mean().sqrt() + EPSILON)
+
+
+def _places(sequence_N: Tensor, n_sequences: int) -> tuple[Tensor, int]:
+    """Place of each token in its rollout, from 0, and the tokens of the longest."""
+    order_N = torch.argsort(sequence_N, stable=True)
+    tokens_R = torch.bincount(sequence_N, minlength=n_sequences)
+    firsts_R = tokens_R.cumsum(0) - tokens_R
+    place_N = torch.empty_like(sequence_N)
+    place_N[order_N] = torch.arange(len(sequence_N), device=sequence_N.device) - firsts_R[sequence_N[order_N]]
+    return place_N, int(tokens_R.max()) if len(sequence_N) else 0
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """Of the whole batch; rollouts without a reward have no token here."""
+
+    reward_N: Tensor
+    """float64: what is paid at the token."""
+    value_N: Tensor
+    """float64: what the value function expects from there on, before the batch is trained."""
+    sequence_N: Tensor
+    """int64 in [0, R); tokens of one rollout stand in their order."""
+    n_sequences: int
+    """R."""
+
+
+class TokenAdvantages(NamedTuple):
+    advantage_N: Tensor
+    """As it is to be used: whitened, if that is wanted."""
+    return_N: Tensor
+    """What the value function shall learn to expect."""
+
+
+TokenAdvantageFn: TypeAlias = Callable[[TokenRewards, Any], TokenAdvantages]
+"""(rewards, the member's own options, a `TokenAdvantage`) -> TokenAdvantages. float64 in, float64 out, no gradient."""
+
+
+def gae_whitened(rewards: TokenRewards, options: TokenAdvantage) -> TokenAdvantages:
+    """`learner.objectives.advantages.gae`, whitened over all tokens of the judged rollouts (PPO)."""
+    advantage_N, return_N = gae(
+        rewards.reward_N,
+        rewards.value_N,
+        rewards.sequence_N,
+        rewards.n_sequences,
+        discount=options.discount,
+        decay=options.decay,
+    )
+    return TokenAdvantages(whitened(advantage_N) if len(advantage_N) else advantage_N, return_N)
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What a value function is trained towards. On the CPU."""
+
+    old_N: Tensor
+    """float64: its values before the batch was trained."""
+    return_N: Tensor
+    """float64; any finite number where not judged."""
+    judged_N: Tensor
+    """bool: the token's rollout has a reward. Others train no value."""
+
+    def at(self, places: slice | Tensor) -> ValueTargets:
+        """Of some of the tokens."""
+        return ValueTargets(self.old_N[places], self.return_N[places], self.judged_N[places])
+
+    def followed_by(self, n_tokens: int) -> ValueTargets:
+        """And so many tokens that train no value."""
+        old_N, return_N = (torch.cat([x, x.new_zeros(n_tokens)]) for x in (self.old_N, self.return_N))
+        return ValueTargets(old_N, return_N, torch.cat([self.judged_N, self.judged_N.new_zeros(n_tokens)]))
+
+
+class TokenSignal(NamedTuple):
+    advantage_N: Tensor
+    """float64; 0 where the token's rollout has no reward."""
+    values: ValueTargets | None
+    """None: no value function is asked for."""
+
+
+Values: TypeAlias = Callable[[], Tensor]
+"""The value of each trained token, [N] float64: a forward pass over the whole batch, so asked for only where needed."""
+
+
+class RewardSignal(Protocol):
+    def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
+        """Raises BatchError for parts of rollouts, where they have no reward yet."""
+        ...
+
+
+@dataclass(frozen=True)
+class OfRollouts:
+    advantage: AdvantageFn
+    options: Member
+
+    def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
+        return TokenSignal(self.advantage(rewards, self.options).repeat_interleave(rewards.tokens_R), None)
+
+
+@dataclass(frozen=True)
+class OfTokens:
+    advantage: TokenAdvantageFn
+    options: TokenAdvantage
+
+    def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
+        rewards.refuse_parts(self.options.name)
+        n_rollouts, tokens_R = len(rewards.tokens_R), rewards.tokens_R
+        sequence_N = torch.arange(n_rollouts).repeat_interleave(tokens_R)
+        paid_N = torch.zeros(len(sequence_N), dtype=torch.float64)
+        paid_N[tokens_R.cumsum(0)[tokens_R > 0] - 1] = rewards.reward_R[tokens_R > 0]
+        judged_N, old_N = rewards.rewarded_R[sequence_N], values()
+        told = self.advantage(
+            TokenRewards(paid_N[judged_N], old_N[judged_N], sequence_N[judged_N], n_rollouts), self.options
+        )
+        advantage_N, return_N = torch.zeros_like(old_N), old_N.clone()
+        advantage_N[judged_N], return_N[judged_N] = told.advantage_N, told.return_N
+        return TokenSignal(advantage_N, ValueTargets(old_N, return_N, judged_N))
+
+
+def make_signal(advantage: Member) -> RewardSignal:
+    """Raises ValueError for a name that cannot be loaded."""
+    function, options, _ = ADVANTAGE.load(advantage)
+    if isinstance(options, TokenAdvantage):
+        return OfTokens(function, options)
+    return OfRollouts(function, options)

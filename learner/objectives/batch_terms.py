@@ -1,4 +1,26 @@
-"""What an objective needs to know of a whole batch before its first microbatch: advantages from rewards, what a token
+"""Bringing the costs of several domains to one size, from the whole batch and before its first microbatch.
+
+    c_t     = sum over the token's teachers m of cost(mu_t, q_mt)
+    scale_d = max(1e-3, sqrt(mean of c_t^2 over the graded tokens t of domain d in the batch))
+    A_t     = A_reward_t - sum over m of coef_m * cost_mt / scale_d(t)
+
+A domain is a tag. The size is measured with mu, the log-probs the tokens were sampled with: they are there before the
+student's forward pass, for all of the batch, so that neither packing nor the order of items changes a gradient. Within
+the staleness bound they are close to s; only the size is taken from them, the costs themselves are as configured.
+Coefficients are outside: they keep their meaning, and rewards are not scaled.
+
+Legend: N tokens of one item, M its teachers, R rollouts of the batch, D domains.
+
+One advantage per token out of rewards and several teachers.
+
+    A_t = A_reward_t - sum over the token's teachers m of coef_m * cost_mt
+
+A_reward comes in as it is to be used (already whitened, learner.objectives.advantages); what is subtracted is not
+whitened with it. A token that no teacher grades has A = A_reward: zero in pure distillation, the reward alone in mixed.
+
+Legend: N trained tokens of a microbatch, M teachers of the batch, D domains.
+
+What an objective needs to know of a whole batch before its first microbatch: advantages from rewards, what a token
 of each rollout counts, and each teacher's coefficient.
 
 Legend: R items (rollouts) of the batch, N trained tokens of it in the order of the items, M teachers of it.
@@ -6,18 +28,54 @@ Legend: R items (rollouts) of the batch, N trained tokens of it in the order of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from learner.batch.packing import TrainItem
-from learner.objectives.advantages import Rewards
-from learner.objectives.combine import teacher_coefs
-from learner.objectives.domain_scale import cost_scales
+from learner.batch import TrainItem
+from learner.objectives.advantages import Rewards, Values, ValueTargets
 from learner.objectives.losses import Objective
-from learner.objectives.reward_signal import Values, ValueTargets
+from learner.objectives.sampled import CostFn
+
+
+def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
+    """[R] float64: the scale of each rollout's domain; 1 for a domain without a graded token."""
+    domains = {tag: d for d, tag in enumerate(dict.fromkeys(train_item.item.tag for train_item in items))}
+    squares_D = torch.zeros(len(domains), dtype=torch.float64)
+    tokens_D = torch.zeros(len(domains), dtype=torch.int64)
+    for train_item in items:
+        if not train_item.item.teachers or not train_item.n_trained:
+            continue
+        trained_L = train_item.train_mask_L
+        behaviour_N = torch.from_numpy(train_item.behaviour_L[trained_L]).double()
+        teacher_MN = torch.from_numpy(train_item.teacher_ML[:, trained_L]).double()
+        cost_N = cost(behaviour_N[None], teacher_MN).sum(dim=0)
+        domain_N = torch.full((len(cost_N),), domains[train_item.item.tag])
+        squares, tokens = domain_sums(cost_N, domain_N, len(domains))
+        squares_D, tokens_D = squares_D + squares, tokens_D + tokens
+    scale_D = domain_scales(squares_D, tokens_D)
+    return scale_D[[domains[train_item.item.tag] for train_item in items]]
+
+
+def teacher_coefs(teachers: Sequence[str], coef: float, own: Mapping[str, float]) -> list[float]:
+    """Coefficient of each teacher, in their order: its own one, else the common one."""
+    return [own.get(name, coef) for name in teachers]
+
+
+def domain_sums(cost_N: Tensor, domain_N: Tensor, n_domains: int) -> tuple[Tensor, Tensor]:
+    """(sum of squared costs [D], tokens [D]), float64. They add up over microbatches."""
+    squares_D = cost_N.new_zeros(n_domains, dtype=torch.float64).index_add_(0, domain_N, cost_N.double().square())
+    return squares_D, torch.bincount(domain_N, minlength=n_domains)
+
+
+def domain_scales(squares_D: Tensor, tokens_D: Tensor, *, floor: float = 1e-3) -> Tensor:
+    """[D] root mean square of the cost per domain, at least `floor`; 1 where a domain has no token. Costs divided by it
+    pull equally hard in every domain, whatever teachers and texts make of the size of their log-probs. To be taken of
+    the whole batch (or of the steps before), never of a microbatch."""
+    rms_D = (squares_D / tokens_D.clamp(min=1)).sqrt().clamp(min=floor)
+    return torch.where(tokens_D > 0, rms_D, 1.0)
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,43 @@
-"""Divergences between two distributions given as log-probs of buckets: every token of the vocabulary, or the teacher's
-top k and one tail bucket for all the others. Both sides always have all their mass in the buckets; a top-k set without
-its tail could be minimised by moving mass out of it.
+"""Divergences between two distributions, given as log-probs of buckets: every token of the vocabulary, or the teacher's
+top k tokens and one tail bucket for all others. On both sides all probability mass is in the buckets; without the tail,
+a divergence could be made smaller by moving mass out of the top-k set.
 
 A member gives the divergence and its *slope* h_b = p_b * dD/dp_b. With softmax logits z below, and v in bucket b(v),
 
     dD/dz_v = (p_v / p_b) * h_b - p_v * sum over all buckets of h           (a single token's bucket: p_v = p_b)
 
-which holds for every divergence, bucketed or not: all that follows in learner.objectives.head_divergence is the same.
+which holds for every divergence, bucketed or not, so `TopKTeacher.compare` is the same for all of them.
 
 Buckets that are padding hold PADDING on both sides: their probability is exactly 0 and their log-ratio 0.
 
-Legend: C positions, B buckets, K tokens of the teacher's top-k set, S draws per position; p student, q teacher.
+Legend: C positions of a chunk, T positions of a microbatch, B buckets, K tokens of the teacher's top-k set, V tokens of
+the vocabulary, S draws per position; p student, q teacher.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from learner.batch import TopRows
 from learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
+from models.transfer import upload
 from protocol.topk_codec import LOG_TAIL_FLOOR
 
 PADDING = -1e4
-"""As a log-prob: exp of it is 0 in float32 and float64, and differences of it are 0 and not NaN."""
+"""A log-prob whose exp is 0 in float32 and float64, and whose differences are 0 and not NaN."""
+MASS_ROUNDING = 1e-3
+"""The probabilities of a top-k set may exceed a sum of 1 by this much."""
 
 
 class Bucketed(NamedTuple):
@@ -40,7 +51,7 @@ DistributionFn: TypeAlias = Callable[[Tensor, Tensor, Any], Bucketed]
 [C, B], each row's probabilities summing to 1 -> Bucketed. One whose options are a `MultiSample` also takes the keyword
 `uniform_CS`: independent numbers in [0, 1) of these positions, one per draw."""
 Between: TypeAlias = Callable[[Tensor, Tensor], Bucketed]
-"""The same, given its options and draws."""
+"""A `DistributionFn` with its options and draws bound."""
 
 
 def forward_kl(student_CB: Tensor, teacher_CB: Tensor, options: Distributions) -> Bucketed:
@@ -118,3 +129,117 @@ def log_tail(logprobs_CK: Tensor) -> Tensor:
     mass_C = torch.logsumexp(logprobs_CK.double(), dim=1).clamp(max=0.0)
     tail_C = torch.where(mass_C > -math.log(2.0), (-torch.expm1(mass_C)).log(), torch.log1p(-mass_C.exp()))
     return tail_C.clamp(min=LOG_TAIL_FLOOR).to(logprobs_CK.dtype)
+
+
+def uniforms(
+    seed: int, step: int, rollout_id: str, teacher: str, offsets: npt.NDArray[np.int64], n_each: int
+) -> npt.NDArray[np.float64]:
+    """[R, n_each] numbers in [0, 1) for the tokens at R offsets of a rollout.
+
+    They depend on the arguments alone; no generator keeps a state. So a resumed or replayed run draws the same numbers,
+    and neither packing, nor the order of a batch, nor a second pass over it changes them. A rollout that is trained in
+    parts gets the numbers of the whole."""
+    if not len(offsets) or not n_each:
+        return np.zeros((len(offsets), n_each))
+    key = hashlib.blake2b(json.dumps([seed, step, rollout_id, teacher]).encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    return generator.random((int(offsets.max()) + 1, n_each))[offsets]
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """A teacher's likeliest tokens and the mass of all others. Rows may hold different numbers of tokens.
+
+    Raises ValueError for impossible numbers: they are refused on arrival, before they can enter an average."""
+
+    ids_TK: Tensor
+    """int64, distinct within a row's first `counts_T` columns; the columns after those are ignored."""
+    logprobs_TK: Tensor
+    tail_T: Tensor
+    """log(1 - sum of the row's probabilities); -inf only where the row holds the whole vocabulary."""
+    counts_T: Tensor
+    """int64, at least 1."""
+
+    def __post_init__(self) -> None:
+        n_tokens, k = self.ids_TK.shape
+        if self.logprobs_TK.shape != (n_tokens, k) or not self.tail_T.shape == self.counts_T.shape == (n_tokens,):
+            raise ValueError(
+                f"ids {tuple(self.ids_TK.shape)}, log-probs {tuple(self.logprobs_TK.shape)}, tail "
+                f"{tuple(self.tail_T.shape)}, counts {tuple(self.counts_T.shape)}; expected [T, K] twice and [T] twice"
+            )
+        if n_tokens and not 1 <= int(self.counts_T.min()) <= int(self.counts_T.max()) <= k:
+            raise ValueError(f"counts from {int(self.counts_T.min())} to {int(self.counts_T.max())}; expected 1 to {k}")
+        mass_T = torch.where(self._valid(slice(None)), self.logprobs_TK, -torch.inf).double().exp().sum(dim=1)
+        fine_T = torch.where(self._valid(slice(None)), self.logprobs_TK.isfinite(), True).all(dim=1)
+        fine_T = fine_T & (mass_T <= 1.0 + MASS_ROUNDING) & (self.tail_T <= MASS_ROUNDING)
+        if not bool(fine_T.all()):
+            raise ValueError(
+                f"the teacher's log-probs at {int((~fine_T).sum())} positions (first: {int((~fine_T).int().argmax())}) "
+                "are not finite, or their probabilities sum to more than 1; they are not used"
+            )
+
+    @classmethod
+    def of(cls, rows: TopRows, vocab_tokens: int, device: torch.device) -> TopKTeacher:
+        """Checked on the host, then uploaded: on a GPU each check would make the host wait. Raises ValueError."""
+        arrays = (rows.ids_RK, rows.logprobs_RK, rows.tail_R, rows.counts_R)
+        teacher = cls(*(torch.from_numpy(np.require(array, requirements="W")) for array in arrays))
+        teacher.check(vocab_tokens)
+        moved = copy.copy(teacher)  # without __post_init__
+        for name in ("ids_TK", "logprobs_TK", "tail_T", "counts_T"):
+            object.__setattr__(moved, name, upload(getattr(teacher, name), device))
+        return moved
+
+    def check(self, vocab_tokens: int) -> None:
+        """Raises ValueError for rows that do not fit a vocabulary of `vocab_tokens`."""
+        if not len(self.counts_T):
+            return
+        ids_TK = torch.where(self._valid(slice(None)), self.ids_TK, -1)
+        if int(ids_TK.max()) >= vocab_tokens or int(ids_TK[self._valid(slice(None))].min()) < 0:
+            raise ValueError(
+                f"a teacher's token id is outside the vocabulary of {vocab_tokens} tokens: got up to "
+                f"{int(ids_TK.max())}; student and teacher need the same token-to-id map"
+            )
+        sorted_TK = ids_TK.sort(dim=1).values
+        if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any()):
+            raise ValueError("a teacher's top-k set names a token twice")
+        no_tail_T = torch.isneginf(self.tail_T) & (self.counts_T < vocab_tokens)
+        if bool(no_tail_T.any()):
+            raise ValueError(
+                f"{int(no_tail_T.sum())} positions have a tail of no mass, but not all {vocab_tokens} tokens; expected "
+                f"the mass of the others, at least exp({LOG_TAIL_FLOOR:.1f})"
+            )
+
+    def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
+        """(divergence [C], its gradient by the logits [C, V]) of the student's logits at the rows `place`.
+        May overwrite `z_CV`."""
+        valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]
+        ids_CK = torch.where(valid_CK, self.ids_TK[place], first_C1)  # a repeated token does no harm below
+        tail_C1 = self.tail_T[place, None].to(z_CV.dtype)
+        has_tail_C1 = ~torch.isneginf(tail_C1)
+        largest_C1 = z_CV.amax(dim=1, keepdim=True)
+        top_z_CK = z_CV.gather(1, ids_CK)
+        exp_CV = z_CV.sub_(largest_C1).exp_()
+        total_C1 = exp_CV.sum(dim=1, keepdim=True)
+        normaliser_C1 = largest_C1 + total_C1.log()
+        outside_CV = exp_CV.scatter_(1, ids_CK, 0.0)  # so that the tail is a sum, and not 1 minus something near 1
+        outside_C1 = outside_CV.sum(dim=1, keepdim=True).clamp(min=torch.finfo(z_CV.dtype).tiny)
+        top_CK = top_z_CK - normaliser_C1
+        student_CB = _padded(top_CK, outside_C1.log() - total_C1.log(), valid_CK, has_tail_C1)
+        teacher_CB = _padded(self.logprobs_TK[place].to(z_CV.dtype), tail_C1, valid_CK, has_tail_C1)
+        divergence_C, slope_CB = divergence(student_CB, teacher_CB)
+        total_slope_C1 = slope_CB.sum(dim=1, keepdim=True)
+        # of the others: p_v * (h_tail / p_tail - sum h), with p_v / p_tail = exp_v / outside
+        slope_outside_C1 = slope_CB[:, -1:] / outside_C1 - total_slope_C1 / total_C1
+        grad_CV = outside_CV.mul_(slope_outside_C1)
+        own_CK = slope_CB[:, :-1] - top_CK.exp() * total_slope_C1
+        return divergence_C, grad_CV.scatter_add_(1, ids_CK, torch.where(valid_CK, own_CK, 0.0))
+
+    def _valid(self, place: slice) -> Tensor:
+        columns_K = torch.arange(self.ids_TK.shape[1], device=self.ids_TK.device)
+        return columns_K < self.counts_T[place, None]
+
+
+def _padded(top_CK: Tensor, tail_C1: Tensor, valid_CK: Tensor, has_tail_C1: Tensor) -> Tensor:
+    """[C, K + 1] log-probs of the buckets, PADDING where there is none."""
+    top_CK = torch.where(valid_CK, top_CK, PADDING)
+    return torch.cat([top_CK, torch.where(has_tail_C1, tail_C1, PADDING)], dim=1)

@@ -1,9 +1,17 @@
-"""The objective on packed 1-D tensors: pure functions, no model.
+"""From losses of tokens to the loss of a batch: a share per rollout and one divisor, both of the WHOLE batch.
+
+    loss = sum_t share[rollout of t] * loss_t / divisor
+
+Neither knows of microbatches, so packing does not change the gradient; there is no mean of microbatch means.
+
+Legend: R rollouts of the batch.
+
+The objective on packed 1-D tensors: pure functions, no model.
 
     cost_t = cost(sg[s_t], q_t)                     per teacher      learner.objectives.sampled; k1: s - q
-    A_t    = A_reward - sum over the token's teachers of coef * cost_t       learner.objectives.combine
+    A_t    = A_reward - sum over the token's teachers of coef * cost_t       learner.objectives.batch_terms
     w_t    = sg[weight of exp(s_t - mu_t)]                                    learner.objectives.importance
-    loss   = -sum_t share_t * w_t * A_t * s_t / divisor                      learner.objectives.aggregation
+    loss   = -sum_t share_t * w_t * A_t * s_t / divisor                      learner.objectives.losses
 
 A divergence between distributions is no cost of a sampled token: then A = A_reward here, and it is added in
 `learner.step.step_loss`.
@@ -17,22 +25,52 @@ Legend: N trained tokens of a microbatch, M teachers of the batch, R rollouts of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from learner.objectives.aggregation import AggregationFn, AggregationOptions
-from learner.objectives.combine import combined_advantage
+from learner.objectives.advantages import RewardSignal, make_signal
 from learner.objectives.config import DomainScale, ObjectiveConfig
 from learner.objectives.importance import ImportanceFn, TokenRatios
 from learner.objectives.options import KlStudent, Sampled
 from learner.objectives.registry import AGGREGATIONS, DIVERGENCE, WEIGHT, find_member
-from learner.objectives.reward_signal import RewardSignal, make_signal
 from learner.objectives.sampled import CostFn
 from protocol.settings import Member
+
+
+class Shares(NamedTuple):
+    share_R: Tensor
+    """float64; what each trained token of a rollout counts."""
+    divisor: int
+
+
+class AggregationOptions(NamedTuple):
+    max_new_tokens: int
+    """The most that a rollout may have."""
+
+
+AggregationFn: TypeAlias = Callable[[Tensor, AggregationOptions], Shares]
+"""(tokens_R int64: trained tokens, at least one of the batch; options) -> Shares."""
+
+
+def token_mean(tokens_R: Tensor, options: AggregationOptions) -> Shares:
+    """Mean over all trained tokens: every token counts the same, long rollouts more."""
+    return Shares(torch.ones_like(tokens_R, dtype=torch.float64), int(tokens_R.sum()))
+
+
+def sequence_mean(tokens_R: Tensor, options: AggregationOptions) -> Shares:
+    """Mean over rollouts of the mean over a rollout's trained tokens: every rollout with a trained token counts the
+    same, tokens of long ones less."""
+    return Shares(1.0 / tokens_R.clamp(min=1).double(), int((tokens_R > 0).sum()))
+
+
+def constant(tokens_R: Tensor, options: AggregationOptions) -> Shares:
+    """Sum over all trained tokens, divided by the rollouts with a trained token times max_new_tokens: the divisor knows
+    nothing of how long they became, so that long wrong answers are not favoured (Dr. GRPO; Liu et al. 2025)."""
+    return Shares(torch.ones_like(tokens_R, dtype=torch.float64), int((tokens_R > 0).sum()) * options.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -55,7 +93,7 @@ class TokenInputs:
     n_sequences: int
     """R."""
     cost_scale_N: Tensor | None = None
-    """What costs are divided by (learner.objectives.domain_scale); None = 1."""
+    """What costs are divided by (learner.objectives.batch_terms); None = 1."""
     proximal_N: Tensor | None = None
     """s at the first of several updates on one batch; None: this is the first."""
 
@@ -182,3 +220,8 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
 
 
 _PER_TOKEN = tuple(field.name for field in fields(LossTerms) if field.name != "loss")
+
+
+def combined_advantage(reward_advantage_N: Tensor, cost_MN: Tensor, routed_MN: Tensor, coef_M: Tensor) -> Tensor:
+    """[N] the formula above; what `cost_MN` holds where a teacher is not routed is not looked at."""
+    return reward_advantage_N - torch.where(routed_MN, coef_M[:, None] * cost_MN, 0.0).sum(dim=0)

@@ -118,17 +118,17 @@ ADVANTAGES = Group(
 TOKEN_ADVANTAGES = Group(
     "advantage",
     "stillhouse.token_advantages",
-    {"gae": f"{_HERE}.token_advantages:gae_whitened"},
+    {"gae": f"{_HERE}.advantages:gae_whitened"},
     TokenAdvantage,
 )
-"""From rewards and a value function: `learner.objectives.token_advantages.TokenAdvantageFn`. They share the key."""
+"""From rewards and a value function: `learner.objectives.advantages.TokenAdvantageFn`. They share the key."""
 
 AGGREGATIONS = Group(
     "aggregation",
     "stillhouse.aggregations",
-    {name: f"{_HERE}.aggregation:{name}" for name in ("token_mean", "sequence_mean", "constant")},
+    {name: f"{_HERE}.losses:{name}" for name in ("token_mean", "sequence_mean", "constant")},
 )
-"""From losses of tokens to the loss of a batch: `learner.objectives.aggregation.AggregationFn`."""
+"""From losses of tokens to the loss of a batch: `learner.objectives.losses.AggregationFn`."""
 
 
 class Loaded(NamedTuple):

@@ -4,7 +4,7 @@
     {"messages": [{"role": "user", "content": "8293+4758="}], "ground_truth": "13051"}
 
 A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`; `tag`, `ground_truth` and
-`hint` (text for teachers only, see `learner.prompts.privileged`) are optional, other columns are not read. A
+`hint` (text for teachers only, see `learner.prompts.rendering`) are optional, other columns are not read. A
 `ground_truth` that is not text becomes its JSON (42 -> "42").
 """
 

@@ -29,11 +29,9 @@ from transformers import PreTrainedTokenizerBase
 from engines.base import Int32s
 from learner.prompts.config import TaskConfig
 from learner.prompts.data import PromptSource, open_prompts
-from learner.prompts.domain_mix import MixedSampler, check_tags, row_tags
-from learner.prompts.order import EndlessSampler, Rows, held_out_rows
-from learner.prompts.privileged import NONE, teacher_prompt
+from learner.prompts.order import EndlessSampler, MixedSampler, Rows, check_tags, held_out_rows, row_tags
 from learner.prompts.records import DataError, PromptRecord, RowError
-from learner.prompts.rendering import render
+from learner.prompts.rendering import NONE, render, teacher_prompt
 from learner.prompts.sample_book import Account, SampleBook, Trained
 from models.tokenizer import TokenizerError
 from protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind

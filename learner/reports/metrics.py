@@ -32,7 +32,7 @@ from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 
 from learner.evaluation.evaluation import EvalSample, EvaluationResult
 from learner.reports.event_file import EventFile
-from learner.reports.rates import TokenRates
+from learner.reports.figures import TokenRates
 from learner.reports.wait_clock import WaitReport
 from protocol.messages import LedgerCounts, Snapshot, WeightVersion
 from recording.append_file import AppendFile, Unwritten

@@ -28,7 +28,7 @@ class StepSums:
     logprob: float
     advantage: float
     value_error: float
-    """`learner.objectives.values.value_loss`, without its coefficient; 0 without a value function."""
+    """`learner.objectives.advantages.value_loss`, without its coefficient; 0 without a value function."""
     ratio_max: float
 
     @classmethod

@@ -13,21 +13,18 @@ Legend: N trained tokens of a microbatch, H hidden size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from learner.batch.packing import Microbatch, PackedBatch, TrainItem
 from learner.config import LearnerConfig
+from learner.objectives.advantages import ValueTargets
 from learner.objectives.options import TokenAdvantage
-from learner.objectives.reward_signal import ValueTargets
-from learner.objectives.values import ValueHead, value_loss
 from learner.reports.step_metrics import ValueMetrics
-from learner.step.nonfinite import refuse_nonfinite
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw
-from models.transfer import read, upload
+from models.transfer import upload
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +33,34 @@ _HEAD, _OPTIMIZER = "head/", "optimizer/"
 
 class CriticStateError(ValueError):
     """The saved value head is not one that this run can go on with; the message says why."""
+
+
+class ValueHead(torch.nn.Module):
+    """One linear layer on the hidden state that predicts a token: the expected return from there on."""
+
+    def __init__(self, hidden_size: int, *, through_backbone: bool = False) -> None:
+        """`through_backbone`: let the value loss train the model below, too. Starts at 0 everywhere."""
+        super().__init__()
+        self.through_backbone = through_backbone
+        # Drawn from no random generator: a run with a head goes on with the same numbers as one without.
+        self.linear = cast(torch.nn.Linear, torch.nn.utils.skip_init(torch.nn.Linear, hidden_size, 1))
+        torch.nn.init.zeros_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """[N]"""
+        states_NH = hidden_NH if self.through_backbone else hidden_NH.detach()
+        return cast(Tensor, self.linear(states_NH.to(self.linear.weight.dtype))).squeeze(1)
+
+
+def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, *, clip: float = 0.0) -> Tensor:
+    """[N] half the squared error; with clip > 0 the larger of that and of the error of a value that moved by at most
+    `clip` since the batch was sampled (Schulman et al. 2017)."""
+    error_N = (value_N - return_N).square()
+    if clip > 0:
+        near_N = old_value_N + (value_N - old_value_N).clamp(-clip, clip)
+        error_N = torch.maximum(error_N, (near_N - return_N).square())
+    return 0.5 * error_N
 
 
 class ValueTerms(NamedTuple):
@@ -200,23 +225,3 @@ def value_metrics(targets: ValueTargets, error_sum: float, grad_norm: float) -> 
     spread, left = float(return_N.var(correction=0)), float((return_N - value_N).var(correction=0))
     explained = 1.0 - left / spread if spread > 0 else None
     return ValueMetrics(n, error_sum / n, explained, float(return_N.mean()), float(value_N.mean()), grad_norm)
-
-
-def batch_values(
-    critic: Critic,
-    states_of: Callable[[Microbatch], Tensor],
-    batch: PackedBatch,
-    items: Sequence[TrainItem],
-    *,
-    update: str,
-) -> Tensor:
-    """Of every trained token of the batch, in the order of its items, [N] float64 on the CPU: one forward pass without
-    gradient and without the head's products, about a third of what a training pass takes in the layers. Raises
-    NonFiniteError: one value that is no number would be in the advantage of every token."""
-    value_N = torch.empty(batch.n_trained, dtype=torch.float64)
-    with torch.no_grad():
-        made = [critic.values(states_of(microbatch)) for microbatch in batch.microbatches]
-    for microbatch, own_N in zip(batch.microbatches, read(torch.cat(made)).split(list(map(len, made))), strict=True):
-        refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
-        value_N[torch.from_numpy(microbatch.token_N)] = own_N.double()
-    return value_N

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from learner.step.ema_config import EmaConfig
+from learner.config import EmaConfig
 from protocol.messages import WeightsRef, WeightVersion
 from weights.snapshot import write_snapshot
 from weights.staged_weights import Weight, tensor_of

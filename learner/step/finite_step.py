@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from learner.batch.packing import TrainItem, UnreadableScores
+from learner.batch import TrainItem, UnreadableScores
 from learner.reports.step_metrics import StepMetrics
 from learner.step.train_step import NonFiniteError, Trainer
 

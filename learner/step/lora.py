@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from learner.step.lora_config import LoraConfig
+from learner.config import LoraConfig
 from weights.staged_weights import Merged
 
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"

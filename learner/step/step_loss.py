@@ -2,7 +2,7 @@
 
     z     the student's logits, C positions at a time
     s     log-prob of the sampled token     -> slope = d loss / d s       learner.objectives.losses
-    D_m   between softmax(z) and teacher m  -> its gradient by z          learner.objectives.head_divergence
+    D_m   between softmax(z) and teacher m  -> its gradient by z          learner.objectives.distributions
 
     loss  = sum_t slope_t * s_t + sum_m weight_mt * D_mt       dz = slope (onehot - softmax(z)) + sum_m weight_m dD_m/dz
 
@@ -25,12 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.batch.packing import Microbatch, TrainItem, UnreadableScores
-from learner.batch.top_k import TopKError, TopRows, read_payloads
+from learner.batch import Microbatch, TopKError, TopRows, TrainItem, UnreadableScores, read_payloads
 from learner.objectives.config import ObjectiveConfig
-from learner.objectives.distributions import Bucketed, DistributionFn
-from learner.objectives.draws import uniforms
-from learner.objectives.head_divergence import TopKTeacher
+from learner.objectives.distributions import Bucketed, DistributionFn, TopKTeacher, uniforms
 from learner.objectives.importance import TOKEN_LOCAL, context_weights
 from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
 from learner.objectives.options import Distributions, MultiSample
@@ -137,7 +134,7 @@ class BetweenDistributions:
         weight_N = inputs.share_N.double() / divisor
         if self.needs_logprobs and student_N is not None:
             weight_N = weight_N * context_weights(inputs.ratios(student_N), self.options.context_cap).double()
-        teachers = [_teacher(rows, self.vocab_tokens, device) for rows in microbatch.top]
+        teachers = [TopKTeacher.of(rows, self.vocab_tokens, device) for rows in microbatch.top]
         uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
         # Where rows begin and end is worked out on the host: asking a GPU would make it wait, chunk by chunk.
         places_M = [np.flatnonzero(routed_N) for routed_N in microbatch.routed_MN]
@@ -270,11 +267,3 @@ class _Chunks:
         self.terms.append(replace(terms, divergence_N=divergence_C))
         self.entropies.append(entropy_C1.squeeze(1))
         return loss_C, grad_CV
-
-
-def _teacher(rows: TopRows, vocab_tokens: int, device: torch.device) -> TopKTeacher:
-    """Checked before it goes to the device. Raises ValueError."""
-    arrays = (rows.ids_RK, rows.logprobs_RK, rows.tail_R, rows.counts_R)
-    teacher = TopKTeacher(*(torch.from_numpy(np.require(array, requirements="W")) for array in arrays))
-    teacher.check(len(rows.counts_R), vocab_tokens)
-    return teacher.to(device)

@@ -26,17 +26,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import BatchError, EmptyBatchError, Microbatch, TrainItem, pack
+from learner.batch import BatchError, EmptyBatchError, Microbatch, TrainItem, pack
 from learner.config import LearnerConfig
 from learner.objectives.batch_terms import batch_terms
 from learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
-from learner.step.batch_part import BatchPart
-from learner.step.critic import batch_values, make_critic, value_metrics
-from learner.step.nonfinite import NonFiniteError
+from learner.step.critic import make_critic, value_metrics
+from learner.step.forward import (
+    N_FIGURES,
+    BatchPart,
+    NonFiniteError,
+    PassLeft,
+    StepPass,
+    batch_values,
+    predictor_states,
+)
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
 from learner.step.step_loss import make_step_loss
-from learner.step.step_pass import N_FIGURES, PassLeft, StepPass
-from learner.step.student_pass import predictor_states
 from models.loading import resolve_dtype
 from models.logprobs import lm_head
 from models.transfer import read, upload

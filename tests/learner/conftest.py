@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from learner.batch.packing import TrainItem, train_items
+from learner.batch import TrainItem, train_items
 from models import packed
 from protocol.messages import BatchItem
 

@@ -26,13 +26,12 @@ from buffer.config import BufferConfig
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import Evaluation, render_eval_set
-from learner.inbox import RunStopped
+from learner.inbox import RunStopped, StopAsked, StopRequest
 from learner.loop import LearnerLoop, LearnerStalled
 from learner.prompts.config import TaskConfig
 from learner.prompts.tasks import TaskStream, load_prompts
 from learner.reports.metrics import MetricsWriter, read_metrics
 from learner.step.train_step import Trainer
-from learner.stopping import StopAsked, StopRequest
 from protocol import messages as m
 from protocol.client import Client
 from tests.patience import PATIENCE_S

@@ -14,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from actors.config import ActorConfig
 from engines.config import ServerConfig
 from launch.config.run import ModelsConfig, RunConfig
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, LoraConfig
 from learner.prompts.config import TaskConfig
 from learner.step.lora import Adapters
-from learner.step.lora_config import LoraConfig
 from learner.worker import main
 from models.loading import load_causal_lm, save_hf
 from protocol.context import ExitCode, RoleContext

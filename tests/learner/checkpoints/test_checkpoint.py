@@ -31,12 +31,11 @@ from transformers import (
 )
 
 from launch.checks.preflight import find_model
-from learner.batch.packing import TrainItem
+from learner.batch import TrainItem
 from learner.checkpoints import checkpoint
 from learner.checkpoints import files as checkpoint_files
-from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
+from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, restore_rng, save_checkpoint
 from learner.checkpoints.files import CheckpointError, NoneUsable, damaged, go_on_from, latest, newest, prune
-from learner.checkpoints.rng import capture_rng, restore_rng
 from learner.config import LearnerConfig
 from learner.step.train_step import Trainer
 from models.loading import load_causal_lm

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.distributions import Bucketed, log_tail, multi_sample
-from learner.objectives.head_divergence import TopKTeacher
+from learner.objectives.distributions import Bucketed, TopKTeacher, log_tail, multi_sample
 from learner.objectives.options import MultiSample
 
 V = 7

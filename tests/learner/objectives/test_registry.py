@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from launch.config.tree import build
 from launch.errors import ConfigError
-from learner.batch.packing import TrainItem
+from learner.batch import TrainItem
 from learner.objectives.config import ObjectiveConfig
 from learner.objectives.losses import make_objective
 from learner.objectives.options import Jsd

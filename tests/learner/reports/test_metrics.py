@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from learner.evaluation.evaluation import EvalSample, EvaluationResult
 from learner.evaluation.figures import TagFigures
+from learner.reports.figures import TokenRates
 from learner.reports.metrics import MetricsWriter, newest_epoch, read_metrics
-from learner.reports.rates import TokenRates
 from learner.reports.wait_clock import WaitClock, WaitReport
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 from tests.full_disk import fill, small_disk

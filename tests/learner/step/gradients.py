@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from learner.batch.packing import TrainItem
+from learner.batch import TrainItem
 from learner.step.train_step import Trainer
 
 

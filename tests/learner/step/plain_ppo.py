@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import TrainItem
+from learner.batch import TrainItem
 from learner.config import LearnerConfig
 from learner.objectives.options import Clipped, Decoupled, TokenAdvantage
 from models.logprobs import lm_head

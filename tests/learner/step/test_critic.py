@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import BatchError, TrainItem
-from learner.config import LearnerConfig
+from learner.batch import BatchError, TrainItem
+from learner.config import LearnerConfig, LoraConfig
 from learner.objectives.options import TokenAdvantage, ValueConfig
 from learner.step.critic import CriticStateError, ValueCritic
 from learner.step.finite_step import finite_step
 from learner.step.lora import Adapters
-from learner.step.lora_config import LoraConfig
 from learner.step.train_step import NonFiniteError, Trainer
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import TrainItem, train_items
+from learner.batch import TrainItem, train_items
 from learner.objectives.options import TokenAdvantage
-from learner.step import critic, train_step
+from learner.step import forward, train_step
 from learner.step.train_step import Trainer
 from models import transfer
 from protocol.messages import TopKPiece
@@ -69,7 +69,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(tensor)
         return torch.ones(tensor.shape, dtype=tensor.dtype)
 
-    for module in (train_step, critic):
+    for module in (train_step, forward):
         monkeypatch.setattr(module, "read", read)
     # Its fused kernel does not know this device.
     made = torch.optim.AdamW

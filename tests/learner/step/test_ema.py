@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from learner.config import EmaConfig
 from learner.step.ema import StudentEma
-from learner.step.ema_config import EmaConfig
 from protocol.messages import WeightsRef, WeightVersion
 from weights.snapshot import read_snapshot, snapshots
 from weights.staged_weights import Merged

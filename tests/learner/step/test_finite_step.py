@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch.packing import EmptyBatchError, TrainItem
+from learner.batch import EmptyBatchError, TrainItem
 from learner.step.finite_step import finite_step
 from learner.step.train_step import Trainer
 from tests.learner.settings import learner_config

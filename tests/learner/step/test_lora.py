@@ -14,12 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from learner import export
-from learner.batch.packing import TrainItem
-from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
-from learner.checkpoints.rng import capture_rng
-from learner.config import LearnerConfig
+from learner.batch import TrainItem
+from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
+from learner.config import LearnerConfig, LoraConfig
 from learner.step.lora import Adapters, LoraError
-from learner.step.lora_config import LoraConfig
 from learner.step.train_step import Trainer
 from models.loading import load_causal_lm, save_hf
 from models.logprobs import lm_head

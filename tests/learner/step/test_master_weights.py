@@ -14,9 +14,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from learner.batch.packing import TrainItem
-from learner.checkpoints.checkpoint import LearnerState, load_checkpoint, save_checkpoint
-from learner.checkpoints.rng import capture_rng
+from learner.batch import TrainItem
+from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig
 from learner.step.train_step import Trainer
 from models.loading import load_causal_lm, resolve_dtype

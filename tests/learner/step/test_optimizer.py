@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch.packing import TrainItem
+from learner.batch import TrainItem
 from learner.config import LearnerConfig
 from learner.step.optimizer import learning_rate, make_adamw
 from learner.step.train_step import Trainer

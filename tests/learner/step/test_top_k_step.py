@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import TrainItem, UnreadableScores, train_items
+from learner.batch import TrainItem, UnreadableScores, train_items
 from learner.config import LearnerConfig
+from learner.objectives.config import OfflineConfig
 from learner.objectives.options import Capped, Distributions, Jsd, Mixed
 from learner.objectives.registry import DIVERGENCE
-from learner.offline.config import OfflineConfig
 from learner.prompts.config import TaskConfig
 from learner.step.finite_step import finite_step
 from learner.step.train_step import Trainer

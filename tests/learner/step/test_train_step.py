@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import BatchError, EmptyBatchError, TrainItem
+from learner.batch import BatchError, EmptyBatchError, TrainItem
 from learner.config import LearnerConfig
 from learner.objectives.options import Capped
-from learner.step.frozen import FrozenTrainer
+from learner.step.make_trainer import FrozenTrainer
 from learner.step.train_step import NonFiniteError, Trainer
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import BatchError, TrainItem
+from learner.batch import BatchError, TrainItem
 from learner.config import LearnerConfig
 from learner.prompts.config import TaskConfig
 from learner.step.train_step import Trainer

@@ -19,8 +19,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from learner.batch.packing import TrainItem, train_items
-from learner.offline.config import OfflineConfig
+from learner.batch import TrainItem, train_items
+from learner.objectives.config import OfflineConfig
 from recording.format import RecordError, Rollout
 from recording.reader import Recording
 

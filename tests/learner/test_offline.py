@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.packing import TrainItem
+from learner.batch import TrainItem
 from learner.config import LearnerConfig
+from learner.objectives.config import OfflineConfig
 from learner.objectives.options import Capped, Distributions, Sampled
-from learner.offline.config import OfflineConfig
-from learner.offline.mix import OfflineMixer, open_mixer
+from learner.offline import OfflineMixer, open_mixer
 from learner.step.train_step import NonFiniteError, Trainer
 from protocol.settings import Member
 from recording.format import RecordError, Rollout

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from learner.evaluation.evaluation import Evaluation, render_eval_set
 from learner.prompts.config import TaskConfig
-from learner.prompts.privileged import teacher_prompt
 from learner.prompts.records import PromptRecord
+from learner.prompts.rendering import teacher_prompt
 from learner.prompts.tasks import TaskStream, load_prompts
 from models.tokenizer import TokenizerError, render_prompt
 from protocol.messages import WeightVersion

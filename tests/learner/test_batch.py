@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.batch.packing import BatchError, EmptyBatchError, PackedBatch, TrainItem, pack, train_items
+from learner.batch import BatchError, EmptyBatchError, PackedBatch, TrainItem, pack, train_items
 
 Make = Callable[..., TrainItem]
 

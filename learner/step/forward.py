@@ -1,0 +1,216 @@
+"""One packed forward pass of the student over a microbatch: the hidden states that its trained tokens are predicted
+from, and the head as products take it.
+
+Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V rows of the head.
+
+Numbers that are not finite, traced to the rollouts they came from.
+
+Items of a batch that one loss is for, and what that loss is told of the tokens of each of their microbatches.
+
+Legend: N trained tokens (of a microbatch where one is given, else of the part, in the order of its items).
+
+What the forward pass of one microbatch leaves for the step: its loss, its figures, and what of it is not finite.
+
+Nothing here is read from the device one by one: `figures` stay there, and a step reads those of all its microbatches in
+one transfer. Only when that says that a number is not finite are the tokens looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch import BatchError, Microbatch, PackedBatch, TrainItem, pack
+from learner.objectives.advantages import ValueTargets
+from learner.objectives.batch_terms import BatchTerms, coefficients
+from learner.objectives.losses import TokenInputs
+from learner.reports.step_metrics import SUMS, StepSums
+from learner.step.critic import Critic, ValueTerms
+from learner.step.step_loss import MicrobatchTerms, StepLoss
+from models.logprobs import LmHead, lm_head
+from models.packed import packed_hidden
+from models.precision import products
+from models.transfer import read, upload
+
+
+class States(NamedTuple):
+    head: LmHead
+    """In bfloat16 where products are."""
+    hidden_NH: Tensor
+    """For a product with `head`."""
+    exact_NH: Tensor
+    """The same, not rounded to the dtype of products."""
+
+
+def predictor_states(model: PreTrainedModel, microbatch: Microbatch, *, bfloat16: bool) -> States:
+    """`bfloat16`: of matrix products; parameters stay as they are. Differentiable unless gradients are off."""
+    head = lm_head(model)
+    device = head.weight_VH.device
+    with products(device.type, bfloat16=bfloat16):
+        hidden_TH = packed_hidden(model, upload(microbatch.ids_T, device), microbatch.lengths)
+    exact_NH = hidden_TH.index_select(0, upload(microbatch.predictor_N, device))
+    if not bfloat16:
+        return States(head, exact_NH, exact_NH)
+    bias_V = None if head.bias_V is None else head.bias_V.bfloat16()
+    head = LmHead(head.weight_VH.bfloat16(), bias_V, head.scale, head.softcap)
+    return States(head, exact_NH.bfloat16(), exact_NH)
+
+
+class NonFiniteError(BatchError):
+    """The forward or backward pass gave NaN or infinity. `rollout_ids` are those that do so by themselves; empty when
+    only their sum does. The update did not happen."""
+
+
+def refuse_nonfinite(
+    value_N: Tensor, microbatch: Microbatch, items: Sequence[TrainItem], *, update: str, what: str
+) -> None:
+    """Raises NonFiniteError naming the rollouts. `update`: which it is; `what` the values are."""
+    finite_N = torch.isfinite(value_N)
+    if bool(finite_N.all()):
+        return
+    wrong = np.unique(microbatch.item_N[~finite_N.cpu().numpy()])
+    culprits = [items[int(i)].item.rollout_id for i in wrong]
+    raise NonFiniteError(
+        f"{update}: the {what} of {int((~finite_N).sum())} tokens is not finite, in the rollouts {culprits}; it was "
+        "not made (weights that have diverged give this for every rollout)",
+        culprits,
+    )
+
+
+@dataclass
+class BatchPart:
+    """One update after the other is made of it."""
+
+    items: Sequence[TrainItem]
+    batch: PackedBatch
+    whole: BatchTerms
+    """Of the whole batch, as these items see it."""
+    loss: StepLoss
+    proximal_N: Tensor | None = None
+    """The student's log-probs at the first update; None until it is made, and where there is only one."""
+
+    def inputs(self, microbatch: Microbatch, device: torch.device) -> TokenInputs:
+        whole, item_N = self.whole, upload(microbatch.item_N, device)
+        token_N = torch.from_numpy(microbatch.token_N)
+        return TokenInputs(
+            behaviour_N=upload(microbatch.behaviour_N, device),
+            teacher_MN=upload(microbatch.teacher_MN, device),
+            routed_MN=upload(microbatch.routed_MN, device),
+            coef_M=upload(coefficients(self.batch.teachers, self.loss.objective), device),
+            reward_advantage_N=upload(whole.reward_advantage_N[token_N], device),
+            share_N=upload(whole.share_R, device)[item_N],
+            sequence_N=item_N,
+            n_sequences=len(whole.share_R),
+            cost_scale_N=upload(whole.cost_scale_R, device)[item_N],
+            proximal_N=None if self.proximal_N is None else self.proximal_N[upload(token_N, device)],
+        )
+
+    def values(self, microbatch: Microbatch) -> ValueTargets | None:
+        """None: no value function is trained."""
+        return None if self.whole.values is None else self.whole.values.at(torch.from_numpy(microbatch.token_N))
+
+    def keep_proximal(self, student_N: Sequence[Tensor]) -> None:
+        """`student_N`: log-probs, one tensor per microbatch."""
+        token_N = torch.cat([torch.from_numpy(microbatch.token_N) for microbatch in self.batch.microbatches])
+        joined_N = torch.cat(list(student_N))
+        self.proximal_N = torch.empty_like(joined_N)
+        self.proximal_N[upload(token_N, joined_N.device)] = joined_N
+
+    def alone(self, index: int, pack_tokens: int) -> BatchPart:
+        """Item `index` by itself, with its share of the batch."""
+        begins, ends = (int(self.whole.tokens_R[:r].sum()) for r in (index, index + 1))
+        item = self.items[index]
+        proximal_N = None if self.proximal_N is None else self.proximal_N[begins:ends]
+        return BatchPart([item], pack([item], pack_tokens), self.whole.of(index), self.loss, proximal_N)
+
+
+N_FIGURES: Final = len(SUMS) + 2
+"""Sums for the metrics, and at the end whether the student's log-probs and the loss are finite (1.0)."""
+
+
+class StepPass(NamedTuple):
+    inputs: TokenInputs
+    student: MicrobatchTerms
+    value: ValueTerms
+
+    @property
+    def loss(self) -> Tensor:
+        """With its gradient: the student's and the value function's."""
+        return self.student.loss + self.value.loss
+
+    def left(self, microbatch: Microbatch) -> PassLeft:
+        """Without the graph of the forward pass."""
+        terms = self.student.terms
+        graded_N = self.inputs.routed_MN.any(dim=0)
+        ratio_N = (terms.student_N - self.inputs.behaviour_N).double().exp()
+        sums = {
+            "loss": self.student.loss.detach(),
+            "divergence": terms.divergence_N.double().sum(),
+            "reverse_kl": terms.reverse_kl_N.double().sum(),
+            "graded": graded_N.double().sum(),
+            "ratio": ratio_N.sum(),
+            "ratio_squared": ratio_N.square().sum(),
+            "cut": terms.cut_N.double().sum(),
+            "weight": terms.weights_N.double().sum(),
+            "entropy": self.student.entropy_N.double().sum(),
+            "logprob": terms.student_N.double().sum(),
+            "advantage": terms.advantage_N.double().sum(),
+            "value_error": self.value.error_N.double().sum(),
+            "ratio_max": ratio_N.max(),
+        }
+        finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
+        figures = torch.stack([one.double() for one in (*(sums[name] for name in SUMS), *finite)])
+        per_token_N = terms.slope_N * terms.student_N + terms.divergence_N
+        return PassLeft(microbatch, figures, terms.student_N, per_token_N, self.value.error_N)
+
+
+class PassLeft(NamedTuple):
+    """All on the device."""
+
+    microbatch: Microbatch
+    figures: Tensor
+    """[N_FIGURES] float64."""
+    student_N: Tensor
+    per_token_N: Tensor
+    """What the student's loss is made of."""
+    value_error_N: Tensor
+
+    def sums(self, figures: Sequence[float], items: Sequence[TrainItem], *, update: str) -> StepSums:
+        """`figures`: as read. Raises NonFiniteError naming the rollouts; `update`: which it is."""
+        *sums, finite_logprobs, finite_loss = figures
+        if not finite_logprobs:
+            self._refuse(self.student_N, items, update, "student log-prob")
+        if not finite_loss:
+            self._refuse(self.per_token_N, items, update, "loss")
+            self._refuse(self.value_error_N, items, update, "value loss")
+            raise NonFiniteError(f"{update}: the sum of the losses overflows; it was not made")
+        return StepSums(tokens=len(self.student_N), **dict(zip(SUMS, sums, strict=True)))
+
+    def _refuse(self, value_N: Tensor, items: Sequence[TrainItem], update: str, what: str) -> None:
+        refuse_nonfinite(value_N, self.microbatch, items, update=update, what=what)
+
+
+def batch_values(
+    critic: Critic,
+    states_of: Callable[[Microbatch], Tensor],
+    batch: PackedBatch,
+    items: Sequence[TrainItem],
+    *,
+    update: str,
+) -> Tensor:
+    """Of every trained token of the batch, in the order of its items, [N] float64 on the CPU: one forward pass without
+    gradient and without the head's products, about a third of what a training pass takes in the layers. Raises
+    NonFiniteError: one value that is no number would be in the advantage of every token."""
+    value_N = torch.empty(batch.n_trained, dtype=torch.float64)
+    with torch.no_grad():
+        made = [critic.values(states_of(microbatch)) for microbatch in batch.microbatches]
+    for microbatch, own_N in zip(batch.microbatches, read(torch.cat(made)).split(list(map(len, made))), strict=True):
+        refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
+        value_N[torch.from_numpy(microbatch.token_N)] = own_N.double()
+    return value_N

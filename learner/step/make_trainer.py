@@ -1,0 +1,109 @@
+"""A trainer that trains nothing: the steps of a run whose student only writes (python -m launch.write).
+
+The student and what trains it, from the configuration: all weights, adapters, or nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from learner.batch import EmptyBatchError, TrainItem
+from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError
+from learner.config import LearnerConfig
+from learner.reports.step_metrics import StepMetrics, StepSums
+from learner.step.train_step import Trainer
+from models.loading import load_causal_lm, resolve_device, resolve_dtype
+from models.precision import turn_tf32_off
+
+
+class FrozenTrainer(Trainer):
+    """Weights stay as they are: no forward pass, no gradient. The clock goes on, and so does the run."""
+
+    def step(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
+        """Figures as of a student that is the policy which sampled: s = mu. The entropy is estimated by -mu.
+
+        Raises EmptyBatchError and BatchError as a step does."""
+        started_s = time.perf_counter()
+        self._check_ids([*items, *offline])
+        sums = StepSums.zero()
+        for train_item in items:
+            sums = sums.plus(_sums(train_item))
+        if not sums.tokens:
+            raise EmptyBatchError(f"none of the {len(items)} items has a token to train; expected at least one")
+        self.steps_done += 1
+        return StepMetrics.of(
+            sums,
+            lr=0.0,
+            grad_norm=0.0,
+            items=len(items),
+            items_idle=sum(train_item.n_trained == 0 for train_item in items),
+            items_unrewarded=sum(t.n_trained > 0 and t.item.reward is None for t in items),
+            microbatches=0,
+            input_tokens=0,
+            step_s=time.perf_counter() - started_s,
+        )
+
+
+def _sums(train_item: TrainItem) -> StepSums:
+    n = train_item.n_trained
+    mu_N = train_item.behaviour_L[train_item.train_mask_L].astype(np.float64)
+    q_MN = train_item.teacher_ML[:, train_item.train_mask_L].astype(np.float64)
+    return StepSums(
+        tokens=n,
+        loss=0.0,
+        divergence=0.0,
+        reverse_kl=float((mu_N - q_MN).sum()),
+        graded=float(n if len(q_MN) else 0),
+        ratio=float(n),
+        ratio_squared=float(n),
+        cut=0.0,
+        weight=float(n),
+        entropy=-float(mu_N.sum()),
+        logprob=float(mu_N.sum()),
+        advantage=0.0,
+        value_error=0.0,
+        ratio_max=1.0,
+    )
+
+
+log = logging.getLogger(__name__)
+
+
+def make_trainer(
+    student: str,
+    learner: LearnerConfig,
+    *,
+    steps: int,
+    vocab_tokens: int,
+    seed: int,
+    checkpoint: Path | None = None,
+) -> Trainer:
+    """The student as given, or as the checkpoint has it. With adapters the student is as given in any case. Raises
+    CheckpointError for a checkpoint of the other kind, and what loading raises."""
+    lora = learner.lora
+    if checkpoint is not None and (checkpoint / ADAPTER_CONFIG).is_file() != (lora.rank > 0):
+        holds = "all weights" if lora.rank else "adapters"
+        raise CheckpointError(
+            f"{checkpoint} holds {holds}, but learner.lora.rank is {lora.rank}; a run goes on with the kind of weights "
+            "that it was started with"
+        )
+    source = str(checkpoint) if checkpoint is not None and not lora.rank else student
+    device = resolve_device(learner.device)
+    turn_tf32_off(device)
+    log.info("the student is on %s, its products in %s", device, resolve_dtype(learner.dtype, device))
+    model = load_causal_lm(source, device=device, dtype="float32", attention="packed", train=True)
+    kind = FrozenTrainer if learner.frozen else Trainer
+    if not lora.rank:
+        return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed)
+    from learner.step.lora import Adapters
+
+    adapters = Adapters(model, lora, base=student)
+    if checkpoint is not None:
+        adapters.load(checkpoint)
+    log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
+    return kind(model, learner, total_steps=steps, adapters=adapters, vocab_tokens=vocab_tokens, seed=seed)
