@@ -39,7 +39,7 @@ class ActorConfig(WorkerSettings, frozen=True, kw_only=True):
     torch: EngineConfig = msgspec.field(default_factory=EngineConfig)
     """Settings of the embedded engine."""
     sglang: SGLangConfig = msgspec.field(default_factory=SGLangConfig)
-    """How an actor talks to its SGLang server."""
+    """The actor's connection to its SGLang server."""
     segment_tokens: PositiveInt = 256
     """Tokens per segment sent to the buffer (the first one holds the whole prompt as well). Smaller: teachers start
     earlier; larger: fewer messages, and a teacher without a prefix cache reads fewer prefixes again."""

@@ -1,10 +1,10 @@
-"""Environments run here, each episode on a thread of its own (actors.env_thread): no environment holds up decoding or
+"""Runs environments, each episode on its own thread (actors.env_thread), so that no environment delays decoding or
 another rollout, whether it awaits, blocks or never returns.
 
 The actor's main loop opens an episode under a key, submits one call at a time, later takes its outcome, and finishes
-the episode, which closes its environment. Every call has a deadline. Where one passes it and its thread does not come
-back, the rollout fails all the same; the thread is left behind and counted. With too many of those the actor ends:
-only the end of the process gets rid of them.
+the episode, which closes its environment. Every call has a deadline. When a call passes it and its thread does not
+return, the rollout fails anyway, and the thread is abandoned and counted as stuck. Too many stuck threads end the
+actor, because only the end of the process can remove them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from actors.env_thread import EnvCall, EnvironmentTimeout, EnvThread, Outcome
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 5.0
-"""How long all environments together may take to close at the end."""
+"""Longest time for all environments together to close at the end."""
 GRACE_S: Final = 1.0
-"""How long after its deadline a call may still be ended by its own event loop, before its thread counts as stuck."""
+"""Time after its deadline in which a call may still be ended by its own event loop, before its thread counts as
+stuck."""
 LOOK_EVERY_S: Final = 0.1
-"""How often deadlines are looked at."""
+"""Interval between two checks of the deadlines."""
 FILES_PER_THREAD: Final = 4
 """An event loop takes three; one more for what the environment opens."""
 
@@ -33,24 +34,24 @@ Method = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class TooManyStuck(RuntimeError):
-    """Threads of environments do not come back; the message says where one of them is."""
+    """Too many environment threads do not return; the message says where one of them is."""
 
 
 class EnvRunner:
-    """Owns the threads. Nothing starts before the first `open`, so that a process may be forked before."""
+    """Owns the threads. Starts none before the first `open`, so that the process may still be forked until then."""
 
     def __init__(self, max_threads: int, on_outcome: Callable[[], None] = lambda: None) -> None:
-        """At most `max_threads` at once, those of episodes that close included; half of them may be stuck. `on_outcome`
-        is called, from another thread, whenever there is something to take."""
+        """Allows `max_threads` threads at once, including those of closing episodes; half of them may be stuck.
+        `on_outcome` is called from another thread whenever there is something to take."""
         self._max_threads = max_threads
         self._on_outcome = on_outcome
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._open: dict[str, tuple[EnvThread, Method, float]] = {}
-        """By key: thread, closing method and its deadline."""
+        """By key: thread, closing method and its timeout."""
         self._leaving: list[EnvThread] = []
-        """Of episodes that are finished: their environments close."""
+        """Threads of finished episodes, whose environments are closing."""
         self._stuck: list[EnvThread] = []
-        """Of both: those that passed a deadline and have not come back."""
+        """Threads of both kinds that passed a deadline and have not returned."""
         self._pending = 0
         self._look_s = 0.0
         self.counts = {"environment_threads_stuck_total": 0.0, "environment_close_errors_total": 0.0}
@@ -63,23 +64,23 @@ class EnvRunner:
 
     @property
     def threads(self) -> int:
-        """That there are."""
+        """Number of live threads."""
         self._leaving = [thread for thread in self._leaving if thread.alive]
         return len(self._open) + len(self._leaving)
 
     @property
     def stuck(self) -> int:
-        """Threads that passed a deadline and have not come back."""
+        """Number of threads that passed a deadline and have not returned."""
         self._stuck = [thread for thread in self._stuck if thread.inside]
         return len(self._stuck)
 
     @property
     def has_room(self) -> bool:
-        """May an episode be opened?"""
+        """True when another episode may be opened."""
         return self.threads < self._max_threads
 
     def allow_files(self) -> None:
-        """Raise this process's own limit of open files, as far as the system lets it, to what the threads may need."""
+        """Raise this process's limit of open files to what the threads may need, as far as the system allows."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = soft + FILES_PER_THREAD * self._max_threads
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -87,9 +88,9 @@ class EnvRunner:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
     def open(self, key: str, close: Method, timeout_s: float) -> None:
-        """Begin an episode; `close` is called at its end, whatever happened, and may take `timeout_s`.
+        """Begin an episode. `close` is always called at its end, and may take `timeout_s`.
 
-        Raises OSError or RuntimeError where the machine has no more threads."""
+        Raises OSError or RuntimeError when the system gives no more threads."""
         self._open[key] = (EnvThread(key), close, timeout_s)
 
     def submit(self, key: str, what: str, method: Method, timeout_s: float) -> None:
@@ -98,14 +99,14 @@ class EnvRunner:
         self._open[key][0].submit(EnvCall(key, what, method, timeout_s, self._put))
 
     def finish(self, key: str) -> None:
-        """End an episode: what runs is cancelled, and the environment closed. The outcome of a cancelled call is
-        still to be taken."""
+        """End an episode: cancel the running call and close the environment. The outcome of a cancelled call must still
+        be taken."""
         thread, close, timeout_s = self._open.pop(key)
         self._leaving.append(thread)
         thread.finish(EnvCall(key, "close", close, timeout_s, self._closed))
 
     def take(self, timeout_s: float = 0.0) -> list[Outcome]:
-        """Outcomes that are there, waiting up to `timeout_s` for the first. Raises TooManyStuck."""
+        """Available outcomes, after waiting up to `timeout_s` for the first. Raises TooManyStuck."""
         if time.monotonic() >= self._look_s:
             self._give_up_overdue()
         taken: list[Outcome] = []
@@ -121,7 +122,7 @@ class EnvRunner:
         return taken
 
     def close(self) -> None:
-        """Close all environments and join their threads; idempotent. Those that are stuck are left to the process."""
+        """Close all environments and join their threads, except stuck ones, which end with the process. Idempotent."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for key in list(self._open):
             self.finish(key)
@@ -129,10 +130,10 @@ class EnvRunner:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if self.threads:
             keys = ", ".join(f"{each.key} ({each.where()})" for each in self._leaving[:5])
-            log.warning("%d threads of environments have not come back; the first: %s", self.threads, keys)
+            log.warning("%d environment threads have not returned; the first: %s", self.threads, keys)
 
     def _give_up_overdue(self) -> None:
-        """Settle calls that are past their deadline and whose thread does nothing about it."""
+        """Settle overdue calls whose own event loop did not end them."""
         now_s = time.monotonic()
         self._look_s = now_s + LOOK_EVERY_S
         where = ""
@@ -141,7 +142,7 @@ class EnvRunner:
             if call is None or call.settled or now_s <= call.deadline_s + GRACE_S:
                 continue
             where = thread.where() or "a place that cannot be seen"
-            log.warning("rollout %s: its environment does not come back; it is in\n%s", thread.key, thread.stack())
+            log.warning("rollout %s: its environment does not return; it is in\n%s", thread.key, thread.stack())
             blocks = f"{call.what} has blocked its thread for {call.timeout_s:g} s, at {where}"
             call.settle(None, EnvironmentTimeout(blocks))
             thread.interrupt()
@@ -150,8 +151,8 @@ class EnvRunner:
                 self.counts["environment_threads_stuck_total"] += 1
         if where and self.stuck > self._max_threads // 2:
             raise TooManyStuck(
-                f"{self.stuck} threads of environments do not come back, expected at most {self._max_threads // 2}; "
-                f"one is at {where}. Give what the environment waits for a timeout of its own, below step_timeout_s, "
+                f"{self.stuck} environment threads do not return, expected at most {self._max_threads // 2}; "
+                f"one is at {where}. Give the calls that the environment waits for a timeout below step_timeout_s, "
                 "or raise step_timeout_s (actor.environments)"
             )
 
@@ -160,7 +161,8 @@ class EnvRunner:
         self._on_outcome()
 
     def _closed(self, outcome: Outcome) -> None:
-        """From the episode's thread, as a rule. Spoils nothing any more, so that it is only counted and logged."""
+        """Usually called from the episode's thread. An error here no longer affects the rollout, so it is only
+        counted."""
         if outcome.error is not None:
             with self._count_lock:
                 self.counts["environment_close_errors_total"] += 1

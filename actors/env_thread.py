@@ -1,7 +1,7 @@
-"""One episode's thread, with an event loop of its own, on which the calls of its environment run one after the other.
+"""One episode's thread and event loop, on which the calls of its environment run one after the other.
 
-An environment may therefore block: only its own rollout waits. Python cannot end a thread from outside; `interrupt`
-raises an exception in it, which ends a loop that computes, and takes effect in a thread that sleeps when it wakes up.
+An environment may therefore block: only its own rollout waits. Python cannot end a thread from outside. `interrupt`
+raises an exception in it, which ends a computing loop at once and a sleeping thread when it wakes up.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, Final, NamedTuple
 
 log = logging.getLogger(__name__)
 TIDY_TIMEOUT_S: Final = 5.0
-"""How long tasks that an environment has left behind may take to end when they are cancelled."""
+"""Longest time for tasks that an environment left behind to end after they are cancelled."""
 _OURS: Final = str(Path(__file__).parent)
 
 
 class EnvironmentTimeout(Exception):
-    """An environment took longer than it may."""
+    """An environment exceeded its time limit."""
 
 
 class Outcome(NamedTuple):
-    """What became of one call."""
+    """The result of one call."""
 
     key: str
     result: Any
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 class EnvCall:
-    """One call of an environment. It is settled once: by its thread, or by who no longer waits for it."""
+    """One call of an environment. It is settled once: by its thread, or by the runner when it is overdue."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EnvCall:
         self._lock = threading.Lock()
 
     def settle(self, result: Any, error: Exception | None) -> None:
-        """The first time counts. From any thread."""
+        """Only the first settlement counts. Thread-safe."""
         with self._lock:
             if self.settled:
                 return
@@ -67,22 +67,22 @@ class EnvCall:
 
 
 class _Interrupted(BaseException):
-    """Raised in the thread from outside: nobody waits for it any more."""
+    """Raised in the thread from outside, when its result is no longer needed."""
 
 
 class EnvThread:
-    """Runs from its making until the call given to `finish` is over. All methods are for the thread that made it."""
+    """Runs until the call given to `finish` is over. All methods must be called from the creating thread."""
 
     def __init__(self, key: str) -> None:
-        """Raises OSError or RuntimeError where no thread or no event loop can be had."""
+        """Raises OSError or RuntimeError when the system gives no thread or event loop."""
         self.key = key
         self.newest: EnvCall | None = None
-        """The call submitted last."""
+        """The latest submitted call."""
         self._loop = asyncio.new_event_loop()
         self._calls: asyncio.Queue[EnvCall | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._inside = False
-        """A call has begun and not ended. Its end and an interruption exclude one another by `_guard`."""
+        """A call is running. `_guard` keeps its end and an interruption apart."""
         self._guard = threading.Lock()
         self._thread = threading.Thread(target=self._main, name=f"environment {key}", daemon=True)
         try:
@@ -97,23 +97,23 @@ class EnvThread:
 
     @property
     def inside(self) -> bool:
-        """The environment is at work."""
+        """True while the environment runs a call."""
         return self._inside and self.alive
 
     def submit(self, call: EnvCall) -> None:
         self.newest = call
-        self._tell(lambda: self._calls.put_nowait(call))
+        self._schedule(lambda: self._calls.put_nowait(call))
 
     def finish(self, close: EnvCall) -> None:
-        """Cancel what runs, then run `close`, then end."""
+        """Cancel the running call, run `close`, then end the thread."""
         self.newest = close
-        self._tell(lambda: self._finish(close))
+        self._schedule(lambda: self._finish(close))
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
     def where(self) -> str:
-        """What the environment does at this moment: `env.py:41 in step`; empty when that cannot be seen."""
+        """The line the environment is at, e.g. `env.py:41 in step`; empty when unknown."""
         frames = self._frames()
         ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
         if not ours:
@@ -122,26 +122,26 @@ class EnvThread:
         return f"{Path(at.filename).name}:{at.lineno} in {at.name}"
 
     def stack(self) -> str:
-        """The innermost lines of it, for a log."""
+        """The innermost stack frames, for a log."""
         return "".join(traceback.format_list(self._frames()[-8:]))
 
     def interrupt(self) -> None:
-        """Raise an exception in the environment's code, if it is at work."""
+        """Raise an exception in the environment's code, if it is running."""
         with self._guard:
             if self.inside and self._thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread.ident), ctypes.py_object(_Interrupted)
                 )
-        self._tell(lambda: None)  # so that a loop that waits takes notice
+        self._schedule(lambda: None)  # wakes an idle loop
 
     def _frames(self) -> traceback.StackSummary:
         frame = sys._current_frames().get(self._thread.ident or 0)  # pyright: ignore[reportPrivateUsage] - documented
         return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _schedule(self, what: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(what)
-        except RuntimeError:  # it has ended, and its loop with it
+        except RuntimeError:  # the loop has ended
             if self.newest is not None:
                 self.newest.settle(None, RuntimeError("the thread of the environment has ended"))
 
@@ -182,7 +182,7 @@ class EnvThread:
             self._inside = True
             async with limit:
                 result = await call.make()
-        except Exception as raised:  # a user's environment may raise anything; the rollout fails by that name
+        except Exception as raised:  # a user's environment may raise anything; its class is the reported error
             late = isinstance(raised, TimeoutError) and limit.expired()
             error = EnvironmentTimeout(f"{call.what} took longer than {call.timeout_s:g} s") if late else raised
         except BaseException as raised:  # a program of the student's may say exit(), a library may cancel itself
@@ -193,7 +193,7 @@ class EnvThread:
         call.settle(result, error)
 
     async def _tidy(self) -> None:
-        """End what the environment has left behind."""
+        """Cancel the tasks that the environment left behind."""
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in left:
             task.cancel()

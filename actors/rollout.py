@@ -1,10 +1,10 @@
-"""The books of one rollout: its tokens in order, who wrote each, under which weights, and what was sent. No I/O.
+"""One rollout's tokens in order: the author and weight version of each, and what was sent. No I/O.
 
     prompt | (environment) | sampled, sampled, .. | environment | sampled .. | finish
 
-`append_sampled` takes an engine's deltas, `append_environment` the tokens an environment adds; `take_segments` cuts off
-what is long enough to send, and after `finish` the rest. The loss mask is by provenance: 1 for a token that came in
-through `append_sampled`, 0 for any other; there is no other way in.
+`append_sampled` takes an engine's deltas, `append_environment` an environment's tokens; `take_segments` returns what is
+long enough to send, and after `finish` the rest. The loss mask records provenance: 1 for tokens from `append_sampled`,
+0 for all others.
 
 Shapes: n = tokens of the item at hand. Offsets are absolute within the rollout, half-open.
 """
@@ -35,8 +35,8 @@ class CutSegment(NamedTuple):
 class Rollout:
     """One rollout, from its ticket to its final segment.
 
-    A segment holds at most `segment_tokens` tokens; the first one holds the whole prompt besides. `max_context_tokens`
-    is the engine's context window. Raises ValueError for an empty prompt, or a bound below 1."""
+    A segment holds at most `segment_tokens` tokens; the first one also holds the whole prompt. `max_context_tokens` is
+    the engine's context window. Raises ValueError for an empty prompt, or a bound below 1."""
 
     def __init__(self, ticket: Ticket, prompt_ids: Int32s, *, segment_tokens: int, max_context_tokens: int) -> None:
         if prompt_ids.ndim != 1 or prompt_ids.size == 0:
@@ -49,7 +49,7 @@ class Rollout:
         self.n_prompt = int(prompt_ids.size)
         self.n_sampled = 0
         self.n_turns = 0
-        """Runs of sampled tokens with something of the environment in between."""
+        """Runs of sampled tokens, separated by the environment."""
         self.finish_reason: FinishReason | None = None
         self._reward: float | None = None
         self._segment_tokens = segment_tokens
@@ -100,7 +100,7 @@ class Rollout:
         return self.finish_reason is not None
 
     def next_request(self, stop_token_ids: Sequence[int]) -> GenerationRequest:
-        """Ask the engine to go on from here. Raises RuntimeError when nothing may be sampled any more."""
+        """The request to continue from here. Raises RuntimeError when nothing more may be sampled."""
         room = min(self.budget_left, self.context_left)
         if self.finished or room <= 0:
             raise RuntimeError(f"{self!r} cannot go on: {self.budget_left} of budget, {self.context_left} of context")
@@ -114,15 +114,15 @@ class Rollout:
         )
 
     def append_delta(self, delta: GenerationDelta) -> None:
-        """`append_sampled` of what an engine returned; a delta without tokens adds nothing."""
+        """Append an engine's delta; one without tokens adds nothing."""
         if delta.token_ids.size:
             self.append_sampled(delta.token_ids, delta.logprobs, delta.spans)
 
     def append_sampled(self, token_ids: Int32s, logprobs: Float32s, spans: Sequence[VersionSpan]) -> None:
-        """Add tokens the student wrote. `spans` are relative to the first of them and cover [0, n) in order.
+        """Add tokens that the student wrote. `spans` are relative to the first of them and cover [0, n) in order.
 
         Raises ValueError for arrays of different lengths, spans that do not cover them, or more tokens than the budget;
-        RuntimeError after `finish`. Nothing is added then."""
+        RuntimeError after `finish`. On an error nothing is added."""
         n = int(token_ids.size)
         if token_ids.shape != (n,) or logprobs.shape != (n,) or n == 0:
             raise ValueError(
@@ -144,22 +144,21 @@ class Rollout:
         self.n_sampled += n
 
     def append_environment(self, token_ids: Int32s) -> None:
-        """Add tokens [n] of the environment; n = 0 adds nothing, yet ends the student's turn. RuntimeError after
-        `finish`."""
+        """Add tokens [n] of the environment; n = 0 only ends the student's turn. Raises RuntimeError after `finish`."""
         self._append(token_ids, np.zeros(token_ids.size, dtype=np.float32), sampled=False)
         self._turn_start = None
 
     def finish(self, reason: FinishReason, reward: float | None = None) -> None:
-        """No token will follow. The final segment is there for `take_segments` now. RuntimeError the second time."""
+        """End the rollout; `take_segments` then returns the final segment. Raises RuntimeError the second time."""
         if self.finished:
             raise RuntimeError(f"{self!r} is finished already, got {reason!r}")
         self.finish_reason = reason
         self._reward = reward
 
     def take_segments(self) -> list[CutSegment]:
-        """Segments that are complete and were not taken before, oldest first.
+        """Complete segments that were not taken before, oldest first.
 
-        While the rollout runs its newest token is held back, so that the final segment always has one to carry."""
+        While the rollout runs, its newest token is held back, so that the final segment always has one."""
         cuts: list[CutSegment] = []
         while (end := self._next_cut()) is not None:
             cuts.append(self._cut(end))
@@ -205,7 +204,7 @@ class Rollout:
         return tuple(taken)
 
     def _add_span(self, span: VersionSpan) -> None:
-        """Merge with the former one where both touch and the version is the same."""
+        """Append, merging with an adjacent span of the same version."""
         if self._spans and self._spans[-1].version == span.version and self._spans[-1].end == span.start:
             span = VersionSpan(span.version, self._spans.pop().start, span.end)
         self._spans.append(span)

@@ -1,11 +1,11 @@
-"""The rollouts an actor has in hand, each in one of four phases, and the moves between them.
+"""The rollouts that an actor runs, and the transitions between their phases.
 
     ticket -> waiting --engine has min_version--> RESETTING --env.reset--> GENERATING <--> STEPPING
                                                                                |              |
                                                   gone <--finished, failed, cancelled---------+
 
-No socket in here: segments and failures are handed to `send`. The owner calls the methods from one thread; environment
-calls run on the EnvRunner's threads and come back through `take_environment_outcomes`."""
+No sockets: segments and failures go to `send`. The owner calls all methods from one thread; environment calls run on
+the EnvRunner's threads and come back through `take_environment_outcomes`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from actors.brake import Brake
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.env_thread import EnvironmentTimeout, Outcome
 from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
 from actors.envs.episode import Continuation, Episode
 from actors.envs.registry import LoadedEnvironment, load_environments
-from actors.failure import Failure, of_environment
+from actors.failures import Brake, Failure, of_environment
 from actors.rollout import Rollout
 from engines.base import GenerationDelta, GenerationEngine, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
@@ -37,15 +36,15 @@ from protocol.printable import in_one_line
 log = logging.getLogger(__name__)
 
 MAX_NAMES: Final = 64
-"""Names of numbers of the environment that are summed up one by one; later ones go under `other`."""
+"""Most names of environment numbers with a total of their own; further names share the total `other`."""
 MAX_NAME: Final = 64
-"""Characters of such a name."""
+"""Characters kept of such a name."""
 
 Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
 
 
 class Phase(enum.Enum):
-    """Who is at work on a rollout."""
+    """Phases of a rollout: each names what the rollout waits for."""
 
     RESETTING = "environment resets"
     GENERATING = "engine samples"
@@ -54,7 +53,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class Run:
-    """One rollout in hand."""
+    """One rollout under way."""
 
     rollout: Rollout
     episode: Episode
@@ -62,7 +61,7 @@ class Run:
     phase: Phase = Phase.RESETTING
     request_id: str = ""
     since_s: float = 0.0
-    """When the engine or the environment was asked for what is awaited now (monotonic)."""
+    """When the current request to the engine or the environment was made (monotonic)."""
 
 
 class RunningRollouts:
@@ -81,13 +80,13 @@ class RunningRollouts:
         send: Send,
     ) -> None:
         """`task_env`: the environment that the configured tasks name. It and those of `config` are imported here, and
-        no other is ever run. Raises what they raise."""
+        no other is ever run. Raises whatever an environment raises while it is imported."""
         self._engine = engine
         self._environments = environments
         self._tokenizer = tokenizer
         self._config = config
         self._known = load_environments(config.environments_of(task_env), tokenizer)
-        """By the name that a ticket may give."""
+        """By the name that a ticket gives."""
         self._stop_token_ids = stop_token_ids
         self._max_context_tokens = max_context_tokens
         self._send = send
@@ -114,16 +113,17 @@ class RunningRollouts:
         self._waiting.append((ticket, prompt_ids))
 
     def start_ready(self) -> None:
-        """Start, in order, the tickets whose weights are here; after failures none for a while."""
+        """Start waiting tickets in order, as far as their weights have arrived. After a failure nothing starts for a
+        while."""
         version = self._engine.version
         while self._waiting and self._waiting[0][0].min_version <= version and not self._brake.holds_s():
             if not self._environments.has_room:
-                return  # threads of environments that take long to close; those that are stuck have an end of their own
+                return  # environments are still closing; too many stuck ones raise TooManyStuck
             ticket, prompt_ids = self._waiting.popleft()
             known = self._known.get(ticket.env)
             if known is None:
-                told = f"the ticket names {in_one_line(ticket.env)!r}, expected one of {', '.join(self._known)}"
-                self._fail(ticket.rollout_id, Failure("env_unknown", told))
+                detail = f"the ticket names {in_one_line(ticket.env)!r}, expected one of {', '.join(self._known)}"
+                self._fail(ticket.rollout_id, Failure("env_unknown", detail))
                 continue
             try:
                 self._start(ticket, prompt_ids, known)
@@ -133,12 +133,12 @@ class RunningRollouts:
                 self._fail(ticket.rollout_id, of_environment(error))
 
     def ready_in_s(self) -> float:
-        """When waiting tickets may be tried again; infinite when nothing is put off."""
+        """Seconds until delayed tickets may start; infinite when none is delayed."""
         holds_s = self._brake.holds_s()
         return holds_s if self._waiting and holds_s else math.inf
 
     def _start(self, ticket: Ticket, prompt_ids: Int32s, known: LoadedEnvironment) -> None:
-        """Raises ValueError for a prompt that is none, OSError or RuntimeError where no thread can be had."""
+        """Raises ValueError for an unusable prompt, OSError or RuntimeError when the system gives no thread."""
         rollout = Rollout(
             ticket,
             prompt_ids,
@@ -159,7 +159,7 @@ class RunningRollouts:
         self._environments.submit(ticket.rollout_id, "reset", episode.start, timeout_s)
 
     def take_deltas(self, deltas: Sequence[GenerationDelta]) -> None:
-        """Book what the engine sampled; a finished turn goes to its environment."""
+        """Append sampled tokens to their rollouts; a finished turn goes to its environment."""
         for delta in deltas:
             rollout_id = self._by_request.get(delta.request_id)
             if rollout_id is None:
@@ -178,8 +178,8 @@ class RunningRollouts:
                     self._step(rollout_id, run, delta.finish_reason)
                 case reason:
                     del self._by_request[delta.request_id]
-                    told = in_one_line(delta.error or "no detail given")
-                    self._drop(rollout_id, Failure("engine_error" if reason == "error" else "engine_aborted", told))
+                    detail = in_one_line(delta.error or "no detail given")
+                    self._drop(rollout_id, Failure("engine_error" if reason == "error" else "engine_aborted", detail))
 
     def take_environment_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -190,10 +190,10 @@ class RunningRollouts:
             if outcome.error is not None:
                 self.counts["environment_errors_total"] += 1
                 late = isinstance(outcome.error, EnvironmentTimeout)
-                told = (
+                failure = (
                     Failure("env_timeout", in_one_line(str(outcome.error))) if late else of_environment(outcome.error)
                 )
-                self._drop(outcome.key, told)
+                self._drop(outcome.key, failure)
             elif run.phase is Phase.RESETTING:
                 self._append_and_generate(outcome.key, run, outcome.result)
             else:
@@ -212,12 +212,13 @@ class RunningRollouts:
         self._forget(rollout_id)
 
     def _book_time(self, seconds: str, calls: str, run: Run) -> None:
-        """Add up how long an answer took, queueing included, under these two totals."""
+        """Add the time of one answer, queueing included, to these two totals."""
         self.counts[seconds] += time.monotonic() - run.since_s
         self.counts[calls] += 1
 
     def _info_key(self, name: str) -> str:
-        """Where a number of an environment's is summed up: names are bounded, or they would fill the heartbeats."""
+        """The total for a number that an environment reports. Names are bounded because each is sent in every
+        heartbeat."""
         key = f"env_{name[:MAX_NAME]}_total"
         if key not in self._info_keys:
             if len(self._info_keys) >= MAX_NAMES:
@@ -254,7 +255,7 @@ class RunningRollouts:
             self.counts["segments_total"] += 1
 
     def cancel(self, rollout_id: str, reason: str) -> None:
-        """The buffer no longer wants it. Unknown ids are fine: it may just have ended."""
+        """Stop a rollout that the buffer no longer wants. Unknown ids are ignored: the rollout may just have ended."""
         if rollout_id in self._runs:
             log.info("rollout %s is cancelled: %s", rollout_id, reason)
             self._forget(rollout_id)
@@ -267,7 +268,8 @@ class RunningRollouts:
         self._fail(rollout_id, failure)
 
     def _fail(self, rollout_id: str, failure: Failure) -> None:
-        """Say it; raises TooManyFailures for the one that is too many, of which the buffer has been told too."""
+        """Report a failure to the buffer. Raises TooManyFailures, after the report, when it was the last one
+        allowed."""
         log.warning("rollout %s failed: %s", rollout_id, failure)
         self.counts["rollouts_failed_total"] += 1
         self._send(RolloutFailed(rollout_id, failure.reason, failure.error, failure.detail), ())

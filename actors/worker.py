@@ -1,4 +1,4 @@
-"""An actor: takes tickets, runs many rollouts at once on one engine, streams their segments.
+"""An actor: takes tickets, runs many rollouts at once on one engine, and streams their segments.
 
 The loops:
 
@@ -10,8 +10,9 @@ The loops:
                      engine, which swaps it in between two steps of the main thread.
     client           (protocol.client) the connection, resending, heartbeats.
 
-Credit: the buffer may have `max_concurrent_rollouts` rollouts here, those running included. Nothing here waits for an
-acknowledgement; a SIGKILL at any moment loses only what was not acknowledged, and the buffer issues the ticket again.
+Credit: the buffer may place up to `max_concurrent_rollouts` rollouts here, including those already running. Nothing
+here waits for an acknowledgement. A SIGKILL loses only what was not acknowledged, and the buffer issues the ticket
+again.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S: Final = 0.2
 """Longest wait for the buffer while nothing runs."""
 CREDIT_REPEAT_S: Final = 2.0
-"""A credit is repeated this often although nothing changed: it is not acknowledged one by one."""
+"""Interval at which an unchanged credit is sent again, because credits are not acknowledged."""
 REPORT_EVERY_S: Final = 0.25
-"""How often the figures of the next heartbeat are brought up to date."""
+"""Interval at which the gauges for the next heartbeat are updated."""
 FLUSH_TIMEOUT_S: Final = 5.0
-"""How long a leaving actor waits for its last segments to be acknowledged."""
+"""Longest wait of a leaving actor for the acknowledgement of its last segments."""
 
 
 class TaskSettings(Protocol):
@@ -76,7 +77,7 @@ class ActorRunConfig(Protocol):
 
 
 class WeightSource(Protocol):
-    """What the worker needs of the weight receiver."""
+    """The part of the weight receiver that the worker uses."""
 
     def handle_plan(self, plan: WeightPlan) -> None: ...
 
@@ -113,7 +114,7 @@ class ActorWorker:
         self._shutdown: Shutdown | None = None
 
     def run(self) -> bool:
-        """Loop until told to stop; True when the run ended well."""
+        """Run rollouts until Shutdown arrives; True when the run ended well."""
         while self._shutdown is None:
             self._send_credit()
             self._receive(self._wait_s())
@@ -124,8 +125,8 @@ class ActorWorker:
         return self._shutdown.ok
 
     def _wait_s(self) -> float:
-        """How long the buffer may be waited for: not at all while the engine has something to do here. Weights,
-        environments and a remote engine wake the client; what was put off after a failure has its own time."""
+        """Longest wait for the buffer: none while the engine has work in this thread. Weights, environments and a
+        remote engine wake the client; tickets delayed after a failure have their own time."""
         if self._rollouts.generating and self._engine.works_in_poll:
             return 0.0
         return min(IDLE_WAIT_S, self._rollouts.ready_in_s())
@@ -153,11 +154,15 @@ class ActorWorker:
                 log.info("shutdown: %s", message.reason)
                 self._shutdown = message
             case _:
-                log.warning("an actor has no use for %s", type(message).__name__)
+                log.warning("an actor does not expect %s", type(message).__name__)
 
     def _send_credit(self) -> None:
         free = max(0, self._config.max_concurrent_rollouts - len(self._rollouts))
-        credit = (free, self._tickets_received_total, self._client.connects_total)  # a new connection: say it again
+        credit = (
+            free,
+            self._tickets_received_total,
+            self._client.connects_total,
+        )  # after a reconnect the buffer may have missed it
         now_s = time.monotonic()
         if credit == self._credit_sent and now_s - self._credit_sent_s < CREDIT_REPEAT_S:
             return

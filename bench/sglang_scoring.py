@@ -24,7 +24,7 @@ from builtin import TEACHER_DIR
 from engines.base import ScoreRequest
 from engines.sglang.config import SGLangConfig
 from engines.sglang.scorer import SGLangScorer
-from models.vocabulary import vocabulary_size
+from models.description import vocabulary_size
 from sglang_server.servers import Servers
 
 N_PROMPT = 16

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.envs.arithmetic import ExpressionError, evaluate
+from actors.envs.calculator import ExpressionError, evaluate
 from builtin import CALCULATOR_EVAL_JSONL, EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
 from builtin.addition import CALC_CLOSE, CALC_OPEN, RESULT_CLOSE, RESULT_OPEN, Chain, Problem, is_correct
 from builtin.problems_file import read_problems

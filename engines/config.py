@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from engines.base import UpdateMode
-from models.dtypes import DtypeName, LoadDtype
+from models.description import DtypeName, LoadDtype
 from protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

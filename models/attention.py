@@ -1,7 +1,7 @@
-"""Causal self-attention by torch's fused kernels, also where queries share keys and values (grouped queries).
+"""Causal self-attention by torch's fused kernels, with or without grouped queries (several query heads per key head).
 
-On CUDA `scaled_dot_product_attention` takes the first kernel that accepts the call, and else its math fallback, which
-keeps all scores: for 4,096 tokens, 32 heads and 36 layers in float32 77 GB. Who accepts what, from torch 2.13's
+On CUDA `scaled_dot_product_attention` takes the first kernel that accepts the call, else its math fallback, which keeps
+all scores: 77 GB for 4,096 tokens, 32 heads and 36 layers in float32. The kernels' conditions, from torch 2.13's
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:
 
     flash             float16, bfloat16; no mask; one head size for q, k and v, at most 256 (with gradients 192 on
@@ -10,8 +10,8 @@ aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:
                       main has begun to take them)
     cuDNN             tried after those two; float16, bfloat16 only
 
-So what flash does not take gets its keys and values repeated, once per query head, and the memory-efficient kernel
-takes it: 2 * T * N * D numbers more per layer (64 MB each for 4,096 tokens of 32 * 128 in float32).
+So where flash does not apply, keys and values are repeated once per query head for the memory-efficient kernel. This
+costs 2 * T * N * D more numbers per layer (64 MB each for 4,096 tokens of 32 * 128 in float32).
 
 Legend: B sequences, N query heads, G key/value heads, L tokens, D head size.
 """
@@ -26,14 +26,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_SIZE: Final = 192
-"""Up to here flash takes a head on every GPU that it runs on."""
+"""Largest head size that flash accepts on every GPU that it supports."""
 
 
 def repeats_heads(
     device_type: str, dtype: torch.dtype, *, masked: bool, query_size: int, value_size: int, grouped: bool
 ) -> bool:
-    """Whether keys and values are repeated for a fused kernel to take the call. `dtype`: in which it is computed, which
-    under autocast is not that of the tensors; sizes: of a head."""
+    """True when keys and values must be repeated so that a fused kernel accepts the call. `dtype`: that of the
+    computation, which under autocast differs from the tensors'. Sizes are those of one head."""
     if not grouped or device_type != "cuda":
         return False  # torch's kernel for CPUs takes grouped queries in any dtype, with and without a mask
     flash = dtype in _FLASH_DTYPES and not masked and query_size == value_size <= _FLASH_HEAD_SIZE
@@ -42,7 +42,7 @@ def repeats_heads(
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask_LL: Tensor | None, scaling: float | None) -> Tensor:
     """[B, N, L, D of value]; query [B, N, L, D], key and value [B, G, L, D]. `mask_LL`: bool, True where a token is
-    seen; None: all before it and itself. `scaling`: None = 1 / sqrt(D)."""
+    seen; None: each token sees itself and all before it. `scaling`: None = 1 / sqrt(D)."""
     groups = query.shape[1] // key.shape[1]
     repeated = repeats_heads(
         query.device.type,
@@ -66,7 +66,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask_LL: Tensor | None,
 
 
 def computed_in(tensor: Tensor) -> torch.dtype:
-    """The dtype of products with this tensor: autocast's where it is on (it leaves float64 alone)."""
+    """The dtype of products with this tensor: autocast's where it is on (it does not change float64)."""
     kind = tensor.device.type
     if tensor.dtype == torch.float64 or not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return tensor.dtype

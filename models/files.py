@@ -1,4 +1,4 @@
-"""Where the files of a model are: a folder, or a name on the model hub. No torch, no transformers."""
+"""Finds the files of a model: a folder, or a name on the model hub. No torch, no transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _HUB_TIMEOUT_S: Final = 5.0
 
 
 class TokenizerError(ValueError):
-    """A tokenizer cannot be had, or cannot render this prompt. The message says what to change."""
+    """A tokenizer cannot be loaded, or cannot render this prompt. The message says what to change."""
 
 
 def model_source(path: str | Path) -> tuple[str, bool]:
-    """(name for from_pretrained, whether to look at local files only). Raises TokenizerError where there is no model:
-    wrong path (with the nearest name), a folder without tokenizer files, a hub name that is neither cached nor
-    reachable."""
+    """(name for from_pretrained, local files only). Raises TokenizerError where there is no model: wrong path (with the
+    nearest name), a folder without tokenizer files, a hub name that is neither cached nor reachable."""
     folder = Path(path).expanduser()
     name = str(path)
     if folder.is_dir():
@@ -48,8 +47,8 @@ def model_source(path: str | Path) -> tuple[str, bool]:
 
 
 def model_file(path: str | Path, filename: str) -> Path | None:
-    """This file of the model, downloaded if need be; None if the model has none. Raises TokenizerError as
-    `model_source` does, and when the hub does not hand it out."""
+    """This file of the model, downloaded if needed; None if the model has none. Raises TokenizerError as `model_source`
+    does, and when the download fails."""
     name, local_only = model_source(path)
     if Path(name).is_dir():
         file = Path(name) / filename
@@ -68,7 +67,7 @@ def first_line(error: Exception) -> str:
 
 
 def _cached_only(name: str, hint: str, error: Exception) -> tuple[str, bool]:
-    """The hub does not answer: what was downloaded before still serves; else say so at once, without retries."""
+    """The hub does not answer: use what was downloaded before, else raise TokenizerError without retries."""
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise TokenizerError(
             f"{name!r} is not a local folder, is not in the hub's cache, and the hub cannot be reached "

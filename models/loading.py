@@ -1,6 +1,6 @@
-"""Load and save Hugging Face causal language models; every reason not to is named before any weight is read.
+"""Load and save Hugging Face causal language models. Unusable models are refused before any weight is read.
 
-`attention` chooses who computes attention inside the model:
+`attention` chooses the attention function inside the model:
     "sdpa"    transformers' own, for `model.generate` and plain forwards on padded batches
     "packed"  `models.packed`: many sequences in one row without padding (scoring, learning)
     "decode"  the generation engine's, registered by the module that defines it
@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models import packed
-from models.dtypes import DtypeName, LoadDtype
+from models.description import DtypeName, LoadDtype
 
 Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
 Dtype: TypeAlias = DtypeName | Literal["float64"]
@@ -80,8 +80,8 @@ def load_causal_lm(
 
 
 def make_current(device: torch.device) -> None:
-    """This thread's GPU, where it is one. Whatever names no GPU would otherwise make a context on the first one, which
-    takes half a GB there from whom it belongs to."""
+    """Make `device` this thread's GPU, if it is one. Otherwise a call that names no GPU would create a context on the
+    first GPU, which takes half a GB there from its owner."""
     if device.type == "cuda" and device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
         torch.cuda.set_device(device)
 
@@ -134,7 +134,7 @@ def load_config(name: str) -> PreTrainedConfig:
     """Read config.json of a resolved path or hub name and refuse what is not a decoder-only causal LM."""
     try:
         config = cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # the last three: fields that cannot be
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # the last three: malformed fields
         hint = "" if Path(name).is_dir() else f"; no local folder of that name either{_offline_hint()}"
         raise ModelError(f"cannot read the model configuration of {name!r}: {error}{hint}") from error
     known = _flat_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -211,8 +211,8 @@ def _offline_hint() -> str:
     return " (HF_HUB_OFFLINE is set: only the local cache was asked)" if os.environ.get("HF_HUB_OFFLINE") else ""
 
 
-class _no_progress_bars:  # noqa: N801 - a context manager, read like a function
-    """Weights load in a worker whose log is a file: no progress bars there. Restores the former setting."""
+class _no_progress_bars:  # noqa: N801 - a context manager, used like a function
+    """Turns progress bars off, because a worker's log is a file. Restores the former setting."""
 
     def __enter__(self) -> None:
         self._were_on = transformers.utils.logging.is_progress_bar_enabled()

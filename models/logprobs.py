@@ -1,7 +1,7 @@
-"""Log-probs of given tokens from hidden states and the LM head, without ever holding logits for all of them.
+"""Log-probs of given tokens from hidden states and the LM head, without holding logits for all of them at once.
 
 The head is applied to `chunk_tokens` rows at a time; the backward pass recomputes each chunk's softmax instead of
-keeping it, so the memory is chunk_tokens x V in both directions whatever T is.
+keeping it, so both passes need chunk_tokens x V memory, independent of T.
 
     z = cap * tanh(scale * (h W' + b) / cap)        softcap and scale as the architecture has them, else z = h W' + b
     logprob_t = z_t[y_t] / temperature - logsumexp(z_t / temperature)
@@ -23,7 +23,7 @@ DEFAULT_CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True)
 class LmHead:
-    """What turns the last hidden state of an architecture into logits. `weight_VH` is the live parameter."""
+    """The LM head of an architecture: last hidden state to logits. `weight_VH` is the live parameter."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -43,11 +43,11 @@ class LmHead:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """`logprobs_T` is differentiable; the rest is not, and None unless it was asked for."""
+    """`logprobs_T` is differentiable; the other fields are not, and are None unless requested."""
 
     logprobs_T: Tensor
     entropy_T: Tensor | None
-    """Of the whole distribution at each position, nats."""
+    """Entropy of the whole distribution at each position, nats."""
     top_ids_TK: Tensor | None
     """int64, likeliest first."""
     top_logprobs_TK: Tensor | None
@@ -57,7 +57,7 @@ def lm_head(model: PreTrainedModel) -> LmHead:
     """Read the head of a Hugging Face causal LM, with the bias, scale and softcap that its configuration names.
 
     Raises ValueError for heads that are not one linear layer. `models.packed.probe` compares the result with the
-    model's own logits, so an architecture that does something else to them is found out at load time.
+    model's own logits, so an architecture that changes them otherwise is detected at load time.
     """
     layer = model.get_output_embeddings()
     if not isinstance(layer, torch.nn.Linear):
@@ -69,7 +69,7 @@ def lm_head(model: PreTrainedModel) -> LmHead:
 
 
 def _scale(config: Any) -> float:
-    """What an architecture multiplies its logits by."""
+    """The factor by which an architecture multiplies its logits."""
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
         if (factor := getattr(config, name, None)) is not None:
             return float(factor)
@@ -89,8 +89,8 @@ def token_scores(
     entropy: bool = False,
     top_k: int = 0,
 ) -> TokenScores:
-    """Log-probs of the targets (differentiable in hidden, head weight and bias), and on request the entropy and the
-    `top_k` likeliest tokens from the same pass.
+    """Log-probs of the targets (differentiable in hidden states, head weight and bias), and optionally the entropy and
+    the `top_k` likeliest tokens, in one pass.
 
     hidden_TH [T, H] floating; targets_T [T] integers in [0, V). float32 out (float64 for float64 in).
     Raises ValueError for shapes that do not fit, temperature <= 0, chunk_tokens < 1, top_k outside [0, V].

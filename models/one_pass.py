@@ -1,9 +1,9 @@
-"""Loss of hidden states and its gradients by hidden states and head, in one pass over chunks of positions.
+"""Loss and its gradients with respect to hidden states and head, in one pass over chunks of positions.
 
-`models.logprobs` makes log-probs that anything may follow, and so has to make every chunk's logits twice: once for the
-log-probs, once for the gradient. Where a position's loss can be differentiated as soon as its logits are there, the
-forward pass can leave the gradients behind, and the backward pass multiplies them by one number: three head products
-as in the plain version, and still no [T, V] tensor.
+`models.logprobs` returns log-probs for any later computation, and so computes every chunk's logits twice: once for the
+log-probs, once for the gradient. Where a position's loss can be differentiated as soon as its logits are known, the
+forward pass can store the gradients, and the backward pass multiplies them by one number: three head products as in the
+plain version, and still no [T, V] tensor.
 
 Legend: T positions, H hidden size, V rows of the head, C positions of one chunk.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from models.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
 
 ChunkLoss: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""(logits [C, V] at temperature 1, where in T they are) -> (loss per position [C], its derivative by the logits [C,
-V]). Without gradient; may overwrite the logits."""
+"""(logits [C, V] at temperature 1, their slice of T) -> (loss per position [C], its derivative by the logits [C, V]).
+Runs without autograd; may overwrite the logits."""
 
 
 def one_pass_loss(
@@ -43,7 +43,8 @@ class SampledTokens:
     """Chunk loss of sampled tokens: sum_t loss_t(s_t), s_t the log-prob of token t. Keeps s for the metrics."""
 
     def __init__(self, targets_T: Tensor, loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]]) -> None:
-        """`loss`: (log-probs [C], where in T) -> (loss [C], d loss / d s [C]); a token answers only for itself."""
+        """`loss`: (log-probs [C], their slice of T) -> (loss [C], d loss / d s [C]); each token's loss depends only on
+        its own log-prob."""
         self._targets_T = targets_T
         self._loss = loss
         self.logprobs: list[Tensor] = []
@@ -71,7 +72,7 @@ class _How:
 
 
 class _OnePass(torch.autograd.Function):
-    """Gradients are made in `forward`, with what they are multiplied by left open."""
+    """Gradients are computed in `forward`, up to the factor that `backward` receives."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -100,7 +101,7 @@ class _OnePass(torch.autograd.Function):
                 grad_hidden_TH[chunk] = grad_CV @ weight_VH
             if grad_weight_VH is not None:
                 if accumulate == hidden_TH.dtype:
-                    grad_weight_VH.addmm_(grad_CV.T, hidden_CH)  # without a [V, H] of its own
+                    grad_weight_VH.addmm_(grad_CV.T, hidden_CH)  # without a temporary [V, H]
                 else:
                     grad_weight_VH.add_(grad_CV.T @ hidden_CH)
             if grad_bias_V is not None:
@@ -115,7 +116,7 @@ class _OnePass(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("a one-pass loss keeps its gradients for one backward pass; compute the loss again")
         hidden_TH, weight_VH, bias_V = cast(tuple[Tensor | None, ...], ctx.gradients)
-        ctx.gradients = None  # handed over, and scaled in place: a copy of a head's gradient is gigabytes
+        ctx.gradients = None  # scaled in place: a copy of a head's gradient takes gigabytes
         return (
             None if hidden_TH is None else hidden_TH.mul_(grad),
             None if weight_VH is None else weight_VH.mul_(grad).to(ctx.dtype),

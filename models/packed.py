@@ -5,9 +5,9 @@
     everything   one [1, T, H] forward        embeddings, norms, MLPs, projections: no token of padding
     attention    per sequence                 our function, registered with transformers under IMPLEMENTATION
 
-Attention works on buckets of sequences of similar length. A bucket of equal lengths is a view; others are padded on
-the right, where a causal mask alone keeps real tokens from seeing the padding, so that the fast kernels without an
-explicit mask apply on every device. Sequences are sorted by length first, which makes each bucket one slice of T.
+Attention works on buckets of sequences of similar length. A bucket of equal lengths is a view; others are padded on the
+right, where a causal mask already hides the padding from real tokens, so that the fast kernels without an explicit mask
+apply on every device. Sequences are sorted by length first, so that each bucket is one slice of T.
 
 Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket, L its longest, H hidden size,
 N query heads, G key/value heads, D head size.
@@ -35,14 +35,14 @@ _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 class PackingError(ValueError):
-    """This architecture cannot be run packed (or not by us): what it has that we do not do."""
+    """This architecture cannot be run packed; the message names the unsupported feature."""
 
 
 def packed_hidden(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
     """Hidden states before the LM head, [T, H], differentiable; row t belongs to ids_T[t].
 
-    `model` was loaded with attention="packed"; ids_T is int64 on its device; `lengths` are the tokens of each
-    sequence, in order, each at least 1. Raises ValueError for lengths that do not add up to T or exceed the context.
+    `model` must be loaded with attention="packed"; ids_T is int64 on its device; `lengths`: tokens of each sequence, in
+    order, each at least 1. Raises ValueError for lengths that do not add up to T or exceed the context.
     """
     sizes = [int(length) for length in lengths]
     if ids_T.ndim != 1 or sum(sizes) != ids_T.shape[0] or not sizes or min(sizes) < 1:
@@ -61,7 +61,7 @@ def packed_hidden(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int])
 
 
 def context_window(config: PreTrainedConfig) -> int:
-    """Longest sequence the configuration allows, in tokens; unlimited architectures say a very large number."""
+    """Longest sequence the configuration allows, in tokens; a very large number where it sets no limit."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31 - 1)
 
 
@@ -69,7 +69,7 @@ def context_window(config: PreTrainedConfig) -> int:
 
 
 def refuse_unpackable(config: PreTrainedConfig) -> None:
-    """Raise PackingError for architectures in which tokens meet outside of attention, judged from config.json."""
+    """Raise PackingError for architectures that, by their config.json, mix tokens outside of attention."""
     text: Any = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
     if unknown := layer_types - _SUPPORTED_LAYERS:
@@ -87,8 +87,8 @@ def refuse_unpackable(config: PreTrainedConfig) -> None:
 def probe(model: PreTrainedModel) -> None:
     """Run three short sequences packed, and each alone through the model's own eager path; compare the logits.
 
-    Catches what configuration does not tell: positions or keyword arguments that an architecture ignores, masks of
-    its own, a head that is more than one linear layer. Raises PackingError with the difference measured.
+    Catches what the configuration does not show: ignored positions or keyword arguments, the architecture's own masks,
+    a head that is more than one linear layer. Raises PackingError with the difference measured.
     """
     lengths = (5, 2, 7)
     vocab_rows = lm_head(model).weight_VH.shape[0]
@@ -153,7 +153,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class _Shape:
-    """The form of attention one layer asks for."""
+    """The form of attention that one layer requests."""
 
     scaling: float | None
     sliding_window: int | None
@@ -189,7 +189,7 @@ def _to_rows(x_TND: Tensor, bucket: Bucket) -> Tensor:
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask_LL: Tensor | None, shape: _Shape) -> Tensor:
-    """What the fused kernels cannot: capped scores (Gemma 2) and attention sinks (gpt-oss). [B, N, L, D]."""
+    """Attention that the fused kernels lack: capped scores (Gemma 2) and attention sinks (gpt-oss). [B, N, L, D]."""
     longest, groups = query.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scaling = shape.scaling if shape.scaling is not None else query.shape[-1] ** -0.5

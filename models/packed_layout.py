@@ -1,4 +1,4 @@
-"""How sequences share one row of T tokens: which pack they go into, which attention bucket, and the moves between.
+"""The layout of sequences in one row of T tokens: packs, attention buckets, and permutations between them.
 
 Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket, L its longest.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from models.transfer import upload
 
 _BUCKET_SLACK = 0.8
-"""A bucket takes sequences down to this share of its longest one: at most a fifth of its rows is padding."""
+"""A bucket takes sequences down to this share of its longest, so that at most a fifth of its rows is padding..."""
 _BUCKET_SLACK_TOKENS = 8
 """...or down to this many tokens shorter, so that very short sequences do not each get a kernel call."""
 
@@ -30,14 +30,14 @@ class Bucket:
     n_sequences: int
     longest: int
     real_S: Tensor | None
-    """Where each token lies in the padded [B * L]; None when all lengths are equal and nothing is padded."""
+    """Index of each token in the padded [B * L]; None when all lengths are equal and nothing is padded."""
     source_BL: Tensor | None
-    """The inverse: for each padded place the token (relative to start) it is filled with; padding repeats one."""
+    """The inverse: the token (relative to start) in each padded place; padding repeats a token."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one row of T tokens divides into sequences; made once per forward, read by every layer."""
+    """Division of one row of T tokens into sequences; made once per forward, read by every layer."""
 
     lengths: tuple[int, ...]
     buckets: tuple[Bucket, ...]
@@ -77,8 +77,8 @@ def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device
 def first_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
     """Divide items among packs of at most `budget_tokens`: longest first, each into the first pack with room.
 
-    Returns indices per pack, each pack from long to short. An item over the budget gets a pack of its own; nothing is
-    dropped. Raises ValueError for a budget below 1.
+    Returns indices per pack, each pack from long to short. An item over the budget forms its own pack; none is dropped.
+    Raises ValueError for a budget below 1.
     """
     if budget_tokens < 1:
         raise ValueError(f"pack budget {budget_tokens} tokens; expected at least 1")
@@ -98,8 +98,8 @@ def first_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[lis
 class Gather(torch.autograd.Function):
     """rows[index], where the backward is a gather too (index_add is several times slower on a CPU).
 
-    `inverse` maps back. With `onto`, every input row appears at inverse[i] and what appears twice is padding, whose
-    gradient is known to be zero (nothing downstream reads it); without, the input rows not listed get zero."""
+    `inverse` maps back. With `onto`, every input row appears at inverse[i], and repeated ones are padding, whose
+    gradient is zero because nothing reads it. Without `onto`, input rows that are not listed get a zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, onto: bool) -> Tensor:  # pyright: ignore

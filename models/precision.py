@@ -1,8 +1,9 @@
-"""How exact float32 products are, and how far two ways to one result may differ.
+"""Precision of float32 products, and tolerances for comparing two ways to compute one result.
 
-On GPUs since Ampere a float32 product may be made in TF32, which rounds its inputs to 11 significant bits: several
-times faster, and 1e-3 off. We leave that off: who asks for float32 on a GPU wants float32 (bfloat16 is the fast way).
-torch's own switches are turned off here; NVIDIA_TF32_OVERRIDE=1 is read by cuBLAS itself, and cannot be.
+GPUs since Ampere can compute a float32 product in TF32, which rounds its inputs to 11 significant bits: several times
+faster, with errors of 1e-3. It stays off, because a user who asks for float32 on a GPU wants float32 (bfloat16 is the
+fast choice). This module turns torch's switches off; NVIDIA_TF32_OVERRIDE=1 is read by cuBLAS itself and cannot be
+overridden.
 """
 
 from __future__ import annotations
@@ -21,41 +22,42 @@ TF32_VARIABLE: Final = "NVIDIA_TF32_OVERRIDE"
 _RELATIVE: Final = {torch.float64: 1e-8, torch.float32: 1e-4}
 _RELATIVE_HALF: Final = 0.05
 _RELATIVE_TF32: Final = 0.01
-"""Between float32 and bfloat16: eight times as exact as the latter, which has 8 significant bits."""
+"""Between float32 and bfloat16: TF32 is eight times as exact as bfloat16, which has 8 significant bits."""
 
 
 def tf32_forced(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Float32 products are TF32 whatever torch says."""
+    """True when float32 products are TF32 regardless of torch's switches."""
     return device_type == "cuda" and environment.get(TF32_VARIABLE) == "1"
 
 
 def relative_tolerance(dtype: torch.dtype, *, tf32: bool) -> float:
-    """Of logits, to the largest of them, between two forwards that do the same in another order. `tf32`: forced."""
+    """Allowed difference of logits, relative to the largest, between two forwards that sum in another order. `tf32`:
+    forced."""
     if dtype == torch.float32 and tf32:
         return _RELATIVE_TF32
     return _RELATIVE.get(dtype, _RELATIVE_HALF)
 
 
 def tolerance_name(dtype: torch.dtype, *, tf32: bool) -> str:
-    """For messages."""
+    """Name of a precision, for messages."""
     return f"{dtype} by TF32, which {TF32_VARIABLE}=1 forces" if dtype == torch.float32 and tf32 else str(dtype)
 
 
 def turn_tf32_off(device: str) -> None:
-    """For this process. Says so where it cannot be done."""
+    """Turn TF32 off for this process; warns where that is impossible."""
     torch.set_float32_matmul_precision("highest")
     if tf32_forced(torch.device(device).type):
         log.warning("%s=1 is set: float32 products on %s are TF32, about 1e-3 off; unset it", TF32_VARIABLE, device)
 
 
 def products(device_type: str, *, bfloat16: bool) -> AbstractContextManager[Any]:
-    """Inside, matrix products of a model's forward pass are in bfloat16 (autocast), or in its parameters' dtype."""
+    """Context in which matrix products of a forward pass are in bfloat16 (autocast), or in the parameters' dtype."""
     return torch.autocast(device_type, torch.bfloat16) if bfloat16 else nullcontext()
 
 
 @contextmanager
 def full_float32() -> Generator[None]:
-    """No TF32 inside, as far as it is torch's to say."""
+    """Context without TF32, as far as torch decides it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

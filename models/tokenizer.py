@@ -1,7 +1,7 @@
-"""Tokenizers: loading them, the ids that end a turn, the fingerprint peers compare, and prompts as token ids.
+"""Tokenizers: loading, stop tokens, the fingerprint that peers compare, and rendering prompts to token ids.
 
-A chat template is applied here and nowhere else, once per prompt, by the learner; every other role gets token ids.
-Needs transformers, and with it torch; workers that must do without have `models.tokenizer_file`.
+Chat templates are applied only here, once per prompt, by the learner; every other role gets token ids. Needs
+transformers, and so torch; workers that start without torch use `models.tokenizer_file`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from models.files import TokenizerError, first_line, model_source
 from protocol.handshake import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
-"""auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised as it stands."""
+"""auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised unchanged."""
 
 
 class Promptlike(Protocol):
-    """What `render_prompt` reads of a record: exactly one of the two is not None."""
+    """The part of a record that `render_prompt` reads; exactly one of the two is not None."""
 
     @property
     def prompt(self) -> str | None: ...
@@ -63,7 +63,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def token_map_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the token-to-id map, added tokens included: equal only if every token has the same id."""
+    """Hash of the token-to-id map, including added tokens: equal only if every token has the same id."""
     return vocab_fingerprint(tokenizer.get_vocab())
 
 
@@ -74,10 +74,10 @@ def render_prompt(
     *,
     chat_template: ChatTemplateMode = "auto",
 ) -> npt.NDArray[np.int32]:
-    """Token ids int32 [n_prompt] of one record, up to where the student begins to write.
+    """Token ids int32 [n_prompt] of one record, up to where the student starts to write.
 
     `messages` go through the chat template as they are; a `prompt` becomes one user turn (see `ChatTemplateMode`).
-    `system` is put in front unless the messages begin with a system turn of their own.
+    `system` is prepended unless the messages already begin with a system turn.
 
     Raises TokenizerError for: no template where one is needed, a prompt that was rendered before, messages that end
     with the answer, a template that refuses the messages, and an empty result."""
@@ -110,11 +110,11 @@ def _generation_eos(path: str | Path) -> object:
     try:
         return GenerationConfig.from_pretrained(name, local_files_only=local_only).eos_token_id
     except OSError:
-        pass  # no generation_config.json: the model's config says it
+        pass  # no generation_config.json: fall back to the model's config
     try:
         return getattr(AutoConfig.from_pretrained(name, local_files_only=local_only), "eos_token_id", None)
     except (OSError, ValueError):
-        return None  # a folder with a tokenizer only: what the tokenizer names is all there is
+        return None  # a folder with only a tokenizer, which may name the token
 
 
 def _as_ids(value: object) -> list[int]:
@@ -153,7 +153,7 @@ def _apply_template(
 
 
 def _refuse_second_rendering(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: list[int]) -> None:
-    """A prompt that begins with the very token the template begins with was rendered by somebody else already."""
+    """Raise TokenizerError for a prompt that begins with the template's first token: it was rendered before."""
     special = {str(token) for token in tokenizer.all_special_tokens}
     text = prompt.lstrip()
     doubled = next((token for token in special if text.startswith(token)), None)

@@ -1,7 +1,7 @@
 """A tokenizer read from its files, for workers that must start without torch (transformers imports it).
 
-The same ids, text and fingerprint as `models.tokenizer` gives, for models with a tokenizer.json, which all recent
-ones have. Where transformers builds a tokenizer of its own from other files, what is in tokenizer.json counts here.
+Gives the same ids, text and fingerprint as `models.tokenizer`, for models with a tokenizer.json, which all recent ones
+have. Where transformers would build a tokenizer from other files, this module still reads tokenizer.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXTRA: Final = ("extra_special_tokens", "additional_special_tokens")
 
 
 class FileTokenizer:
-    """What the workers use of a Hugging Face tokenizer, under the same names."""
+    """The part of a Hugging Face tokenizer that workers use, under the same names."""
 
     def __init__(self, path: str | Path) -> None:
         """`path`: a model folder or a hub name. Raises TokenizerError."""
@@ -59,12 +59,12 @@ class FileTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """As `models.tokenizer.token_map_fingerprint`."""
+        """Same as `models.tokenizer.token_map_fingerprint`."""
         return vocab_fingerprint(self.get_vocab())
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """As `models.tokenizer.stop_token_ids`. Raises TokenizerError when there is none."""
+        """Same as `models.tokenizer.stop_token_ids`. Raises TokenizerError when there is none."""
         file = "generation_config.json" if model_file(self._path, "generation_config.json") else "config.json"
         ids = set(_as_ids(_json(self._path, file).get("eos_token_id")))
         eos = self._tokenizer.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
@@ -85,7 +85,7 @@ class FileTokenizer:
     def apply_chat_template(
         self, messages: Sequence[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        """Rendered text. Raises jinja2's TemplateError, and ValueError to be asked for ids."""
+        """The rendered text. Raises jinja2's TemplateError, and ValueError for tokenize=True."""
         if tokenize:
             raise ValueError("chat templates are rendered to text here, not to ids; got tokenize=True")
         return self._template.render(
@@ -98,7 +98,7 @@ class FileTokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        """The same environment that transformers gives templates."""
+        """The template in the same environment as transformers gives it."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -107,7 +107,7 @@ class FileTokenizer:
         return environment.from_string(self.chat_template or "")
 
     def _add_missing(self, config: dict[str, Any]) -> None:
-        """Tokens that only tokenizer_config.json knows, in the order in which transformers adds them."""
+        """Add tokens that are only in tokenizer_config.json, in the order in which transformers adds them."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         listed = config.get("added_tokens_decoder", {})
         tokens = [
@@ -122,7 +122,7 @@ class FileTokenizer:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the assistant wrote; rendered like anything else."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text; rendered like any other text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -144,7 +144,7 @@ def _raise(message: str) -> None:
 
 
 def _json(path: str | Path, filename: str) -> dict[str, Any]:
-    """Empty where the model has no such file."""
+    """The file's content; empty where the model has no such file."""
     file = model_file(path, filename)
     if file is None:
         return {}

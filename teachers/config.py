@@ -10,7 +10,7 @@ from msgspec import Meta
 from engines.config import ScorerSettings, ServerConfig
 from engines.registry import EngineOptions, check_engine
 from engines.sglang.config import ServerLinkConfig
-from models.dtypes import LoadDtype
+from models.description import LoadDtype
 from protocol.settings import NonNegativeFloat, PositiveInt, Settings
 from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
 

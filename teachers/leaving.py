@@ -1,4 +1,4 @@
-"""SIGTERM as a request to finish first; a second one, or a deadline, as what it was before."""
+"""Makes the first SIGTERM a request to finish; a second one, or a deadline, ends the process as before."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import FrameType
 
 @contextmanager
 def on_sigterm(ask: Callable[[], None], deadline_s: float) -> Generator[None]:
-    """While entered, the first SIGTERM calls `ask`. The next one, or `deadline_s` after the first, whatever the process
-    is doing then, the former handler is called. Does nothing outside the main thread."""
+    """Inside the context the first SIGTERM calls `ask`. The next one, or `deadline_s` after the first, calls the former
+    handler, whatever the process is doing. Has no effect outside the main thread."""
     former = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or not callable(former):
         yield
@@ -29,6 +29,6 @@ def on_sigterm(ask: Callable[[], None], deadline_s: float) -> Generator[None]:
 
     signal.signal(signal.SIGTERM, asked)
     yield
-    # Not after an exception: it may be the former handler's, which sets signals as it needs them.
+    # No `finally`: an exception may come from the former handler, which sets signals as it needs them.
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.signal(signal.SIGTERM, former)

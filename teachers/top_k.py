@@ -1,8 +1,8 @@
-"""A teacher's likeliest tokens, from an engine's rows to payloads (protocol.topk_codec). numpy only.
+"""Encodes a teacher's likeliest tokens from an engine's rows (protocol.topk_codec). numpy only.
 
-Ids past the tokenizer's last one are rows that an embedding was padded with: no tokens, and never sent.
+Ids past the tokenizer's last one are padding rows of the embedding, not tokens, and are never sent.
 
-Legend: T tokens of one item that may be trained, K columns that the engine gave, V tokens of the vocabulary.
+Legend: T trainable tokens of one item, K columns from the engine, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from teachers.config import TeacherConfig
 
 @dataclass(frozen=True)
 class TopKSets:
-    """What a run asks of its teachers, for one engine."""
+    """The top-k sets that a run wants from one engine."""
 
     vocab_tokens: int
-    """V: ids that exist."""
+    """V: ids of the tokenizer."""
     asked: int
-    """K, of the engine: all its rows where every token is sent."""
+    """K to request from the engine: all its rows where every token is sent."""
     max_k: int
     mass: float
     rest_bits: int
 
     @classmethod
     def of(cls, config: TeacherConfig, vocab_tokens: int, engine_rows: int) -> TopKSets:
-        """`config.top_k` >= 1. The engine's padding may stand among its likeliest, so as many more are asked for, but
-        not more than a few."""
+        """`config.top_k` must be at least 1. Padding rows may be among the engine's likeliest, so up to 8 more are
+        requested."""
         rest_bits = config.rest_bits(vocab_tokens)
         padding = min(8, engine_rows - vocab_tokens)
         asked = engine_rows if rest_bits else min(config.top_k + padding, engine_rows)
         return cls(vocab_tokens, asked, config.top_k, config.top_mass, rest_bits)
 
     def payload(self, ids_TK: npt.NDArray[np.integer[Any]], logprobs_TK: npt.NDArray[np.floating[Any]]) -> bytes:
-        """Raises EncodeError when the engine's rows cannot be sent."""
-        ids_TK, logprobs_TK = self._tokens_alone(ids_TK, logprobs_TK)
+        """The encoded sets [T, K]. Raises EncodeError when the engine's rows cannot be sent."""
+        ids_TK, logprobs_TK = self._without_padding(ids_TK, logprobs_TK)
         return encode_top_k(
             ids_TK,
             logprobs_TK,
@@ -52,18 +52,20 @@ class TopKSets:
         )
 
     def nothing(self) -> bytes:
-        """The payload of no token."""
+        """The payload for zero tokens."""
         k = self.vocab_tokens if self.rest_bits else 1
         return self.payload(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32))
 
-    def _tokens_alone(self, ids_TK: Any, logprobs_TK: Any) -> tuple[Any, Any]:
-        """Without padding: in each row the tokens, in their order, and as many columns as all rows have."""
+    def _without_padding(self, ids_TK: Any, logprobs_TK: Any) -> tuple[Any, Any]:
+        """Remove padding: each row keeps its tokens in order, cut to the shortest row's number of columns."""
         padding_TK = ids_TK >= self.vocab_tokens
         if not padding_TK.any():
             return ids_TK, logprobs_TK
         order_TK = np.argsort(padding_TK, axis=1, kind="stable")
         k = int((~padding_TK).sum(axis=1).min())
         if k == 0:
-            raise EncodeError(f"all {ids_TK.shape[1]} likeliest are past the vocabulary of {self.vocab_tokens} tokens")
+            raise EncodeError(
+                f"all {ids_TK.shape[1]} likeliest ids are past the vocabulary of {self.vocab_tokens} tokens"
+            )
         order_TK = order_TK[:, :k]
         return np.take_along_axis(ids_TK, order_TK, axis=1), np.take_along_axis(logprobs_TK, order_TK, axis=1)

@@ -1,15 +1,15 @@
-"""A teacher: pulls score requests by credit, grades them in packed batches, sends the grades back.
+"""A teacher: leases items from the buffer by credit, scores them in packed batches, and sends the scores back.
 
 The loop (one thread; the client's own thread keeps the connection and the heartbeats):
 
     input   ScoreWork from the buffer: items hold a whole prefix, so any teacher can take any item
             TeacherWeights: new weights for the engine, read before the next batch
-    output  Scores | ScoreFailed, one lease each, acknowledged by the buffer and sent again until they are
-    waits   for work (unblocked by the buffer, as actors stream) - never for an acknowledgement
-    leaves  when asked to (SIGTERM): a credit of nothing, then what it holds within `drain_s`, then Goodbye
-    credit  `credit_tokens` context tokens at most are held; the credit is renewed as items are graded
+    output  Scores | ScoreFailed, one lease each, sent again until the buffer acknowledges them
+    waits   for work (unblocked by the buffer, as actors stream), never for an acknowledgement
+    leaves  when asked to (SIGTERM): a credit of 0, then what it holds within `drain_s`, then Goodbye
+    credit  at most `credit_tokens` context tokens are held; the credit is renewed as items are scored
 
-A growing rollout comes back here as long as this teacher has credit; nothing depends on it.
+The buffer prefers to send a growing rollout to the same teacher; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from weights.sink import SnapshotRefused
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.2
-"""How long one wait for work lasts; also the bound on noticing a stop request."""
+"""Longest single wait for work, and so the longest time until a request to stop is noticed."""
 CREDIT_REPEAT_S: Final = 2.0
-"""An idle teacher repeats its credit this often: a credit is not acknowledged, and a reconnect may have lost it."""
+"""Interval at which an idle teacher repeats its credit: credits are not acknowledged, and a reconnect may lose one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A leased item and its frame."""
+    """A leased item and its token ids."""
 
     item: ScoreItem
     token_ids: Int32s
@@ -77,8 +77,8 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
-    """What is sent for an item."""
+class Scored:
+    """The scores of one item, as they are sent."""
 
     logprobs: Float32s
     payload: bytes | None
@@ -86,7 +86,8 @@ class Graded:
 
 
 class TeacherWorker:
-    """Grades what the buffer leases to it until Shutdown; asked to `leave`, what it holds and no more."""
+    """Scores leased items until Shutdown arrives. After `leave` it finishes the items it holds and takes no new
+    ones."""
 
     def __init__(
         self,
@@ -97,8 +98,8 @@ class TeacherWorker:
         vocab_tokens: int | None = None,
         gauges: Mapping[str, float] | None = None,
     ) -> None:
-        """`vocab_tokens`: ids that the tokenizer has, where they are fewer than the engine's rows. `gauges`: to be
-        reported beside its own."""
+        """`vocab_tokens`: number of ids of the tokenizer, if fewer than the engine's rows. `gauges`: further figures
+        for the heartbeat."""
         self._gauges = gauges or {}
         self._client = client
         self._engine = engine
@@ -109,9 +110,9 @@ class TeacherWorker:
         self._held: deque[Held] = deque()
         self._held_tokens = 0
         self._new_weights: WeightsRef | None = None
-        """Newest that was sent and not read yet."""
+        """The newest weights announced and not loaded yet."""
         self._version: WeightVersion | None = None
-        """Of the weights it grades with; None: those that it was started with."""
+        """Version of the weights that score; None: the ones loaded at the start."""
         self._received_total = 0
         self._credit_seq = 0
         self._totals = {
@@ -133,11 +134,11 @@ class TeacherWorker:
         self.leaving = False
 
     def leave(self) -> None:
-        """Finish and go. May be called from a signal handler."""
+        """Finish the items held, then stop. Safe to call from a signal handler."""
         self.leaving = True
 
     def run(self) -> bool:
-        """Loop until told to stop; True when the run ended well."""
+        """Score until Shutdown arrives or the teacher has left; True when the run ended well."""
         self._send_credit()
         while self._shutdown is None and not self.leaving:
             self._receive(0.0 if self._held else IDLE_WAIT_S)
@@ -145,7 +146,7 @@ class TeacherWorker:
                 self._receive(self._config.gather_s)
             self._take_weights()
             if self._held and self._shutdown is None:
-                self._grade(self._next_batch())
+                self._score_batch(self._next_batch())
                 self._send_credit()
             elif time.monotonic() - self._credit_sent_s > CREDIT_REPEAT_S:
                 self._send_credit()
@@ -155,21 +156,23 @@ class TeacherWorker:
         return self._shutdown is not None and self._shutdown.ok
 
     def _drain(self) -> None:
-        """Say that no more work is wanted; grade what is here, and what was on its way before the buffer read that."""
+        """Withdraw the credit, then score what is held and what was sent before the buffer read that."""
         deadline_s = time.monotonic() + self._config.drain_s
         self._send_credit()
         self._report()
         self._client.flush(self._config.drain_s)
         self._receive(0.0)
-        log.info("leaving; %d items are to be graded before", len(self._held))
+        log.info("leaving after %d more items", len(self._held))
         while self._held and self._shutdown is None and time.monotonic() < deadline_s:
-            self._grade(self._next_batch())
+            self._score_batch(self._next_batch())
             self._receive(0.0)
         if self._held:
-            log.warning("leaving with %d items that were not graded in %.1f s", len(self._held), self._config.drain_s)
+            log.warning(
+                "leaving with %d items that could not be scored in %.1f s", len(self._held), self._config.drain_s
+            )
 
     def _receive(self, timeout_s: float) -> None:
-        """Take what is there, waiting up to `timeout_s` for the first message."""
+        """Handle all received messages, waiting up to `timeout_s` for the first."""
         got_work = False
         received = self._client.recv(timeout_s)
         while received is not None:
@@ -189,13 +192,13 @@ class TeacherWorker:
                     self._shutdown = message
                     return
                 case _:
-                    log.warning("a teacher has no use for %s", type(message).__name__)
+                    log.warning("a teacher does not expect %s", type(message).__name__)
             received = self._client.recv(0.0)
         if got_work:
             self._send_credit()
 
     def _take_weights(self) -> None:
-        """Grade with the newest weights from here on. What cannot be read is counted, and the old ones stay."""
+        """Switch to the newest announced weights. If they cannot be read, count it and keep the old ones."""
         ref, self._new_weights = self._new_weights, None
         if ref is None:
             return
@@ -208,26 +211,26 @@ class TeacherWorker:
         except SnapshotRefused as error:
             self._totals["weights_refused_total"] += 1
             log.error(
-                "weights of version %s are not taken, the grades are still of %s: %s",
+                "weights of version %s were not loaded, scores are still by %s: %s",
                 ref.version,
-                self._version or "the first ones",
+                self._version or "the initial weights",
                 error,
             )
             return
         self._version = ref.version
         self._totals["weights_loaded_total"] += 1
-        log.info("grading with the average of version %s", ref.version)
+        log.info("scoring with the average of version %s", ref.version)
 
     def _note_refused(self, ack: ScoresAck) -> None:
         for lease, status, reason in zip(ack.leases, ack.statuses, ack.reasons, strict=True):
             if status == "rejected":
-                log.error("the buffer rejected the grades of lease %d: %s", lease, reason)
+                log.error("the buffer rejected the scores of lease %d: %s", lease, reason)
                 self._totals["failed_items_total"] += 1
             elif status == "expired":
                 self._totals["expired_items_total"] += 1
 
     def _next_batch(self) -> list[Held]:
-        """Items in order of arrival up to the token budget; one larger item goes alone."""
+        """The oldest items, up to the token budget; a larger item forms its own batch."""
         batch = [self._held.popleft()]
         tokens = batch[0].item.context_tokens
         while self._held and tokens + self._held[0].item.context_tokens <= self._config.max_batch_tokens:
@@ -236,16 +239,16 @@ class TeacherWorker:
         self._held_tokens -= tokens
         return batch
 
-    def _grade(self, batch: list[Held]) -> None:
+    def _score_batch(self, batch: list[Held]) -> None:
         began_s = time.monotonic()
-        graded = self._score([held for held in batch if self._fits(held)])
-        good = [(held, outcome) for held, outcome in graded if isinstance(outcome, Graded)]
+        scored = self._score([held for held in batch if self._fits(held)])
+        good = [(held, outcome) for held, outcome in scored if isinstance(outcome, Scored)]
         if good:
             self._client.send(
                 Scores(leases=tuple(held.item.lease_id for held, _ in good), top_k=self._sets is not None),
                 [frame for _, one in good for frame in _frames(one)],
             )
-        for held, outcome in graded:
+        for held, outcome in scored:
             if isinstance(outcome, str):
                 self._fail(held, outcome)
         totals = self._totals
@@ -259,7 +262,7 @@ class TeacherWorker:
         totals["top_k_bytes_total"] += sum(len(one.payload or b"") for _, one in good)
 
     def _fits(self, held: Held) -> bool:
-        """Refuse what this teacher cannot grade, by reason: the engine must not see it."""
+        """True if the engine can score the item; otherwise fail its lease with the reason."""
         ids = held.token_ids
         if len(ids) > self._engine.max_context:
             self._fail(held, f"context_too_long: {len(ids)} tokens, this teacher takes {self._engine.max_context}")
@@ -269,18 +272,19 @@ class TeacherWorker:
             return True
         return False
 
-    def _score(self, batch: list[Held]) -> list[tuple[Held, Graded | str]]:
-        """Grades per item, or the reason why there are none. Items without a token to train (evaluation, tool output)
-        are graded apart where the others need top-k sets, which are dear on a server."""
+    def _score(self, batch: list[Held]) -> list[tuple[Held, Scored | str]]:
+        """Scores of each item, or the reason for their absence. Items without trainable tokens (evaluation, tool
+        output) are scored separately when the others need top-k sets, which are expensive on a server."""
         if self._sets is None:
             return self._score_alike(batch, 0)
         wanted = [held for held in batch if held.item.top_start < held.item.top_end]
         others = [held for held in batch if held.item.top_start >= held.item.top_end]
         return self._score_alike(wanted, self._sets.asked) + self._score_alike(others, 0)
 
-    def _score_alike(self, batch: list[Held], top_k: int) -> list[tuple[Held, Graded | str]]:
-        """A failing batch is graded one by one, so that one bad item does not take its neighbours with it. Position 0
-        has no grade: nothing stands before it; nor have those of a prompt that this teacher does not read."""
+    def _score_alike(self, batch: list[Held], top_k: int) -> list[tuple[Held, Scored | str]]:
+        """Score items with one `top_k`. After an error the items are scored one by one, so that a bad one does not fail
+        the others. Position 0 has no score, because it has no context; nor has a prompt that this teacher does not
+        read."""
         if not batch:
             return []
         requests = [ScoreRequest(held.token_ids, held.item.first + held.item.shift) for held in batch]
@@ -289,18 +293,18 @@ class TeacherWorker:
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [(batch[0], f"engine_error: {error}")]
-            log.exception("grading %d items together failed; grading them one by one", len(batch))
+            log.exception("scoring %d items together failed; scoring them one by one", len(batch))
             return [pair for held in batch for pair in self._score_alike([held], top_k)]
-        return [(held, self._graded(held.item, result)) for held, result in zip(batch, results, strict=True)]
+        return [(held, self._scored(held.item, result)) for held, result in zip(batch, results, strict=True)]
 
-    def _graded(self, item: ScoreItem, result: ScoreResult) -> Graded | str:
+    def _scored(self, item: ScoreItem, result: ScoreResult) -> Scored | str:
         logprobs = result.logprobs
         if item.first > item.start:
             logprobs = np.concatenate([np.zeros(item.first - item.start, np.float32), logprobs])
         if not np.isfinite(logprobs).all():
             return "non_finite_logprob"
         try:
-            return Graded(logprobs, self._payload(item, result))
+            return Scored(logprobs, self._payload(item, result))
         except EncodeError as error:
             return f"top_k: {error}"
 
@@ -333,10 +337,10 @@ class TeacherWorker:
         self._client.set_heartbeat(self._version, stats)
 
 
-def _frames(graded: Graded) -> list[Array]:
-    """As `protocol.messages.Scores` says."""
-    payload = graded.payload
-    return [graded.logprobs, *([] if payload is None else [np.frombuffer(payload, np.uint8)])]
+def _frames(scored: Scored) -> list[Array]:
+    """The frames of one item in `protocol.messages.Scores`."""
+    payload = scored.payload
+    return [scored.logprobs, *([] if payload is None else [np.frombuffer(payload, np.uint8)])]
 
 
 class TeacherRunConfig(Protocol):
@@ -351,7 +355,7 @@ class TeacherRunConfig(Protocol):
 def main(ctx: RoleContext[TeacherRunConfig]) -> int:
     """Entry of a teacher process (see launch.workers.roles)."""
     try:
-        return _grade_until_told(ctx, find_engine(ctx.config.teacher.engine).scorer(ctx))
+        return _run(ctx, find_engine(ctx.config.teacher.engine).scorer(ctx))
     except EngineMismatch as error:
         log.error("%s", error)
         return ExitCode.USELESS
@@ -360,7 +364,7 @@ def main(ctx: RoleContext[TeacherRunConfig]) -> int:
         return ExitCode.SERVER_LOST
 
 
-def _grade_until_told(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
+def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
     config = ctx.config.teacher
     client = worker_client(ctx, source.fingerprint, pool=config.pool)
     with contextlib.closing(source.start()) as engine, client:

@@ -1,4 +1,4 @@
-"""What an environment is: token ids in, token ids out, async. No torch.
+"""The interface of environments: token ids in, token ids out, async. No torch.
 
 The loop around it (`actors.envs.episode`):
 
@@ -7,12 +7,12 @@ The loop around it (`actors.envs.episode`):
     step(action) -> StepResult    tokens the student reads next, or done and a reward;  and so on
     close()
 
-Token-in token-out: the student's tokens are kept as sampled. An environment sees them (as ids and, for convenience,
-as text) but has no way to replace them; it makes tokens of its own new text only. Text that a model wrote need not
-tokenise back to the same ids, and a log-prob of other ids would be a lie.
+Token in, token out: the student's tokens are kept as sampled. An environment sees them (as ids and, for convenience, as
+text) but cannot replace them; it tokenises only its own text. Text that a model wrote need not tokenise back to the
+same ids, and log-probs of other ids would be wrong.
 
-An environment serves one rollout, on a thread and an event loop of its own: it may await, and it may block.
-Shapes: n = tokens of the item at hand.
+An environment serves one rollout, on its own thread and event loop: it may await, and it may block. Shapes: n = tokens
+of the item at hand.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def no_tokens() -> Int32s:
 
 @dataclass(frozen=True, slots=True)
 class EnvTask:
-    """What a rollout is about."""
+    """The task of one rollout."""
 
     prompt_ids: Int32s
-    """[n] The student reads these first, whatever `reset` adds."""
+    """[n] The student reads these before anything that `reset` adds."""
     ground_truth: str | None
     tag: str
     rollout_id: str
     seed: int
-    """The rollout's own: an environment that draws random numbers draws them from this."""
+    """The rollout's seed, for environments that draw random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What `reset` says."""
+    """The result of `reset`."""
 
     token_ids: Int32s = field(default_factory=no_tokens)
-    """[n] Put behind the prompt, not trained."""
+    """[n] Appended to the prompt, not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class Action:
     token_ids: Int32s
     """[n] As sampled, the stop token included. Read-only."""
     text: str
-    """The same as text, without special tokens. Never tokenise it again."""
+    """The same tokens as text, without special tokens. Never tokenise it again."""
     finish_reason: TurnEnd
     """stop: ended on a stop token; length: the rollout's tokens are used up."""
     turn: int
     """0 for the first."""
     last: bool
-    """No turn will follow (tokens or turns are used up): give the reward now; `StepResult.token_ids` is not used."""
+    """No turn follows (tokens or turns are used up): give the reward now; `StepResult.token_ids` is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class StepResult:
     """The environment's answer to a turn."""
 
     token_ids: Int32s = field(default_factory=no_tokens)
-    """[n] Put behind the turn, not trained; the student goes on from there. Not used when the episode ends here."""
+    """[n] Appended to the turn, not trained; the student continues from there. Not used when the episode ends here."""
     done: bool = False
     reward: float | None = None
-    """Of the whole rollout, given when it ends. None = this environment does not judge (e.g. no ground truth)."""
+    """The whole rollout's reward, given when it ends. None: the environment cannot judge (e.g. no ground truth)."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers about this step; the actor sums them over a rollout into its statistics."""
 
@@ -93,49 +93,49 @@ class Environment(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn in this environment, besides the model's own stop tokens."""
+        """Tokens that end a turn in this environment, in addition to the model's own stop tokens."""
         return ()
 
     async def reset(self, task: EnvTask) -> Observation:
-        """Begin. Any exception fails the rollout under the exception's name."""
+        """Begin the episode. Any exception fails the rollout under the exception's name."""
         ...
 
     async def step(self, action: Action) -> StepResult:
-        """Answer one turn."""
+        """Respond to one turn of the student."""
         ...
 
     async def close(self) -> None:
-        """Let go of what the episode held. Called once, whatever happened."""
+        """Release what the episode holds. Always called once."""
         return
 
 
 class EnvironmentFactory(Protocol):
-    """An environment class, mostly. `options` come from the configuration."""
+    """Usually an environment class. `options` come from the configuration."""
 
     def __call__(self, tokenizer: TextTokenizer, /, **options: object) -> Environment: ...
 
 
 class TextTokenizer:
-    """What an environment does with the tokenizer: its own text to tokens, the student's tokens to text."""
+    """The tokenizer as environments use it: their own text to tokens, the student's tokens to text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | FileTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = cast("dict[str, int]", cast(Any, tokenizer).get_added_vocab())
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
-        """Every id is below."""
+        """Every id is below this."""
 
     def encode(self, text: str) -> Int32s:
-        """Token ids [n] of the environment's own text, as it stands: no template, nothing added around it."""
+        """Token ids [n] of the environment's own text, without a template or special tokens."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def decode(self, token_ids: Int32s) -> str:
-        """Text without special tokens (end of turn, padding); tool tags stay."""
+        """The text without special tokens (end of turn, padding); tool tags stay."""
         return cast(str, self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def single_token(self, text: str) -> int | None:
-        """The id of `text` if it is one token of the vocabulary whatever stands around it, else None.
+        """The id of `text` if it is always one token whatever surrounds it, else None.
 
-        Only added tokens are: a merge of plain BPE may be written in several ways."""
+        Only added tokens are: plain BPE may split the same text differently in another context."""
         return self._added.get(text)
 
     def chat_turn(self, text: str, role: str = "user") -> Int32s:
@@ -154,7 +154,7 @@ class TextTokenizer:
             raise ValueError(
                 f"the chat template puts {behind[:20]!r} behind an assistant turn, expected a special token there"
             )
-        # The student wrote that token itself: it was its stop token.
+        # The student already wrote that token: it was its stop token.
         return self.encode(behind[len(closing) :])
 
     def _special_tokens(self) -> Sequence[str]:

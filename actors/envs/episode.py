@@ -1,7 +1,7 @@
-"""Drives one environment through one rollout, and holds it to the rules of `actors.envs.base`.
+"""Drives one environment through one rollout, and checks that it keeps the rules of `actors.envs.base`.
 
 The actor calls `start`, then `advance` after each turn of the student, then `close`, each as a coroutine on the
-episode's own thread. What comes back is tokens to append, or how the rollout ended.
+episode's own thread. They return tokens to append, or how the rollout ended.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 
 
 class EnvironmentFault(RuntimeError):
-    """The environment broke a rule: a result of another type, ids outside the vocabulary, a reward that is no number,
-    going on with nothing. The message says what was got and what was expected."""
+    """The environment broke a rule: a result of the wrong type, ids outside the vocabulary, a reward that is not a
+    number, a continuation without tokens. The message says what was got and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What follows a turn."""
+    """The environment's checked answer to a turn."""
 
     token_ids: Int32s = field(default_factory=no_tokens)
-    """[n] Environment tokens to append; the student goes on behind them. Empty when finished."""
+    """[n] Environment tokens to append; the student continues after them. Empty when finished."""
     finish_reason: FinishReason | None = None
-    """None = go on. stop: the last turn ended on a stop token of the model's own; length: it did not, and tokens or
-    turns were used up; env_done: it did not, and the environment had enough."""
+    """None: the rollout continues. stop: the last turn ended on one of the model's stop tokens; otherwise length when
+    tokens or turns are used up, or env_done when the environment ended the episode."""
     reward: float | None = None
     info: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Episode:
-    """One environment, one rollout. `make` builds the environment, when the episode starts. `model_stop_token_ids` are
-    the model's own; the environment may add some."""
+    """One environment, one rollout. `make` builds the environment when the episode starts. The environment may add stop
+    tokens to `model_stop_token_ids`."""
 
     def __init__(
         self,
@@ -68,11 +68,10 @@ class Episode:
         self._model_stops = frozenset(model_stop_token_ids)
         self._turns_done = 0
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(self._model_stops))
-        """For the generation requests of this rollout, once it has started."""
+        """Stop tokens for this rollout's generation requests; complete once it has started."""
 
     async def start(self) -> Int32s:
-        """Build the environment and reset it; token ids [n] to append to the prompt as environment tokens (mostly
-        none)."""
+        """Build and reset the environment; returns token ids [n] to append to the prompt (usually none)."""
         self._environment = self._make()
         stops = self._checked_ids(self._environment.stop_token_ids, "stop_token_ids")
         self.stop_token_ids = tuple(sorted(self._model_stops | set(stops.tolist())))
@@ -86,8 +85,8 @@ class Episode:
     ) -> Continuation:
         """Give the environment one finished turn.
 
-        `token_ids` [n] are the turn as sampled. `budget_left` tokens may still be sampled, and `context_left` tokens
-        fit into the context window. Raises EnvironmentFault, and whatever the environment raises."""
+        `token_ids` [n]: the turn as sampled. `budget_left`: tokens that may still be sampled. `context_left`: tokens
+        that still fit into the context window. Raises EnvironmentFault, and whatever the environment raises."""
         turn_ids = token_ids.copy()
         turn_ids.flags.writeable = False
         turn, self._turns_done = self._turns_done, self._turns_done + 1
@@ -106,12 +105,12 @@ class Episode:
         if reply_ids.size == 0:
             raise EnvironmentFault(f"{self._name} neither ended the episode nor gave the student anything to read")
         if reply_ids.size >= context_left:
-            # No room to sample a token behind it.
+            # No room is left to sample a token after it.
             return Continuation(finish_reason="length", reward=reward, info=result.info)
         return Continuation(token_ids=reply_ids, info=result.info)
 
     async def close(self) -> None:
-        """Nothing to do where the environment could not be built."""
+        """Close the environment, if it was built."""
         if self._environment is not None:
             await self._call("close")
 
@@ -169,7 +168,7 @@ class Episode:
 
 
 def _finite(value: object) -> float | None:
-    """As a float, if it is a number (of Python, numpy or torch) and finite."""
+    """The value as a float if it is a finite number (of Python, numpy or torch), else None."""
     if isinstance(value, str | bytes):
         return None
     try:
@@ -180,7 +179,7 @@ def _finite(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """A value of the environment's, short enough for a message."""
+    """A short text for a value, for messages."""
     if value is None:
         return "None"
     kind = type(value).__name__

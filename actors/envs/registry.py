@@ -1,4 +1,4 @@
-"""Environments by name: the built-in ones, those that installed packages name, and `module:Class`.
+"""Finds environments by name: built-in ones, those of installed packages, and `module:Class`.
 
 A package adds its own in its pyproject.toml:
 
@@ -26,7 +26,7 @@ BUILT_IN = {
 
 
 class UnknownEnvironment(ValueError):
-    """No environment of this name, or it cannot be loaded."""
+    """There is no environment of this name, or it cannot be loaded."""
 
 
 def known_environments() -> dict[str, str]:
@@ -38,8 +38,8 @@ def known_environments() -> dict[str, str]:
 def find_environment(name: str) -> EnvironmentFactory:
     """The class behind a name or a `module:Class` path. Raises UnknownEnvironment, naming the nearest known name.
 
-    Remembered: an environment is made for every rollout, and reading the entry points of all installed packages takes
-    longer than a short rollout."""
+    Cached, because an environment is made for every rollout, and reading the entry points of all installed packages
+    takes longer than a short rollout."""
     known = known_environments()
     path = name if ":" in name else known.get(name)
     if path is None:
@@ -59,15 +59,14 @@ def find_environment(name: str) -> EnvironmentFactory:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """The class behind `name`, once it is sure that it can be called with a tokenizer and these options.
+    """The class behind `name`, checked to accept a tokenizer and these options.
 
-    Raises UnknownEnvironment, and ValueError for an option that the environment does not take, naming the nearest, or
-    one that it needs and did not get."""
+    Raises UnknownEnvironment, and ValueError for an unknown option (naming the nearest known one) or a missing one."""
     factory = find_environment(name)
     _check_methods(name, factory)
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # written in C, without a signature
+    except (TypeError, ValueError):  # implemented in C, without a signature
         return factory
     parameters = signature.parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -88,7 +87,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
 
 
 def _check_methods(name: str, factory: EnvironmentFactory) -> None:
-    """Of a class: the three methods are there, and are coroutines. What a function makes is seen when it is made."""
+    """Check that a class has the three methods as coroutines. What a factory function returns is checked later."""
     if not inspect.isclass(factory):
         return
     for method, signature in (("reset", "(self, task)"), ("step", "(self, action)"), ("close", "(self)")):
@@ -98,25 +97,26 @@ def _check_methods(name: str, factory: EnvironmentFactory) -> None:
             raise UnknownEnvironment(f"environment {name!r} has no {method}: {expected}, see docs/environments.md")
         if inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
             raise UnknownEnvironment(
-                f"environment {name!r}: its {method} is a plain function, {expected}; what is in it may block, for "
-                "each rollout has a thread of its own"
+                f"environment {name!r}: its {method} is a plain function, {expected}; it may block, because "
+                "each rollout has its own thread"
             )
 
 
 def _no_method() -> None:
-    """Stands for one that a class does not have."""
+    """Placeholder for a missing method."""
 
 
 class LoadedEnvironment(NamedTuple):
-    """One that tasks may name, imported and checked."""
+    """An environment that tasks may name, imported and checked."""
 
     config: EnvConfig
     make: Callable[[], Environment]
-    """A new one, for one rollout."""
+    """Makes a new environment for one rollout."""
 
 
 def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer) -> dict[str, LoadedEnvironment]:
-    """Import them all, so that no task causes an import. Raises as `check_options`, or whatever a module raises."""
+    """Import all configured environments, so that no task causes an import. Raises what `check_options` raises, or
+    whatever a module raises."""
     for config in configs.values():
         check_options(config.name, config.options)
     return {
@@ -128,6 +128,5 @@ def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer
 def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, Any]) -> Environment:
     """A new environment for one rollout.
 
-    Raises UnknownEnvironment, and ValueError for options that the environment does not take (see `check_options`) or
-    refuses."""
+    Raises what `check_options` raises, and ValueError for options that the environment refuses."""
     return check_options(name, options)(tokenizer, **options)

@@ -30,9 +30,8 @@ from engines.sglang.config import SGLangConfig
 from engines.sglang.deltas import DeltaBox
 from engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
 from engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
-from engines.sglang.labels import START_LABEL, Labels
 from engines.sglang.requests import EngineTotals, check_request, generate_body, tokens_left
-from engines.sglang.stream import FinishReason, NewTokens, StreamError, TokenStream, decode_chunk
+from engines.sglang.stream import START_LABEL, FinishReason, Labels, NewTokens, StreamError, TokenStream, decode_chunk
 from protocol.messages import WeightVersion
 
 log = logging.getLogger(__name__)

@@ -44,8 +44,8 @@ class SGLangProvider(EngineProvider):
         from engines.sglang.features import ServerMismatch, check_layout, write_features
         from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
         from engines.sglang.weights import ServerWeights
+        from models.description import vocabulary_size
         from models.tokenizer_file import FileTokenizer
-        from models.vocabulary import vocabulary_size
 
         config, path = ctx.config.actor, ctx.config.models.student
         own = config.section(self.name, SGLangConfig)
@@ -81,8 +81,8 @@ class SGLangProvider(EngineProvider):
         from engines.sglang.features import ServerMismatch, check_layout, write_features
         from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
         from engines.sglang.scorer import SGLangScorer
+        from models.description import vocabulary_size
         from models.tokenizer_file import FileTokenizer
-        from models.vocabulary import vocabulary_size
 
         config, path = ctx.config.teacher, ctx.config.models.teacher
         own = config.section(self.name, ServerLinkConfig)

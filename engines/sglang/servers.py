@@ -1,31 +1,58 @@
-"""How SGLang's servers are started: their interpreter, their arguments and environment, the memory that they take."""
+"""How SGLang servers are started: interpreter, arguments, environment, and the GPU memory that they take.
+
+A user's own arguments (`server.args`) are searched for SGLang's options. argparse takes `--name value`, `--name=value`
+and any abbreviation that fits one name only (`--tp 2`).
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from engines.config import ServerConfig
 from engines.provider import EngineRole, Interpreter, Launch, MemoryNeed, ModelShape, ServerEngine, Wish
-from engines.sglang.options import (
-    DEVICE,
-    DP,
-    FRACTION,
-    LOAD_FORMAT,
-    NODES,
-    NVLS,
-    PP,
-    QUANTIZATION,
-    SYMMETRIC,
-    TP,
-    has,
-    value_of,
-)
 from sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS
+
+
+class Option(NamedTuple):
+    """One of SGLang's."""
+
+    names: tuple[str, ...]
+    shortest: tuple[str, ...]
+    """Of each name, the shortest beginning that SGLang takes for it."""
+
+
+TP: Final = Option(("--tp-size", "--tensor-parallel-size"), ("--tp", "--tensor-p"))
+DP: Final = Option(("--dp-size", "--data-parallel-size"), ("--dp-s", "--data-parallel-s"))
+PP: Final = Option(("--pp-size", "--pipeline-parallel-size"), ("--pp-s", "--pipeline-parallel-s"))
+NODES: Final = Option(("--nnodes",), ("--nnodes",))
+SYMMETRIC: Final = Option(("--enable-symm-mem",), ("--enable-symm",))
+NVLS: Final = Option(("--enable-nccl-nvls",), ("--enable-nccl",))
+DEVICE: Final = Option(("--device",), ("--device",))
+FRACTION: Final = Option(("--mem-fraction-static",), ("--mem-f",))
+QUANTIZATION: Final = Option(("--quantization",), ("--quantization",))
+LOAD_FORMAT: Final = Option(("--load-format",), ("--load-f",))
+
+
+def value_of(args: Sequence[str], option: Option) -> str | None:
+    """The last one, which wins; None: it is not among the arguments, or nothing is behind it."""
+    found: str | None = None
+    for index, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        pairs = zip(option.names, option.shortest, strict=True)
+        if any(full.startswith(name) and name.startswith(short) for full, short in pairs):
+            found = value if equals else next(iter(args[index + 1 : index + 2]), None)
+    return found
+
+
+def has(args: Sequence[str], option: Option) -> bool:
+    """A switch, without a value."""
+    return any(option.names[0].startswith(word) and word.startswith(option.shortest[0]) for word in args)
+
 
 COMMON_ARGS: Final = ("--log-level-http", "warning")
 """Of every server: not a log line per request."""

@@ -1,9 +1,10 @@
-"""One request's stream of JSON chunks: which tokens are new, and which weights sampled them. Pure: no I/O.
+"""One request's stream of JSON chunks: which tokens are new, and which weights sampled them. No I/O.
 
-What a server says about versions: every chunk is *stamped* with the version that was live when the chunk was put
-together, which may be later than when its tokens were sampled; the last chunk may carry *spans*, which are per token.
-New weights sample only after the stamp has changed (requests run on only when the update was acknowledged). So a
-token lies between `floor`, the version known to be live when the request was sent, and its chunk's stamp:
+A server's weights are labelled `RUN/EPOCH.STEP`, so that another run's weights are never mistaken for ours. What a
+server says about versions: every chunk is *stamped* with the version that was live when the chunk was put together,
+which may be later than when its tokens were sampled; the last chunk may carry *spans*, which are per token. New weights
+sample only after the stamp has changed (requests run on only when the update was acknowledged). So a token lies between
+`floor`, the version known to be live when the request was sent, and its chunk's stamp:
 
     stamp == floor      the token's version is known; it leaves at once
     stamp != floor      held back, with all that follow, until the spans come with the last chunk
@@ -13,13 +14,41 @@ token lies between `floor`, the version known to be live when the request was se
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from engines.sglang.labels import Labels
 from protocol.messages import VersionSpan, WeightVersion
+
+START_LABEL: Final = "default"
+"""What a server calls the weights that it was started with, if it is not told otherwise."""
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)")
+
+
+class Labels:
+    """The labels of one run."""
+
+    def __init__(self, run_id: str) -> None:
+        self._prefix = f"{run_id}/" if run_id else ""
+
+    def of(self, version: WeightVersion) -> str:
+        """What to call these weights in an update request."""
+        return f"{self._prefix}{version}"
+
+    def updating(self, version: WeightVersion) -> str:
+        """What a paused server's weights are called until its update is done: if nobody is left to finish it, nobody
+        knows which weights these are, and `parse` says so."""
+        return f"{self._prefix}{version}+"
+
+    def parse(self, label: str) -> WeightVersion | None:
+        """The version that a label names. None: not one of this run, or unreadable. A server's first weights are taken
+        for the student that every run starts from."""
+        if label == START_LABEL:
+            return WeightVersion(0, 0)
+        match = _VERSION.fullmatch(label.removeprefix(self._prefix)) if label.startswith(self._prefix) else None
+        return WeightVersion(int(match[1]), int(match[2])) if match is not None else None
 
 
 class StreamError(ValueError):

@@ -1,26 +1,31 @@
 """One forward of the generation engine: a step's tokens in, logits of its rows out, keys and values left in the cache.
 
-`ModuleDecoder` runs any Hugging Face causal LM through its own modules. `FusedDecoder` (engines.torch.fused_decoder)
-does the same arithmetic for the Llama family with a third of the Python. `build_decoder` chooses, and compares the
-choice with the model's plain forward before any token is sampled from it.
+`ModuleDecoder` runs any Hugging Face causal LM through its own modules. `FusedDecoder` does the same arithmetic for the
+Llama family (Llama, Qwen2, Qwen3) with a third of the Python: at the sizes this engine runs on a CPU, a decode step is
+bound by Python, and the fused path makes about 20 calls into torch per layer where the modules make about 60.
+`build_decoder` chooses, and compares the choice with the model's plain forward before any token is sampled from it.
 
-Legend: T tokens of a step, R rows that decode, V vocabulary.
+Legend: T tokens of a step, R rows that decode, H hidden size, N query heads, G key/value heads, D head size,
+I MLP size, C positions, S tokens of a bucket of prompts, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm
 from transformers import PreTrainedModel
 
-from engines.torch.fused_decoder import FusedDecoder, can_fuse
-from engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
+from engines.torch.kv_cache import IMPLEMENTATION, AttentionForm, SlotCache, UnsupportedModelError
 from engines.torch.step import Prefill, Step, plan_step
+from models.attention import attend
 from models.packed import refuse_unpackable
+from models.packed_layout import Bucket
 from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 
 
@@ -125,3 +130,178 @@ def _refuse_moving_rope(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has rope_type {rope['rope_type']!r}, whose frequencies change with the length of "
             "the batch; choose a checkpoint with static ones (default, linear, yarn, llama3)"
         )
+
+
+_FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+
+
+class _Projection:
+    """A linear layer whose result is added to the residual stream in the same product."""
+
+    def __init__(self, module: torch.nn.Linear) -> None:
+        self._weight_t = module.weight.detach().t()
+        self._bias = cast(Tensor | None, module.bias)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        out = torch.addmm(residual, x, self._weight_t)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Tensor
+    """[(N + 2G) * D, H]"""
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[N + G, D]; query and key norms side by side (Qwen3)."""
+    output: _Projection
+    mlp_norm: Tensor
+    gate_up: Tensor
+    """[2I, H]"""
+    gate_up_bias: Tensor | None
+    down: _Projection
+    activation: Callable[[Tensor], Tensor]
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Is this one of the architectures written out here, without sliding windows?"""
+    layer_types: Sequence[str] = getattr(model.config, "layer_types", None) or ()
+    return type(model).__name__ in _FAMILY and all(kind == "full_attention" for kind in layer_types)
+
+
+class FusedDecoder:
+    """Takes over the storage of the model's projections."""
+
+    def __init__(self, model: PreTrainedModel, max_context: int) -> None:
+        body: Any = model.model
+        config: Any = model.config
+        self._head_size = int(body.layers[0].self_attn.head_dim)
+        self._n_heads = int(config.num_attention_heads)
+        self._n_groups = int(config.num_key_value_heads)
+        self._norm = _RmsNorm(float(config.rms_norm_eps), body.norm.weight)
+        self._embedding_VH = cast(Tensor, body.embed_tokens.weight)
+        self._final_norm = cast(Tensor, body.norm.weight)
+        self._head = cast(torch.nn.Linear, model.lm_head)
+        self._form = AttentionForm(float(body.layers[0].self_attn.scaling))
+        self._modules = list(body.layers)
+        with torch.no_grad():
+            self._cos_CD, self._sin_CD = _rotary_tables(body, max_context)
+            self._layers = [self._join(layer) for layer in self._modules]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The head norms are spread over the heads: the only copies that a swap does not reach by itself."""
+        for layer, module in zip(self._layers, self._modules, strict=True):
+            if layer.qk_norm is not None:
+                layer.qk_norm[: self._n_heads] = module.self_attn.q_norm.weight.detach()
+                layer.qk_norm[self._n_heads :] = module.self_attn.k_norm.weight.detach()
+
+    def forward(self, step: Step, cache: SlotCache) -> Tensor:
+        """Logits of the step's rows, [R, V]."""
+        hidden_TH = embedding(step.ids_T, self._embedding_VH)
+        cos_T1D = self._cos_CD.index_select(0, step.positions_T).unsqueeze(1)
+        sin_T1D = self._sin_CD.index_select(0, step.positions_T).unsqueeze(1)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            mixed = self._attention(index, layer, hidden_TH, cos_T1D, sin_T1D, cache, rows_only=index == last)
+            if index == last:  # prefilled tokens leave keys and values only: nothing reads their last hidden state
+                hidden_TH = hidden_TH[: step.n_rows]
+            hidden_TH = layer.output.added_to(hidden_TH, mixed)
+            gate_up = linear(self._norm(hidden_TH, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+            gate, up = gate_up.chunk(2, dim=-1)
+            hidden_TH = layer.down.added_to(hidden_TH, layer.activation(gate).mul_(up))
+        return linear(self._norm(hidden_TH, self._final_norm), self._head.weight)
+
+    def _attention(
+        self,
+        index: int,
+        layer: _Layer,
+        hidden_TH: Tensor,
+        cos_T1D: Tensor,
+        sin_T1D: Tensor,
+        cache: SlotCache,
+        *,
+        rows_only: bool,
+    ) -> Tensor:
+        """[T, N * D], or [R, N * D] with `rows_only`."""
+        n_heads, n_both, size, step = self._n_heads, self._n_heads + self._n_groups, self._head_size, cache.step
+        qkv = linear(self._norm(hidden_TH, layer.input_norm), layer.qkv, layer.qkv_bias).view(len(hidden_TH), -1, size)
+        qk, value_TGD = qkv[:, :n_both], qkv[:, n_both:]
+        if layer.qk_norm is not None:
+            qk = self._norm(qk, layer.qk_norm)
+        # rotate_half(x) * sin == roll(x) * sin with the first half of sin negated
+        qk = torch.addcmul(qk * cos_T1D, qk.roll(size // 2, -1), sin_T1D)
+        query_TND, key_TGD = qk[:, :n_heads], qk[:, n_heads:]
+        cache.write(index, key_TGD, value_TGD)
+        rows = cache.attend(index, query_TND[: step.n_rows], self._form).view(step.n_rows, n_heads * size)
+        if rows_only or step.prefill is None:
+            return rows
+        prompts = [
+            self._attend_prompts(query_TND, key_TGD, value_TGD, step.n_rows, bucket) for bucket in step.prefill.buckets
+        ]
+        return torch.cat((rows, *prompts))
+
+    def _attend_prompts(
+        self, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, n_rows: int, bucket: Bucket
+    ) -> Tensor:
+        """Causal self-attention of the prompts of one bucket (all padded to one length), [S, N * D]."""
+        tokens = slice(n_rows + bucket.start, n_rows + bucket.end)
+        shape = (bucket.n_sequences, bucket.longest, -1, self._head_size)
+        query, key, value = (x[tokens].view(shape).transpose(1, 2) for x in (query_TND, key_TGD, value_TGD))
+        mixed = attend(query, key, value, mask_LL=None, scaling=self._form.scaling)
+        return mixed.transpose(1, 2).reshape(bucket.end - bucket.start, -1)
+
+    def _join(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        qk_norm: Tensor | None = None
+        if hasattr(attention, "q_norm"):
+            qk_norm = attention.q_norm.weight.new_empty(self._n_heads + self._n_groups, self._head_size)
+        return _Layer(
+            input_norm=layer.input_layernorm.weight,
+            qkv=_joined([p.weight for p in projections]),
+            qkv_bias=_joined([p.bias for p in projections]) if projections[0].bias is not None else None,
+            qk_norm=qk_norm,
+            output=_Projection(attention.o_proj),
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up=_joined([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            gate_up_bias=_joined([mlp.gate_proj.bias, mlp.up_proj.bias]) if mlp.gate_proj.bias is not None else None,
+            down=_Projection(mlp.down_proj),
+            activation=mlp.act_fn,
+        )
+
+
+class _RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight, in float32 inside."""
+
+    def __init__(self, eps: float, like: Tensor) -> None:
+        self._eps = eps
+        self._eps_1 = torch.tensor([eps], dtype=torch.float32, device=like.device)
+        # On a CPU torch's own is several kernels, with a slow mean among them; elsewhere it is one.
+        self._by_hand = like.device.type == "cpu" and like.dtype == torch.float32
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not self._by_hand:
+            return rms_norm(x, x.shape[-1:], None, self._eps) * weight
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps_1, length, length, value=1.0 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(weight)
+
+
+def _joined(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """Lay parameters one after another along dim 0 and make each a view of its part."""
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+def _rotary_tables(body: Any, max_context: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position, [C, D]; the first half of sin negated (see `_attention`)."""
+    like = cast(Tensor, body.embed_tokens.weight)
+    positions_1C = torch.arange(max_context, device=like.device)[None]
+    cos_1CD, sin_1CD = body.rotary_emb(like, positions_1C)
+    sin_CD = sin_1CD[0].clone()
+    sin_CD[:, : sin_CD.shape[1] // 2].neg_()
+    return cos_1CD[0].clone(), sin_CD

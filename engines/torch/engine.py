@@ -31,8 +31,8 @@ from engines.torch.decoders import build_decoder, vocabulary_rows
 from engines.torch.kv_cache import SlotCache
 from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
 from engines.torch.slots import FinishReason, Running, SlotTable
-from engines.torch.staging import WeightStage
 from engines.torch.step import Prefill, plan_step
+from engines.torch.weights import WeightStage
 from models.loading import resolve_device
 from models.packed import context_window
 from protocol.messages import WeightVersion

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engines.torch.slots import RowWindow
 from engines.torch.step import Step
 from models.packed import packed_attention
-from models.row_windows import RowWindow
 
 IMPLEMENTATION = "stillhouse_decode"
 

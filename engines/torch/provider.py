@@ -19,7 +19,7 @@ from engines.provider import (
     WithStudent,
     WithTeacher,
 )
-from models.dtypes import BYTES
+from models.description import BYTES
 from protocol.context import RoleContext
 from protocol.handshake import vocab_tokens
 from weights.config import WeightsConfig

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engines.torch.slots import RowWindow, row_windows
 from models.packed_layout import Bucket, Layout
-from models.row_windows import RowWindow, row_windows
 
 _BUCKET_SLACK = 0.8
 """A bucket takes prompts down to this share of its longest one: at most a fifth of it is padding..."""

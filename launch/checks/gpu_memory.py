@@ -38,8 +38,7 @@ from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER
 from launch.machine.machine import Machine
 from launch.servers.plan import launched_groups, server_config, servers_of
-from models.dtypes import BYTES
-from models.vocabulary import vocabulary_size
+from models.description import BYTES, vocabulary_size
 from weights.config import sent_dtype, staged_in
 
 GIB: Final = 2**30

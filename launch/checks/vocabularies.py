@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from launch.errors import ConfigError
-from models.vocabulary import known_vocabulary_size
+from models.description import known_vocabulary_size
 from protocol.handshake import vocab_fingerprint, vocab_tokens
 
 NAMED: Final = 3

@@ -17,7 +17,7 @@ from engines.registry import BUILT_IN, find_engine
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
 from launch.config.pools import TeacherPool, engine_of, teacher_pools
 from launch.config.run import BUILTIN, RunConfig
-from models.vocabulary import known_vocabulary_size
+from models.description import known_vocabulary_size
 from protocol.addresses import is_local
 from protocol.topk_codec import MAX_TOKENS_KEPT
 

@@ -33,7 +33,7 @@ from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent, watch_launcher
 from launch.workers.start_role import StartRole, WorkFolder
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
-from models.vocabulary import known_vocabulary_size
+from models.description import known_vocabulary_size
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.errors import HandshakeRefused
 from protocol.messages import Ledger, WeightVersion

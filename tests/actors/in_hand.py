@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.failure import Failure
+from actors.failures import Failure
 from actors.rollouts_running import RunningRollouts
 from engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest, Int32s
 from protocol.messages import Message, RolloutFailed, Sampling, Segment, Ticket, VersionSpan, WeightVersion

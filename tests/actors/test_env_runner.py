@@ -270,7 +270,7 @@ def test_with_too_many_stuck_threads_it_says_so_and_what_to_do() -> None:
     for i, blocking in enumerate(calls):
         Rollout(runner, f"r{i}").call(blocking.call, 0.05)
     with pytest.raises(
-        TooManyStuck, match=r"3 threads .* expected at most 2; one is at test_env_runner.py:\d+ in call"
+        TooManyStuck, match=r"3 environment threads .* expected at most 2; one is at test_env_runner.py:\d+ in call"
     ):
         until(lambda: bool(runner.take() and False))
     for blocking in calls:

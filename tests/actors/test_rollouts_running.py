@@ -379,7 +379,7 @@ def rendered(hf_tokenizer: PreTrainedTokenizerBase) -> Prompt:
     return render
 
 
-def assert_graded_alike(hand: InHand, scorer: TorchScorer, rollout_id: str) -> tuple[list[Segment], Int32s]:
+def assert_scored_alike(hand: InHand, scorer: TorchScorer, rollout_id: str) -> tuple[list[Segment], Int32s]:
     """The behaviour log-prob of every sampled token is that of a full recompute; other tokens have none."""
     segments, ids, logprobs, mask = hand.whole(rollout_id)
     expected = np.concatenate([[0.0], scorer.score([ScoreRequest(ids, 1)])[0].logprobs])
@@ -404,7 +404,7 @@ def test_single_turn_rollouts_of_the_student(
     hand.environments.close()
     assert hand.failures == {}
     for number, (a, b) in enumerate(sums):
-        segments, ids = assert_graded_alike(hand, scorer, f"train-{number}-0-0")
+        segments, ids = assert_scored_alike(hand, scorer, f"train-{number}-0-0")
         answer = tokenizer.decode(ids[len(rendered(f"{a}+{b}=")) :])
         assert segments[-1].finish_reason == ("stop" if ids[-1] == STOP else "length")
         assert segments[-1].reward in (0.0, 1.0) and segments[-1].n_turns == 1
@@ -425,7 +425,7 @@ def test_calculator_rollouts_of_the_student_take_turns(
     calls = 0
     for number in range(4):
         rollout_id = f"train-{number}-0-0"
-        segments, ids = assert_graded_alike(hand, scorer, rollout_id)
+        segments, ids = assert_scored_alike(hand, scorer, rollout_id)
         _, _, _, mask = hand.whole(rollout_id)
         written = ids[len(prompt) :][~mask[len(prompt) :].astype(bool)]
         results = tokenizer.decode(written).count("<result>")

@@ -15,8 +15,8 @@ from engines.base import GenerationRequest
 from engines.sglang.config import SGLangConfig, SwapMode
 from engines.sglang.engine import SGLangEngine
 from engines.sglang.features import ServerMismatch
+from models.description import vocabulary_size
 from models.loading import load_causal_lm
-from models.vocabulary import vocabulary_size
 from protocol.messages import Sampling, VersionSpan
 from sglang_server.servers import DEFAULT_PYTHON, Server, Servers
 from tests.patience import PATIENCE_S, Limit

@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 from engines.sglang.config import SGLangConfig, SwapMode
 from engines.sglang.engine import SGLangEngine
 from engines.sglang.http import ServerLost
-from engines.sglang.labels import Labels
-from engines.sglang.stream import StreamError
+from engines.sglang.stream import Labels, StreamError
 from models.loading import load_causal_lm
 from protocol.messages import WeightVersion
 from sglang_server.servers import Server, Servers

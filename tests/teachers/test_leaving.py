@@ -22,7 +22,7 @@ from protocol import messages as m
 from protocol.context import ExitCode, RoleContext
 from protocol.server import PeerDown
 from teachers.config import TeacherConfig
-from teachers.worker import _grade_until_told  # pyright: ignore[reportPrivateUsage]
+from teachers.worker import _run  # pyright: ignore[reportPrivateUsage]
 from tests.patience import PATIENCE_S, eventually
 from tests.wire import RUN, VOCAB, ScriptedBuffer
 
@@ -65,7 +65,7 @@ def teach(address: str, run_dir: str, pause_s: float, drain_s: float) -> None:
         buffer_address=address, resume=False, config=config,
     )  # fmt: skip
     engine: Any = Slow(Path(run_dir) / "begun", pause_s)
-    sys.exit(_grade_until_told(ctx, ScorerSource(VOCAB, Slow.vocab_size, lambda: engine)))
+    sys.exit(_run(ctx, ScorerSource(VOCAB, Slow.vocab_size, lambda: engine)))
 
 
 @contextmanager
@@ -80,11 +80,11 @@ def teacher_process(address: str, run_dir: Path, *, pause_s: float, drain_s: flo
 
 
 def give_work(peer: ScriptedBuffer, n: int, run_dir: Path) -> None:
-    """Items, one to a batch; the first is being graded afterwards."""
+    """Items, one to a batch; the first is being scored afterwards."""
     items = tuple(m.ScoreItem(i, f"train-{i}-0-0", 1, WORK_TOKENS) for i in range(n))
     eventually(lambda: bool(peer.got(m.ScoreCredit)), "it asked for work")
     peer.send(m.ScoreWork(items), [np.ones(WORK_TOKENS, np.int32)] * n, to=TEACHER)
-    eventually((run_dir / "begun").exists, "it began to grade")
+    eventually((run_dir / "begun").exists, "it began to score")
 
 
 def gone(peer: ScriptedBuffer, process: SpawnProcess) -> None:
@@ -93,7 +93,7 @@ def gone(peer: ScriptedBuffer, process: SpawnProcess) -> None:
     eventually(lambda: any(isinstance(event, PeerDown) for event in peer.events), "it said goodbye")
 
 
-def test_a_teacher_asked_to_leave_grades_what_it_holds_takes_no_more_and_says_goodbye(tmp_path: Path) -> None:
+def test_a_teacher_asked_to_leave_scores_what_it_holds_takes_no_more_and_says_goodbye(tmp_path: Path) -> None:
     with (
         ScriptedBuffer() as peer,
         teacher_process(peer.address, tmp_path, pause_s=0.2, drain_s=PATIENCE_S) as process,

@@ -1,4 +1,4 @@
-"""What a grade depends on beside the model and the text, measured at a teacher's start."""
+"""The noise of a teacher's scores, measured at its start."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Moody:
             raise RuntimeError("no kernel for this")
         self.lengths.append([len(request.token_ids) for request in requests])
         assert all(request.token_ids.max() < 20 for request in requests)
-        grade = np.float32(-2.0 + self._mood * (len(requests) - 1))
-        return [ScoreResult(np.full(len(r.token_ids) - r.start, grade, np.float32)) for r in requests]
+        score = np.float32(-2.0 + self._mood * (len(requests) - 1))
+        return [ScoreResult(np.full(len(r.token_ids) - r.start, score, np.float32)) for r in requests]
 
     def close(self) -> None: ...
 
 
-def test_a_grade_that_depends_on_its_company_is_measured_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_score_that_depends_on_its_batch_is_measured_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine = Moody(0.1)
     found = self_check(engine, 20)
     assert found is not None

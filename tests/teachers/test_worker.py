@@ -1,4 +1,4 @@
-"""The teacher's loop over the wire: what it grades, what it cannot grade, and how much it asks for."""
+"""The teacher's loop over the wire: scores, failures and credit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CONFIG = TeacherConfig(max_batch_tokens=60, credit_batches=2.0, device="cpu")
 
 
 class Fake:
-    """Grades token t as -t. Breaks at the tokens it is told to; `gate` holds it while it grades."""
+    """Grades token t as -t. Fails at the configured tokens; `gate` holds it while it scores."""
 
     def __init__(self, *, breaks_at: int = -1, nan_at: int = -1, error: type[Exception] = RuntimeError) -> None:
         self.calls: list[list[int]] = []
         """Context tokens of each item, call by call."""
         self.gate = threading.Event()
         self.gate.set()
-        self.grading = threading.Event()
+        self.scoring = threading.Event()
         self._breaks_at, self._nan_at, self._error = breaks_at, nan_at, error
 
     @property
@@ -51,13 +51,13 @@ class Fake:
         return CONTEXT
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        self.grading.set()
+        self.scoring.set()
         assert self.gate.wait(PATIENCE_S)
         self.calls.append([len(request.token_ids) for request in requests])
         if any(self._breaks_at in request.token_ids for request in requests):
             raise self._error("out of memory")
-        grades = [-request.token_ids[request.start :].astype(np.float32) for request in requests]
-        return [ScoreResult(np.where(grade == -self._nan_at, np.nan, grade).astype(np.float32)) for grade in grades]
+        scores = [-request.token_ids[request.start :].astype(np.float32) for request in requests]
+        return [ScoreResult(np.where(score == -self._nan_at, np.nan, score).astype(np.float32)) for score in scores]
 
     def close(self) -> None: ...
 
@@ -87,12 +87,12 @@ def settled(peer: ScriptedBuffer, n: int) -> tuple[dict[int, list[float]], dict[
     """Grades and reasons by lease, once `n` leases are answered; each is answered once."""
     seen = 0
     while True:
-        grades = [pair for got in peer.got(m.Scores) for pair in zip(got.message.leases, got.arrays, strict=True)]
+        scores = [pair for got in peer.got(m.Scores) for pair in zip(got.message.leases, got.arrays, strict=True)]
         failed = [(i, got.message.reason) for got in peer.got(m.ScoreFailed) for i in got.message.leases]
-        leases = [i for i, _ in (*grades, *failed)]
+        leases = [i for i, _ in (*scores, *failed)]
         assert len(set(leases)) == len(leases)
         if len(leases) >= n:
-            return {i: grade.tolist() for i, grade in grades}, dict(failed)
+            return {i: score.tolist() for i, score in scores}, dict(failed)
         seen = len(peer.expect(m.Heartbeat, seen + 1))
 
 
@@ -124,30 +124,30 @@ def scorer() -> TorchScorer:
     return TorchScorer.load(STUDENT_DIR, TeacherConfig(device="cpu"))
 
 
-# ---------------------------------------------------------------------------------------------------------- grades
+# ---------------------------------------------------------------------------------------------------------- scores
 
 
-def test_grades_are_those_of_the_scorer_alone(scorer: TorchScorer) -> None:
-    """Whatever is packed together; the first token of a rollout has no context to be graded in and counts 0."""
+def test_scores_are_those_of_the_scorer_alone(scorer: TorchScorer) -> None:
+    """Whatever is packed together; the first token of a rollout has no context to be scored in and counts 0."""
     random = np.random.default_rng(0)
     items = [(start, random.integers(0, 300, n).tolist()) for start, n in ((1, 9), (0, 12), (20, 40), (5, 6), (0, 1))]
     config = TeacherConfig(max_batch_tokens=50, device="cpu")
     with ScriptedBuffer() as peer, teacher(peer.address, scorer, config) as (ended, _):
         peer.send(*work(*items), to=TEACHER)
-        grades, failed = settled(peer, len(items))
+        scores, failed = settled(peer, len(items))
         end(peer, ended)
     assert failed == {}
     for i, (start, ids) in enumerate(items):
         alone = scorer.score([ScoreRequest(np.array(ids, np.int32), max(1, start))])[0].logprobs
-        np.testing.assert_allclose(grades[i], [0.0] * (start == 0) + alone.tolist(), atol=1e-4)
+        np.testing.assert_allclose(scores[i], [0.0] * (start == 0) + alone.tolist(), atol=1e-4)
 
 
-def test_items_are_graded_in_order_in_batches_of_so_many_tokens() -> None:
+def test_items_are_scored_in_order_in_batches_of_at_most_max_batch_tokens() -> None:
     engine = Fake()
     engine.gate.clear()
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
         peer.send(*lease(0, 10), to=TEACHER)
-        assert engine.grading.wait(PATIENCE_S)
+        assert engine.scoring.wait(PATIENCE_S)
         for i, n in enumerate((20, 30, 10, 5, 90, 20), start=1):
             peer.send(*lease(i, n), to=TEACHER)
         while peer.expect(m.Heartbeat, len(peer.got(m.Heartbeat)) + 1)[-1].message.received_total < 7:
@@ -170,14 +170,14 @@ def test_one_message_of_work_is_packed_as_full_as_it_gets() -> None:
 # -------------------------------------------------------------------------------------------------------- failures
 
 
-def test_an_item_that_cannot_be_graded_fails_alone_with_a_reason() -> None:
+def test_an_item_that_cannot_be_scored_fails_alone_with_a_reason() -> None:
     engine = Fake()
     good = (1, [3, 4, 5])
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
         peer.send(*work(good, (1, [3, VOCAB]), good, (1, [3, -1, 4]), (90, [1] * (CONTEXT + 1)), good), to=TEACHER)
-        grades, failed = settled(peer, 6)
+        scores, failed = settled(peer, 6)
         end(peer, ended)
-    assert grades == {0: [-4.0, -5.0], 2: [-4.0, -5.0], 5: [-4.0, -5.0]}
+    assert scores == {0: [-4.0, -5.0], 2: [-4.0, -5.0], 5: [-4.0, -5.0]}
     assert {i: reason.split(":")[0] for i, reason in failed.items()} == {
         1: "token_out_of_vocab",
         3: "token_out_of_vocab",
@@ -187,32 +187,32 @@ def test_an_item_that_cannot_be_graded_fails_alone_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
-def test_a_batch_that_breaks_the_engine_is_graded_one_by_one(error: type[Exception]) -> None:
+def test_a_batch_that_breaks_the_engine_is_scored_one_by_one(error: type[Exception]) -> None:
     engine = Fake(breaks_at=7, error=error)
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
         peer.send(*work((1, [1, 2]), (1, [1, 7]), (1, [1, 3])), to=TEACHER)
-        grades, failed = settled(peer, 3)
+        scores, failed = settled(peer, 3)
         peer.send(*lease(3, 2), to=TEACHER)
         settled(peer, 4)
         end(peer, ended)
-    assert grades == {0: [-2.0], 2: [-3.0]}
+    assert scores == {0: [-2.0], 2: [-3.0]}
     assert failed == {1: "engine_error: out of memory"}
     assert engine.calls == [[2, 2, 2], [2], [2], [2], [2]]
 
 
-def test_grades_that_are_not_finite_are_failures_of_their_item() -> None:
+def test_scores_that_are_not_finite_are_failures_of_their_item() -> None:
     """Sent, they would be rejected by the buffer, and the item leased here again."""
     with ScriptedBuffer() as peer, teacher(peer.address, Fake(nan_at=7)) as (ended, _):
         peer.send(*work((1, [1, 2]), (1, [1, 3, 7]), (1, [1, 4])), to=TEACHER)
-        grades, failed = settled(peer, 3)
+        scores, failed = settled(peer, 3)
         end(peer, ended)
-    assert (grades, failed) == ({0: [-2.0], 2: [-4.0]}, {1: "non_finite_logprob"})
+    assert (scores, failed) == ({0: [-2.0], 2: [-4.0]}, {1: "non_finite_logprob"})
 
 
 # ---------------------------------------------------------------------------------------------------------- credit
 
 
-def test_credit_is_what_is_not_held_and_comes_back_with_the_grades() -> None:
+def test_credit_is_what_is_not_held_and_comes_back_with_the_scores() -> None:
     engine = Fake()
     engine.gate.clear()
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
@@ -241,7 +241,7 @@ def test_an_idle_teacher_says_its_credit_again(monkeypatch: pytest.MonkeyPatch) 
         end(peer, ended, ok=False)
 
 
-def test_figures_tell_graded_from_failed_rejected_and_late() -> None:
+def test_figures_tell_scored_from_failed_rejected_and_late() -> None:
     def answer(message: m.Message) -> m.Message | None:
         match message:
             case m.Scores(leases=leases):
@@ -273,8 +273,8 @@ def test_figures_tell_graded_from_failed_rejected_and_late() -> None:
 # ------------------------------------------------------------------------------------------------- the real buffer
 
 
-def test_a_rollout_is_graded_for_the_real_buffer_as_it_grows(scorer: TorchScorer, tmp_path: Path) -> None:
-    """The segments of one rollout, the second graded behind the first; grades arrive at the learner in place."""
+def test_a_rollout_is_scored_for_the_real_buffer_as_it_grows(scorer: TorchScorer, tmp_path: Path) -> None:
+    """The segments of one rollout, the second scored behind the first; scores arrive at the learner in place."""
     settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=1)
     prompt, v0 = np.array([5, 6, 7], np.int32), m.WeightVersion(0, 0)
     with real_buffer(settings, tmp_path) as (address, buffer_ended):
@@ -293,10 +293,10 @@ def test_a_rollout_is_graded_for_the_real_buffer_as_it_grows(scorer: TorchScorer
                 mask = (np.arange(start, stop) >= 3).astype(np.uint8)
                 segment = m.Segment(ticket.rollout_id, index, start, stop, spans, index == 1, "stop" if index else None)
                 actor.send(segment, (ids[start:stop], np.where(mask, -0.5, 0.0).astype(np.float32), mask))
-            batch, (got_ids, _, got_mask, got_grades) = receive(learner, m.Batch)
+            batch, (got_ids, _, got_mask, got_scores) = receive(learner, m.Batch)
             np.testing.assert_array_equal(got_ids, ids)
             alone = scorer.score([ScoreRequest(ids, 3)])[0].logprobs
-            np.testing.assert_allclose(got_grades[0][got_mask.astype(bool)], alone, atol=1e-4)
+            np.testing.assert_allclose(got_scores[0][got_mask.astype(bool)], alone, atol=1e-4)
             learner.send(m.BatchTrained(batch.batch_id, m.WeightVersion(0, 1)))
             learner.send(m.RunFinished(True, "enough"))
             assert ended.result(20.0) is True
@@ -306,7 +306,7 @@ def test_a_rollout_is_graded_for_the_real_buffer_as_it_grows(scorer: TorchScorer
 # ---------------------------------------------------------------------------------------------------- new weights
 
 
-def test_new_weights_grade_the_next_batch_and_their_version_is_told(tmp_path: Path) -> None:
+def test_new_weights_score_the_next_batch_and_their_version_is_reported(tmp_path: Path) -> None:
     scorer = TorchScorer.load(STUDENT_DIR, TeacherConfig(device="cpu"))
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
     with torch.no_grad():
@@ -355,7 +355,7 @@ def heartbeat(peer: ScriptedBuffer, such: Callable[[m.Heartbeat], bool]) -> m.He
 
 
 @pytest.mark.parametrize("teacher_prompt", [[40, 41, 42, 43, 44, 45], [40]], ids=["longer", "shorter"])
-def test_grades_are_those_under_the_teachers_prompt_position_by_position(teacher_prompt: list[int]) -> None:
+def test_scores_are_those_under_the_teachers_prompt_position_by_position(teacher_prompt: list[int]) -> None:
     """Against transformers on [teacher's prompt + response]: a first segment with the prompt in it, and a later one."""
     prompt, response = [7, 8, 9], [20, 30, 10, 31, 11, 12]
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
@@ -373,12 +373,12 @@ def test_grades_are_those_under_the_teachers_prompt_position_by_position(teacher
     scorer = TorchScorer.load(STUDENT_DIR, TeacherConfig(device="cpu"))
     with ScriptedBuffer() as peer, teacher(peer.address, scorer) as (ended, _):
         peer.send(m.ScoreWork(items), frames, to=TEACHER)
-        grades, failed = settled(peer, 3)
+        scores, failed = settled(peer, 3)
         end(peer, ended)
     assert failed == {}
-    np.testing.assert_allclose(grades[0], [0.0] * n + expected[:2], atol=1e-4)
-    np.testing.assert_allclose(grades[1], expected[2:], atol=1e-4)
-    assert grades[2] == [0.0] * n
+    np.testing.assert_allclose(scores[0], [0.0] * n + expected[:2], atol=1e-4)
+    np.testing.assert_allclose(scores[1], expected[2:], atol=1e-4)
+    assert scores[2] == [0.0] * n
 
 
 def test_the_teachers_prompt_counts_towards_its_context_and_its_vocabulary() -> None:

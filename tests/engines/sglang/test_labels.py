@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.sglang.labels import Labels
+from engines.sglang.stream import Labels
 from protocol.messages import WeightVersion
 
 LABELS = Labels("run-7")

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from engines.sglang.features import chunks_are_increments
-from engines.sglang.labels import Labels
-from engines.sglang.stream import Chunk, NewTokens, StreamError, TokenStream
+from engines.sglang.stream import Chunk, Labels, NewTokens, StreamError, TokenStream
 from protocol.messages import VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)

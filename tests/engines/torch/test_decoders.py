@@ -5,9 +5,8 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from engines.config import EngineConfig
-from engines.torch.decoders import ModuleDecoder, build_decoder
+from engines.torch.decoders import FusedDecoder, ModuleDecoder, build_decoder
 from engines.torch.engine import TorchEngine
-from engines.torch.fused_decoder import FusedDecoder
 from tests.engines.torch.generation import VOCAB, assert_true, make_engine, make_model, make_requests, run
 
 torch.set_num_threads(1)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from engines.base import GenerationRequest
-from engines.torch.slots import SlotTable
-from models.row_windows import length_classes, row_windows
+from engines.torch.slots import SlotTable, length_classes, row_windows
 from protocol.messages import Sampling
 
 CAPACITY = 600

@@ -13,7 +13,7 @@ import pytest
 
 from engines.config import ServerConfig
 from engines.sglang.features import Features, ServerMismatch, check_layout
-from engines.sglang.options import FRACTION, LOAD_FORMAT, TP, value_of
+from engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, value_of
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places

@@ -25,7 +25,7 @@ from torch.distributed import BroadcastOptions
 
 from engines.sglang.config import SGLangConfig
 from engines.sglang.http import ServerLink
-from engines.sglang.labels import Labels
+from engines.sglang.stream import Labels
 from protocol.messages import WeightVersion
 from weights.group_operations import AnyStore, connect_store, prefixed
 

@@ -1,0 +1,41 @@
+"""Facts about a checkpoint: names of dtypes, and the size of its vocabulary. No torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, cast
+
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+LoadDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+"""auto: bfloat16 on a GPU, float32 elsewhere (`models.loading.resolve_dtype`)."""
+BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def vocabulary_size(model_path: str | Path) -> int:
+    """Rows of a checkpoint's embedding; every token id is below this. Raises ValueError where config.json does not say.
+
+    A model of several parts (vision and text) has it in `text_config`, which takes precedence over a number at the top,
+    because token ids index the text model's embedding."""
+    path = Path(model_path) / "config.json"
+    try:
+        found: object = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; expected the config.json of a checkpoint folder") from error
+    if isinstance(found, Mapping):
+        config = cast(Mapping[str, object], found)
+        nested = config.get("text_config")
+        for section in (nested, config):
+            size = cast(Mapping[str, object], section).get("vocab_size") if isinstance(section, Mapping) else None
+            if isinstance(size, int) and not isinstance(size, bool):
+                return size
+    raise ValueError(f"{path} has no vocab_size; expected one at its top or in text_config")
+
+
+def known_vocabulary_size(model_path: str | Path | None) -> int | None:
+    """Like `vocabulary_size`, but None where there is no model or its config.json does not say."""
+    try:
+        return None if model_path is None else vocabulary_size(model_path)
+    except ValueError:
+        return None
