@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +171,21 @@ def test_a_transport_of_another_package_is_taken_by_its_name(learner: Learner) -
         pass
     with pytest.raises(ValueError, match=r"weights\.transport = carrier_pigeon; expected one of auto, collective, fol"):
         learner.start(transport="carrier_pigeon")
+
+
+def test_a_transport_in_a_module_of_the_working_directory_is_found(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines, environments and divergences are: the launcher starts Python without the directory on its path."""
+    (tmp_path / "my_own_transport.py").write_text(
+        "from weights.transports.folder import FolderTransport\nSLOW = 'not a transport'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    with learner.start(transport="my_own_transport:FolderTransport"):
+        pass
+    with pytest.raises(ValueError, match="my_own_transport:SLOW is a str, expected a callable"):
+        learner.start(transport="my_own_transport:SLOW")
 
 
 @pytest.mark.parametrize(("field", "value"), [("backend", "nccl"), ("verify", "reload")])

@@ -260,63 +260,56 @@ def test_a_member_whose_engine_refuses_the_tensors_is_left_out_and_says_why(lear
 
 
 class Gate:
-    """Holds up the publisher's thread in `post_plan`."""
+    """Stops the publisher's thread in `post_plan` until `open` is set."""
 
-    def __init__(self, fleet: ActorFleet) -> None:
-        self.fleet = fleet
-        self.reached, self.open = threading.Event(), threading.Event()
+    def __init__(self, learner: Learner, names: tuple[str, ...], **changes: Any) -> None:
+        """Version 1 is published while there are no actors. So when the thread stops at the first plan, it has taken
+        that version, however slow this machine is, and nothing waits."""
+        self.fleet = learner.fleet
+        self.open, reached = threading.Event(), threading.Event()
 
-    def post_plan(self, plan: WeightPlan) -> None:
-        self.reached.set()
-        assert self.open.wait(WAIT_S)
-        self.fleet.post_plan(plan)
+        def post_plan(plan: WeightPlan) -> None:
+            reached.set()
+            assert self.open.wait(WAIT_S)
+            self.fleet.post_plan(plan)
+
+        self.publisher = learner.start(post_plan=post_plan, **changes)
+        learner.publish(1)
+        assert self.publisher.wait_idle(WAIT_S)
+        self.fleet.start(names)
+        self.publisher.membership(self.fleet.membership())
+        assert reached.wait(WAIT_S)
 
 
 def test_a_version_overtaken_while_it_waits_is_skipped_and_counted(learner: Learner) -> None:
-    gate = Gate(learner.fleet)
-    publisher = learner.start(post_plan=gate.post_plan)
-    learner.fleet.start(NAMES[:2])
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    assert gate.reached.wait(WAIT_S)
+    gate = Gate(learner, NAMES[:2])
     for step in (2, 3, 4):
         learner.publish(step)
-    assert publisher.busy
+    assert gate.publisher.busy
     gate.open.set()
-    assert publisher.wait_idle(WAIT_S)
+    assert gate.publisher.wait_idle(WAIT_S)
     learner.delivered(4)
-    assert publisher.stats.skipped_versions_total == 2
+    assert gate.publisher.stats.skipped_versions_total == 2
     assert {version(2), version(3)}.isdisjoint(announced for announced, _ in learner.announced)
 
 
 def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) -> None:
-    gate = Gate(learner.fleet)
-    publisher = learner.start(post_plan=gate.post_plan, every_version=True, publish_wait_s=WAIT_S)
-    learner.fleet.start(NAMES[:2])
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    assert gate.reached.wait(WAIT_S)
+    gate = Gate(learner, NAMES[:2], every_version=True, publish_wait_s=WAIT_S)
     learner.publish(2)
     third = threading.Thread(target=learner.publish, args=(3,))
     third.start()
     gate.open.set()
     third.join(WAIT_S)
     assert not third.is_alive()
-    assert publisher.wait_idle(WAIT_S)
+    assert gate.publisher.wait_idle(WAIT_S)
     learner.delivered(3)
     assert [announced for announced, _ in learner.announced] == [version(1), version(2), version(3)]
-    assert publisher.stats.skipped_versions_total == 0
+    assert gate.publisher.stats.skipped_versions_total == 0
 
 
 def test_with_every_version_publish_gives_up_after_its_timeout(learner: Learner) -> None:
-    gate = Gate(learner.fleet)
-    publisher = learner.start(
-        post_plan=gate.post_plan, every_version=True, publish_wait_s=0.2, join_timeout_s=0.2, broadcast_timeout_s=0.2
-    )
-    learner.fleet.start(NAMES[:1])
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    assert gate.reached.wait(WAIT_S)
+    changes = {"publish_wait_s": 0.2, "join_timeout_s": 0.2, "broadcast_timeout_s": 0.2}
+    gate = Gate(learner, NAMES[:1], every_version=True, **changes)
     learner.publish(2)
     with pytest.raises(PublishTimeout, match=r"version 0\.3"):
         learner.publish(3)
