@@ -46,7 +46,7 @@ _UINT8 = np.dtype("u1")
 
 
 class Received(NamedTuple):
-    """A message and its arrays: read-only, of the dtype and length that `messages.py` states."""
+    """A message and its arrays: read-only, of the dtype and length that `protocol.messages` states."""
 
     message: m.Message
     arrays: tuple[Array, ...]
@@ -150,7 +150,7 @@ _decoder: msgspec.msgpack.Decoder[m.Message] = msgspec.msgpack.Decoder(m.Message
 def encode(message: m.Message, arrays: Sequence[Array] = (), *, max_bytes: int = MAX_MESSAGE_BYTES) -> list[Frame]:
     """Frames of one multipart. The array frames are views: leave the arrays alone until the message is sent.
 
-    Raises EncodeError when the arrays are not what `messages.py` states for this message, or a limit is exceeded.
+    Raises EncodeError when the arrays are not what `protocol.messages` states for this message, or a limit is exceeded.
     """
     name = type(message).__name__
     try:

@@ -1,20 +1,20 @@
-"""Every error that the protocol raises, in one tree whose branches say whose fault it is.
+"""Every error that the protocol raises, in one tree whose branches tell whose fault it is.
 
 ProtocolError
 ├── LocalProtocolError          our fault: a bug on this side of the wire
 │   ├── EncodeError                 message and arrays do not fit each other, or exceed the size limits
 │   ├── NotConnected                the client was used before `connect` or after `close`
-│   ├── AddressUnusable             nobody can listen at this address, or somebody does
+│   ├── AddressUnusable             not an address of this machine, or already in use
 │   ├── KeysUnusable                the files with this process's keys are missing, broken, or open to others
 │   └── MessageRefused              the buffer refused a message that we sent after the handshake
-├── RemoteProtocolError         the peer's fault: what it sent cannot be; carries a `Refused` code to answer with
-│   ├── DamagedMessage              not what was sent: the link changed it; a new connection brings it again
+├── RemoteProtocolError         the peer's fault: it sent something wrong; carries the `Refused` code for the answer
+│   ├── DamagedMessage              the link changed the message; a new connection brings it again
 │   ├── MalformedMessage            not a message of this protocol, or its frames do not fit its header
 │   ├── MessageTooLarge             above the size limits
-│   └── UnexpectedMessage           a fine message at the wrong moment or from the wrong role
-├── HandshakeRefused            the two do not belong together (run, vocabulary, version, name), or no longer (the
-│                               buffer's journal is behind what it told us): exit, do not retry
-└── LinkError                   nobody's fault: the network, or a process that is gone or too slow
+│   └── UnexpectedMessage           a valid message at the wrong moment or from the wrong role
+├── HandshakeRefused            the two do not belong together (run, vocabulary, version, name), or no longer do (the
+│                               buffer's journal lacks messages that we received): exit, do not retry
+└── LinkError                   no side's fault: the network, or a process that is gone or too slow
     ├── ConnectTimeout              the buffer never answered the first Hello
     ├── PeerLost                    the buffer fell silent and could not be reached again
     └── SendTimeout                 too much is unacknowledged, and the buffer does not catch up
@@ -22,23 +22,9 @@ ProtocolError
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
-from protocol.messages import Refused
-
-RefusalCode: TypeAlias = Literal[
-    "protocol_version",
-    "run_id",
-    "vocab_fingerprint",
-    "not_hello_first",
-    "damaged",
-    "malformed",
-    "too_large",
-    "role",
-    "key",
-    "duplicate_name",
-    "peer_ahead",
-]
+from protocol.messages import RefusalCode, Refused
 
 
 class ProtocolError(Exception):
@@ -50,7 +36,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class EncodeError(LocalProtocolError):
-    """A message that must not be put on the wire: wrong number, dtype or shape of arrays, or too large."""
+    """A message that must not be sent: wrong number, dtype or shape of arrays, or too large."""
 
 
 class NotConnected(LocalProtocolError):
@@ -61,16 +47,16 @@ class MessageRefused(LocalProtocolError):
     """The buffer refused a message of ours after the handshake. Sending it again would not help."""
 
     def __init__(self, refused: Refused) -> None:
-        super().__init__(_told(refused))
+        super().__init__(_refusal_text(refused))
         self.refused = refused
 
 
 class AddressUnusable(LocalProtocolError):
-    """Nobody can listen there: not an address of this machine, or somebody listens already."""
+    """Not an address of this machine, or another process already listens there."""
 
 
 class KeysUnusable(LocalProtocolError):
-    """Names the file and what is wrong with it; never quotes it."""
+    """Key files are unusable. The message names the file and the problem, and never quotes its contents."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -86,13 +72,13 @@ class RemoteProtocolError(ProtocolError):
 
 
 class DamagedMessage(RemoteProtocolError):
-    """Its checksum does not fit: the link's fault, or that of a peer that computes it otherwise."""
+    """The checksum is wrong: the link's fault, or that of a peer that computes it differently."""
 
     code: ClassVar[RefusalCode] = "damaged"
 
 
 class MalformedMessage(RemoteProtocolError):
-    """Bytes that are no message of this protocol, or frames that do not fit their header."""
+    """Bytes that are not a message of this protocol, or frames that do not fit their header."""
 
 
 class MessageTooLarge(RemoteProtocolError):
@@ -102,7 +88,7 @@ class MessageTooLarge(RemoteProtocolError):
 
 
 class UnexpectedMessage(RemoteProtocolError):
-    """A well-formed message that this peer may not send, or not now."""
+    """A well-formed message that this peer may not send at all, or not now."""
 
     code: ClassVar[RefusalCode] = "role"
 
@@ -111,12 +97,12 @@ class HandshakeRefused(ProtocolError):
     """The buffer will never accept this process: exit non-zero, do not retry."""
 
     def __init__(self, refused: Refused) -> None:
-        super().__init__(_told(refused))
+        super().__init__(_refusal_text(refused))
         self.refused = refused
 
 
 class LinkError(ProtocolError):
-    """The link, not a message."""
+    """The link failed."""
 
 
 class ConnectTimeout(LinkError):
@@ -128,8 +114,8 @@ class PeerLost(LinkError):
 
 
 class SendTimeout(LinkError):
-    """No room for another message within the send timeout, because too many bytes wait for acknowledgement."""
+    """The send timeout passed without room for the message: too many bytes wait for acknowledgement."""
 
 
-def _told(refused: Refused) -> str:
+def _refusal_text(refused: Refused) -> str:
     return f"refused ({refused.code}): {refused.message}; got {refused.got or 'nothing'}, expected {refused.expected}"

@@ -1,62 +1,42 @@
-"""Who may send what, what acknowledges what, and what is numbered: the tables that client and server share.
+"""Tables that client and server share: who may send a message, what acknowledges it, and whether it is numbered.
 
 How messages survive a broken link:
 
-    peer -> buffer    at least once. The client keeps every message until it is known to have arrived: those with an
-                      acknowledgement of their own until that comes; the others until the buffer answers a Heartbeat
-                      sent after them (one connection is first in, first out). What is not known to have arrived is
-                      sent again after a reconnect. All messages may therefore come twice, and are understood so.
-    buffer -> peer    exactly once per incarnation. The server numbers what it sends; the peer says how many it has
-                      received in Heartbeat (the server forgets those) and Hello (the server goes on behind those).
+    peer -> buffer    at least once. The client keeps every message until it is known to have arrived: a message with an
+                      acknowledgement of its own until that comes, others until the buffer answers a Heartbeat that was
+                      sent after them (a connection is first in, first out). After a reconnect, messages not known to
+                      have arrived are sent again. So any message may come twice, and the buffer tolerates that.
+    buffer -> peer    exactly once per incarnation. The server numbers its messages. The peer reports how many it has
+                      received in Heartbeat (the server forgets those) and in Hello (the server continues after those).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from protocol import messages as m
 from protocol.messages import Role
 
 AckKey: TypeAlias = tuple[Hashable, ...]
 
-_EVERYONE: frozenset[Role] = frozenset(("actor", "teacher", "learner", "launcher"))
-_ACTOR: frozenset[Role] = frozenset(("actor",))
-_TEACHER: frozenset[Role] = frozenset(("teacher",))
-_LEARNER: frozenset[Role] = frozenset(("learner",))
-
 SENDERS: dict[type[Any], frozenset[Role]] = {
-    m.Hello: _EVERYONE,
-    m.Heartbeat: _EVERYONE,
-    m.Goodbye: _EVERYONE,
-    m.SnapshotWanted: _EVERYONE,
-    m.TicketCredit: _ACTOR,
-    m.Segment: _ACTOR,
-    m.RolloutFailed: _ACTOR,
-    m.ScoreCredit: _TEACHER,
-    m.Scores: _TEACHER,
-    m.ScoreFailed: _TEACHER,
-    m.LearnerStarted: _LEARNER,
-    m.TasksOffered: _LEARNER,
-    m.BatchWanted: _LEARNER,
-    m.BatchTrained: _LEARNER,
-    m.EvalWanted: _LEARNER,
-    m.VersionPublished: _LEARNER,
-    m.PostWeightPlan: _LEARNER,
-    m.TeacherWeights: _LEARNER,
-    m.RunFinished: _LEARNER,
+    **dict.fromkeys(get_args(m.FromAny), frozenset[Role](get_args(Role))),
+    **dict.fromkeys(get_args(m.FromActor), frozenset[Role](("actor",))),
+    **dict.fromkeys(get_args(m.FromTeacher), frozenset[Role](("teacher",))),
+    **dict.fromkeys(get_args(m.FromLearner), frozenset[Role](("learner",))),
 }
-"""Roles that may send a message to the buffer. What is not listed only the buffer sends."""
+"""The roles that may send a message to the buffer. Messages that are not listed come from the buffer only."""
 
 UNNUMBERED: tuple[type[Any], ...] = (m.Welcome, m.Refused, m.HeartbeatReply)
-"""Messages of the buffer that belong to one connection: not counted in `received_total`, never sent again."""
+"""Messages of the buffer that belong to one connection: they are not in `received_total`, and never sent again."""
 
 UNTRACKED: tuple[type[Any], ...] = (m.Hello, m.Heartbeat, m.Goodbye)
-"""The same for messages of the peer."""
+"""Messages of the peer that belong to one connection."""
 
 
 def ack_keys(message: m.Message) -> frozenset[AckKey]:
-    """What must be acknowledged before `message` counts as arrived; empty for messages without acknowledgement."""
+    """Keys that must be acknowledged before `message` counts as arrived; empty if it has no acknowledgement."""
     match message:
         case m.Segment(rollout_id=rollout_id, index=index):
             return frozenset((("segment", rollout_id, index),))
@@ -73,7 +53,7 @@ def ack_keys(message: m.Message) -> frozenset[AckKey]:
 
 
 def acked_keys(message: m.Message) -> frozenset[AckKey]:
-    """What `message` acknowledges; empty when it is no acknowledgement."""
+    """Keys that `message` acknowledges; empty if it is not an acknowledgement."""
     match message:
         case m.SegmentAck(rollout_id=rollout_id, index=index):
             return frozenset((("segment", rollout_id, index),))
@@ -90,7 +70,7 @@ def acked_keys(message: m.Message) -> frozenset[AckKey]:
 
 
 def concerns_caller(message: m.Message) -> bool:
-    """Whether a worker needs to see `message`: all but replies that say no more than "it arrived"."""
+    """Whether a worker needs to see `message`. Replies that only confirm arrival are left out."""
     match message:
         case m.HeartbeatReply() | m.RolloutFailedAck():
             return False

@@ -46,13 +46,15 @@ from buffer import (
 )
 from buffer.journal.freezer import Custom, Freezer
 from protocol import bit_packing, codec, flow, handshake, messages, session, topk_codec
+from protocol.messages import learner as learner_messages
+from protocol.messages import shared, workers
 from protocol.session import BookImage, SessionBook
 
 _STATE_MODULES = (
     arrivals, batch_size, breaker, config, core, ended, evals, failures, go_back, hedging, learner_desk, ledger,
     lifecycle, outgoing, pacing, peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book,
     teacher_health, tickets, tokens, validation, versions,
-    bit_packing, codec, flow, handshake, messages, session, topk_codec,
+    bit_packing, codec, flow, handshake, messages, learner_messages, shared, workers, session, topk_codec,
 )  # fmt: skip
 
 _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
