@@ -12,11 +12,9 @@ from typing import Literal
 
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
-from buffer.failures import FailureBook
-from buffer.ledger import UNSCORABLE, LedgerBook, RejectReason
+from buffer.ledger import UNSCORABLE, FailureBook, LedgerBook, RejectReason
 from buffer.lifecycle import Lifecycle
-from buffer.outgoing import Outbox
-from buffer.peers import ActorPeer
+from buffer.peers import ActorPeer, Outbox
 from buffer.release import BatchDesk
 from buffer.rollouts import Rollout, ScoreJob, SegmentState, Slot
 from buffer.scoring import ScoreDesk

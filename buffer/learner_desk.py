@@ -14,9 +14,8 @@ from buffer.evals import EvalDesk
 from buffer.go_back import go_back
 from buffer.ledger import LedgerBook, RejectReason
 from buffer.lifecycle import Lifecycle
-from buffer.outgoing import Outbox
 from buffer.pacing import Pacing
-from buffer.peers import Peer
+from buffer.peers import Outbox, Peer
 from buffer.release import BatchDesk, LeasedBatch
 from buffer.task_book import TaskBook
 from buffer.tickets import TicketDesk

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buffer.ended import EndedRollouts
+from buffer.history import EndedRollouts
 from buffer.ledger import CONTEXT, RUN_ENDED, STALE, Held, KindHeld, LedgerBook
 from buffer.pacing import Pacing
 from buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-from buffer.core import Core
+from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
 from buffer.journal.image import make_image
 from buffer.journal.journal import RETRY_S, Journal
 from buffer.journal.recovery import CoreClock, Started
-from buffer.outgoing import Outgoing
-from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
+from buffer.peers import Outgoing
 from protocol.flow import ack_keys
 from protocol.messages import Message, Refused, ScoresAck, Segment, SegmentAck, Shutdown, Snapshot, TasksOffered
 from protocol.printable import in_one_line

@@ -1,17 +1,51 @@
-"""What the buffer knows of each peer: who it is, what it may still be sent, what it holds, what it has done.
+"""The buffer's peers: what each may still be sent, holds and has done; and the messages that are to be sent to them.
 
 Credit is absolute: the peer says how much more it will take and how many messages' worth of work it had received when
 it said so; what was sent after that is subtracted here. Messages to a peer arrive exactly once (`protocol.flow`), so
-the two counts meet; but when it was declared lost, what was on its way is gone, and its next credit starts them anew.
+the two counts meet. When a peer was declared lost, what was on its way is gone, and its next credit starts them anew.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
 
 from buffer.breaker import Breaker
 from buffer.rollouts import Rollout, ScoreJob
-from protocol.messages import PeerView, Role, ScoreCredit, TicketCredit, WeightVersion
+from buffer.tokens import Array
+from protocol.messages import ForgottenPeers, Message, PeerView, Role, ScoreCredit, TicketCredit, WeightVersion
+
+
+class Outgoing(NamedTuple):
+    """A message to send: to whom, what, and its frames."""
+
+    role: Role
+    name: str
+    message: Message
+    arrays: tuple[Array, ...] = ()
+
+
+class Outbox:
+    """Collects what one event wants sent."""
+
+    def __init__(self) -> None:
+        self._messages: list[Outgoing] = []
+        self.learner: str | None = None
+        """Name of the learner that is connected."""
+
+    def send(self, role: Role, name: str, message: Message, arrays: tuple[Array, ...] = ()) -> None:
+        self._messages.append(Outgoing(role, name, message, arrays))
+
+    def send_learner(self, message: Message, arrays: tuple[Array, ...] = ()) -> None:
+        """To the learner if one is connected: it is told again, or asks again, when it comes back."""
+        if self.learner is not None:
+            self.send("learner", self.learner, message, arrays)
+
+    def take(self) -> list[Outgoing]:
+        """Empty it."""
+        messages, self._messages = self._messages, []
+        return messages
 
 
 class Lease:
@@ -170,3 +204,47 @@ class TeacherPeer(Peer):
         self._on_their_way.append((self._sent_total, context_tokens))
         self._tokens_on_their_way += context_tokens
         self._sent_total += 1
+
+
+class PeerTable:
+    """A peer is entered when it says Hello and is gone when it is lost; under the same name it may come back."""
+
+    remembered: ClassVar[int] = 256
+    """Actors and teachers that are gone. Of those that left before them only sums are kept."""
+
+    def __init__(self) -> None:
+        self._peers: dict[tuple[Role, str], Peer] = {}
+        self._gone: dict[tuple[Role, str], None] = {}
+        """In the order in which they went."""
+        self.forgotten: dict[Role, ForgottenPeers] = {}
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def find(self, role: Role, name: str) -> Peer | None:
+        return self._peers.get((role, name))
+
+    def enter(self, peer: Peer) -> None:
+        """It is there, in place of any other of its name."""
+        key = peer.role, peer.name
+        self._peers[key] = peer
+        self._gone.pop(key, None)
+
+    def remove(self, peer: Peer) -> None:
+        """Nothing of it shall be left."""
+        del self._peers[peer.role, peer.name]
+
+    def gone(self, peer: Peer) -> Peer | None:
+        """An actor or teacher that holds nothing any more. Returns a peer that is forgotten in its stead. (A learner is
+        never told here: another that knows its batches must find it.)"""
+        self._gone[peer.role, peer.name] = None
+        if len(self._gone) <= self.remembered:
+            return None
+        oldest = next(iter(self._gone))
+        del self._gone[oldest]
+        forgotten = self._peers.pop(oldest)
+        sums = self.forgotten.get(forgotten.role, ForgottenPeers())
+        self.forgotten[forgotten.role] = ForgottenPeers(
+            sums.n + 1, sums.done_total + forgotten.done_total, sums.tokens_total + forgotten.tokens_total
+        )
+        return forgotten

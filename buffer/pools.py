@@ -1,14 +1,91 @@
-"""One pool of teachers: its queue, who is there, and which of its leases have been out for too long."""
+"""A pool of teachers: its queue, the hedging of overdue leases, and which of its teachers are failing.
+
+Hedging gives a lease to a second teacher as well, when it has been out for much longer than is usual in its pool:
+
+    overdue   after max(hedge_floor_s, hedge_multiple * q), q = the hedge_quantile of the pool's last WINDOW lease times
+    budget    at most hedge_budget of the pool's last WINDOW leases are hedges, so that a pool that is slow as a whole
+              is not asked for twice the work
+
+After Dean and Barroso, The Tail at Scale (2013). The counts: `hedges_sent = won + wasted + still out`.
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from typing import Final, Literal, TypeAlias
 
+from buffer.breaker import Breaker
 from buffer.config import BufferConfig
-from buffer.hedging import HedgeBudget, LeaseTimes
 from buffer.peers import Lease, TeacherPeer
 from buffer.rollouts import ScoreJob
+
+WINDOW: Final = 256
+"""Leases of a pool that count as recent."""
+MIN_TIMES: Final = 16
+"""Of fewer lease times nobody can say what is usual."""
+
+Waste: TypeAlias = Literal["original_late", "hedge_late", "hedge_failed", "hedge_unwanted"]
+"""Why a lease was for nothing. `original_late`: the hedge answered first. `hedge_late`: it did not. `hedge_failed`: it
+failed, ran out, or its teacher was lost. `hedge_unwanted`: nobody wanted the scores any more."""
+
+
+class LeaseTimes:
+    """The last WINDOW lease times of a pool, seconds."""
+
+    __slots__ = ("_in_order", "_sorted")
+
+    def __init__(self) -> None:
+        self._in_order: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    def add(self, seconds: float) -> None:
+        self._in_order.append(seconds)
+        insort(self._sorted, seconds)
+        if len(self._in_order) > WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
+
+    def quantile(self, q: float) -> float | None:
+        """The least of the times that at least the share `q` of them does not exceed; None of fewer than MIN_TIMES."""
+        n = len(self._sorted)
+        return None if n < MIN_TIMES else self._sorted[max(0, math.ceil(q * n) - 1)]
+
+
+class HedgeBudget:
+    """Which of a pool's last WINDOW leases were hedges."""
+
+    __slots__ = ("_n_hedges", "_recent")
+
+    def __init__(self) -> None:
+        self._recent: deque[bool] = deque()
+        self._n_hedges = 0
+
+    def granted(self, *, hedge: bool) -> None:
+        self._recent.append(hedge)
+        self._n_hedges += hedge
+        if len(self._recent) > WINDOW:
+            self._n_hedges -= self._recent.popleft()
+
+    def allows(self, share: float) -> bool:
+        """One more hedge?"""
+        return self._n_hedges + 1 <= share * len(self._recent)
+
+
+class HedgeCounts:
+    """Since the start, over all pools."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.won = 0
+        """The hedge's scores were the ones that counted."""
+        self.wasted: dict[Waste, int] = {"original_late": 0, "hedge_late": 0, "hedge_failed": 0, "hedge_unwanted": 0}
+
 
 MAX_PASSED_OVER = 32
 """Jobs that no teacher with room may take looked past in one go."""
@@ -48,3 +125,80 @@ class Pool:
         """May time alone have made something possible: a hedge, or a probe?"""
         probes = any(t.breaker.is_open and t.breaker.lets(now_s) for t in self.teachers.values())
         return probes or next(self.overdue(now_s, config), None) is not None
+
+
+class TeacherHealth:
+    """Owner of what is held against teachers."""
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._config = config
+        self._superseded: dict[int, tuple[TeacherPeer, str]] = {}
+        """Lease -> who has it, and of which item."""
+        self._breakers: dict[str, Breaker] = {}
+        """Of the newest process of each teacher, there or not."""
+        self.opened_total = 0
+        self.probes_total = 0
+
+    def new_breaker(self, name: str) -> Breaker:
+        """For a new process of this teacher."""
+        config = self._config
+        breaker = self._breakers[name] = Breaker(
+            failures=config.breaker_failures,
+            backoff_s=config.breaker_backoff_s,
+            backoff_max_s=config.breaker_backoff_max_s,
+        )
+        return breaker
+
+    def sent(self, lease: Lease) -> None:
+        self.probes_total += lease.teacher.breaker.sent(lease.lease_id)
+
+    def failed(self, now_s: float, lease: Lease) -> None:
+        """It failed, or its deadline passed."""
+        job = lease.job
+        others = job.failed_by - {lease.teacher.name}
+        job.failed_by.add(lease.teacher.name)
+        job.failed_at_s = now_s
+        if not others:
+            self._against(now_s, lease.teacher, lease.lease_id, job.item)
+            return
+        lease.teacher.breaker.came_to_nothing(lease.lease_id)
+        for name in sorted(job.failed_by & self._breakers.keys()):
+            self._breakers[name].pardon(job.item)
+
+    def superseded(self, lease: Lease) -> None:
+        """Another teacher answered first."""
+        self._superseded[lease.lease_id] = (lease.teacher, lease.job.item)
+
+    def watches(self, lease_id: int) -> bool:
+        return lease_id in self._superseded
+
+    def answered_late(self, teacher: TeacherPeer, lease_id: int) -> None:
+        """Scores for a lease that is over."""
+        if self._superseded.get(lease_id, (None, ""))[0] is teacher:
+            del self._superseded[lease_id]
+            teacher.breaker.came_to_nothing(lease_id)
+
+    def failed_late(self, now_s: float, teacher: TeacherPeer, lease_id: int) -> None:
+        """A failure for a lease that is over; another teacher could score the item."""
+        watched, item = self._superseded.get(lease_id, (None, ""))
+        if watched is teacher:
+            del self._superseded[lease_id]
+            self._against(now_s, teacher, lease_id, item)
+
+    def ran_out(self, now_s: float, lease_id: int) -> None:
+        """The deadline of a superseded lease passed, and no answer came."""
+        teacher, item = self._superseded.pop(lease_id)
+        self._against(now_s, teacher, lease_id, item)
+
+    def lost(self, teacher: TeacherPeer) -> None:
+        """What it had may never have reached it."""
+        for lease_id in [i for i, (watched, _) in self._superseded.items() if watched is teacher]:
+            del self._superseded[lease_id]
+            teacher.breaker.came_to_nothing(lease_id)
+
+    def forgotten(self, name: str) -> None:
+        """This teacher left so long ago that nothing is held against it any more."""
+        del self._breakers[name]
+
+    def _against(self, now_s: float, teacher: TeacherPeer, lease_id: int, item: str) -> None:
+        self.opened_total += teacher.breaker.failed(now_s, lease_id, item)

@@ -24,10 +24,10 @@ import numpy as np
 
 from buffer.batch_size import Room, Size, fits_alone, size_of
 from buffer.config import BufferConfig
+from buffer.history import Runs
 from buffer.ledger import NON_FINITE, TOO_LARGE
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
-from buffer.runs import Runs
 from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from buffer.versions import VersionTable

@@ -2,14 +2,14 @@
 
     segment accepted -> one ScoreJob per pool of its task, queued by (evaluation first, ticket order, index)
     credit + queue   -> lease: to the teacher that had the rollout last if it has room, else to the one with most room
-    lease overdue    -> once per job, a second lease to another teacher (`buffer.hedging`); the first answer counts
+    lease overdue    -> once per job, a second lease to another teacher (`buffer.pools`); the first answer counts
     Scores           -> the job is done; after the last pool the segment is SCORED
     ScoreFailed, bad scores, lease over, teacher lost
                      -> unless it is out at another teacher, queued again; after `max_score_attempts` leases the job is
                         given up (the caller masks)
 
 A job is leased to two teachers at most. A teacher that failed a job gets it again only when all teachers of the pool
-have failed it, or after `lease_s`; one that fails job after job is held back (`buffer.teacher_health`). The queue is
+have failed it, or after `lease_s`; one that fails job after job is held back (`buffer.pools`). The queue is
 served strictly in order: a long item that fits nowhere waits for room and is not overtaken, so that it cannot starve.
 """
 
@@ -24,13 +24,11 @@ import numpy as np
 from buffer.batch_size import in_messages
 from buffer.breaker import Breaker
 from buffer.config import BufferConfig
-from buffer.hedging import HedgeCounts, Waste
+from buffer.history import Runs
 from buffer.ledger import LedgerBook, RejectReason
 from buffer.peers import Lease, TeacherPeer
-from buffer.pools import MAX_PASSED_OVER, Pool
+from buffer.pools import MAX_PASSED_OVER, HedgeCounts, Pool, TeacherHealth, Waste
 from buffer.rollouts import Rollout, ScoreJob, Segment
-from buffer.runs import Runs
-from buffer.teacher_health import TeacherHealth
 from buffer.tokens import Array
 from buffer.validation import score_refusal, top_k_refusal
 from protocol.messages import ScoreItem, Scores, ScoreWork

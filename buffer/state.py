@@ -20,14 +20,11 @@ from typing import Any, Literal, TypeAlias
 from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
-from buffer.failures import FailureBook
 from buffer.learner_desk import LearnerDesk
-from buffer.ledger import RUN_ENDED, LedgerBook, RejectReason
+from buffer.ledger import RUN_ENDED, FailureBook, LedgerBook, RejectReason
 from buffer.lifecycle import Lifecycle
-from buffer.outgoing import Outbox, Outgoing
 from buffer.pacing import Pacing
-from buffer.peer_table import PeerTable
-from buffer.peers import ActorPeer, Peer, TeacherPeer
+from buffer.peers import ActorPeer, Outbox, Outgoing, Peer, PeerTable, TeacherPeer
 from buffer.release import BatchDesk
 from buffer.scoring import Answer, ScoreDesk, ScoreStatus
 from buffer.task_book import TaskBook

@@ -7,9 +7,9 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from buffer.history import Runs
 from buffer.ledger import LEARNER_RESTART
 from buffer.rollouts import Fate, Slot, TaskRecord
-from buffer.runs import Runs
 from buffer.tokens import Int32s
 from protocol.messages import OpenTask, Settled, Task, TaskKind, WeightVersion
 

@@ -7,9 +7,8 @@ from collections import OrderedDict
 from buffer.batch_size import in_messages
 from buffer.config import BufferConfig
 from buffer.lifecycle import Lifecycle
-from buffer.outgoing import Outbox
 from buffer.pacing import Pacing
-from buffer.peers import ActorPeer
+from buffer.peers import ActorPeer, Outbox
 from buffer.rollouts import Rollout, make_ticket
 from buffer.task_book import TaskBook
 from buffer.tokens import Array

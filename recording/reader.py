@@ -14,8 +14,17 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from recording.branches import Branches
-from recording.format import BatchRecord, ItemRecord, RecordError, RecordHeader, Resumed, Rollout, decode_frames, scan
+from recording.format import (
+    BatchRecord,
+    Branches,
+    ItemRecord,
+    RecordError,
+    RecordHeader,
+    Resumed,
+    Rollout,
+    decode_frames,
+    scan,
+)
 from recording.writer import record_path
 
 

@@ -28,8 +28,7 @@ from launch.runfolder import choose_path
 from launch.terminal import lasting_output
 from recording.format import RecordError, RecordHeader
 from recording.reader import Recording
-from replay.order import ORDERS, Order
-from replay.plan import ReplayPlan, check_asked, check_config, check_file, read_plan
+from replay.plan import ORDERS, Order, ReplayPlan, check_asked, check_config, check_file, read_plan
 
 COMPARED_BATCHES: Final = 8
 USAGE: Final = f"""\

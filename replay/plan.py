@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
+import numpy as np
 
 from launch.config.files import read_config
 from launch.config.run import RunConfig
@@ -18,7 +19,9 @@ from launch.config.tree import get, keys_of
 from launch.errors import ConfigError
 from protocol.atomic_file import write_atomic
 from recording.reader import Recording
-from replay.order import Order
+
+Order: TypeAlias = Literal["recorded", "shuffled"]
+ORDERS: Final[tuple[Order, ...]] = get_args(Order)
 
 PLAN_FILE: Final = "replay_plan.json"
 MAY_CHANGE: Final = ("learner.checkpoint_every", "learner.keep_checkpoints", "learner.stall_timeout_s")
@@ -102,3 +105,20 @@ def _differences(config: RunConfig, former: RunConfig) -> Iterator[str]:
         got, was = get(now, key.name), get(then, key.name)
         if got != was and key.name not in MAY_CHANGE:
             yield f"{key.name}: got {got!r}, expected {was!r}, as in its config.yaml"
+
+
+class Turn(NamedTuple):
+    """One step of a replay."""
+
+    epoch: int
+    batch: int
+    """Index in the recording."""
+
+
+def turns(n_batches: int, *, epochs: int, order: Order, seed: int) -> Iterator[Turn]:
+    """Every batch once per epoch; shuffled: in another order each time, the same for the same seed."""
+    for epoch in range(epochs):
+        places = np.arange(n_batches)
+        if order == "shuffled":
+            np.random.default_rng([seed, epoch]).shuffle(places)
+        yield from (Turn(epoch, int(place)) for place in places)

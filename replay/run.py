@@ -51,8 +51,7 @@ from protocol.handshake import vocab_tokens
 from protocol.messages import WeightVersion
 from recording.reader import Recording
 from replay.compare import compare
-from replay.order import turns
-from replay.plan import ReplayPlan
+from replay.plan import ReplayPlan, turns
 from replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from learner.reports.wait_clock import WaitClock
 from learner.step.finite_step import finite_step
 from learner.step.train_step import Trainer
 from recording.reader import Kept, Recording
-from replay.order import Turn
+from replay.plan import Turn
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
-"""An image: the core and the sessions of its peers at one moment, as bytes. With the turns since, all there is.
+"""An image: the core and the sessions of its peers at one moment, as bytes. With the turns since, it is all that a
+restart needs.
 
-An image is read only by the release that wrote it: so are the turns, for another release may react to them otherwise.
-`RELEASE` is a hash of the source of everything that either depends on.
+An image is read only by the release that wrote it, and so are the turns: another release may react to them in another
+way. The release is identified by a hash of the source of everything that either depends on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -19,43 +20,32 @@ from buffer import (
     breaker,
     config,
     core,
-    ended,
     evals,
-    failures,
-    go_back,
-    hedging,
+    history,
     learner_desk,
     ledger,
     lifecycle,
-    outgoing,
     pacing,
-    peer_table,
     peers,
     pools,
     release,
     rollouts,
-    runs,
     scoring,
     state,
     task_book,
-    teacher_health,
     tickets,
     tokens,
     validation,
     versions,
 )
 from buffer.journal.freezer import Custom, Freezer
-from protocol import bit_packing, codec, flow, handshake, messages, session, topk_codec
-from protocol.messages import learner as learner_messages
-from protocol.messages import shared, workers
+from protocol import messages
 from protocol.session import BookImage, SessionBook
 
-_STATE_MODULES = (
-    arrivals, batch_size, breaker, config, core, ended, evals, failures, go_back, hedging, learner_desk, ledger,
-    lifecycle, outgoing, pacing, peer_table, peers, pools, release, rollouts, runs, scoring, state, task_book,
-    teacher_health, tickets, tokens, validation, versions,
-    bit_packing, codec, flow, handshake, messages, learner_messages, shared, workers, session, topk_codec,
-)  # fmt: skip
+_NO_STATE: Final = ("loop.py", "server.py")
+"""Files of this package that neither the core's state nor its reaction to a turn depends on."""
+_PROTOCOL: Final = ("bit_packing", "codec", "flow", "handshake", "session", "topk_codec")
+"""Modules of `protocol` that they do depend on, besides `protocol.messages`."""
 
 _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
     (
@@ -63,21 +53,21 @@ _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
         state.BufferState,
         arrivals.Arrivals,
         breaker.Breaker,
-        ended.EndedRollouts,
+        history.EndedRollouts,
         evals.EvalDesk,
         evals.Evaluation,
-        failures.FailureBook,
-        hedging.HedgeBudget,
-        hedging.HedgeCounts,
-        hedging.LeaseTimes,
+        ledger.FailureBook,
+        pools.HedgeBudget,
+        pools.HedgeCounts,
+        pools.LeaseTimes,
         learner_desk.LearnerDesk,
         ledger.LedgerBook,
         ledger.KindCounts,
         ledger.UnitCounts,
         lifecycle.Lifecycle,
-        outgoing.Outbox,
+        peers.Outbox,
         pacing.Pacing,
-        peer_table.PeerTable,
+        peers.PeerTable,
         peers.Peer,
         peers.ActorPeer,
         peers.TeacherPeer,
@@ -88,10 +78,10 @@ _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
         rollouts.Segment,
         rollouts.Slot,
         rollouts.TaskRecord,
-        runs.Runs,
+        history.Runs,
         scoring.ScoreDesk,
         pools.Pool,
-        teacher_health.TeacherHealth,
+        pools.TeacherHealth,
         task_book.TaskBook,
         tickets.TicketDesk,
         validation.SegmentChecker,
@@ -151,9 +141,12 @@ def restore_image(body: bytes, book: SessionBook) -> tuple[core.Core, float]:
 
 @functools.cache
 def release_hash() -> str:
-    """Of the source of all that images and turns depend on."""
+    """Hash of the source of everything that images and turns depend on."""
+    package = Path(__file__).parents[1]
+    protocol = package.parent / "protocol"
+    state = [file for file in sorted(package.rglob("*.py")) if file.name not in _NO_STATE]
+    wire = [*sorted((protocol / "messages").glob("*.py")), *(protocol / f"{name}.py" for name in _PROTOCOL)]
     digest = hashlib.sha256()
-    for module in _STATE_MODULES:
-        assert module.__file__ is not None
-        digest.update(Path(module.__file__).read_bytes())
+    for file in (*state, *wire):
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import msgspec
 
 from buffer.config import BufferConfig
-from buffer.core import Core, replay
+from buffer.core import Core, decode_turn, replay
 from buffer.journal.freezer import ThawError
 from buffer.journal.image import restore_image
 from buffer.journal.journal import Journal
 from buffer.journal.store import StoreCorrupt, StoreUnwritable
 from buffer.state import BufferState
-from buffer.turns import decode_turn
 from protocol.errors import RemoteProtocolError
 from protocol.handshake import Doorkeeper
 from protocol.messages import Ledger, WeightVersion

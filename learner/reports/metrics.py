@@ -36,7 +36,7 @@ from learner.reports.figures import TokenRates
 from learner.reports.wait_clock import WaitReport
 from protocol.messages import LedgerCounts, Snapshot, WeightVersion
 from recording.append_file import AppendFile, Unwritten
-from recording.branches import Branches
+from recording.format import Branches
 
 METRICS_FILE: Final = "metrics.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"

@@ -204,7 +204,7 @@ class ForgottenPeers(msgspec.Struct, frozen=True):
 
 
 class RolloutFailures(msgspec.Struct, frozen=True):
-    """Attempts that actors reported as failed for one reason (`buffer.failures`), since this launch began."""
+    """Attempts that actors reported as failed for one reason (`buffer.ledger`), since this launch began."""
 
     reason: str
     n: int

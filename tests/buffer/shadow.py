@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from buffer.config import BufferConfig
-from buffer.core import Core
+from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
 from buffer.journal.image import make_image, restore_image
 from buffer.state import BufferState, Outgoing
-from buffer.turns import Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
 from protocol import messages as m
 from protocol.codec import Array, Received, encode
 from protocol.errors import RemoteProtocolError

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from buffer.core import Core
-from buffer.failures import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
 from buffer.journal.image import make_image, restore_image
+from buffer.ledger import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
 from protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
 from tests.buffer.shadow import new_book

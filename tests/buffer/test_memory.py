@@ -12,9 +12,9 @@ import pytest
 
 from buffer.config import Release
 from buffer.core import Core
+from buffer.history import Runs
 from buffer.journal.image import make_image
 from buffer.rollouts import Rollout, ScoreJob, Segment
-from buffer.runs import Runs
 from protocol import messages as m
 from tests.buffer.driver import Driver, v
 from tests.buffer.shadow import new_book

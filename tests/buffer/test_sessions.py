@@ -9,9 +9,8 @@ import pytest
 import zmq
 
 from buffer.config import BufferConfig
-from buffer.core import Core, replay
+from buffer.core import Core, Entry, Joined, Left, Turn, replay
 from buffer.state import BufferState
-from buffer.turns import Entry, Joined, Left, Turn
 from protocol import messages as m
 from protocol.codec import Frame, Received, decode, encode
 from protocol.handshake import PeerId

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffer.core import Core
-from buffer.turns import Turn, decode_turn, encode_turn
+from buffer.core import Core, Turn, decode_turn, encode_turn
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.server import FromPeer

@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffer.core import Core
+from buffer.core import Core, Joined, Left, Turn, decode_turn, encode_turn
 from buffer.journal.freezer import FreezeError, Freezer, ThawError
 from buffer.journal.image import make_image, release_hash, restore_image
-from buffer.turns import Joined, Left, Turn, decode_turn, encode_turn
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.messages import WeightVersion

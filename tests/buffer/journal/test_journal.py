@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from buffer.config import BufferConfig, Sync
+from buffer.core import Joined, Turn, encode_turn
 from buffer.journal.journal import RETRY_S, Journal
 from buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
 from buffer.journal.store import PART_BYTES, Store, StoreCorrupt, StoreUnwritable
-from buffer.turns import Joined, Turn, encode_turn
 from protocol import messages as m
 from protocol.messages import WeightVersion
 from tests.full_disk import fill, small_disk

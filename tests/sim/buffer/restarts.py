@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from buffer.core import Core
+from buffer.core import Core, Entry, Turn, decode_turn, encode_turn
 from buffer.journal.image import make_image, restore_image
 from buffer.state import BufferState
-from buffer.turns import Entry, Turn, decode_turn, encode_turn
 from protocol.errors import RemoteProtocolError
 from protocol.handshake import Doorkeeper
 from protocol.session import SessionBook

@@ -27,7 +27,7 @@ from itertools import repeat
 from random import Random
 
 from buffer.config import BufferConfig, Release
-from buffer.peer_table import PeerTable
+from buffer.peers import PeerTable
 from tests.sim.buffer.actions import ACTIONS, finish, work_together
 from tests.sim.buffer.world import World
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from buffer.config import BufferConfig
-from buffer.hedging import MIN_TIMES, WINDOW
+from buffer.pools import MIN_TIMES, WINDOW
 from buffer.rollouts import SegmentState
 from buffer.state import BufferState
 from protocol import messages as m

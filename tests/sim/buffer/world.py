@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from buffer.config import BufferConfig
+from buffer.core import Joined, Left
 from buffer.state import BufferState, Outgoing
-from buffer.turns import Joined, Left
 from protocol import messages as m
 from protocol.codec import Received
 from protocol.messages import Role, WeightVersion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.peer_table import PeerTable
+from buffer.peers import PeerTable
 from protocol import messages as m
 from tests.buffer.driver import Driver
 

@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from buffer import ended
-from buffer.ended import EndedRollouts
-from buffer.runs import Runs
+from buffer import history
+from buffer.history import EndedRollouts, Runs
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -67,7 +66,7 @@ def test_an_id_that_no_ticket_has_is_refused() -> None:
 def test_ended_rollouts_are_forgotten_oldest_first_when_there_are_too_many_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ended, "MAX_RUNS_REMEMBERED", 10)
+    monkeypatch.setattr(history, "MAX_RUNS_REMEMBERED", 10)
     rollouts = EndedRollouts()
     for task_id in range(100):
         for sample in (0, 1):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.hedging import MIN_TIMES, WINDOW, HedgeBudget, LeaseTimes
+from buffer.pools import MIN_TIMES, WINDOW, HedgeBudget, LeaseTimes
 from protocol import messages as m
 from tests.buffer.driver import Driver
 
