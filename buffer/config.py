@@ -50,10 +50,8 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     lease_s: PositiveFloat = 60.0
     """Time that a teacher has to return scores. After it the item goes to another teacher."""
     hedge_multiple: NonNegativeFloat = 3.0
-    """Lease an item to a second teacher when the first has held it this many times longer than is usual in its pool.
-    The first answer counts. 0: never."""
-    hedge_quantile: Share = 0.95
-    """Quantile of a pool's recent lease times that counts as usual."""
+    """Lease an item to a second teacher when the first has held it this many times longer than 95% of its pool's
+    recent leases took. The first answer counts. 0: never."""
     hedge_floor_s: NonNegativeFloat = 2.0
     """An item that was held for less than this is never leased to a second teacher."""
     hedge_budget: Share = 0.05
@@ -62,9 +60,7 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     """Circuit breaker: a teacher that fails this many items in a row, none of which another teacher failed, receives no
     work for a while, then one item as a trial. 0: no circuit breaker."""
     breaker_backoff_s: PositiveFloat = 1.0
-    """Time without work after the breaker opens. It doubles each time the trial fails."""
-    breaker_backoff_max_s: float = 60.0
-    """Longest time without work."""
+    """Time without work after the breaker opens. It doubles each time the trial fails, up to 60 times."""
     ticket_timeout_s: PositiveFloat = 600.0
     """A rollout that made no progress for this long is taken from its actor and started again elsewhere."""
     max_attempts: Annotated[int, Meta(ge=1, le=ATTEMPTS_PER_EPOCH)] = 3
@@ -95,8 +91,6 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     journal_reserve_mb: NonNegativeInt = 64
     """MiB of disk space to reserve, so that scores and trained batches can still be journaled when the disk is full and
     nothing new is accepted."""
-    journal_memory_mb: NonNegativeInt = 64
-    """MiB of journal that may wait in memory while the disk cannot be written. After that everything stops."""
 
     @property
     def encrypted(self) -> bool:
@@ -128,11 +122,6 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"buffer.peer_timeout_s is {self.peer_timeout_s}, expected at least twice heartbeat_s"
                 f" ({self.heartbeat_s}), or one late heartbeat loses a healthy peer"
-            )
-        if not self.breaker_backoff_max_s >= self.breaker_backoff_s:
-            raise ValueError(
-                f"buffer.breaker_backoff_max_s is {self.breaker_backoff_max_s}, expected at least breaker_backoff_s"
-                f" ({self.breaker_backoff_s})"
             )
         if self.max_segment_tokens > self.max_rollout_tokens:
             raise ValueError(

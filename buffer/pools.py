@@ -2,7 +2,7 @@
 
 Hedging gives a lease to a second teacher as well, when it has been out for much longer than is usual in its pool:
 
-    overdue   after max(hedge_floor_s, hedge_multiple * q), q = the hedge_quantile of the pool's last WINDOW lease times
+    overdue   after max(hedge_floor_s, hedge_multiple * q), q = the HEDGE_QUANTILE of the pool's last WINDOW lease times
     budget    at most hedge_budget of the pool's last WINDOW leases are hedges, so that a pool that is slow as a whole
               is not asked for twice the work
 
@@ -25,6 +25,10 @@ from buffer.rollouts import ScoreJob
 
 WINDOW: Final = 256
 """Leases of a pool that count as recent."""
+HEDGE_QUANTILE: Final = 0.95
+"""Quantile of a pool's recent lease times that counts as usual."""
+LONGEST_BACKOFF: Final = 60.0
+"""Longest time without work after a breaker opened, in units of breaker_backoff_s."""
 MIN_TIMES: Final = 16
 """Of fewer lease times nobody can say what is usual."""
 
@@ -112,7 +116,7 @@ class Pool:
         """Leases that may be hedged now, oldest first. The caller may hedge each before it asks for the next."""
         if not config.hedge_multiple or len(self.teachers) < 2 or not self.unhedged:
             return
-        usual_s = self.times.quantile(config.hedge_quantile)
+        usual_s = self.times.quantile(HEDGE_QUANTILE)
         if usual_s is None:
             return
         overdue_s = max(config.hedge_floor_s, config.hedge_multiple * usual_s)
@@ -145,7 +149,7 @@ class TeacherHealth:
         breaker = self._breakers[name] = Breaker(
             failures=config.breaker_failures,
             backoff_s=config.breaker_backoff_s,
-            backoff_max_s=config.breaker_backoff_max_s,
+            backoff_max_s=LONGEST_BACKOFF * config.breaker_backoff_s,
         )
         return breaker
 

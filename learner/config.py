@@ -46,8 +46,6 @@ class EmaConfig(Settings, frozen=True, kw_only=True):
     """Steps between two snapshots of the average."""
     device: Literal["cpu", "learner"] = "cpu"
     """Where the average is kept. It takes 4 bytes per parameter."""
-    keep_snapshots: PositiveInt = 2
-    """Number of recent snapshots of the average to keep on disk. A teacher that starts loads the newest."""
 
 
 Schedule: TypeAlias = Literal["cosine", "constant"]

@@ -16,7 +16,8 @@ from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
 
 FLUSH_TIMEOUT_S: Final = 5.0
 """Longest wait of a leaving teacher for the acknowledgement of its last scores."""
-CreditBatches: TypeAlias = Annotated[float, Meta(ge=1)]
+CREDIT_BATCHES: Final = 2
+"""Work requested ahead, in batches: one is on its way while another is scored."""
 TopK: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS_KEPT)]
 TopMass: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tail: TypeAlias = Literal["auto", "pooled", "each"]
@@ -32,8 +33,6 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     """How a teacher talks to its SGLang server."""
     pool: str = "default"
     """Name of the one pool of a run without `pools`; tasks name the pools that must score them."""
-    credit_batches: CreditBatches = 2.0
-    """Work requested ahead, in batches: 2 keeps one batch on its way while another is scored."""
     top_k: TopK = 0
     """Most tokens per position whose log-probs the teacher sends, likeliest first. The divergences between
     distributions need them (learner.objective.divergence = reverse_kl, forward_kl, mixed, jsd, multi_sample). 256 is a
@@ -43,8 +42,6 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     tail: Tail = "auto"
     """Tokens outside the set. pooled: their total mass. each: every token, in 5 bits, so 5 / 8 of the vocabulary in
     bytes per position (at most 4,096 tokens). auto: each where the vocabulary has at most 384 tokens."""
-    gather_s: NonNegativeFloat = 0.005
-    """How long a single item waits for others to share its batch, in seconds."""
     drain_s: NonNegativeFloat = 5.0
     """A teacher that is asked to leave (SIGTERM) takes no more work, and has this many seconds to score what it holds,
     even where launch.shutdown_grace_s is shorter. What is left then goes to other teachers at once."""
@@ -62,7 +59,7 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
 
     @property
     def credit_tokens(self) -> int:
-        return int(self.max_batch_tokens * self.credit_batches)
+        return self.max_batch_tokens * CREDIT_BATCHES
 
     @property
     def leaving_s(self) -> float:
@@ -93,8 +90,6 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
     """Overrides teacher.dtype."""
     max_batch_tokens: PositiveInt | None = None
     """Overrides teacher.max_batch_tokens."""
-    credit_batches: CreditBatches | None = None
-    """Overrides teacher.credit_batches."""
     drain_s: NonNegativeFloat | None = None
     """Overrides teacher.drain_s."""
     top_k: TopK | None = None

@@ -60,6 +60,8 @@ from weights.sink import SnapshotRefused
 
 log = logging.getLogger(__name__)
 
+GATHER_S: Final = 0.005
+"""How long a single item waits for others to share its batch."""
 IDLE_WAIT_S: Final = 0.2
 """Longest single wait for work, and so the longest time until a request to stop is noticed."""
 CREDIT_REPEAT_S: Final = 2.0
@@ -142,8 +144,8 @@ class TeacherWorker:
         self._send_credit()
         while self._shutdown is None and not self.leaving:
             self._receive(0.0 if self._held else IDLE_WAIT_S)
-            if self._held and self._held_tokens < self._config.max_batch_tokens and self._config.gather_s > 0:
-                self._receive(self._config.gather_s)
+            if self._held and self._held_tokens < self._config.max_batch_tokens:
+                self._receive(GATHER_S)
             self._take_weights()
             if self._held and self._shutdown is None:
                 self._score_batch(self._next_batch())

@@ -84,10 +84,8 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """After an actor comes or goes, wait this many seconds for further changes before making a new group. Ends early
     when all expected actors are connected."""
     rejoin_delay_s: PositiveFloat = 5.0
-    """Seconds before an actor that was left out may come back; doubled each time it happens again. A restarted actor
-    may come back at once."""
-    rejoin_delay_max_s: PositiveFloat = 300.0
-    """Upper bound of that delay, in seconds."""
+    """Seconds before an actor that was left out may come back; doubled each time it happens again, up to 60
+    times. A restarted actor may come back at once."""
     every_version: bool = False
     """Deliver every version, and let training wait while two are still on their way; needed for max_staleness = 0. When
     off, a version is skipped if a newer one is ready before it can be sent."""
@@ -122,11 +120,6 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"host is {self.host}, which other machines can reach, and weights are sent without encryption (torch "
                 "has none). If that is acceptable on this network, set weights.allow_plain_network = true"
-            )
-        if self.rejoin_delay_max_s < self.rejoin_delay_s:
-            raise ValueError(
-                f"rejoin_delay_max_s = {self.rejoin_delay_max_s}; expected at least rejoin_delay_s = "
-                f"{self.rejoin_delay_s}"
             )
 
 

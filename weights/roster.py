@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from weights.config import SentDtype, WeightsConfig
 from weights.manifest import Manifest
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 CheckBy: TypeAlias = Literal["reload", "canary", "off"]
 """How a server proves that it has the weights that were sent. reload: by its checksums after loading the snapshot file,
 and by a canary; canary: by the canary alone, where the file is what was sent; off: not at all."""
+LONGEST_DELAY: Final = 60.0
+"""Upper bound of the delay before a seat that was left out may come back, in units of rejoin_delay_s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Seat:
 class Roster:
     """Decides who is wanted: all connected seats, except those that cool down after they were left out.
 
-    cool-down after the n-th strike = min(rejoin_delay_s * 2 ** (n - 1), rejoin_delay_max_s)
+    cool-down after the n-th strike = rejoin_delay_s * min(2 ** (n - 1), LONGEST_DELAY)
 
     Strikes are forgotten when the seat confirms a version, or disconnects."""
 
@@ -86,7 +88,7 @@ class Roster:
     def strike(self, now_s: float, seat: Seat) -> float:
         """Leave the seat out for a while. Returns for how many seconds."""
         self._strikes[seat] = strikes = self._strikes.get(seat, 0) + 1
-        delay_s = min(self._config.rejoin_delay_s * 2.0 ** (strikes - 1), self._config.rejoin_delay_max_s)
+        delay_s = self._config.rejoin_delay_s * min(2.0 ** (strikes - 1), LONGEST_DELAY)
         self._cool_until_s[seat] = now_s + delay_s
         return delay_s
 

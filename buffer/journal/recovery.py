@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,9 @@ from protocol.messages import Ledger, WeightVersion
 from protocol.session import SessionBook
 
 log = logging.getLogger(__name__)
+
+MEMORY_BYTES: Final = 64 << 20
+"""Journal that may wait in memory while the disk cannot be written. After that everything stops."""
 
 
 class JournalError(Exception):
@@ -113,7 +116,7 @@ def _open(folder: Path, config: BufferConfig) -> Journal:
         sync=config.journal_sync,
         log_bytes=config.journal_log_mb << 20,
         reserve_bytes=config.journal_reserve_mb << 20,
-        memory_bytes=config.journal_memory_mb << 20,
+        memory_bytes=MEMORY_BYTES,
     )
 
 

@@ -30,6 +30,17 @@ RENAMED: Final[Mapping[str, str]] = {
 }
 """Old key, or old section -> the new key, or what to do. `.*` at its end: the keys below keep their names."""
 REMOVED: Final[Mapping[str, str]] = {
+    "teacher.gather_s": "a single item always waits 5 ms for others to share its batch",
+    "teacher.credit_batches": "a teacher always asks for two batches of work ahead",
+    "launch.restart_window_s": "restarts are counted over the last five minutes",
+    "launch.restart_backoff_max_s": "the wait grows up to 30 times launch.restart_backoff_s",
+    "launch.memory_every_s": "memory is sampled every five seconds",
+    "buffer.hedge_quantile": "it is 0.95; set buffer.hedge_multiple instead",
+    "buffer.breaker_backoff_max_s": "the time without work grows up to 60 times buffer.breaker_backoff_s",
+    "buffer.journal_memory_mb": "64 MiB of journal may always wait in memory",
+    "weights.rejoin_delay_max_s": "the delay grows up to 60 times weights.rejoin_delay_s",
+    "learner.tasks.eval_samples_shown": "four generations of each kind are always shown",
+    "learner.ema.keep_snapshots": "two snapshots of the average are always kept",
     "teacher.sglang.stream_tokens": "scores come in one reply, not in a stream",
     "teacher.sglang.update_mode": "no request of a teacher runs across a weight swap",
     "teacher.sglang.pause_timeout_s": "a teacher's server is never paused",
@@ -41,7 +52,8 @@ REMOVED: Final[Mapping[str, str]] = {
 
 def farewell(key: str) -> str | None:
     """The message for a key that is gone, None for any other."""
-    if (reason := REMOVED.get(key)) is not None:
+    reason = REMOVED.get(f"teacher.{key.split('.', 2)[2]}" if key.startswith("pools.") and key.count(".") > 1 else key)
+    if reason is not None:
         return f"{key}: was removed: {reason}; leave it out"
     return None if (now := new_name(key)) is None else f"{key}: is {now} now"
 

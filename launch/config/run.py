@@ -12,14 +12,15 @@ import msgspec
 from actors.config import ActorConfig
 from buffer.config import BufferConfig
 from learner.config import LearnerConfig
+from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from teachers.config import PoolConfig, TeacherConfig
 from weights.config import WeightsConfig
 
 BUILTIN: Final = "builtin"
-"""As a model or as prompts: those that ship with the project."""
+"""Value of a model or of prompts: the ones that ship with the project."""
 
 
-class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelsConfig(Settings, frozen=True, kw_only=True):
     """The student and the teacher: each a Hugging Face folder, a name on the model hub, or `builtin`."""
 
     student: str = BUILTIN
@@ -28,72 +29,47 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Model that scores what the student writes. Its tokenizer must map the same tokens to the same ids."""
 
 
-class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LaunchConfig(Settings, frozen=True, kw_only=True):
     """How processes are started, watched and stopped."""
 
     start_method: Literal["auto", "fork", "spawn"] = "auto"
-    """fork: from one warmed parent (Linux); spawn: a fresh interpreter each; auto: fork where that is safe."""
-    threads_per_worker: int = 1
+    """fork: workers start from one parent that has imported torch (Linux). spawn: each is a new interpreter. auto: fork
+    where that is safe."""
+    threads_per_worker: PositiveInt = 1
     """Native threads of each worker process (OMP_NUM_THREADS)."""
-    ready_timeout_s: float = 600.0
-    """All workers must have been welcomed by the buffer this long after the start."""
-    max_restarts: int = 3
-    """A worker that dies more often than this within `restart_window_s` stops the run."""
-    restart_window_s: float = 300.0
-    """Restarts longer ago than this are forgotten."""
-    restart_backoff_s: float = 0.5
-    """Wait before the first restart; doubles with each one in the window."""
-    restart_backoff_max_s: float = 15.0
-    """The longest wait before a restart."""
-    silent_kill_s: float = 60.0
-    """A worker whose process runs, but which the buffer counts as lost and has not heard of for this long, is killed
-    (and started again like any dead one)."""
-    shutdown_grace_s: float = 20.0
-    """How long workers may take to leave by themselves, at each stage of stopping, before SIGKILL. A teacher has
-    the time of its drain_s in any case."""
+    ready_timeout_s: PositiveFloat = 600.0
+    """Seconds after the start by which all workers must have connected to the buffer. Raise it for models that load
+    slowly."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts of one worker within five minutes. If it dies once more, the run ends. 0: never restart."""
+    restart_backoff_s: NonNegativeFloat = 0.5
+    """Seconds before the first restart of a worker; doubled with each further one, up to 30 times."""
+    silent_kill_s: PositiveFloat = 60.0
+    """A worker whose process runs, but from which the buffer has heard nothing for this many seconds, is killed and
+    restarted like a dead one."""
+    shutdown_grace_s: PositiveFloat = 20.0
+    """Seconds that workers have to leave by themselves, at each stage of stopping, before SIGKILL. A teacher always has
+    at least its drain_s."""
     status: Literal["auto", "rich", "plain", "off"] = "auto"
-    """Live status: rich = a table on the terminal, plain = one line now and then; auto = rich on a terminal."""
-    status_every_s: float = 5.0
+    """Live status. rich: a table in the terminal. plain: one line every status_every_s. auto: rich in a terminal, else
+    plain."""
+    status_every_s: PositiveFloat = 5.0
     """Seconds between plain status lines."""
-    memory_every_s: float = 5.0
-    """Seconds between samples of the memory of all processes; more where there are many of them."""
-
-    def __post_init__(self) -> None:
-        if self.threads_per_worker < 1:
-            raise ValueError(f"threads_per_worker must be at least 1, got {self.threads_per_worker}")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts must be 0 (never) or more, got {self.max_restarts}")
-        for name in (
-            "ready_timeout_s",
-            "restart_window_s",
-            "silent_kill_s",
-            "shutdown_grace_s",
-            "status_every_s",
-            "memory_every_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not 0 <= self.restart_backoff_s <= self.restart_backoff_max_s:
-            raise ValueError(
-                f"restart_backoff_s must be between 0 and restart_backoff_max_s ({self.restart_backoff_max_s}), "
-                f"got {self.restart_backoff_s}"
-            )
 
 
-class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunConfig(Settings, frozen=True, kw_only=True):
     """A whole run."""
 
-    steps: int = 200
+    steps: PositiveInt = 200
     """Optimizer steps; the run ends after them."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Random seed for task order and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where learner, actors, teachers and servers run, unless their own `device` says otherwise. auto: on GPUs if there
-    are any."""
-    actors: int = 2
+    """Device of the learner, actors, teachers and servers whose own `device` is auto. auto: GPUs if there are any."""
+    actors: NonNegativeInt = 2
     """Number of actors: student processes that write rollouts. With actor.urls: one per url. More can join during the
     run (launch/cluster.py join). 0: the run waits for actors to join."""
-    teachers: int = 1
+    teachers: NonNegativeInt = 1
     """Number of teachers: processes that score rollouts. With teacher.urls: one per url; with pools: the sum of their
     counts. More can join. 0: the run waits for teachers to join, unless
     learner.objective.coef = 0, which needs none."""
@@ -109,11 +85,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("actors", 0), ("teachers", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be 0 or more, got {self.seed}")
+        super().__post_init__()
         self._check_pools()
         self._refuse_publishing_too_rarely()
 
@@ -134,9 +106,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         counted = sum(pool.count for pool in self.pools.values())
         if self.teachers != counted:
-            told = ", ".join(f"{name}: {pool.count}" for name, pool in self.pools.items())
+            counts = ", ".join(f"{name}: {pool.count}" for name, pool in self.pools.items())
             raise ValueError(
-                f"teachers is {self.teachers}, expected {counted}, the sum of the pools ({told}); leave it out, and "
+                f"teachers is {self.teachers}, expected {counted}, the sum of the pools ({counts}); leave it out, and "
                 "say how many by pools.NAME.count"
             )
 

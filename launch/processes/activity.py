@@ -18,6 +18,8 @@ LONGEST: Final = 5.0
 """A wait whose time is up may go on while processes work, up to this multiple of its time."""
 LEAST_SHARE: Final = 0.01
 """Share of a core: a process that used less since the last look is idle. Heartbeats and polling stay below it."""
+MEMORY_EVERY_S: Final = 5.0
+"""Time between two samples of the memory of all processes; more if samples are expensive."""
 SAMPLING_SHARE: Final = 0.02
 """Largest share of one core that sampling memory may take."""
 BUSY: Final = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
@@ -95,8 +97,7 @@ def tree_memory_bytes() -> int:
 class MemoryGauge:
     """The largest sampled memory of the process tree."""
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._due_s = 0.0
         self.peak_bytes = 0
 
@@ -109,4 +110,4 @@ class MemoryGauge:
         began_s = time.process_time()
         self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
         cost_s = time.process_time() - began_s
-        self._due_s = time.monotonic() + max(self._every_s, cost_s / SAMPLING_SHARE)
+        self._due_s = time.monotonic() + max(MEMORY_EVERY_S, cost_s / SAMPLING_SHARE)

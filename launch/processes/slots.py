@@ -7,11 +7,16 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from launch.config.run import LaunchConfig
 from protocol.context import ExitCode, WorkerRole
 from protocol.messages import Snapshot
+
+RESTART_WINDOW_S: Final = 300.0
+"""Restarts longer ago than this are forgotten."""
+LONGEST_BACKOFF: Final = 30
+"""Longest wait before a restart, in units of restart_backoff_s."""
 
 
 def worker_name(role: str, index: int, prefix: str = "") -> str:
@@ -50,8 +55,8 @@ class Worker:
 
 
 class RestartBudget:
-    """Allows `max_restarts` restarts per worker within the last `restart_window_s`. The wait before the k-th of them is
-    restart_backoff_s * 2^(k-1), at most restart_backoff_max_s."""
+    """Allows `max_restarts` restarts per worker within the last RESTART_WINDOW_S. The wait before the k-th of them is
+    restart_backoff_s * 2^(k-1), at most LONGEST_BACKOFF times restart_backoff_s."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
@@ -65,13 +70,13 @@ class RestartBudget:
     def died(self, name: str, now_s: float) -> float | None:
         """Record a death. Returns the seconds to wait before the restart, or None when the budget is spent."""
         recent = self._recent[name]
-        while recent and now_s - recent[0] > self._config.restart_window_s:
+        while recent and now_s - recent[0] > RESTART_WINDOW_S:
             recent.popleft()
         if len(recent) >= self._config.max_restarts:
             return None
         recent.append(now_s)
         self.totals[name] += 1
-        return min(self._config.restart_backoff_s * 2 ** (len(recent) - 1), self._config.restart_backoff_max_s)
+        return self._config.restart_backoff_s * min(2 ** (len(recent) - 1), LONGEST_BACKOFF)
 
     def excused(self, name: str) -> None:
         """Record a restart that its server caused: it is counted in `totals` but uses no budget."""

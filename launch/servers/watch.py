@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from launch.config.run import RunConfig
-from launch.processes.slots import RestartBudget, said
+from launch.processes.slots import RESTART_WINDOW_S, RestartBudget, said
 from launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
 from launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
 from protocol.addresses import free_port
@@ -71,7 +71,7 @@ class ServerWatch:
         self._slots = {plan.worker: ServerSlot(plan) for plan in plans}
         self._by_name = {slot.plan.name: slot for slot in self._slots.values()}
         self._budget = budget
-        self._window = f"{config.launch.max_restarts} times in {config.launch.restart_window_s:.0f} s"
+        self._window = f"{config.launch.max_restarts} times in {RESTART_WINDOW_S:.0f} s"
         self._api_key = api_key
         self._log_dir = log_dir
         self._probed_s = 0.0

@@ -69,7 +69,7 @@ class Supervisor(Watch):
         super().__init__(plan, folder, status, backend, workers)
         self._restartable = restartable
         self._news = News(self._crew.workers)
-        self._memory = MemoryGauge(config.launch.memory_every_s)
+        self._memory = MemoryGauge()
         self._activity = Activity()
         self._buffer_looked_s = self._buffer_moved_s = 0.0
 

@@ -20,7 +20,7 @@ from launch.checks.server_features import features_of_run
 from launch.processes.activity import Patience
 from launch.processes.backend import Exited, Notice, ProcessBackend, Started
 from launch.processes.lifeline import sweep
-from launch.processes.slots import Ending, RestartBudget, ServerEnd, Worker, said
+from launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, ServerEnd, Worker, said
 from launch.report.figures import RunView
 from launch.report.status import StatusView
 from launch.servers.watch import ServerNews, ServerWatch
@@ -207,7 +207,7 @@ class Watch(ABC):
         wait_s = self._budget.died(worker.name, now_s)
         if wait_s is None:
             launch = self._config.launch
-            spent = f"more than {launch.max_restarts} times in {launch.restart_window_s:.0f} s"
+            spent = f"more than {launch.max_restarts} times in {RESTART_WINDOW_S:.0f} s"
             self._end(False, f"{worker.name} died {spent}; it {said(code)}", ExitCode.FAILED, tail_of=(worker.name,))
             return
         worker.restart_at_s = now_s + wait_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,6 +32,8 @@ from protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVers
 
 Half: TypeAlias = Literal["greedy", "sampled"]
 HALVES: tuple[Half, ...] = ("greedy", "sampled")
+SAMPLES_SHOWN: Final = 4
+"""Generations of each half to write out as text."""
 _MAX_STEPS = 10_000_000
 
 
@@ -233,7 +235,7 @@ class Evaluation:
         shown: list[EvalSample] = []
         for eval_id, half in self._half_of.items():
             received = self._received[eval_id]
-            for task_id in sorted(received)[: self._config.eval_samples_shown]:
+            for task_id in sorted(received)[:SAMPLES_SHOWN]:
                 rollout, n_prompt = received[task_id], len(self._prompt_ids(eval_id, task_id))
                 shown.append(
                     EvalSample(

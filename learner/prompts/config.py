@@ -70,8 +70,6 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     eval_sampled: Annotated[int, Meta(ge=0, le=MAX_EVAL_PROMPTS)] = 64
     """Prompts per evaluation that are answered once at temperature 1, without top-p or top-k. The reverse KL is
     measured on them."""
-    eval_samples_shown: NonNegativeInt = 4
-    """Generations per evaluation to write out as text, of each kind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from weights.snapshot import write_snapshot
 from weights.staged_weights import Weight, tensor_of
 
 log = logging.getLogger(__name__)
+
+SNAPSHOTS_KEPT: Final = 2
+"""Number of recent snapshots to keep on disk. A teacher that starts loads the newest."""
 
 
 class StudentEma:
@@ -68,7 +72,7 @@ class StudentEma:
     def publish(self, version: WeightVersion) -> None:
         """Write a snapshot and tell the teachers. One that cannot be written is counted: they keep what they have."""
         try:
-            ref = write_snapshot(self._folder, version, self._average.items(), keep=self._config.keep_snapshots)
+            ref = write_snapshot(self._folder, version, self._average.items(), keep=SNAPSHOTS_KEPT)
         except OSError as error:
             self._failed_total += 1
             log.error("no average of version %s for the teachers (%d so far): %s", version, self._failed_total, error)

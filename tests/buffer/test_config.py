@@ -25,7 +25,6 @@ def test_defaults_are_asynchronous_distillation() -> None:
         ({"peer_timeout_s": 1.5, "heartbeat_s": 1.0}, "at least twice heartbeat_s"),
         ({"hedge_budget": 1.5}, "hedge_budget: got 1.5, expected float >= 0 and <= 1"),
         ({"hedge_multiple": float("nan")}, "hedge_multiple: got nan, expected float >= 0"),
-        ({"breaker_backoff_s": 9.0, "breaker_backoff_max_s": 8.0}, "at least breaker_backoff_s"),
         ({"max_segment_tokens": 10, "max_rollout_tokens": 5}, "at most max_rollout_tokens"),
     ],
 )

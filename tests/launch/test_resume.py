@@ -156,7 +156,7 @@ def test_a_configuration_that_was_cut_is_refused_wherever_it_was_cut(
     file = run_dir / "config.yaml"
     whole = file.read_text()
     assert check_resume() == 0
-    last = whole.rindex("memory_every_s: 5.0") + len("memory_every_s: 5")
+    last = whole.rindex("status_every_s: 5.0") + len("status_every_s: 5")
     for end in (0, 1, len(whole) // 3, 2 * len(whole) // 3, last, len(whole) - len("...\n")):
         file.write_text(whole[:end])
         assert main(["--resume", "--run-dir", str(run_dir)]) == 2, end

@@ -28,7 +28,7 @@ from weights.snapshot import write_snapshot
 
 TEACHER: tuple[m.Role, str] = ("teacher", "teacher-0")
 VOCAB, CONTEXT = 50, 100
-CONFIG = TeacherConfig(max_batch_tokens=60, credit_batches=2.0, device="cpu")
+CONFIG = TeacherConfig(max_batch_tokens=60, device="cpu")
 
 
 class Fake:

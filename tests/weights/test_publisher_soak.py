@@ -23,8 +23,7 @@ CONFIG = WeightsConfig(
     broadcast_timeout_s=2.0,
     answer_grace_s=1.0,
     join_window_s=0.1,
-    rejoin_delay_s=0.5,
-    rejoin_delay_max_s=2.0,
+    rejoin_delay_s=0.05,
 )
 NAMES = tuple(f"actor-{index}" for index in range(6))
 CHAOS_S = 12.0

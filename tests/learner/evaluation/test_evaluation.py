@@ -248,18 +248,14 @@ def test_results_of_another_evaluation_are_refused(evaluation: Evaluation) -> No
 
 
 def test_samples_are_the_first_prompts_of_each_half(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    config = TaskConfig(eval_greedy=3, eval_sampled=3, eval_samples_shown=2)
-    evaluation = Evaluation(config, prompts(3), small_tokenizer, version=V40, seed=1)
+    config = TaskConfig(eval_greedy=6, eval_sampled=6)
+    evaluation = Evaluation(config, prompts(6), small_tokenizer, version=V40, seed=1)
     for eval_id in evaluation.eval_ids:
         for task in reversed(tasks_of(evaluation, eval_id)):
             send(evaluation, eval_id, answer(task, n=2))
     samples = evaluation.result().samples
-    assert [(s.half, s.ground_truth) for s in samples] == [
-        ("greedy", "0"),
-        ("greedy", "1"),
-        ("sampled", "0"),
-        ("sampled", "1"),
-    ]
+    shown = [(half, str(number)) for half in ("greedy", "sampled") for number in range(4)]
+    assert [(s.half, s.ground_truth) for s in samples] == shown
     expected = [small_tokenizer.decode(ids) for ids in ([65, 66], [67, 33, 67])]
     assert [samples[0].prompt, samples[0].completion] == expected
     assert (samples[0].reward, samples[0].finish_reason) == (1.0, "stop")

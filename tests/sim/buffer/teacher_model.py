@@ -97,7 +97,7 @@ class TeacherModel:
         assert other.key not in self.hedged, f"{other.key} hedged twice"
         times = sorted(self.times[pool][-WINDOW:])
         assert len(times) >= MIN_TIMES, "too few times to say what is usual"
-        usual_s = next(t for n, t in enumerate(times, 1) if n >= self.config.hedge_quantile * len(times))
+        usual_s = next(t for n, t in enumerate(times, 1) if n >= 0.95 * len(times))
         age_s = now_s - other.granted_s
         assert age_s >= self.config.hedge_floor_s and age_s >= self.config.hedge_multiple * usual_s, f"{other}: {age_s}"
         recent = self.grants[pool][-WINDOW:]
@@ -239,6 +239,6 @@ def audit_scoring(state: BufferState) -> None:
         assert list(pool.unhedged) == sorted(unhedged)
         assert pool.times._sorted == sorted(pool.times._in_order) and len(pool.times) <= WINDOW
         assert pool.budget._n_hedges == sum(pool.budget._recent)
-        usual_s = pool.times.quantile(desk._config.hedge_quantile)
+        usual_s = pool.times.quantile(0.95)
         assert usual_s is None or math.isfinite(usual_s)
     assert state._scoring.counts["breakers_open"] == sum(t.breaker.is_open for t in teachers)

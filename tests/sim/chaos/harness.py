@@ -54,11 +54,9 @@ PATIENT: Final = (
     "--weights.broadcast_timeout_s=5",
     "--weights.answer_grace_s=1",
     "--weights.join_window_s=0.5",
-    "--weights.rejoin_delay_s=1",
-    "--weights.rejoin_delay_max_s=4",
+    "--weights.rejoin_delay_s=0.1",
     "--launch.max_restarts=100000",
-    "--launch.restart_backoff_s=0.2",
-    "--launch.restart_backoff_max_s=1",
+    "--launch.restart_backoff_s=0.03",
     "--launch.silent_kill_s=8",
 )
 """Deadlines in seconds where a real run has tens of them, and no end to restarts: a fault every other second is no

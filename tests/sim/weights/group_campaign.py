@@ -51,8 +51,7 @@ CONFIG: Final = WeightsConfig(
     broadcast_timeout_s=0.5 * SLOWNESS,
     answer_grace_s=0.4 * SLOWNESS,
     join_window_s=0.02,
-    rejoin_delay_s=0.05,
-    rejoin_delay_max_s=0.2,
+    rejoin_delay_s=0.004,
 )
 SGLANG: Final = SGLangConfig(control_timeout_s=0.3 * SLOWNESS, health_every_s=60.0)
 FAULTS: Final[dict[FaultKind, float]] = {
