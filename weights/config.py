@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from msgspec import Meta
 
 from protocol.addresses import is_local
-from protocol.settings import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, Settings
+from protocol.settings import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, Settings
 
 SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
 PublishDtype: TypeAlias = Literal["auto", SentDtype]
@@ -89,11 +89,6 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     every_version: bool = False
     """Deliver every version, and let training wait while two are still on their way; needed for max_staleness = 0. When
     off, a version is skipped if a newer one is ready before it can be sent."""
-    publish_wait_s: PositiveFloat = 120.0
-    """With every_version: seconds that training waits for the earlier versions, in addition to the time allowed for
-    making a group and checking a version, before the run fails."""
-    keep_snapshots: PositiveInt = 2
-    """Number of recent snapshots to keep in the run folder."""
     verify: Literal["auto", "reload", "off"] = "auto"
     """How an SGLang server proves, before it samples with new weights, that it has the weights that were sent. reload:
     it loads the same version again from the snapshot file, and its checksums must not change; its log-probs of a short

@@ -31,6 +31,8 @@ LimitKind: TypeAlias = Literal["join", "plain", "file", "reload"]
 PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "file": 3, "reload": 6}
 """Passes over all bytes."""
 MOST_PATIENCE: Final = 16.0
+PUBLISH_WAIT_S: Final = 120.0
+"""How long training waits for earlier versions, beyond making a group and checking a version."""
 _SLICE_S: Final = 0.05
 
 
@@ -59,7 +61,7 @@ class Limits:
 
     def publish_wait_s(self, n_bytes: int) -> float:
         """How long `publish` waits with every_version; meanwhile a group may be made and a version checked."""
-        return self._config.publish_wait_s + self.limit_s("join", n_bytes) + self.limit_s("reload", n_bytes)
+        return PUBLISH_WAIT_S + self.limit_s("join", n_bytes) + self.limit_s("reload", n_bytes)
 
 
 def in_thread(act: Callable[[], T], *, name: str, daemon: bool) -> Future[T]:

@@ -43,6 +43,8 @@ from weights.transport import DropReason, PublisherStats, Result, Setup, make_tr
 
 log = logging.getLogger(__name__)
 
+SNAPSHOTS_KEPT: Final = 2
+"""Number of recent snapshots to keep in the run folder."""
 RETRY_MAX_S: Final = 60.0
 """A group that fails for an unknown reason is tried again after 1, 2, 4 ... seconds, at most this."""
 
@@ -86,7 +88,7 @@ class Publisher:
         self._post_plan, self._published = post_plan, published
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
-        self._snapshots = SnapshotKeeper(snapshot_dir, keep=config.keep_snapshots, canary_of=partial(canary_of, canary))
+        self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, canary_of=partial(canary_of, canary))
         self._transport = make_transport(
             Setup(
                 config,

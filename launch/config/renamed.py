@@ -38,6 +38,8 @@ REMOVED: Final[Mapping[str, str]] = {
     "buffer.hedge_quantile": "it is 0.95; set buffer.hedge_multiple instead",
     "buffer.breaker_backoff_max_s": "the time without work grows up to 60 times buffer.breaker_backoff_s",
     "buffer.journal_memory_mb": "64 MiB of journal may always wait in memory",
+    "weights.publish_wait_s": "with weights.every_version training always waits at least two minutes",
+    "weights.keep_snapshots": "two snapshots are always kept",
     "weights.rejoin_delay_max_s": "the delay grows up to 60 times weights.rejoin_delay_s",
     "learner.tasks.eval_samples_shown": "four generations of each kind are always shown",
     "learner.ema.keep_snapshots": "two snapshots of the average are always kept",

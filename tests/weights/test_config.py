@@ -24,7 +24,6 @@ from weights.group_operations import choose_backend
         ("join_timeout_s", 0.0, "join_timeout_s: got 0.0, expected float > 0"),
         ("broadcast_timeout_s", float("inf"), "broadcast_timeout_s: got inf"),
         ("join_window_s", -1.0, "join_window_s: got -1.0, expected float >= 0"),
-        ("keep_snapshots", 0, "keep_snapshots: got 0, expected int >= 1"),
     ],
 )
 def test_senseless_values_are_refused(field: str, value: Any, expected: str) -> None:

@@ -23,7 +23,6 @@ CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,
     join_timeout_s=30.0,
     broadcast_timeout_s=30.0,
-    publish_wait_s=120.0,
     slowest_bytes_per_s=1e9,
     answer_grace_s=0.1,
 )

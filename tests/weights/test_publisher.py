@@ -19,6 +19,7 @@ from torch import Tensor
 from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
+from weights import deadlines
 from weights.config import WeightsConfig
 from weights.publisher import Publisher, PublisherFailed, PublishTimeout
 from weights.snapshot import snapshots
@@ -294,7 +295,7 @@ def test_a_version_overtaken_while_it_waits_is_skipped_and_counted(learner: Lear
 
 
 def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) -> None:
-    gate = Gate(learner, NAMES[:2], every_version=True, publish_wait_s=WAIT_S)
+    gate = Gate(learner, NAMES[:2], every_version=True)
     learner.publish(2)
     third = threading.Thread(target=learner.publish, args=(3,))
     third.start()
@@ -307,9 +308,11 @@ def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) 
     assert gate.publisher.stats.skipped_versions_total == 0
 
 
-def test_with_every_version_publish_gives_up_after_its_timeout(learner: Learner) -> None:
-    changes = {"publish_wait_s": 0.2, "join_timeout_s": 0.2, "broadcast_timeout_s": 0.2}
-    gate = Gate(learner, NAMES[:1], every_version=True, **changes)
+def test_with_every_version_publish_gives_up_after_its_timeout(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "PUBLISH_WAIT_S", 0.2)
+    gate = Gate(learner, NAMES[:1], every_version=True, join_timeout_s=0.2, broadcast_timeout_s=0.2)
     learner.publish(2)
     with pytest.raises(PublishTimeout, match=r"version 0\.3"):
         learner.publish(3)
