@@ -1,4 +1,4 @@
-"""Which addresses other machines can reach, and ports that remain available for a restarted process.
+"""Addresses that other machines can reach, and ports that remain available for a restarted process.
 
 A restarted process listens where it did before. If its port is one that the system also gives to outgoing connections
 (Linux: ip_local_port_range, 32768 to 60999), such a connection may hold it by then, and a peer on the same machine that
@@ -24,7 +24,7 @@ HIGHEST: Final = 65535
 
 
 def is_local(host_or_endpoint: str) -> bool:
-    """Whether only this machine can reach a ZeroMQ endpoint, IP address or name: loopback, or no network at all. Names
+    """True if only this machine can reach a ZeroMQ endpoint, IP address or name (loopback, or no network at all). Names
     other than `localhost` count as reachable from elsewhere, whatever they resolve to here."""
     scheme, separator, rest = host_or_endpoint.partition("://")
     if separator and scheme in ("ipc", "inproc"):

@@ -1,7 +1,4 @@
-"""Files that readers see whole: the former content or the new one, whenever the writer or its machine dies.
-
-It stands here because every layer writes such files, and the arrows point down to this one.
-"""
+"""Atomic file writes: readers see the former content or the new one, whenever the writer or its machine dies."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """A draft beside `path` to be written; on leaving it is synced to disk and takes the name. When an error leaves,
-    the draft is deleted and the former file stays.
+    """A draft next to `path`, to be written in the `with` block. At its end the draft is synced to disk and renamed to
+    `path`; after an error it is deleted and the former file stays.
 
-    A file has one writer at a time, so drafts of writers that were killed are deleted first. The name in the folder is
-    not synced: after a loss of power the former file may be back, whole."""
+    A file has one writer at a time, so drafts of writers that were killed are deleted first. The folder is not synced:
+    after a power failure the former file may be back, whole."""
     for left in path.parent.glob(f".{path.name}.[0-9]*"):
         left.unlink(missing_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")

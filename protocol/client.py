@@ -5,7 +5,7 @@
         client.send(Segment(...), (token_ids, logprobs, loss_mask))
         received = client.recv(timeout_s=0.1)
 
-All methods may be called from any thread. No ZeroMQ object exists before `connect`, so a Client may be made before a
+All methods may be called from any thread. No ZeroMQ object exists before `connect`, so a Client may be created before a
 fork and connected after it.
 """
 
@@ -21,21 +21,21 @@ from protocol.context import RoleContext
 from protocol.errors import LocalProtocolError, NotConnected, SendTimeout
 from protocol.flow import UNTRACKED, ack_keys
 from protocol.keys import ClientKeys, run_client_keys
-from protocol.link import Link, LinkState
+from protocol.link import Link
 from protocol.messages import Hello, Message, WeightVersion, Welcome
-from protocol.outbox import Outbox
+from protocol.outbox import LinkState, Outbox
 
 MAX_UNCONFIRMED_BYTES = 256 << 20
-"""Default bound of what waits for acknowledgement: some 28 million tokens of segments, minutes of one actor's work."""
+"""Default bound on unconfirmed bytes: about 28 million tokens of segments, which is minutes of one actor's work."""
 
 
 class Client:
     """Connects one worker to the buffer.
 
-    `keys`: of `protocol.keys.run_client_keys`; None = not encrypted. `hello.received_total` is filled in here. Messages
-    with an acknowledgement (`protocol.flow.ack_keys`) are sent again after `resend_s` without it, and everything that
-    is not known to have arrived after a reconnect. When the buffer is silent for half of its own peer timeout the link
-    is built anew, with the same incarnation, for at most `reconnect_timeout_s` (default: `connect_timeout_s`).
+    `keys`: from `protocol.keys.run_client_keys`; None = not encrypted. `hello.received_total` is filled in here. A
+    message is sent again if its acknowledgement (`protocol.flow.ack_keys`) does not come within `resend_s`, and after a
+    reconnect if it is not known to have arrived. When the buffer is silent for half of its own peer timeout, the client
+    reconnects with the same incarnation, for at most `reconnect_timeout_s` (default: `connect_timeout_s`).
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Client:
 
     @property
     def unacked(self) -> int:
-        """Messages sent whose acknowledgement has not come."""
+        """Number of messages whose acknowledgement has not come."""
         with self._state.changed:
             return self._state.outbox.unacked
 
     @property
     def published(self) -> WeightVersion | None:
-        """The newest published version that the buffer has told of, in Welcome or a heartbeat reply."""
+        """The newest published version according to the buffer, from Welcome or a heartbeat reply."""
         with self._state.changed:
             return self._state.published
 
@@ -94,7 +94,8 @@ class Client:
             return self._state.connects_total
 
     def connect(self) -> Welcome:
-        """Start the link and shake hands. Raises HandshakeRefused or ConnectTimeout; close the client then."""
+        """Start the link and wait for the handshake. Raises HandshakeRefused or ConnectTimeout; close the client
+        then."""
         if self._link is not None:
             raise LocalProtocolError("connect was called twice; make a new Client for a new connection")
         self._link = Link(
@@ -113,10 +114,10 @@ class Client:
             return self._state.welcome
 
     def send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
-        """Queue a message. The arrays must not be changed afterwards: they may have to be sent again.
+        """Queue a message. Do not change the arrays afterwards: they may have to be sent again.
 
-        Blocks while too many bytes are unconfirmed. Raises SendTimeout when that does not change, EncodeError, and
-        what `recv` raises when the link has failed.
+        Blocks while too many bytes are unconfirmed, and raises SendTimeout if that lasts too long. Also raises
+        EncodeError, and the errors of `recv` when the link has failed.
         """
         if isinstance(message, UNTRACKED):
             raise LocalProtocolError(f"{type(message).__name__} is sent by the client itself")
@@ -126,7 +127,7 @@ class Client:
         with self._state.changed:
             self._raise_if_ended()
             outbox = self._state.outbox
-            # A message larger than the bound goes alone.
+            # A message larger than the bound may be sent when nothing else is unconfirmed.
             while not outbox.empty and outbox.unconfirmed_bytes + n_bytes > self._max_unconfirmed_bytes:
                 if not self._state.changed.wait(deadline_s - time.monotonic()) and time.monotonic() >= deadline_s:
                     raise SendTimeout(
@@ -138,19 +139,18 @@ class Client:
             self._wake()
 
     def wake(self) -> None:
-        """End the `recv` that waits now, or the next one that would wait: there is something else to do. For threads
-        that bring the worker work past the buffer (weights, an environment's answer)."""
+        """End the `recv` that waits now, or the next one that would wait. For threads that give the worker other things
+        to do than the buffer's messages (new weights, an environment's answer)."""
         with self._state.changed:
             self._woken = True
             self._state.changed.notify_all()
 
     def recv(self, timeout_s: float) -> Received | None:
-        """The next message for the worker; None after `timeout_s`, and at once after `wake`. Handshake, heartbeat
-        replies and acknowledgements that say no more than "arrived" are not among them
-        (`protocol.flow.concerns_caller`).
+        """The next message for the worker; None after `timeout_s`, and at once after `wake`. Handshakes, heartbeat
+        replies and acknowledgements that only confirm arrival are left out (`protocol.flow.concerns_caller`).
 
-        Once the messages received before are read, raises what ended the link: PeerLost, HandshakeRefused (after a
-        reconnect), MessageRefused, a RemoteProtocolError, or NotConnected after `close`.
+        When the messages received so far are read, raises the error that ended the link: PeerLost, HandshakeRefused
+        (after a reconnect), MessageRefused, a RemoteProtocolError, or NotConnected after `close`.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._state.changed:
@@ -173,7 +173,7 @@ class Client:
     def set_heartbeat(
         self, version: WeightVersion | None, stats: Mapping[str, float], *, at_once: bool = False
     ) -> None:
-        """What the following heartbeats say; `at_once`: one follows what is queued now."""
+        """Set the contents of future heartbeats. `at_once`: send one right after the messages queued now."""
         with self._state.changed:
             self._state.heartbeat_version = version
             self._state.heartbeat_stats = dict(stats)
@@ -182,11 +182,11 @@ class Client:
                 self._wake()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything sent is known to have arrived; False when it is not after `timeout_s`. Raises like
-        `recv` when the link fails meanwhile."""
+        """Wait until everything sent is known to have arrived; False after `timeout_s`. Raises the errors of `recv`
+        when the link fails meanwhile."""
         deadline_s = time.monotonic() + timeout_s
         with self._state.changed:
-            self._state.heartbeat_at_once = True  # its reply confirms what has no acknowledgement of its own
+            self._state.heartbeat_at_once = True  # its reply confirms messages without an acknowledgement
             self._wake()
             while not self._state.outbox.empty:
                 self._raise_if_ended()
@@ -197,8 +197,8 @@ class Client:
         return True
 
     def close(self, reason: str) -> None:
-        """Send what is queued and a Goodbye, end the thread, free the sockets. Bounded by about a second. Does not
-        wait for acknowledgements: `flush` does. May be called again."""
+        """Send the queued messages and a Goodbye, end the thread, free the sockets. Takes at most about a second. Does
+        not wait for acknowledgements, as `flush` does. Idempotent."""
         with self._state.changed:
             if self._state.goodbye is None:
                 self._state.goodbye = reason
@@ -223,7 +223,7 @@ class Client:
 
 
 def worker_client(ctx: RoleContext[object], vocab_fingerprint: str, *, pool: str = "") -> Client:
-    """The client of the worker that this process is, with its own keys; `connect` comes later. Raises KeysUnusable."""
+    """A client for this worker process, with its own keys, that is not connected yet. Raises KeysUnusable."""
     if ctx.role == "buffer":
         raise LocalProtocolError("the buffer is what workers connect to; it has no client")
     hello = Hello(

@@ -1,8 +1,8 @@
 """Messages to frames and back: frame 0 is MessagePack of the tagged Struct, the others are raw little-endian arrays.
 
-Nothing is copied either way: `encode` gives memoryviews of C-contiguous arrays, `decode` gives read-only views of the
-frames. Which frames a message has follows from its fields (`FRAMES`); both sides check it, so that past the door
-every array has the dtype and length its message promises. What the numbers mean is checked further in, by the buffer.
+Nothing is copied: `encode` returns memoryviews of C-contiguous arrays, `decode` read-only views of the frames. A
+message's fields determine its frames (`FRAMES`). Both sides check them, so that every array has the dtype and length
+its message promises. The values in the arrays are checked later, by the buffer.
 
 For other languages: any MessagePack library reads a header. `Batch.staleness` and `Snapshot.staleness_hist` have
 integer keys (in Python: `msgpack.unpackb(header, strict_map_key=False)`).
@@ -30,15 +30,15 @@ MAX_FRAMES = 1 + 5 * MAX_ITEMS
 """A Batch has up to five arrays per rollout, the most of all messages."""
 MAX_HEADER_BYTES = 512 * MAX_ITEMS
 """8 MiB. A BatchItem takes some 200 bytes, and 12 more per version span. The whole header is parsed before anything
-can be checked, so this bounds what a stranger can make us parse."""
+can be checked, so this bounds the work that a stranger can cause."""
 MAX_FRAME_BYTES = 64 << 20
-"""The largest array of use is a rollout's teacher log-probs: a million tokens x 16 teachers x float32. Also given to
-ZeroMQ, which then drops the connection before it takes memory for a larger frame."""
+"""The largest useful array is a rollout's teacher log-probs: a million tokens x 16 teachers x float32. ZeroMQ gets a
+limit derived from this, and drops a connection before it takes memory for a larger frame."""
 MAX_MESSAGE_BYTES = 1 << 30
 """1,024 rollouts x 64k tokens x 13 bytes (ids, two kinds of log-probs, mask) is 0.8 GiB. Top-k payloads come on top
 (launch.config.consistency)."""
 MAX_TO_BUFFER_BYTES = 256 << 20
-"""The same for messages to the buffer, which come from many and are smaller: 64 prompts of a million tokens."""
+"""The same for messages to the buffer, which come from many peers and are smaller: 64 prompts of a million tokens."""
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -53,7 +53,7 @@ class Received(NamedTuple):
 
 
 class FrameSpec(NamedTuple):
-    """What one array frame must be. `shape` None: one-dimensional, any length from 1 on."""
+    """The requirements on one array frame. `shape` None: one-dimensional, of any length from 1 on."""
 
     what: str
     dtype: np.dtype[Any]
@@ -114,13 +114,13 @@ FRAMES: dict[type[Any], Callable[[Any], Iterator[FrameSpec]]] = {
     m.Batch: _four_or_five_per_item,
     m.EvalResult: _four_or_five_per_item,
 }
-"""Messages with array frames. All others are a header alone."""
+"""Messages with array frames. All others consist of the header only."""
 
 PARALLEL: dict[type[Any], tuple[str, ...]] = {
     m.ScoresAck: ("leases", "statuses", "reasons"),
     m.Membership: ("actors", "incarnations"),
 }
-"""Fields that must be of one length, because they are read side by side."""
+"""Fields that must have the same length, because they are read side by side."""
 
 
 def frame_specs(message: m.Message) -> list[FrameSpec]:
@@ -135,7 +135,7 @@ def frame_specs(message: m.Message) -> list[FrameSpec]:
         return []
     specs = list(FRAMES[kind](message))
     for spec in specs:
-        # 0 is fine: no teachers, or a final segment that only says that the rollout ended.
+        # 0 is valid: no teachers, or a final segment that only reports the end of the rollout.
         if spec.shape is not None and min(spec.shape) < 0:
             raise ValueError(f"{spec.what} of {spec.shape[-1]} tokens")
     return specs
@@ -148,9 +148,9 @@ _decoder: msgspec.msgpack.Decoder[m.Message] = msgspec.msgpack.Decoder(m.Message
 
 
 def encode(message: m.Message, arrays: Sequence[Array] = (), *, max_bytes: int = MAX_MESSAGE_BYTES) -> list[Frame]:
-    """Frames of one multipart. The array frames are views: leave the arrays alone until the message is sent.
+    """Frames of one multipart. The array frames are views: do not change the arrays until the message is sent.
 
-    Raises EncodeError when the arrays are not what `protocol.messages` states for this message, or a limit is exceeded.
+    Raises EncodeError when the arrays are not those that `protocol.messages` states, or a limit is exceeded.
     """
     name = type(message).__name__
     try:
@@ -162,7 +162,7 @@ def encode(message: m.Message, arrays: Sequence[Array] = (), *, max_bytes: int =
     try:
         frames: list[Frame] = [_encoder.encode(message)]
     except (TypeError, ValueError, OverflowError) as error:  # a NumPy number, a lone surrogate, an int above 64 bits
-        raise EncodeError(f"{name} holds a value that MessagePack has no form for: {error}") from error
+        raise EncodeError(f"{name} holds a value that MessagePack cannot encode: {error}") from error
     for array, spec in zip(arrays, specs, strict=True):
         fits = array.ndim == 1 and array.shape[0] > 0 if spec.shape is None else array.shape == spec.shape
         if not fits or array.dtype != spec.dtype:
@@ -178,7 +178,7 @@ def encode(message: m.Message, arrays: Sequence[Array] = (), *, max_bytes: int =
 def decode(frames: Sequence[Frame], *, max_bytes: int = MAX_MESSAGE_BYTES) -> Received:
     """The message of one multipart. The arrays are read-only views that keep their frames alive.
 
-    Raises MalformedMessage or MessageTooLarge, and nothing else whatever the bytes are.
+    Raises only MalformedMessage or MessageTooLarge, whatever the bytes are.
     """
     if not frames:
         raise MalformedMessage("no frames", got="an empty multipart", expected="a MessagePack header")
@@ -202,7 +202,7 @@ def decode(frames: Sequence[Frame], *, max_bytes: int = MAX_MESSAGE_BYTES) -> Re
 
 
 def _excess(frames: Sequence[Frame], max_bytes: int) -> tuple[str, str] | None:
-    """What is exceeded, and its limit."""
+    """The exceeded size and its limit; None if all sizes are within the limits."""
     lengths = [len(frame) for frame in frames]
     if lengths[0] > MAX_HEADER_BYTES:
         return f"a header of {lengths[0]} bytes", f"{MAX_HEADER_BYTES}"
@@ -211,7 +211,7 @@ def _excess(frames: Sequence[Frame], max_bytes: int) -> tuple[str, str] | None:
     if max(lengths) > MAX_FRAME_BYTES:
         return f"a frame of {max(lengths)} bytes", f"{MAX_FRAME_BYTES}"
     if sum(lengths) > max_bytes:
-        return f"{sum(lengths)} bytes in all", f"{max_bytes}"
+        return f"{sum(lengths)} bytes in total", f"{max_bytes}"
     return None
 
 
@@ -242,7 +242,7 @@ class _HelloOfAnyVersion(msgspec.Struct, tag="Hello"):
 
 
 def claimed_version(header: Frame) -> int | None:
-    """The protocol version of a Hello that cannot be read otherwise: those of other versions may look different."""
+    """The protocol version in a Hello that cannot be decoded, because other versions may have other fields."""
     try:
         return msgspec.msgpack.decode(header, type=_HelloOfAnyVersion).protocol_version
     except (ValueError, OverflowError, RecursionError):

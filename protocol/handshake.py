@@ -1,4 +1,4 @@
-"""Which peers may connect: the checks of a Hello. No I/O: the server asks, and answers the peer."""
+"""The checks of a Hello: may this peer connect? No I/O: the server asks, and answers the peer."""
 
 from __future__ import annotations
 

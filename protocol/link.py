@@ -18,14 +18,12 @@ import socket as stdlib_socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
-from protocol.codec import MAX_MESSAGE_BYTES, Received, decode, encode
+from protocol.codec import Received, decode, encode
 from protocol.errors import (
     ConnectTimeout,
     DamagedMessage,
@@ -43,14 +41,12 @@ from protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
-    Message,
     Refused,
     Shutdown,
-    WeightVersion,
     Welcome,
 )
 from protocol.monitor import DoorReport
-from protocol.outbox import Outbox
+from protocol.outbox import LinkState
 from protocol.sockets import new_socket, receive_frames, send_frames
 
 FIRST_GREETING_S = 1.0
@@ -67,35 +63,6 @@ LINGER_S = 1.0
 """At close: how long ZeroMQ may still deliver messages sent before, the Goodbye among them."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class LinkState:
-    """Shared by caller and thread; touch it only while holding `changed`."""
-
-    outbox: Outbox
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    inbox: deque[tuple[Received, int]] = field(default_factory=deque[tuple[Received, int]])
-    """Messages for the caller, with the size of each in bytes."""
-    inbox_bytes: int = 0
-    max_inbox_bytes: int = MAX_MESSAGE_BYTES
-    """When the inbox is this full nothing is read until the caller takes a message; the buffer keeps the rest."""
-    welcome: Welcome | None = None
-    published: WeightVersion | None = None
-    failure: Exception | None = None
-    """Set once, by the thread, which then ends."""
-    goodbye: str | None = None
-    """Set once, by the caller: send this reason and end."""
-    heartbeat_version: WeightVersion | None = None
-    heartbeat_stats: dict[str, float] = field(default_factory=dict[str, float])
-    heartbeat_at_once: bool = False
-    asleep: bool = False
-    """The thread sleeps, or is about to: anything put now needs a wake-up."""
-    connects_total: int = 0
-
-    @property
-    def inbox_full(self) -> bool:
-        return self.inbox_bytes >= self.max_inbox_bytes
 
 
 class Link(threading.Thread):
@@ -372,19 +339,17 @@ class Link(threading.Thread):
                 if isinstance(received.message, UNNUMBERED):
                     self._take_unnumbered(received.message)
                 else:
-                    self._take_numbered(received.message)
+                    if not self._known:
+                        got = type(received.message).__name__
+                        raise UnexpectedMessage("before the handshake", got=got, expected="Welcome or Refused")
+                    self._received_total += 1
+                    if isinstance(received.message, Shutdown):
+                        self._shutdown = received.message
                     n_bytes = sum(map(len, frames))
                     numbered_bytes += n_bytes
                     numbered.append((received, n_bytes))
         finally:  # messages that came before an error count, too
             self._hand_over(numbered)
-
-    def _take_numbered(self, message: Message) -> None:
-        if not self._known:
-            raise UnexpectedMessage("before the handshake", got=type(message).__name__, expected="Welcome or Refused")
-        self._received_total += 1
-        if isinstance(message, Shutdown):
-            self._shutdown = message
 
     def _hand_over(self, numbered: list[tuple[Received, int]]) -> None:
         if not numbered:

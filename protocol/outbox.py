@@ -1,26 +1,29 @@
-"""What a client has been asked to send and does not yet know to have arrived. No I/O: the link drives it.
+"""The state shared by a client's caller and its link thread: received messages, and sent ones not yet known to have
+arrived. No I/O.
 
-An entry's life: queued -> on the wire -> known to have arrived (forgotten). It goes back to queued when its
+An entry is queued -> on the wire -> known to have arrived (then forgotten). It returns to the queue when its
 acknowledgement is overdue or the connection is replaced. `unconfirmed_bytes` is the sum over all entries held.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from protocol.codec import Frame
+from protocol.codec import MAX_MESSAGE_BYTES, Frame, Received
 from protocol.flow import AckKey
+from protocol.messages import WeightVersion, Welcome
 
 MAX_RESEND_FACTOR = 8
-"""Each resend of a message waits twice as long as the former, up to this: a slow buffer must not be buried."""
+"""The wait before each resend of a message doubles, up to this factor, so that a slow buffer is not flooded."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One message. `awaiting` is empty for messages that only a heartbeat reply confirms."""
+    """One message. `awaiting` is empty if only a heartbeat reply confirms it."""
 
     frames: list[Frame]
     n_bytes: int
@@ -31,15 +34,15 @@ class Entry:
     times_sent: int = 0
     resend_at_s: float = 0.0
     after_heartbeat: int = 0
-    """Heartbeats that had been sent on this connection before it."""
+    """Number of heartbeats sent on this connection before it."""
 
 
 class Outbox:
-    """Not thread-safe: its owner holds a lock."""
+    """The sent messages that are held. Not thread-safe: its owner must hold a lock."""
 
     def __init__(self, *, resend_s: float) -> None:
         self._resend_s = resend_s
-        self._entries: dict[int, Entry] = {}  # by id(), in the order of putting
+        self._entries: dict[int, Entry] = {}  # by id(), in the order of `put`
         self._queue: deque[Entry] = deque()
         self._by_key: dict[AckKey, list[Entry]] = {}
         self._unconfirmed_bytes = 0
@@ -56,12 +59,12 @@ class Outbox:
 
     @property
     def unacked(self) -> int:
-        """Messages that wait for an acknowledgement of their own."""
+        """Number of messages that wait for an acknowledgement of their own."""
         return self._unacked
 
     @property
     def empty(self) -> bool:
-        """Whether everything is known to have arrived."""
+        """Everything is known to have arrived."""
         return not self._entries
 
     def put(self, frames: list[Frame], keys: Iterable[AckKey]) -> None:
@@ -76,12 +79,12 @@ class Outbox:
 
     def next_queued(self) -> Entry | None:
         """The entry to send next. It stays queued until `sent` is called."""
-        while self._queue and self._queue[0].done:  # acknowledged while it waited for its second sending
+        while self._queue and self._queue[0].done:  # acknowledged while it waited to be sent again
             self._queue.popleft()
         return self._queue[0] if self._queue else None
 
     def sent(self, entry: Entry, *, now_s: float, heartbeats_sent: int) -> None:
-        """`entry`, the one of `next_queued`, was given to the socket."""
+        """Record that `entry`, from `next_queued`, was given to the socket."""
         self._queue.popleft()
         entry.queued = False
         entry.resend_at_s = now_s + self._resend_s * min(2**entry.times_sent, MAX_RESEND_FACTOR)
@@ -91,7 +94,7 @@ class Outbox:
         entry.after_heartbeat = heartbeats_sent
 
     def acknowledged(self, keys: Iterable[AckKey]) -> None:
-        """Keys that are not awaited (any longer) are fine: an acknowledgement may come twice."""
+        """Keys that nothing waits for are ignored: an acknowledgement may come twice."""
         for key in keys:
             for entry in self._by_key.pop(key, ()):
                 entry.awaiting.discard(key)
@@ -99,7 +102,7 @@ class Outbox:
                     self._forget(entry)
 
     def heartbeat_answered(self, heartbeats_answered: int) -> None:
-        """The buffer answered the n-th heartbeat of this connection: it has read what was sent before that one."""
+        """The n-th heartbeat of this connection was answered, so the buffer has read all messages sent before it."""
         arrived = [
             entry
             for entry in self._entries.values()
@@ -109,7 +112,7 @@ class Outbox:
             self._forget(entry)
 
     def requeue_overdue(self, now_s: float) -> float:
-        """Queue what should have been acknowledged by now. Returns when to ask again (inf: no need to)."""
+        """Queue messages whose acknowledgement is overdue. Returns when to call again (inf: no need)."""
         if now_s >= self._next_due_s:
             self._next_due_s = math.inf
             for entry in self._entries.values():
@@ -123,7 +126,7 @@ class Outbox:
         return self._next_due_s
 
     def connection_replaced(self) -> None:
-        """Queue everything again, in the order of putting: what the former connection swallowed is not known."""
+        """Queue everything again, in the order of `put`: what the former connection lost is not known."""
         self._next_due_s = math.inf
         self._queue = deque(self._entries.values())
         for entry in self._queue:
@@ -135,3 +138,32 @@ class Outbox:
         del self._entries[id(entry)]
         self._unconfirmed_bytes -= entry.n_bytes
         self._unacked -= entry.reliable
+
+
+@dataclass
+class LinkState:
+    """Shared by caller and thread; touch it only while holding `changed`."""
+
+    outbox: Outbox
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    inbox: deque[tuple[Received, int]] = field(default_factory=deque[tuple[Received, int]])
+    """Messages for the caller, with the size of each in bytes."""
+    inbox_bytes: int = 0
+    max_inbox_bytes: int = MAX_MESSAGE_BYTES
+    """When the inbox is this full nothing is read until the caller takes a message; the buffer keeps the rest."""
+    welcome: Welcome | None = None
+    published: WeightVersion | None = None
+    failure: Exception | None = None
+    """Set once, by the thread, which then ends."""
+    goodbye: str | None = None
+    """Set once, by the caller: send this reason and end."""
+    heartbeat_version: WeightVersion | None = None
+    heartbeat_stats: dict[str, float] = field(default_factory=dict[str, float])
+    heartbeat_at_once: bool = False
+    asleep: bool = False
+    """The thread sleeps, or is about to: anything put now needs a wake-up."""
+    connects_total: int = 0
+
+    @property
+    def inbox_full(self) -> bool:
+        return self.inbox_bytes >= self.max_inbox_bytes

@@ -1,7 +1,6 @@
-"""What installed packages and users' own modules bring: found by entry point, loaded by `module:attribute`.
+"""Extensions in installed packages and users' own modules: found by entry point, loaded by `module:attribute`.
 
-It stands here because environments, engines, objectives and weight transports all have members of this kind, and the
-arrows point down to this layer.
+It is in this package because environments, engines, objectives and weight transports all use it.
 """
 
 from __future__ import annotations
@@ -13,21 +12,17 @@ from pathlib import Path
 
 
 def installed(group: str) -> dict[str, str]:
-    """Name -> `module:attribute`, of the entry points of all installed packages in this group."""
+    """The entry points of all installed packages in this group: name -> `module:attribute`."""
     return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
 def load(path: str) -> object:
-    """What `module:attribute` names; modules in the working directory are found too. Raises what the import raises,
-    ImportError, AttributeError or ValueError among others."""
+    """The object that `module:attribute` names; the module may be in the working directory. Raises ImportError,
+    AttributeError, ValueError, or any error of the module itself."""
     module_name, _, attribute = path.partition(":")
-    _look_in_working_directory()
-    return getattr(importlib.import_module(module_name), attribute)
-
-
-def _look_in_working_directory() -> None:
-    """After everything else, in the launcher as in the workers: a user's module lies where the command is typed, and
-    the launcher starts Python with -P."""
+    # The launcher starts Python with -P, but a user's module is in the folder where the command is typed. Last on the
+    # path, so that no file there hides a module of ours.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    return getattr(importlib.import_module(module_name), attribute)

@@ -1,11 +1,11 @@
-"""The one place that makes what others say fit to be shown: no control character gets into a log or onto a terminal.
+"""Makes texts from other processes safe to show: no control character gets into a log or onto a terminal.
 
-    at the buffer's door    `printable_texts`: the texts of a message, before anything is done with it. So what ledger,
-                            metrics, status and summary hold can be shown
-    in front of each log    `LineFormatter`: a record is one line, whatever it quotes; a traceback behind it is indented
-    elsewhere               `printable`, and `in_one_line` for a quotation
+    on arrival at the buffer    `printable_texts`, for all texts of a message, so that the texts in ledger, metrics,
+                                status and summary are safe
+    in every log                `LineFormatter`: a record is one line, whatever it quotes; its traceback is indented
+    elsewhere                   `printable`, and `in_one_line` for a quotation
 
-What cannot be printed is written as in Python: `\\n`, `\\x1b`, `\\u202e`.
+Characters that cannot be printed are escaped as in Python: `\\n`, `\\x1b`, `\\u202e`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Final, TypeVar, cast
 import msgspec
 
 LONGEST_QUOTE: Final = 200
-"""Characters of what a peer said, in a line of log."""
+"""Most characters of a peer's text in a log line."""
 INDENT: Final = "    "
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 def printable(text: str) -> str:
-    """`text` with everything escaped that would not be seen, or be obeyed by a terminal."""
+    """`text` with all characters escaped that are invisible, or that a terminal would obey."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def in_one_line(text: str) -> str:
-    """What a peer said, so that it can neither fill a log nor write lines of its own into it."""
+    """A peer's text, shortened and escaped, so that it can neither fill a log nor add lines to it."""
     quoted = printable(text[:LONGEST_QUOTE])
     return quoted if len(text) <= LONGEST_QUOTE else f"{quoted}... ({len(text)} characters)"
 
 
 def printable_texts(message: MessageT) -> MessageT:
-    """The message with its own texts printable, and the names in its tables. Deeper ones (a task's ground truth) are
-    data, and stay as they are; most messages are returned as they came."""
+    """The message with printable texts in its fields and in the keys of its tables. Deeper texts (a task's ground
+    truth) are data and stay unchanged; most messages are returned as they are."""
     changed: dict[str, object] = {}
     for field in _text_fields(type(message)):
         value: object = getattr(message, field)
@@ -53,12 +53,12 @@ def printable_texts(message: MessageT) -> MessageT:
 
 @cache
 def _text_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Those that may hold a text or a table, by their declared type."""
+    """Fields whose declared type may hold a text or a table."""
     return tuple(f.name for f in msgspec.structs.fields(kind) if any(t in str(f.type) for t in ("str", "dict")))
 
 
 class LineFormatter(logging.Formatter):
-    """`HH:MM:SS.mmm NAME LEVEL module: message` in one line; a traceback follows indented, so that no line of it looks
+    """`HH:MM:SS.mmm NAME LEVEL module: message` in one line. A traceback is indented, so that none of its lines looks
     like a record, whatever it quotes."""
 
     def __init__(self, process_name: str) -> None:

@@ -1,4 +1,5 @@
-"""Lines of log and answers to what a peer does, bounded in rate: a flood of bad messages must not become another."""
+"""Bounds on the rate of log lines and answers that peers cause, so that a flood of bad messages causes no other
+flood."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 
 class RateLimitedLog:
-    """At most `lines` per `interval_s`; the first line after a silence tells how many were left out."""
+    """Logs at most `lines` per `interval_s`; the next line after that counts those left out."""
 
     def __init__(
         self,
@@ -49,17 +50,17 @@ class RateLimitedLog:
 
 
 class OncePerInterval:
-    """Says yes to each key once per interval. Remembers the keys of the last interval only, and `at_most` of those."""
+    """Says yes once per interval for each key. Remembers at most `at_most` keys, of the last interval only."""
 
     def __init__(self, interval_s: float, *, at_most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
         self._at_most = at_most
         self._clock = clock
         self._said_s: OrderedDict[bytes, float] = OrderedDict()
-        """When yes was said; the oldest is first."""
+        """When the answer was yes; the oldest is first."""
 
     def __len__(self) -> int:
-        """Keys remembered."""
+        """Number of keys remembered."""
         return len(self._said_s)
 
     def due(self, key: bytes) -> bool:

@@ -1,18 +1,18 @@
-"""A teacher's likeliest tokens in few bytes: as many per position as cover a stated mass, packed ids, log-probs in 8 to
-16 bits, and always the mass of the tokens left out. Packed 1-D, numpy only.
+"""A teacher's likeliest tokens in few bytes: per position the smallest set that covers a given mass, with packed ids,
+log-probs in 8 to 16 bits, and the mass of the tokens left out. NumPy only.
 
     payload   header | counts uint16 [T] | tails uint16 [T] | words, w bits each, without gaps [S]      little-endian
-              and with rest bits: | ranges uint16 [T, 2] | codes of all other tokens, without ids, in order of ids [R]
+              with rest bits also: | ranges uint16 [T, 2] | codes of all other tokens, without ids, in order of ids [R]
     header    "TK", version uint8, log-prob bits b uint8, rest bits uint8, T uint32, V uint32
     word      id in bits(V - 1) bits, above it the log-prob's code in b bits;   w = both together
 
 A log-prob's code is sqrt(-logprob) in equal steps up to sqrt(40): fine where the probability is large, coarse where it
-is small. A tail's is its logarithm in equal steps from log 1 down to log 1e-7; code 0 says that nothing is left out.
-Decoded, a position's probabilities sum to exactly 1: those sent are scaled to what the tail leaves, or where the tail
-holds more than half, it becomes what they leave. That takes the common part of the rounding out.
+is small. A tail's code is its logarithm in equal steps from log 1 down to log 1e-7; code 0 means that nothing is left
+out. Decoded probabilities of a position sum to exactly 1: the sent ones are scaled to one minus the tail, or, if the
+tail is more than half, the tail becomes one minus their sum. This removes the rounding error that they have in common.
 
 The *rest* is for small vocabularies: a few bits for every other token, in equal steps between the position's lowest and
-highest (in 1/1024 nat). A tail bucket cannot tell where in it the student errs; docs/results has what that costs.
+highest log-prob (in 1/1024 nat). A tail alone does not show where in it the student errs; docs/results has the cost.
 
 Legend: T positions, K columns of the given likeliest tokens, S words at all positions together, R tokens of the rest at
 all positions together, V vocabulary.
@@ -23,24 +23,25 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.bit_packing import Bytes, n_bytes, pack_words, unpack_words
 from protocol.errors import EncodeError, MalformedMessage
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
 LOG_TAIL_FLOOR: Final = math.log(1e-7)
-"""A tail is never sent as less: 1 - sum of float32 probabilities says nothing about smaller ones."""
+"""Smallest tail sent: 1 - sum of float32 probabilities is too imprecise for smaller ones."""
 MAX_TOKENS_KEPT: Final = 4096
-"""At one position."""
+"""Most tokens at one position."""
 MASS_ROUNDING: Final = 1e-3
 REST_BITS: Final = 5
-"""On the built-in teacher (V = 312) 234 bytes in all and an error of the KL below 1e-3: 4 bits miss the error, 6 cost
-more than 256 bytes."""
+"""For the built-in teacher (V = 312) this gives 234 bytes per position and an error of the KL below 1e-3. With 4 bits
+the error is larger; 6 bits take more than 256 bytes."""
 SMALL_VOCABULARY: Final = 384
-"""Tokens: up to here the rest costs at most 240 bytes per position."""
+"""Largest vocabulary, in tokens, whose rest costs at most 240 bytes per position."""
 _HEADER: Final = struct.Struct("<2sBBBII")
 HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = b"TK"
@@ -52,18 +53,18 @@ _RANGE_STEP: Final = 1.0 / 1024
 
 @dataclass(frozen=True)
 class TopK:
-    """What a teacher said of T positions."""
+    """A teacher's likeliest tokens at T positions."""
 
     counts_T: npt.NDArray[np.int64]
-    """At least 1 each; S in all."""
+    """Tokens per position, at least 1 each; S in total."""
     ids_S: npt.NDArray[np.int32]
-    """Position by position, all different within one, the likeliest first of all."""
+    """Position by position; within a position all ids differ, and the likeliest is first."""
     logprobs_S: npt.NDArray[np.float32]
     tail_T: npt.NDArray[np.float32]
-    """log of the mass of all other tokens; -inf where there is no other."""
+    """Log of the mass of all other tokens; -inf if there are none."""
 
     def padded(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """(ids [T, K], log-probs [T, K]) with K the largest count; behind a position's count 0 and -inf."""
+        """(ids [T, K], log-probs [T, K]) with K the largest count; padded with 0 and -inf."""
         columns_TK = np.arange(int(self.counts_T.max(initial=1))) < self.counts_T[:, None]
         ids_TK = np.zeros(columns_TK.shape, np.int64)
         logprobs_TK = np.full(columns_TK.shape, -np.inf, np.float32)
@@ -81,11 +82,12 @@ def encode_top_k(
     logprob_bits: int = 12,
     rest_bits: int = 0,
 ) -> bytes:
-    """The smallest sets covering `mass`, of at most `max_k` tokens, from the K likeliest tokens, likeliest first.
+    """Encode the smallest sets of at most `max_k` tokens that cover `mass`. The input has the K likeliest tokens,
+    likeliest first. `rest_bits` above 0: also all other tokens, with this many bits each; K must then be V <=
+    MAX_TOKENS_KEPT.
 
-    `rest_bits` above 0: all other tokens too, in so many bits each; K must then be V, at most MAX_TOKENS_KEPT.
     Raises EncodeError for log-probs that are not finite or not sorted, probabilities that sum to more than 1, ids
-    outside the vocabulary or named twice, and options that cannot be: nothing is sent that would be refused."""
+    outside the vocabulary or listed twice, and invalid options, so that no payload is sent which would be refused."""
     _check_options(ids_TK, logprobs_TK, vocab_size, mass, max_k, logprob_bits, rest_bits)
     all_ids_TK, all_logprobs_TK = ids_TK, logprobs_TK
     ids_TK, logprobs_TK = ids_TK[:, :max_k], logprobs_TK[:, :max_k]
@@ -102,7 +104,7 @@ def encode_top_k(
     codes_S = np.rint(np.minimum(roots_S / _SQRT_RANGE, 1.0) * largest_code).astype(np.uint64)
     words_S = ids_TK[kept_TK].astype(np.uint64) | (codes_S << np.uint64(id_bits))
     header = _HEADER.pack(_MAGIC, _VERSION, logprob_bits, rest_bits, n_tokens, vocab_size)
-    body = pack_words(words_S, id_bits + logprob_bits)
+    body = _pack_words(words_S, id_bits + logprob_bits)
     parts = [header, counts_T.astype("<u2").tobytes(), tail_codes_T.tobytes(), body.tobytes()]
     if rest_bits:
         parts += _encode_rest(all_ids_TK, all_logprobs_TK, counts_T, rest_bits)
@@ -110,11 +112,11 @@ def encode_top_k(
 
 
 def decode_top_k(payload: bytes | memoryview) -> TopK:
-    """Raises MalformedMessage, and nothing else whatever the bytes are. Takes memory in proportion to the payload."""
+    """Raises only MalformedMessage, whatever the bytes are. Takes memory in proportion to the payload."""
     parts = _read_parts(payload)
     counts_T, tail_codes_T, logprob_bits = parts.counts_T, parts.tail_codes_T, parts.logprob_bits
     id_bits = _id_bits(parts.vocab_size)
-    words_S = unpack_words(parts.body, int(counts_T.sum()), id_bits + logprob_bits)
+    words_S = _unpack_words(parts.body, int(counts_T.sum()), id_bits + logprob_bits)
     ids_S = (words_S & np.uint64((1 << id_bits) - 1)).astype(np.int64)
     codes_S = (words_S >> np.uint64(id_bits)).astype(np.float64)
     firsts_T = np.cumsum(counts_T) - counts_T
@@ -130,8 +132,8 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
     if wrong_T.any():
         raise MalformedMessage(
             "top-k payload",
-            got=f"probabilities of {covered_T[wrong_T][0]:.4f} in all at position {int(np.flatnonzero(wrong_T)[0])}",
-            expected=f"{rest_T[wrong_T][0]:.4f}, which its tail leaves",
+            got=f"probabilities that sum to {covered_T[wrong_T][0]:.4f} at position {int(np.flatnonzero(wrong_T)[0])}",
+            expected=f"{rest_T[wrong_T][0]:.4f}, one minus its tail",
         )
     mostly_sent_T = rest_T >= 0.5
     logprobs_S += np.repeat(np.where(mostly_sent_T, np.log(rest_T / covered_T), 0.0), counts_T)
@@ -142,14 +144,14 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
 
 
 def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits: int = 0) -> int:
-    """What one position takes at most, its part of the header left out."""
+    """The most bytes that one position takes, without the header."""
     k = min(max_k, vocab_size)
     bits = k * (_id_bits(vocab_size) + logprob_bits) + rest_bits * (vocab_size - k)
     return -(-bits // 8) + (8 if rest_bits else 4)
 
 
 def check_payload(payload: bytes | memoryview) -> int:
-    """T of a payload whose lengths fit its header; what the words say is not looked at. Raises MalformedMessage."""
+    """T of a payload. Checks that its lengths fit its header, but not its words. Raises MalformedMessage."""
     return len(_read_parts(payload).counts_T)
 
 
@@ -157,7 +159,7 @@ def check_payload(payload: bytes | memoryview) -> int:
 
 
 def _encode_rest(ids_TV: Any, logprobs_TV: Any, counts_T: npt.NDArray[np.int64], rest_bits: int) -> list[bytes]:
-    """Ranges and codes of what is behind the first `counts_T`."""
+    """Ranges and codes of the tokens after the first `counts_T` of each position."""
     n_tokens, vocab_size = ids_TV.shape
     rest_TV = np.arange(vocab_size) >= counts_T[:, None]
     by_id_TV = np.full((n_tokens, vocab_size), np.nan)
@@ -167,7 +169,7 @@ def _encode_rest(ids_TV: Any, logprobs_TV: Any, counts_T: npt.NDArray[np.int64],
     some_T = counts_T < vocab_size
     ranges_T2 = np.zeros((n_tokens, 2), np.int64)
     if some_T.any():
-        # sorted: the likeliest of the rest is the first behind the set, the least likely the last of all
+        # The input is sorted: the likeliest of the rest comes right after the set, the least likely is last.
         nearest_T = distance_TV[some_T, counts_T[some_T]]
         steps_T2 = np.stack([np.floor(nearest_T / _RANGE_STEP), np.ceil(distance_TV[some_T, -1] / _RANGE_STEP)], axis=1)
         ranges_T2[some_T] = np.clip(steps_T2, 0, 65_535)
@@ -175,18 +177,18 @@ def _encode_rest(ids_TV: Any, logprobs_TV: Any, counts_T: npt.NDArray[np.int64],
     counts_R = vocab_size - counts_T
     share_R = (-by_id_TV[rest_by_id_TV] - np.repeat(near_T, counts_R)) / np.repeat(np.maximum(width_T, 1e-9), counts_R)
     codes_R = np.rint(np.clip(share_R, 0.0, 1.0) * ((1 << rest_bits) - 1)).astype(np.uint64)
-    return [ranges_T2.astype("<u2").tobytes(), pack_words(codes_R, rest_bits).tobytes()]
+    return [ranges_T2.astype("<u2").tobytes(), _pack_words(codes_R, rest_bits).tobytes()]
 
 
 def _with_rest(top: TopK, parts: _Parts) -> TopK:
-    """The whole vocabulary at every position; the rest's probabilities are scaled to the tail."""
+    """Add the rest, scaled to the tail, so that every position has the whole vocabulary."""
     vocab_size, counts_T = parts.vocab_size, top.counts_T
     counts_R = vocab_size - counts_T
     position_S = np.repeat(np.arange(len(counts_T)), counts_T)
     rest_TV = np.ones((len(counts_T), vocab_size), np.bool_)
     rest_TV[position_S, top.ids_S] = False
     position_R, ids_R = np.nonzero(rest_TV)
-    codes_R = unpack_words(parts.rest_body, len(ids_R), parts.rest_bits).astype(np.float64)
+    codes_R = _unpack_words(parts.rest_body, len(ids_R), parts.rest_bits).astype(np.float64)
     near_T, far_T = (parts.ranges_T2 * _RANGE_STEP).T
     step_T = np.maximum(far_T - near_T, 0.0) / ((1 << parts.rest_bits) - 1)
     weights_R = -codes_R * np.repeat(step_T, counts_R)
@@ -244,11 +246,11 @@ def _check_rows(ids_TK: Any, logprobs_TK: Any, vocab_size: int) -> None:
     if ids_TK.min() < 0 or ids_TK.max() >= vocab_size:
         raise EncodeError(f"ids from {ids_TK.min()} to {ids_TK.max()}; expected 0 to {vocab_size - 1}")
     if (np.diff(np.sort(ids_TK, axis=1), axis=1) == 0).any():
-        raise EncodeError("a token is named twice at one position")
+        raise EncodeError("a token is listed twice at one position")
 
 
 class _Parts(NamedTuple):
-    """A payload, lengths checked."""
+    """The parts of a payload whose lengths have been checked."""
 
     counts_T: npt.NDArray[np.int64]
     tail_codes_T: npt.NDArray[np.uint16]
@@ -293,9 +295,9 @@ def _read_parts(payload: bytes | memoryview) -> _Parts:
             expected="one where some are",
         )
     n_words = int(counts_T.sum())
-    ranges_at = body_at + n_bytes(n_words, _id_bits(vocab_size) + logprob_bits)
+    ranges_at = body_at + _n_bytes(n_words, _id_bits(vocab_size) + logprob_bits)
     rest_at = ranges_at + (4 * n_tokens if rest_bits else 0)
-    expected = rest_at + (n_bytes(n_tokens * vocab_size - n_words, rest_bits) if rest_bits else 0)
+    expected = rest_at + (_n_bytes(n_tokens * vocab_size - n_words, rest_bits) if rest_bits else 0)
     if len(payload) != expected:
         raise MalformedMessage("top-k payload", got=f"{len(payload)} bytes", expected=f"{expected}")
     whole = np.frombuffer(payload, np.uint8)
@@ -320,4 +322,42 @@ def _refuse_ids(ids_S: npt.NDArray[np.int64], counts_T: npt.NDArray[np.int64], v
     keys_S = np.repeat(np.arange(len(counts_T)), counts_T) * vocab_size + ids_S
     keys_S.sort()
     if (np.diff(keys_S) == 0).any():
-        raise MalformedMessage("top-k payload", got="a token named twice at one position", expected="different tokens")
+        raise MalformedMessage("top-k payload", got="a token listed twice at one position", expected="different tokens")
+
+
+# ------------------------------------------------------------------------------------------------------- packing
+
+_LANES: Final = 8
+"""Words of w bits that fill w bytes."""
+
+
+def _pack_words(words_S: npt.NDArray[np.uint64], width: int) -> Bytes:
+    """Words of `width` <= 48 bits, concatenated without gaps, lowest bit first."""
+    n_words = len(words_S)
+    padded = np.zeros(-(-n_words // _LANES) * _LANES, np.uint64)
+    padded[:n_words] = words_S
+    lanes = padded.reshape(-1, _LANES)
+    packed = np.zeros((len(lanes), width), np.uint8)
+    for lane in range(_LANES):
+        first_byte, shift = divmod(lane * width, 8)
+        value = lanes[:, lane] << np.uint64(shift)
+        for byte in range(-(-(shift + width) // 8)):
+            packed[:, first_byte + byte] |= (value >> np.uint64(8 * byte)).astype(np.uint8)
+    return packed.reshape(-1)[: _n_bytes(n_words, width)]
+
+
+def _unpack_words(packed: Bytes, n_words: int, width: int) -> npt.NDArray[np.uint64]:
+    blocks = np.zeros((-(-n_words // _LANES), width), np.uint8)
+    blocks.reshape(-1)[: len(packed)] = packed
+    words = np.zeros((len(blocks), _LANES), np.uint64)
+    for lane in range(_LANES):
+        first_byte, shift = divmod(lane * width, 8)
+        value = np.zeros(len(blocks), np.uint64)
+        for byte in range(-(-(shift + width) // 8)):
+            value |= blocks[:, first_byte + byte].astype(np.uint64) << np.uint64(8 * byte)
+        words[:, lane] = (value >> np.uint64(shift)) & np.uint64((1 << width) - 1)
+    return words.reshape(-1)[:n_words]
+
+
+def _n_bytes(n_words: int, width: int) -> int:
+    return -(-n_words * width // 8)

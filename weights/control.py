@@ -25,13 +25,12 @@ from typing import Final, Self
 import msgspec
 import zmq
 
-from protocol.connections import ConnectionFault
 from protocol.errors import DamagedMessage
 from protocol.keys import ClientKeys, ServerKeys, encrypt_client, speaks_for
 from protocol.messages import WeightPlan
 from protocol.printable import in_one_line, printable_texts
 from protocol.ratelimit import RateLimitedLog
-from protocol.router import WAITING_MESSAGES, Router, address_of
+from protocol.router import WAITING_MESSAGES, ConnectionFault, Router, address_of
 from protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
 from weights.control_messages import Answer, FromMember, FromRankZero, Joined, Leave, Ready
 

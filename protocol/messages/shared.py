@@ -43,7 +43,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the student samples. Temperature 0 = greedy; behaviour log-probs are then those of the T=1 softmax."""
+    """Sampling parameters of the student. Temperature 0 = greedy; behaviour log-probs are then those of the T=1
+    softmax."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -120,7 +121,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     stats: dict[str, float]
     """Gauges and running totals of the peer (docs/metrics.md). Names of totals end in `_total`."""
     received_total: int = 0
-    """As in Hello; the buffer forgets those messages. Filled in by the client."""
+    """The count of Hello; the buffer forgets those messages. Filled in by the client."""
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):

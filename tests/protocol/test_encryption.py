@@ -257,7 +257,7 @@ def test_a_stranger_s_key_gets_nothing_is_counted_and_its_owner_told_at_once(
     assert error.refused.code == "key"
     poll_until(server, lambda: server.refused.get("wrong_key", 0) >= 1)
     assert set(server.refused) == {"wrong_key"}
-    assert re.search(r"refused \(wrong_key\) a connection from (127\.0\.0\.1:|an address not known)", caplog.text)
+    assert re.search(r"refused \(wrong_key\) a connection from (127\.0\.0\.1:|an unknown address)", caplog.text)
     assert server.peers == ()
 
 

@@ -153,7 +153,7 @@ def test_numbers_that_cannot_be_are_not_sent(logprobs: Any, message: str) -> Non
     [
         ([[1, 9]], {}, "ids from 1 to 9; expected 0 to 8"),
         ([[-1, 2]], {}, "ids from -1"),
-        ([[2, 2]], {}, "named twice"),
+        ([[2, 2]], {}, "listed twice"),
         ([1, 2], {}, "expected .T, K. twice"),
         ([[1, 2]], {"mass": 0.0}, "mass 0.0"),
         ([[1, 2]], {"max_k": 0}, "max_k 0"),

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from protocol import connections
 from protocol import messages as m
+from protocol import router as router_module
 from protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, decode, encode
 from protocol.errors import MessageTooLarge
 from protocol.ratelimit import RateLimitedLog
@@ -189,7 +189,7 @@ def test_more_frames_than_a_message_may_have_are_refused_without_keeping_them(
     assert decode(receive(router).frames).message == m.SnapshotWanted()
 
 
-@pytest.mark.parametrize("router", [connections.MAX_UNREAD_BYTES], indirect=True)
+@pytest.mark.parametrize("router", [router_module.MAX_UNREAD_BYTES], indirect=True)
 def test_a_frame_above_the_limit_is_received_so_that_its_sender_can_be_told(
     router: Router, dealer: zmq.Socket[bytes]
 ) -> None:
