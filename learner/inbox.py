@@ -1,10 +1,6 @@
-"""What the buffer tells the learner, kept by kind until the loop looks at it.
+"""What reaches the learner from outside: the buffer's messages, sorted by kind until the loop reads them, and SIGTERM.
 
-One thread only (the loop's). `pump` takes messages from the client and files them; nothing is dropped: a message
-nobody asked for is logged and counted.
-
-SIGTERM to the learner: it finishes the step under way, writes a checkpoint and leaves.
-"""
+One thread only (the loop's). No message is dropped: one that the loop did not expect is logged and counted."""
 
 from __future__ import annotations
 
@@ -43,14 +39,14 @@ class RunStopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A batch and its frames: four per item, see protocol.messages.BatchItem."""
+    """A batch and its frames (`protocol.messages.BatchItem`)."""
 
     batch: Batch
     arrays: tuple[np.ndarray, ...]
 
 
 class Inbox:
-    """Files what arrives. `on_membership` and `on_eval` are called at once, from inside `pump`."""
+    """Receives and keeps messages. `on_membership` and `on_eval` are called at once, from inside `pump`."""
 
     def __init__(
         self,
@@ -65,14 +61,14 @@ class Inbox:
         self.tasks_wanted = 0
         self.batch: Delivered | None = None
         self.last_trained_ack = -1
-        """The highest batch id acknowledged as trained; batches are trained in the order of their ids."""
+        """Highest batch id that the buffer acknowledged as trained. Batches are trained in the order of their ids."""
         self.snapshot: Snapshot | None = None
         self.unexpected: Counter[str] = Counter()
         self.shutdown: Shutdown | None = None
 
     def pump(self, timeout_s: float) -> None:
-        """Take everything that is there, waiting up to `timeout_s` for the first message. Raises RunStopped after a
-        Shutdown and PeerLost when the buffer is gone."""
+        """Receive all waiting messages; wait up to `timeout_s` for the first one. Raises RunStopped after a Shutdown,
+        and PeerLost when the buffer is gone."""
         received = self._client.recv(timeout_s)
         while received is not None:
             self._file(received.message, received.arrays)
@@ -100,16 +96,27 @@ class Inbox:
                 self.shutdown = message
             case _:
                 self.unexpected[type(message).__name__] += 1
-                log.warning("the learner has no use for %s", type(message).__name__)
+                log.warning("the learner did not expect a %s", type(message).__name__)
+
+
+def describe_queues(snapshot: Snapshot | None) -> str:
+    """One line for an error: what the buffer holds, and which workers are connected."""
+    if snapshot is None:
+        return "the buffer has not reported what it holds"
+    held = ", ".join(f"{name} {n}" for name, n in snapshot.queues.items())
+    alive = [peer.name for peer in snapshot.peers if peer.alive]
+    return f"the buffer holds {held}; connected workers: {', '.join(sorted(alive)) or 'none'}"
 
 
 class StopAsked(Exception):
-    """The learner was asked to leave. Raised between two steps only."""
+    """The learner received SIGTERM. Raised between two steps only."""
 
 
 class StopRequest:
-    """While entered, SIGTERM is noted instead of obeyed, and stays so once it came: the process is on its way out, and
-    who cannot wait sends SIGKILL. Outside the main thread signals cannot be handled, and nothing is noted."""
+    """While entered, SIGTERM sets `asked`: the learner finishes the step under way, writes a checkpoint and leaves.
+
+    Once SIGTERM has come, the handler stays in place after exit, because the process is about to end. Outside the main
+    thread Python cannot handle signals, and `asked` stays False."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -127,7 +134,7 @@ class StopRequest:
             signal.signal(signal.SIGTERM, self._former)
 
     def check(self) -> None:
-        """Raises StopAsked if it is time to leave."""
+        """Raises StopAsked after SIGTERM."""
         if self.asked:
             raise StopAsked("asked to leave by SIGTERM")
 

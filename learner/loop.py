@@ -1,25 +1,22 @@
 """The learner's loop: one scored batch in, one optimizer step, one weight version out.
 
-    main thread   (here) asks the buffer for the batch of the next step, trains it, says so, publishes, records; every
-                  so many steps it starts an evaluation or writes a checkpoint. It waits for a batch (unblocked by the
-                  buffer, once enough is scored), for evaluations at both ends of the run, and for the buffer's
-                  acknowledgement before a checkpoint, so that model, task stream and ledger speak of the same step.
+    main thread   (here) asks the buffer for the batch of the next step, trains it, reports it as trained, publishes the
+                  weights and writes metrics. Every few steps it starts an evaluation or writes a checkpoint. It waits
+                  for a batch (until the buffer has enough scored tokens), for the evaluations at both ends of the run,
+                  and for the buffer's acknowledgement before a checkpoint, so that model, task stream and ledger belong
+                  to the same step.
     publisher     (weights.publisher) broadcasts each version while the next step is under way.
     client        (protocol.client) the connection, resending, heartbeats.
 
-The clock of the run is here: `version.step` optimizer steps have been applied. A batch asked for at step k is trained
-against version k and makes version k + 1; the buffer guarantees that none of its tokens is too stale for that.
+The loop owns the clock of the run: `version.step` optimizer steps have been applied. A batch requested at step k is
+trained against version k and makes version k + 1. The buffer guarantees that none of its tokens is too stale for that.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -29,16 +26,17 @@ from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvaluationResult
 from learner.evaluation.figures import describe
-from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest
+from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest, describe_queues
 from learner.offline import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import TaskStream
 from learner.reports.figures import RolloutFigures, WorkerFigures
 from learner.reports.metrics import MetricsWriter
+from learner.reports.progress import Progress, weight_figures
 from learner.reports.wait_clock import WaitCause, WaitClock
 from learner.step.ema import StudentEma
 from learner.step.finite_step import Outcome, finite_step
-from learner.step.train_step import StepMetrics, Trainer
+from learner.step.train_step import Trainer
 from models.logprobs import lm_head
 from protocol.client import Client
 from protocol.errors import LinkError
@@ -54,51 +52,29 @@ from protocol.messages import (
     WeightVersion,
 )
 from recording.writer import BatchRecorder
-from weights.publisher import Publisher, PublisherStats
+from weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
 PUMP_S: Final = 0.1
-"""One wait for the buffer; bounds how late the cause of a longer wait is noticed."""
+"""Longest single wait for the buffer. The cause of a longer wait is noticed with this delay."""
 ASK_AGAIN_S: Final = 2.0
-"""A wanted batch is asked for again this often (the answer is the same batch)."""
+"""Interval between requests for the same batch; the buffer answers each with the same one."""
 LOOK_EVERY_S: Final = 0.5
-"""A waiting learner asks what the buffer holds this often, to know what it waits for."""
+"""Interval at which a waiting learner requests a snapshot, to find out what it waits for."""
 TASKS_PER_MESSAGE: Final = 256
-DOUBTFUL_SHARE: Final = 0.75
-"""Of the log-prob of a uniform guess: a teacher this far down on the first batch is worth an error in the log."""
 GOODBYE_S: Final = 30.0
-"""How long the buffer may take to end the run once the learner is done."""
+"""Time for the buffer to end the run once the learner is done."""
 STOP_ANSWER_S: Final = 15.0
-"""How long it may be silent when the learner, asked to leave, needs its answer for a checkpoint."""
+"""Time for the buffer to answer when a learner that was asked to stop needs its snapshot for a checkpoint."""
 
 
 class LearnerStalled(RuntimeError):
-    """Nothing to train came for too long. The message says what the buffer holds."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Figures of the run so far, for the summary."""
-
-    evaluations: list[EvaluationResult]
-    reverse_kl_first: float | None = None
-    reverse_kl_last: float | None = None
-    tokens_trained: int = 0
-    """Of the student's own, as in the ledger."""
-    tokens_trained_offline: int = 0
-    """Of the teacher's text; the ledger knows nothing of them."""
-    last: StepMetrics | None = None
-    checkpoint: Path | None = None
-    """Folder of the newest."""
-    checkpoints_failed: int = 0
-    """Checkpoints that could not be written."""
-    steps_skipped: int = 0
-    """Steps of which nothing finite was left to train."""
+    """No batch arrived within `stall_timeout_s`. The message says what the buffer holds."""
 
 
 class LearnerLoop:
-    """Runs steps `version.step` .. `steps`. Everything it uses is made, and closed, by learner.worker."""
+    """Runs steps `version.step` to `steps`. learner.worker makes and closes everything that it uses."""
 
     def __init__(
         self,
@@ -119,8 +95,8 @@ class LearnerLoop:
         recorder: BatchRecorder | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """`version`, `parent`: as in LearnerStarted. `mixer`: what adds the teacher's rollouts to the batches;
-        `recorder`: what keeps them in a file; `stop`: what asks the loop to end early."""
+        """`version` and `parent` are those of LearnerStarted. `mixer` adds the teacher's rollouts to the batches,
+        `recorder` writes them to a file, `stop` ends the loop early."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
@@ -143,7 +119,7 @@ class LearnerLoop:
         self._worker_figures = WorkerFigures()
         self._desk = make_eval_desk(self._on_evaluation)
         self._inbox = Inbox(client, on_membership=publisher.membership, on_eval=self._desk.add)
-        self.progress = Progress(evaluations=[])
+        self.progress = Progress()
 
     @property
     def clock(self) -> WaitClock:
@@ -151,7 +127,7 @@ class LearnerLoop:
 
     @property
     def versions_published(self) -> int:
-        """Broadcasts that reached every member of the weight group, and those that found nobody there."""
+        """Broadcasts that reached every member of the weight group, including those to an empty group."""
         return self._publisher.stats.broadcasts_total
 
     @property
@@ -159,10 +135,9 @@ class LearnerLoop:
         return self._version
 
     def run(self) -> None:
-        """All steps, the evaluations around them and the checkpoints. Raises RunStopped when the buffer ends the
-        run, also when it does so because the last checkpoint could not be written, LearnerStalled when nothing to train
-        comes, StopAsked when it was asked to leave (what it trained is in a checkpoint then), and whatever a step
-        raises."""
+        """Run all steps, evaluations and checkpoints. Raises RunStopped when the buffer ends the run, also after a last
+        checkpoint that could not be written; LearnerStalled when no batch arrives; StopAsked after SIGTERM, once the
+        trained steps are in a checkpoint; and whatever a step raises."""
         try:
             self._run()
         except StopAsked:
@@ -173,8 +148,8 @@ class LearnerLoop:
         self._client.send(LearnerStarted(self._version, self._parent, self._stream.next_task_id, self._stream.progress))
         self._publisher.publish(self._version, self._trainer.weights())
         if self._ema is not None:
-            self._ema.publish(self._version)  # before any task: no rollout is graded by another teacher
-        self._inbox.tasks_wanted = 1  # the first acknowledgement says how many more
+            self._ema.publish(self._version)  # before any task: no other teacher scores a rollout
+        self._inbox.tasks_wanted = 1  # the first acknowledgement asks for more
         self._offer_tasks()
         if self._config.eval_every and self._version.step == 0:
             self._evaluate_and_wait()
@@ -217,14 +192,14 @@ class LearnerLoop:
         self._last_batch_id = delivered.batch.batch_id
 
     def _account(self, batch: Batch, items: Sequence[TrainItem], outcome: Outcome) -> Account:
-        """Which samples and tasks are settled with this step."""
+        """The samples and tasks that this step settles."""
         samples = [(one.item.task_id, one.item.sample_index, one.item.rollout_id, one.n_trained) for one in items]
         trained = [Trained(*sample) for sample in samples if sample[2] not in outcome.masked]
         left_out = {sample[:2] for sample in samples if sample[2] in outcome.masked}
         return self._stream.step(trained, batch.settled, left_out)
 
     def _stop_if_diverged(self, outcome: Outcome) -> None:
-        """A run that trains nothing is ended for everybody: started again, it would go on like that."""
+        """End the run for all workers after too many skipped steps: a restarted learner would skip them again."""
         if outcome.figures is not None:
             self._skipped_in_a_row = 0
             return
@@ -236,12 +211,12 @@ class LearnerLoop:
         self._finish(
             ok=False,
             reason=f"{self._skipped_in_a_row} steps in a row gave no finite number (learner.max_skipped_steps), the "
-            f"last was {self._version.step}: the weights have diverged, or a teacher is broken; go on from an earlier "
+            f"last was {self._version.step}: the weights have diverged, or a teacher is broken; resume from an earlier "
             "checkpoint with a lower learner.lr, and see learner-0.log",
         )
 
     def _next_batch(self) -> Delivered:
-        """Wait for the batch of this version, putting the wait down to what it is for."""
+        """Wait for the batch of this version, and attribute the time to what is being waited for."""
         began_s = asked_s = looked_s = time.monotonic()
         wanted = BatchWanted(version=self._version)
         self._client.send(wanted)
@@ -274,30 +249,27 @@ class LearnerLoop:
                     )
 
     def _cause_of_wait(self) -> WaitCause:
-        """Weights that are not out yet; else grades, when all that is generated waits for them; else data."""
+        """Weights still being sent; else scores, if everything generated so far waits for them; else data."""
         snapshot = self._inbox.snapshot
         if self._publisher.busy:
             return "weights"
         if snapshot is None:
             return "data"
         queues = snapshot.queues
-        ungraded = queues.get("tokens_unscored", 0) + queues.get("tokens_scoring", 0)
+        unscored = queues.get("tokens_unscored", 0) + queues.get("tokens_scoring", 0)
         generating = queues.get("tickets_outstanding", 0)
-        return "scoring" if ungraded > 0 and generating == 0 else "data"
+        return "scoring" if unscored > 0 and generating == 0 else "data"
 
     def _offer_tasks(self) -> None:
-        """Keep the buffer's queue topped up."""
+        """Send the buffer as many tasks as it asked for."""
         wanted, self._inbox.tasks_wanted = self._inbox.tasks_wanted, 0
         for first in range(0, wanted, TASKS_PER_MESSAGE):
             offers = self._stream.next(min(TASKS_PER_MESSAGE, wanted - first))
             self._client.send(TasksOffered(tasks=tuple(o.task for o in offers)), [o.frame for o in offers])
 
     def _evaluate_and_wait(self) -> None:
-        """Evaluate the present version, with no step in between."""
+        """Evaluate the current version and wait for the result, and for that of earlier evaluations."""
         self._desk.start(self._version)
-        self._wait_for_evaluations()
-
-    def _wait_for_evaluations(self) -> None:
         deadline_s = time.monotonic() + self._config.stall_timeout_s
         with self._clock.waiting("eval"):
             while self._desk.active:
@@ -307,19 +279,19 @@ class LearnerLoop:
                 self._offer_tasks()
                 self._heartbeat()
                 if time.monotonic() > deadline_s:
-                    log.error("evaluations incomplete after %.0f s", self._config.stall_timeout_s)
+                    log.error("evaluations are incomplete after %.0f s", self._config.stall_timeout_s)
                     self._desk.give_up()
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         self._metrics.evaluation(result)
-        self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # they are in a file
+        self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
         log.info("evaluation at step %d: %s", result.step, describe(result))
         for tag, figures in result.tags.items():
             log.info("evaluation at step %d, %s: %s", result.step, tag, describe(figures))
 
     def _checkpoint(self, batch_id: int) -> OSError | None:
-        """Model, optimizer, stream and ledger of one and the same step. Returns why it could not be written: training
-        goes on then, and the next one may find room."""
+        """Save model, optimizer, task stream and ledger of the same step. If the checkpoint cannot be written, returns
+        the error and training goes on: the next one may find room."""
         with self._clock.waiting("checkpoint"):
             snapshot = self._snapshot_after(batch_id)
             if self._recorder is not None:
@@ -340,9 +312,9 @@ class LearnerLoop:
         return None
 
     def _save_before_leaving(self) -> None:
-        """A checkpoint of all that was trained. Without one the learner leaves all the same: the log says why."""
+        """Save what was trained before leaving. If that fails, the learner logs why and leaves all the same."""
         if self._last_batch_id is None:
-            log.info("asked to leave before the first step of this process; there is nothing new to keep")
+            log.info("asked to stop before the first step of this process; there is nothing new to save")
             return
         try:
             self._checkpoint(self._last_batch_id)
@@ -365,7 +337,7 @@ class LearnerLoop:
         return snapshot
 
     def _close_run(self) -> None:
-        """The last evaluation and checkpoint, then the end of the run for everybody."""
+        """The last evaluation and checkpoint, then the end of the run."""
         with self._clock.waiting("weights"):
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:
@@ -374,13 +346,13 @@ class LearnerLoop:
         self._heartbeat()
         reason = f"{self._version.step} steps done"
         if lost is not None:
-            reason += f", but the last checkpoint could not be written: {lost}; make room and go on by --resume"
+            reason += f", but the last checkpoint could not be written: {lost}; free some space and use --resume"
         self._finish(ok=lost is None, reason=reason)
 
     def _finish(self, *, ok: bool, reason: str) -> None:
-        """The end of the run for everybody. Raises RunStopped where it is not a good one."""
+        """End the run for all workers. Raises RunStopped unless it ended well."""
         self._client.send(RunFinished(ok=ok, reason=reason))
-        self._heartbeat(at_once=True)  # the last figures, for the buffer's final account
+        self._heartbeat(at_once=True)  # the last figures, for the buffer's final report
         deadline_s = time.monotonic() + GOODBYE_S
         while time.monotonic() < deadline_s:
             try:
@@ -392,10 +364,10 @@ class LearnerLoop:
         raise LearnerStalled(f"the buffer did not end the run within {GOODBYE_S:.0f} s of RunFinished")
 
     def _report(self, delivered: Delivered, outcome: Outcome, account: Account) -> None:
-        """Metrics of the step just made, and the gauges of the next heartbeat. A skipped one trained 0 tokens."""
+        """Write the metrics of the step, and update the heartbeat. A skipped step trained 0 tokens."""
         batch, figures = delivered.batch, outcome.figures
         if figures is not None:
-            self._note_progress(figures)
+            self.progress.add(figures, vocab_rows=lm_head(self._trainer.model).weight_VH.shape[0])
         train = {"tokens": 0, "items": len(batch.items)} if figures is None else figures.as_dict()
         self._metrics.step(
             self._version.step,
@@ -415,68 +387,12 @@ class LearnerLoop:
         )
         self._heartbeat()
 
-    def _note_progress(self, figures: StepMetrics) -> None:
-        progress = self.progress
-        progress.tokens_trained += figures.tokens
-        progress.tokens_trained_offline += figures.offline.tokens if figures.offline is not None else 0
-        progress.last = figures
-        if figures.reverse_kl is None:
-            return  # no teacher has graded any of it
-        if progress.reverse_kl_first is None:
-            progress.reverse_kl_first = figures.reverse_kl
-            self._doubt_the_teacher(figures.logprob - figures.reverse_kl)
-        progress.reverse_kl_last = figures.reverse_kl
-
-    def _doubt_the_teacher(self, teacher_logprob: float) -> None:
-        """A teacher on random weights finds every token about as likely as any other. It must be noticed."""
-        uniform_logprob = -math.log(lm_head(self._trainer.model).weight_VH.shape[0])
-        if teacher_logprob < DOUBTFUL_SHARE * uniform_logprob:
-            log.error(
-                "the teacher gives the student's tokens %.2f nats each, random weights would give %.2f: is it the "
-                "right checkpoint, fully loaded?",
-                teacher_logprob,
-                uniform_logprob,
-            )
-
     def _heartbeat(self, *, at_once: bool = False) -> None:
-        progress, total = self.progress, self._clock.total()
         gauges = {
             "step": float(self._version.step),
             "steps_total": float(self._steps),
-            "tokens_trained_total": float(progress.tokens_trained),
-            "tokens_trained_offline_total": float(progress.tokens_trained_offline),
             "metrics_unwritten_rows_total": float(self._metrics.unwritten.rows_total),
-            "checkpoints_failed_total": float(progress.checkpoints_failed),
-            "steps_skipped_total": float(progress.steps_skipped),
-            **total.gauges(),
+            **self._clock.total().gauges(),
+            **self.progress.gauges(),
         }
-        if progress.last is not None:
-            gauges["loss"] = progress.last.loss
-            if progress.last.reverse_kl is not None:
-                gauges["reverse_kl"] = progress.last.reverse_kl
-        for result in progress.evaluations[-1:]:
-            if result.accuracy_greedy is not None:
-                gauges["eval_greedy"] = result.accuracy_greedy
-            if result.accuracy_sampled is not None:
-                gauges["eval_sampled"] = result.accuracy_sampled
         self._client.set_heartbeat(self._version, gauges, at_once=at_once)
-
-
-def weight_figures(stats: PublisherStats) -> dict[str, float]:
-    """The publisher's numbers, flat, for the metrics."""
-    figures = {
-        name: float(value)
-        for name, value in dataclasses.asdict(stats).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    figures.update({f"dropped_{reason}_total": float(n) for reason, n in stats.dropped_total.items()})
-    return figures
-
-
-def describe_queues(snapshot: Snapshot | None) -> str:
-    """One line for an error: what the buffer held and who was there."""
-    if snapshot is None:
-        return "the buffer said nothing of what it holds"
-    held = ", ".join(f"{name} {n}" for name, n in snapshot.queues.items())
-    alive = [peer.name for peer in snapshot.peers if peer.alive]
-    return f"the buffer holds {held}; connected are {', '.join(sorted(alive)) or 'nobody'}"

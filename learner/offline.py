@@ -126,7 +126,7 @@ class OfflineMixer:
             if rollout.offline:
                 reason = "not_its_own"
             elif not rollout.item.teachers:
-                reason = "ungraded"
+                reason = "unscored"
             else:
                 train_item = offline_item(rollout)
                 if train_item.n_trained:

@@ -1,4 +1,4 @@
-"""The learner's process: makes the parts of learner.loop, runs it, leaves an account of the run, closes everything."""
+"""The learner's process: builds the parts of learner.loop, runs the loop, writes learner.json, closes everything."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from learner.inbox import RunStopped, StopAsked, StopRequest
 from learner.loop import LearnerLoop
 from learner.offline import OfflineMixer, open_mixer
 from learner.prompts.tasks import TaskStream, load_prompts
-from learner.reports.account import AccountFile
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
+from learner.reports.progress import AccountFile, Progress
 from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
 from learner.step.make_trainer import make_trainer
@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 
 SNAPSHOTS: Final = "weights"
 TEACHER_SNAPSHOTS: Final = "teacher_weights"
-"""Of the student's average, with learner.ema."""
+"""Folder of the snapshots of the student's moving average (learner.ema)."""
 EXPORT: Final = "export"
-"""What a run with adapters leaves for others (`learner.export`)."""
+"""Folder of the merged weights and the adapters of a run with LoRA (`learner.export`)."""
 FLUSH_TIMEOUT_S: Final = 5.0
 
 
@@ -97,18 +97,18 @@ class LearnerRunConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the run goes on from: the student as given, or a checkpoint."""
+    """State that the run starts from: the student as configured, or a checkpoint."""
 
     tokenizer: PreTrainedTokenizerBase
     trainer: Trainer
     stream: TaskStream
     eval_prompts: tuple[EvalPrompt, ...]
     version: WeightVersion | None
-    """Of the checkpoint; None = the run begins."""
+    """Version of the checkpoint; None without one."""
     average: dict[str, Tensor]
-    """The student's, in the checkpoint; empty without one."""
+    """The student's moving average in the checkpoint; empty without one."""
     mixer: OfflineMixer | None = None
-    """None: nothing is mixed into the batches."""
+    """Adds rollouts of the teacher to the batches; None without learner.offline."""
 
     @property
     def fingerprint(self) -> str:
@@ -116,7 +116,7 @@ class Start:
 
 
 def main(ctx: RoleContext[LearnerRunConfig]) -> int:
-    """Entry of the learner's process (see launch.workers.roles)."""
+    """Entry point of the learner's process (see launch.workers.roles)."""
     torch.manual_seed(ctx.config.seed)
     try:
         start = _start(ctx)
@@ -155,14 +155,14 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
 
 
 def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
-    """Load everything that can fail before the buffer is asked for anything."""
+    """Load everything that can fail, before anything is requested from the buffer."""
     config, learner = ctx.config, ctx.config.learner
     found = go_on_from(ctx.run_dir / CHECKPOINTS) if ctx.resume else None
     for skipped in found.damaged if found else ():
-        log.error("%s; it is kept as %s", skipped, set_aside(skipped.path))
+        log.error("%s; it was renamed to %s", skipped, set_aside(skipped.path))
     checkpoint = found.path if found else None
     if ctx.resume:
-        log.info("going on from %s", checkpoint or "the beginning: there is no checkpoint yet")
+        log.info("resuming from %s", checkpoint or "step 0: there is no checkpoint yet")
     prompts = load_prompts(learner.tasks)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
     n_vocab = vocab_tokens(tokenizer.get_vocab())
@@ -192,7 +192,8 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     rendered = render_eval_set(prompts.evaluation, tokenizer, learner.tasks)
     if rendered.dropped:
         log.warning(
-            "%d evaluation prompts are left out: too long, or without what teachers shall read", rendered.dropped
+            "%d evaluation prompts are left out: too long, or without privileged context for the teachers",
+            rendered.dropped,
         )
     return Start(tokenizer, trainer, stream, rendered.prompts, version, average, mixer)
 
@@ -200,9 +201,9 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
 def first_version(
     checkpoint: WeightVersion | None, buffers: WeightVersion, noted_epoch: int | None, *, resume: bool
 ) -> WeightVersion:
-    """The version the loop begins with. Going on (`resume`) opens a new epoch, above that of the checkpoint, all that
-    this buffer has seen, and all that a learner before this one wrote of (`noted_epoch`): it may have died before a
-    checkpoint, and in its first step before it wrote anything."""
+    """The version that the loop starts with. A resumed learner opens a new epoch: above that of the checkpoint, of the
+    versions that this buffer has seen, and of the metrics (`noted_epoch`). All three are needed, because an earlier
+    learner may have died before its first checkpoint, or in its first step before it wrote any metrics."""
     if not resume and checkpoint is None and buffers == WeightVersion(0, 0):
         return buffers
     epoch = max(checkpoint.epoch if checkpoint else 0, buffers.epoch, noted_epoch or 0) + 1
@@ -217,42 +218,24 @@ def _make_loop(
     stack: ExitStack,
     stop: StopRequest,
 ) -> tuple[LearnerLoop, Callable[[], None]]:
-    """The loop, and what writes its account: with each checkpoint and each evaluation, and at the end."""
+    """The loop, and a function that writes its account: after each checkpoint and evaluation, and at the end."""
     config, learner = ctx.config, ctx.config.learner
 
     def save(version: WeightVersion, snapshot: Snapshot) -> None:
-        state = LearnerState(
-            version=version,
-            optimizer=start.trainer.state_dict(),
-            value_head=start.trainer.critic.state_dict(),
-            tasks=start.stream.state(),
-            ledger=snapshot.ledger,
-            rng=capture_rng(),
-            metrics=dict(loop.progress.last.as_dict()) if loop.progress.last else {},
-            ema=ema.state_dict() if ema is not None else {},
-            offline=start.mixer.state() if start.mixer is not None else None,
-        )
-        root = ctx.run_dir / CHECKPOINTS
-        trainer, keep = start.trainer, learner.keep_checkpoints
-        path = save_checkpoint(root, trainer.model, start.tokenizer, state, keep=keep, adapters=trainer.adapters)
-        loop.progress.checkpoint = path
+        loop.progress.checkpoint = _save(ctx, start, loop.progress, ema, version, snapshot)
         write_account()
-        log.info("checkpoint %s", path)
-        if trainer.adapters is not None and version.step == config.steps:
-            from learner.export import export
-
-            exported = export(trainer.adapters, start.tokenizer, ctx.run_dir / EXPORT)
-            log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
-
-    def make_evaluation(version: WeightVersion) -> Evaluation:
-        return Evaluation(learner.tasks, start.eval_prompts, start.tokenizer, version=version, seed=config.seed)
+        if start.trainer.adapters is not None and version.step == config.steps:
+            _export(ctx, start)
 
     def make_eval_desk(on_result: Callable[[EvaluationResult], None]) -> EvalDesk:
-        def noted(result: EvaluationResult) -> None:
+        def make(version: WeightVersion) -> Evaluation:
+            return Evaluation(learner.tasks, start.eval_prompts, start.tokenizer, version=version, seed=config.seed)
+
+        def finished(result: EvaluationResult) -> None:
             on_result(result)
             write_account()
 
-        return EvalDesk(make_evaluation, client.send, noted)
+        return EvalDesk(make, client.send, finished)
 
     def write_account() -> None:
         account.write(_account(ctx, loop))
@@ -264,13 +247,12 @@ def _make_loop(
     recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
-    publisher = stack.enter_context(_make_publisher(ctx, start, client))
     ema = _student_ema(ctx, start, client)
     loop = LearnerLoop(
         client=client,
         trainer=start.trainer,
         stream=start.stream,
-        publisher=publisher,
+        publisher=stack.enter_context(_make_publisher(ctx, start, client)),
         metrics=metrics,
         make_eval_desk=make_eval_desk,
         save_checkpoint=save,
@@ -284,6 +266,41 @@ def _make_loop(
         stop=stop,
     )
     return loop, write_account
+
+
+def _save(
+    ctx: RoleContext[LearnerRunConfig],
+    start: Start,
+    progress: Progress,
+    ema: StudentEma | None,
+    version: WeightVersion,
+    snapshot: Snapshot,
+) -> Path:
+    """Write a checkpoint; returns its folder. Raises OSError."""
+    trainer, keep = start.trainer, ctx.config.learner.keep_checkpoints
+    state = LearnerState(
+        version=version,
+        optimizer=trainer.state_dict(),
+        value_head=trainer.critic.state_dict(),
+        tasks=start.stream.state(),
+        ledger=snapshot.ledger,
+        rng=capture_rng(),
+        metrics=dict(progress.last.as_dict()) if progress.last else {},
+        ema=ema.state_dict() if ema is not None else {},
+        offline=start.mixer.state() if start.mixer is not None else None,
+    )
+    root = ctx.run_dir / CHECKPOINTS
+    path = save_checkpoint(root, trainer.model, start.tokenizer, state, keep=keep, adapters=trainer.adapters)
+    log.info("checkpoint %s", path)
+    return path
+
+
+def _export(ctx: RoleContext[LearnerRunConfig], start: Start) -> None:
+    from learner.export import export  # loads peft
+
+    assert start.trainer.adapters is not None
+    exported = export(start.trainer.adapters, start.tokenizer, ctx.run_dir / EXPORT)
+    log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
 
 
 def _members(config: LearnerRunConfig) -> Members:
@@ -322,7 +339,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
 
 
 def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> StudentEma | None:
-    """The student's average, where teachers grade with it."""
+    """The student's moving average, if learner.ema is on."""
     config = ctx.config.learner.ema
     if not config.decay:
         return None
@@ -343,7 +360,7 @@ def _make_recorder(
     resume: WeightVersion | None,
     parent: WeightVersion,
 ) -> BatchRecorder | None:
-    """Raises RecordError for a file that is not this run's."""
+    """Raises RecordError for the file of another run."""
     config, learner = ctx.config, ctx.config.learner
     if not learner.record:
         return None
@@ -364,16 +381,11 @@ def _make_recorder(
 
 
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:
-    """This learner's own part of the run (`learner.reports.account`)."""
-    progress, times = loop.progress, loop.clock.total()
+    times = loop.clock.total()
     return {
+        **loop.progress.account(),
         "steps": loop.version.step,
-        "eval": [msgspec.to_builtins(result.point) for result in progress.evaluations],
         "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
         "versions_published": loop.versions_published,
-        "tokens_trained_offline": progress.tokens_trained_offline,
-        "reverse_kl_first": progress.reverse_kl_first,
-        "reverse_kl_last": progress.reverse_kl_last,
-        "checkpoint": str(progress.checkpoint) if progress.checkpoint else None,
         "tensorboard": str(ctx.run_dir / TENSORBOARD_FOLDER),
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from protocol.messages import PeerView, Role, Snapshot
+from learner.reports.figures import TokenRates, staleness
+from protocol.messages import PeerView, Snapshot
 
 WINDOW_S: Final = 20.0
 """Rates are means over this window."""
@@ -22,7 +23,6 @@ QUEUES: Final = {
 }
 WAITS: Final = {"data": "wait_data_fraction", "scoring": "wait_scoring_fraction", "weights": "wait_weights_fraction"}
 NAMES_SHOWN: Final = 8
-COUNTED_ROLES: Final[tuple[Role, ...]] = ("actor", "teacher", "learner")
 
 
 class RunView(NamedTuple):
@@ -91,20 +91,20 @@ class Rates:
     """Turns views into figures; remembers the last snapshots, from which it computes rates."""
 
     def __init__(self) -> None:
-        self._past: deque[tuple[float, int, dict[str, int]]] = deque()
+        self._rates = TokenRates(WINDOW_S)
 
     def figures(self, view: RunView) -> Figures:
         snapshot = view.snapshot
         peers = snapshot.peers if snapshot is not None else ()
         learner = learner_stats(snapshot)
         if snapshot is not None:
-            self._remember(snapshot)
+            self._rates.update(snapshot)
         mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
         return Figures(
             view=view,
             step=snapshot.version.step if snapshot is not None and learner is not None else None,
-            eta_s=self._eta_s(view.steps),
-            tokens_per_s=self._tokens_per_s(),
+            eta_s=self._rates.eta_s(view.steps),
+            tokens_per_s=self._rates.tokens_per_s,
             learner=learner or {},
             learner_does=_learner_does(learner or {}),
             staleness_mean=mean,
@@ -124,40 +124,12 @@ class Rates:
             failed=failures_text(snapshot),
         )
 
-    def _remember(self, snapshot: Snapshot) -> None:
-        if self._past and self._past[-1][0] == snapshot.time_s:
-            return
-        totals = {role: snapshot.tokens_total(role) for role in COUNTED_ROLES}
-        self._past.append((snapshot.time_s, snapshot.version.step, totals))
-        while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= WINDOW_S:
-            self._past.popleft()
-
-    def _tokens_per_s(self) -> dict[str, float]:
-        if len(self._past) < 2:
-            return {}
-        (first_s, _, first), (last_s, _, last) = self._past[0], self._past[-1]
-        return {role: (last[role] - first[role]) / (last_s - first_s) for role in last}
-
-    def _eta_s(self, steps: int) -> float | None:
-        if len(self._past) < 2:
-            return None
-        (first_s, first, _), (last_s, last, _) = self._past[0], self._past[-1]
-        return (steps - last) * (last_s - first_s) / (last - first) if last > first else None
-
 
 def learner_stats(snapshot: Snapshot | None) -> Mapping[str, float] | None:
     """The learner's gauges; None before it has connected."""
     if snapshot is None:
         return None
     return next((peer.stats for peer in snapshot.peers if peer.role == "learner"), None)
-
-
-def staleness(hist: Mapping[int, int]) -> tuple[float, int]:
-    """(mean, max) distance of the trained tokens, in optimizer steps. `hist`: distance -> tokens."""
-    tokens = sum(hist.values())
-    if tokens == 0:
-        return 0.0, 0
-    return sum(distance * n for distance, n in hist.items()) / tokens, max(d for d, n in hist.items() if n)
 
 
 def clock(seconds: float | None) -> str:

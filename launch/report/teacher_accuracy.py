@@ -124,7 +124,7 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
             result = evaluator.run(evaluation, version, None)
         finally:
             evaluator.close()
-        if result.accuracy_sampled is not None and not (result.failed or result.missing or result.ungraded):
+        if result.accuracy_sampled is not None and not (result.failed or result.missing or result.no_reward):
             measured[pool.name] = MeasuredTeacher(
                 accuracy_sampled=result.accuracy_sampled, n_sampled=result.n_sampled or 0
             )

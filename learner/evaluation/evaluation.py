@@ -58,7 +58,7 @@ class EvaluationResult(EvalPoint, frozen=True, kw_only=True):
     mean_length_greedy: float | None
     """Sampled tokens per rollout."""
     mean_length_sampled: float | None
-    ungraded: int
+    no_reward: int
     """Received, but without a reward; not part of the accuracies."""
     duplicates: int
     """Results of a rollout that was received already; ignored."""
@@ -193,7 +193,7 @@ class Evaluation:
             mean_length_sampled=mean([len(r.behaviour_N) for r in sampled]),
             n_greedy=len(greedy),
             n_sampled=len(sampled),
-            ungraded=sum(r.reward is None for r in both),
+            no_reward=sum(r.reward is None for r in both),
             failed=failed,
             missing=max(0, len(self._task_of) - len(both) - failed),
             duplicates=self._duplicates,

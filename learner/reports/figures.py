@@ -1,19 +1,14 @@
-"""Tokens per second and role, from the running totals in the buffer's snapshots.
+"""Figures of a step from what the buffer sends: token rates and staleness from its snapshots, rewards and lengths from
+the rollouts of a batch, and the gauges of actors and teachers from their heartbeats. Tags are listed in
+docs/metrics.md.
 
-What the rollouts of a training batch were like: rewards, lengths, how they ended, and what each pool made of them.
-
-No torch: the figures come from a batch as it arrived, before the model reads it.
-
-What actors and teachers say of themselves in their heartbeats, as figures per step.
-
-Totals come as running sums of each worker; a figure is what all of them added since the step before. A worker that
-began anew counts from 0 again, and what one adds after its last heartbeat before its end is lost.
+No torch: the launcher's status uses the rates, too.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,44 +16,71 @@ import numpy as np
 from protocol.codec import Array
 from protocol.messages import BatchItem, PeerView, Role, Snapshot
 
-ROLES: tuple[Role, ...] = ("actor", "teacher", "learner")
+ROLES: Final[tuple[Role, ...]] = ("actor", "teacher", "learner")
+MAX_TAGS: Final = 32
+"""Number of tags with figures of their own, in order of appearance. Later tags share `other`: a data set may have
+thousands, and TensorBoard keeps every figure forever."""
+OTHER_TAG: Final = "other"
+ENVIRONMENT: Final = "env_"
+"""Prefix of the totals that environments report through `info` (`actors.rollouts_running`)."""
 
 
 class TokenRates:
-    """Differences between one snapshot and the one before it."""
+    """Computes rates from the running totals in the buffer's snapshots."""
 
-    def __init__(self) -> None:
-        self._time_s: float | None = None
-        self._totals: dict[Role, int] = {}
+    def __init__(self, window_s: float = 0.0) -> None:
+        """Rates are means over about `window_s`; 0: between the last two snapshots."""
+        self._window_s = window_s
+        self._past: deque[tuple[float, int, dict[Role, int]]] = deque()
 
-    def update(self, snapshot: Snapshot) -> dict[Role, float]:
-        """Tokens/s since the last snapshot: accepted from actors, scored by teachers, trained by the learner.
-
-        Empty for the first one, for one taken at the same moment, and when a total or the clock went back (the buffer
-        began anew): there is no interval to speak of then."""
+    def update(self, snapshot: Snapshot) -> None:
+        """Add a snapshot. One of the same moment as the last is ignored. When the clock or a total has gone back, the
+        buffer has restarted, and the history is cleared."""
         totals: dict[Role, int] = {role: snapshot.tokens_total(role) for role in ROLES}
-        before_s, before = self._time_s, self._totals
-        self._time_s, self._totals = snapshot.time_s, totals
-        if before_s is None or snapshot.time_s <= before_s or any(totals[role] < before[role] for role in ROLES):
+        if self._past:
+            last_s, _, last = self._past[-1]
+            if snapshot.time_s == last_s:
+                return
+            if snapshot.time_s < last_s or any(totals[role] < last[role] for role in ROLES):
+                self._past.clear()
+        self._past.append((snapshot.time_s, snapshot.version.step, totals))
+        while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= self._window_s:
+            self._past.popleft()
+
+    @property
+    def tokens_per_s(self) -> dict[str, float]:
+        """Tokens/s accepted from actors, scored by teachers, trained by the learner. Empty before two snapshots."""
+        if len(self._past) < 2:
             return {}
-        return {role: (totals[role] - before[role]) / (snapshot.time_s - before_s) for role in ROLES}
+        (first_s, _, first), (last_s, _, last) = self._past[0], self._past[-1]
+        return {role: (last[role] - first[role]) / (last_s - first_s) for role in ROLES}
+
+    def eta_s(self, steps: int) -> float | None:
+        """Seconds until step `steps` at the present rate. None: no step was made between the snapshots."""
+        if len(self._past) < 2:
+            return None
+        (first_s, first, _), (last_s, last, _) = self._past[0], self._past[-1]
+        return (steps - last) * (last_s - first_s) / (last - first) if last > first else None
 
 
-MAX_TAGS: Final = 32
-"""Tags with figures of their own, in the order of their first rollout. Later ones share `other`: a data set may have
-thousands, and TensorBoard keeps each figure for ever."""
-OTHER_TAG: Final = "other"
+def staleness(tokens_by_distance: Mapping[int, int]) -> tuple[float, int]:
+    """(mean, max) distance of tokens in optimizer steps; (0, 0) without tokens."""
+    tokens = sum(tokens_by_distance.values())
+    if tokens == 0:
+        return 0.0, 0
+    mean = sum(distance * n for distance, n in tokens_by_distance.items()) / tokens
+    return mean, max(distance for distance, n in tokens_by_distance.items() if n)
 
 
 class RolloutFigures:
-    """Figures per step, by their tags in the metrics (docs/metrics.md). Owned by the learner's loop."""
+    """Figures of the rollouts of each batch. Remembers the tags that it has seen. Owned by the learner's loop."""
 
     def __init__(self) -> None:
         self._tags: set[str] = set()
 
     def update(self, items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:
-        """`items` and `arrays`: of one batch (`protocol.messages.Batch`). A rollout counts in the step that trains its
-        last piece; a step without such a rollout has no figures of rollouts."""
+        """`items` and `arrays` are those of one batch (`protocol.messages.Batch`). A rollout counts in the step that
+        trains its last piece; a step without such a rollout has no figures of rollouts."""
         ended = [item for item in items if item.final]
         figures = {"rollouts/ended": float(len(ended)), **_of_rollouts("rollouts", ended)}
         for tag, its in self._by_tag(ended):
@@ -66,7 +88,7 @@ class RolloutFigures:
         return figures | _of_pools(items, arrays)
 
     def _by_tag(self, ended: Sequence[BatchItem]) -> Iterator[tuple[str, list[BatchItem]]]:
-        """Rollouts per tag; nothing while the run has shown only one tag, whose figures are those of all."""
+        """Rollouts per tag. Empty until the run has shown two tags: the figures of a single tag are those of all."""
         found: defaultdict[str, list[BatchItem]] = defaultdict(list)
         for item in ended:
             if item.tag not in self._tags and len(self._tags) < MAX_TAGS:
@@ -74,6 +96,39 @@ class RolloutFigures:
             found[item.tag if item.tag in self._tags else OTHER_TAG].append(item)
         if len(self._tags) > 1:
             yield from ((tag or "untagged", its) for tag, its in sorted(found.items()))
+
+
+class WorkerFigures:
+    """Figures of actors and teachers per step. Owned by the learner's loop.
+
+    Workers send running totals; a figure is what all of them added since the last step. A worker that restarts counts
+    from 0 again. What a worker adds between its last heartbeat and its end is lost."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[Role, str], dict[str, float]] = {}
+
+    def update(self, snapshot: Snapshot) -> dict[str, float]:
+        actors = [peer for peer in snapshot.peers if peer.role == "actor"]
+        teachers = [peer for peer in snapshot.peers if peer.role == "teacher"]
+        figures = {
+            **_of_group("actors", actors, ("running", "waiting_for_weights", "rollouts_in_hand")),
+            **_of_group("teachers", teachers, ("held_tokens",)),
+            **_of_actors(self._added(actors)),
+            **_of_teachers(self._added(teachers)),
+        }
+        self._before = {(peer.role, peer.name): peer.stats for peer in snapshot.peers}
+        return figures
+
+    def _added(self, peers: Sequence[PeerView]) -> defaultdict[str, float]:
+        """Growth of each running total since the last snapshot, summed over these workers."""
+        added: defaultdict[str, float] = defaultdict(float)
+        for peer in peers:
+            before = self._before.get((peer.role, peer.name), {})
+            for name, value in peer.stats.items():
+                if name.endswith("_total"):
+                    former = before.get(name, 0.0)
+                    added[name] += value - former if value >= former else value
+        return added
 
 
 def _of_rollouts(prefix: str, ended: Sequence[BatchItem]) -> dict[str, float]:
@@ -93,8 +148,8 @@ def _of_rollouts(prefix: str, ended: Sequence[BatchItem]) -> dict[str, float]:
 
 
 def _of_pools(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:
-    """Per pool of teachers: its share of the trained tokens, and the mean over them of mu - q, the reverse KL from the
-    policy that sampled them (the step's own `train/reverse_kl` is from the current one)."""
+    """Per pool of teachers: its share of the trained tokens, and their mean mu - q, which is the reverse KL of the
+    policy that sampled them (`train/reverse_kl` is that of the current policy)."""
     tokens: defaultdict[str, int] = defaultdict(int)
     sums: defaultdict[str, float] = defaultdict(float)
     trained_total = at = 0
@@ -116,43 +171,8 @@ def _of_pools(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, 
     }
 
 
-ENVIRONMENT: Final = "env_"
-"""Prefix of the totals that environments report by `info` (`actors.rollouts_running`)."""
-
-
-class WorkerFigures:
-    """Figures per step, by their tags in the metrics (docs/metrics.md). Owned by the learner's loop."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[Role, str], dict[str, float]] = {}
-
-    def update(self, snapshot: Snapshot) -> dict[str, float]:
-        """`snapshot`: the buffer's newest."""
-        actors = [peer for peer in snapshot.peers if peer.role == "actor"]
-        teachers = [peer for peer in snapshot.peers if peer.role == "teacher"]
-        figures = {
-            **_of_group("actors", actors, ("running", "waiting_for_weights", "rollouts_in_hand")),
-            **_of_group("teachers", teachers, ("held_tokens",)),
-            **_of_actors(self._added(actors)),
-            **_of_teachers(self._added(teachers)),
-        }
-        self._before = {(peer.role, peer.name): peer.stats for peer in snapshot.peers}
-        return figures
-
-    def _added(self, peers: Sequence[PeerView]) -> defaultdict[str, float]:
-        """What each running total grew by since the last snapshot, over all of these workers."""
-        added: defaultdict[str, float] = defaultdict(float)
-        for peer in peers:
-            before = self._before.get((peer.role, peer.name), {})
-            for name, value in peer.stats.items():
-                if name.endswith("_total"):
-                    former = before.get(name, 0.0)
-                    added[name] += value - former if value >= former else value
-        return added
-
-
 def _of_group(group: str, peers: Sequence[PeerView], summed: Sequence[str]) -> dict[str, float]:
-    """How many are there, what they hold together, and how busy they are on average."""
+    """Number of connected workers, the sums of some gauges, and the mean share of time that they are busy."""
     alive = [peer for peer in peers if peer.alive]
     figures = {f"{group}/alive": float(len(alive))}
     if not alive:
@@ -172,8 +192,8 @@ def _of_actors(added: defaultdict[str, float]) -> dict[str, float]:
     finished = added["rollouts_finished_total"]
     for name, value in sorted(added.items()):
         if name.startswith(ENVIRONMENT):
-            told = name.removeprefix(ENVIRONMENT).removesuffix("_total")
-            figures |= _mean(f"env/{told}_per_rollout", value, finished)
+            reported = name.removeprefix(ENVIRONMENT).removesuffix("_total")
+            figures |= _mean(f"env/{reported}_per_rollout", value, finished)
     return figures
 
 
@@ -187,5 +207,5 @@ def _of_teachers(added: defaultdict[str, float]) -> dict[str, float]:
 
 
 def _mean(tag: str, total: float, n: float) -> dict[str, float]:
-    """Nothing where there was nothing to take the mean of."""
+    """Empty without anything to take the mean of."""
     return {tag: total / n} if n > 0 else {}

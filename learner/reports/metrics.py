@@ -33,6 +33,7 @@ from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 from learner.evaluation.evaluation import EvalSample, EvaluationResult
 from learner.reports.event_file import EventFile
 from learner.reports.figures import TokenRates
+from learner.reports.figures import staleness as staleness_of
 from learner.reports.wait_clock import WaitReport
 from protocol.messages import LedgerCounts, Snapshot, WeightVersion
 from recording.append_file import AppendFile, Unwritten
@@ -155,8 +156,9 @@ class MetricsWriter:
         self.close()
 
     def _buffer_scalars(self, snapshot: Snapshot) -> dict[str, float]:
+        self._rates.update(snapshot)
         return {
-            **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.update(snapshot).items()},
+            **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.tokens_per_s.items()},
             **{f"queue/{name}": depth for name, depth in snapshot.queues.items()},
             **_ledger_scalars(snapshot.ledger.tokens),
             **{f"failed_rollouts/{each.reason}_total": each.n for each in snapshot.failures},
@@ -244,12 +246,11 @@ def _histogram(tag: str, counts: Mapping[int, int]) -> list[Any]:
     return [summary]
 
 
-def _staleness_scalars(staleness: Mapping[int, int]) -> dict[str, float]:
-    tokens = sum(staleness.values())
-    if tokens == 0:
+def _staleness_scalars(tokens_by_distance: Mapping[int, int]) -> dict[str, float]:
+    if not sum(tokens_by_distance.values()):
         return {}
-    mean = sum(distance * n for distance, n in staleness.items()) / tokens
-    return {"staleness/mean": mean, "staleness/max": max(d for d, n in staleness.items() if n)}
+    mean, largest = staleness_of(tokens_by_distance)
+    return {"staleness/mean": mean, "staleness/max": largest}
 
 
 def _wait_scalars(waits: WaitReport) -> dict[str, float]:
@@ -270,9 +271,9 @@ def _samples_table(samples: tuple[EvalSample, ...]) -> str:
     """Markdown, as TensorBoard shows it; four spaces keep the text as it is."""
     parts: list[str] = []
     for sample in samples:
-        graded = "not graded" if sample.reward is None else f"reward {sample.reward:g}"
+        reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
         expected = "" if sample.ground_truth is None else f", expected {sample.ground_truth!r}"
-        head = f"**{sample.half}** {graded}{expected}, ended by {sample.finish_reason}"
+        head = f"**{sample.half}** {reward}{expected}, ended by {sample.finish_reason}"
         text = (sample.prompt + "⟶" + sample.completion).replace("\n", "\n    ")
         parts.append(f"{head}\n\n    {text}")
     return "\n\n".join(parts)

@@ -18,7 +18,7 @@ class StepSums:
     """Already divided by the batch's trained tokens: shares add up to the loss."""
     divergence: float
     reverse_kl: float
-    graded: float
+    scored: float
     """Tokens with at least one teacher."""
     ratio: float
     ratio_squared: float
@@ -106,7 +106,7 @@ class StepMetrics:
 
     tokens: int
     """Trained."""
-    tokens_ungraded: int
+    tokens_unscored: int
     """Trained tokens that no teacher graded: their advantage is 0."""
     input_tokens: int
     """Read by the model in one pass over the batch, context included, `offline` too."""
@@ -171,15 +171,15 @@ class StepMetrics:
         n = sums.tokens
         return cls(
             tokens=n,
-            tokens_ungraded=n - int(sums.graded),
+            tokens_unscored=n - int(sums.scored),
             input_tokens=input_tokens,
             items=items,
             items_idle=items_idle,
             items_unrewarded=items_unrewarded,
             microbatches=microbatches,
             loss=sums.loss + offline_loss,
-            divergence=sums.divergence / sums.graded if sums.graded else None,
-            reverse_kl=sums.reverse_kl / sums.graded if sums.graded else None,
+            divergence=sums.divergence / sums.scored if sums.scored else None,
+            reverse_kl=sums.reverse_kl / sums.scored if sums.scored else None,
             ratio_mean=sums.ratio / n,
             ratio_max=sums.ratio_max,
             truncated_fraction=sums.cut / n,

@@ -147,13 +147,13 @@ class StepPass(NamedTuple):
     def left(self, microbatch: Microbatch) -> PassLeft:
         """Without the graph of the forward pass."""
         terms = self.student.terms
-        graded_N = self.inputs.routed_MN.any(dim=0)
+        scored_N = self.inputs.routed_MN.any(dim=0)
         ratio_N = (terms.student_N - self.inputs.behaviour_N).double().exp()
         sums = {
             "loss": self.student.loss.detach(),
             "divergence": terms.divergence_N.double().sum(),
             "reverse_kl": terms.reverse_kl_N.double().sum(),
-            "graded": graded_N.double().sum(),
+            "scored": scored_N.double().sum(),
             "ratio": ratio_N.sum(),
             "ratio_squared": ratio_N.square().sum(),
             "cut": terms.cut_N.double().sum(),

@@ -58,7 +58,7 @@ def _sums(train_item: TrainItem) -> StepSums:
         loss=0.0,
         divergence=0.0,
         reverse_kl=float((mu_N - q_MN).sum()),
-        graded=float(n if len(q_MN) else 0),
+        scored=float(n if len(q_MN) else 0),
         ratio=float(n),
         ratio_squared=float(n),
         cut=0.0,

@@ -143,4 +143,4 @@ def test_a_teacher_on_a_server_sends_top_k_sets(launch: Launch) -> None:
     summary = run.summary()
     assert_balanced(summary)
     assert summary["steps"] == 2 and summary["tokens"]["masked"].get("unscorable", 0) == 0
-    assert all(0.0 < row["train/divergence"] < 5.0 and row["train/tokens_ungraded"] == 0 for row in run.steps())
+    assert all(0.0 < row["train/divergence"] < 5.0 and row["train/tokens_unscored"] == 0 for row in run.steps())

@@ -22,7 +22,7 @@ def test_a_run_trains_on_a_divergence_between_distributions(launch: Launch, name
     assert_balanced(run.summary())
     rows = run.steps()
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(0.0 < row["train/divergence"] < 5.0 and row["train/tokens_ungraded"] == 0 for row in rows)
+    assert all(0.0 < row["train/divergence"] < 5.0 and row["train/tokens_unscored"] == 0 for row in rows)
     assert all(row["train/grad_norm"] > 0 and row["train/advantage_mean"] == 0 for row in rows)
 
 

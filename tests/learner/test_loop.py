@@ -223,7 +223,7 @@ def test_a_checkpoint_without_room_is_counted_and_training_goes_on_to_the_next(
 def test_without_room_for_the_last_checkpoint_the_run_has_failed_and_says_why(
     learning: Learning, tmp_path: Path
 ) -> None:
-    expected = "4 steps done, but the last checkpoint could not be written: .*No space left on device; make room"
+    expected = "4 steps done, but the last checkpoint could not be written: .*No space left on device; free some space"
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=4, checkpoint_every=2) as made, crowd(address):
             made.no_room_at = {4}

@@ -113,7 +113,7 @@ def test_what_cannot_be_trained_is_passed_over_and_counted(mixer: Mixing, tmp_pa
     for _ in range(6):
         assert set(ids(mixed.take(4))) == {"good"}
     figures = mixed.figures
-    assert figures["offline/skipped_nothing_to_train_total"] >= 5 <= figures["offline/skipped_ungraded_total"]
+    assert figures["offline/skipped_nothing_to_train_total"] >= 5 <= figures["offline/skipped_unscored_total"]
     nothing = mixer(record(tmp_path / "n", [rollouts[1:]], writer="teacher"))
     with pytest.raises(RecordError, match="none of its 2 rollouts can be trained"):
         nothing.take(4)

@@ -166,7 +166,7 @@ def test_the_figures_of_a_whole_evaluation(evaluation: Evaluation) -> None:
     assert (result.accuracy_greedy, result.accuracy_sampled) == (0.5, pytest.approx(1 / 3))
     assert (result.reward_greedy, result.reward_sampled) == (0.625, pytest.approx(1 / 3))
     assert (result.mean_length_greedy, result.mean_length_sampled) == (3.0, 2.0)
-    assert (result.n_greedy, result.n_sampled, result.failed, result.missing, result.ungraded) == (2, 3, 0, 0, 0)
+    assert (result.n_greedy, result.n_sampled, result.failed, result.missing, result.no_reward) == (2, 3, 0, 0, 0)
     assert (result.step, result.version_min, result.version_mean_step) == (40, V40, 40.0)
 
 
@@ -184,7 +184,7 @@ def test_without_teacher_or_reward_there_is_no_figure_rather_than_a_zero(
 ) -> None:
     config = TaskConfig(eval_greedy=2, eval_sampled=2, routes={})
     result = finish(Evaluation(config, prompts(2), small_tokenizer, version=V40, seed=1), reward=None)
-    assert (result.reverse_kl, result.accuracy_greedy, result.accuracy_sampled, result.ungraded) == (
+    assert (result.reverse_kl, result.accuracy_greedy, result.accuracy_sampled, result.no_reward) == (
         None,
         None,
         None,

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # pyright: ignore[reportAttributeAccessIssue]
 
 from learner.evaluation.evaluation import EvalSample, EvaluationResult
 from learner.evaluation.figures import TagFigures
@@ -19,6 +20,7 @@ from learner.reports.metrics import MetricsWriter, newest_epoch, read_metrics
 from learner.reports.wait_clock import WaitClock, WaitReport
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 from tests.full_disk import fill, small_disk
+from tests.metrics_page import unexplained
 
 WAITS = WaitReport(
     wall_s=2.0, busy_s=1.5, wait_s={"data": 0.25, "scoring": 0.25, "weights": 0.0, "eval": 0.0, "checkpoint": 0.0}
@@ -71,7 +73,7 @@ def evaluation(step: int, **fields: Any) -> EvaluationResult:
         "mean_length_sampled": 11.0,
         "n_greedy": 4,
         "n_sampled": 4,
-        "ungraded": 0,
+        "no_reward": 0,
         "failed": 1,
         "missing": 0,
         "duplicates": 0,
@@ -154,6 +156,24 @@ def test_the_staleness_histogram_has_one_bucket_per_distance(tmp_path: Path) -> 
     assert dict(zip(value.bucket_limit, value.bucket, strict=True)) == {0.5: 10, 1.5: 0, 2.5: 30}
 
 
+def test_tensorboard_has_an_overview_of_ten_charts_whose_tags_are_written(tmp_path: Path) -> None:
+    """Read back by TensorBoard, after a resume as well; docs/metrics.md explains each tag."""
+    with MetricsWriter(tmp_path) as writer:
+        write_step(writer, 1)
+    with MetricsWriter(tmp_path, resume=WeightVersion(1, 1)) as writer:
+        write_step(writer, 2)
+    first, second = events(tmp_path).Tensors("custom_scalars__config__")
+    assert first.tensor_proto == second.tensor_proto
+    (overview,) = Layout.FromString(first.tensor_proto.string_val[0]).category
+    charts: dict[str, list[str]] = {chart.title: list(chart.multiline.tag) for chart in overview.chart}
+    assert (overview.title, len(charts)) == ("Overview", 10)
+    tags = [tag for chart in charts.values() for tag in chart]
+    assert all(tag.endswith("$") for tag in tags) and len(set(tags)) == len(tags)
+    assert unexplained(tag.removesuffix("$") for tag in tags) == []
+    for tag in charts["Staleness, steps"]:
+        assert [step for step, _ in scalar_series(tmp_path, tag.removesuffix("$"))] == [1, 2]
+
+
 def test_numbers_that_are_not_finite_are_written_as_such_and_counted(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         write_step(writer, 1, loss=math.nan, ratio_max=math.inf, reverse_kl=-math.inf)
@@ -196,7 +216,7 @@ def test_an_evaluation_is_written_with_its_samples(tmp_path: Path) -> None:
     (text,) = events(tmp_path).Tensors("eval/samples/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
     assert "**greedy** reward 1, expected '3', ended by stop\n\n    user\n    1+2=⟶#3\n    end" in shown
-    assert "**sampled** not graded, ended by length" in shown
+    assert "**sampled** no reward, ended by length" in shown
     first, second = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert (first["step"], first["completion"], second["completion"]) == (40, "#3\nend", "é")
 
@@ -323,17 +343,28 @@ def test_a_learner_that_goes_on_with_a_full_disk_says_so_in_the_file_before_its_
 
 def test_rates_are_totals_over_the_time_between_snapshots() -> None:
     rates = TokenRates()
-    assert rates.update(snapshot(10.0, peer("actor", "actor-0", 100), peer("teacher", "t", 50))) == {}
+    rates.update(snapshot(10.0, peer("actor", "actor-0", 100), peer("teacher", "t", 50)))
+    assert rates.tokens_per_s == {}
     after = snapshot(14.0, peer("actor", "actor-0", 300), peer("actor", "actor-1", 100), peer("teacher", "t", 50))
-    assert rates.update(after) == {"actor": 75.0, "teacher": 0.0, "learner": 0.0}
-    assert rates.update(after) == {}
+    for _ in range(2):  # the same snapshot again changes nothing
+        rates.update(after)
+        assert rates.tokens_per_s == {"actor": 75.0, "teacher": 0.0, "learner": 0.0}
 
 
-def test_a_buffer_that_began_anew_gives_no_negative_rate() -> None:
+def test_a_window_takes_the_mean_over_several_snapshots() -> None:
+    rates = TokenRates(window_s=4.0)
+    for time_s, tokens in ((0.0, 0), (2.0, 10), (4.0, 100), (6.0, 110), (8.0, 120)):
+        rates.update(snapshot(time_s, peer("actor", "actor-0", tokens)))
+    assert rates.tokens_per_s["actor"] == (120 - 100) / 4
+
+
+def test_a_buffer_that_restarts_gives_no_negative_rate() -> None:
     rates = TokenRates()
     rates.update(snapshot(10.0, peer("actor", "actor-0", 100)))
-    assert rates.update(snapshot(11.0, peer("actor", "actor-0", 5))) == {}
-    assert rates.update(snapshot(12.0, peer("actor", "actor-0", 15)))["actor"] == 10.0
+    rates.update(snapshot(11.0, peer("actor", "actor-0", 5)))
+    assert rates.tokens_per_s == {}
+    rates.update(snapshot(12.0, peer("actor", "actor-0", 15)))
+    assert rates.tokens_per_s["actor"] == 10.0
 
 
 def test_the_clock_and_the_writer_agree_on_the_causes(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_metrics_equal_a_loop_over_tokens(tiny_student: Student, make_item: Make
             if len(train_item.item.teachers):
                 kl.append(sum(s[-1] - float(q) for q in train_item.teacher_ML[:, t]))
     ratio = np.exp(np.array(s) - np.array(mu))
-    assert (metrics.tokens, metrics.tokens_ungraded, metrics.items, metrics.items_idle) == (28, 2, 5, 1)
+    assert (metrics.tokens, metrics.tokens_unscored, metrics.items, metrics.items_idle) == (28, 2, 5, 1)
     assert metrics.input_tokens == 4 + 5 + 29 + 2 and metrics.microbatches == 2
     expected = {
         "reverse_kl": np.mean(kl),
@@ -254,7 +254,7 @@ def test_a_frozen_trainer_changes_nothing_and_reports_what_the_engine_did(
     before = [p.detach().clone() for p in trainer.model.parameters()]
     metrics = trainer.step(items)
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-    assert (trainer.steps_done, metrics.tokens, metrics.tokens_ungraded, metrics.items_idle) == (1, 28, 2, 1)
+    assert (trainer.steps_done, metrics.tokens, metrics.tokens_unscored, metrics.items_idle) == (1, 28, 2, 1)
     gaps = [
         float(item.behaviour_L[t]) - float(q)
         for item in items

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.reports.account import AccountFile
+from learner.reports.progress import AccountFile
 from protocol.messages import WeightVersion
 from recording.append_file import Unwritten
 

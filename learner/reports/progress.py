@@ -1,0 +1,154 @@
+"""The learner's figures of the whole run: for its heartbeats, and for learner.json, its account in the launcher's
+summary. A learner that resumes carries part of its predecessor's account over."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from learner.evaluation.evaluation import EvaluationResult
+from learner.reports.step_metrics import StepMetrics
+from protocol.atomic_file import write_atomic
+from protocol.messages import WeightVersion
+from recording.append_file import Unwritten
+from weights.publisher import PublisherStats
+
+log = logging.getLogger(__name__)
+
+ACCOUNT_FILE: Final = "learner.json"
+DOUBTFUL_SHARE: Final = 0.75
+"""An error is logged if the teacher's mean log-prob on the first batch is below this fraction of a uniform guess."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Figures of the run so far."""
+
+    evaluations: list[EvaluationResult] = field(default_factory=list[EvaluationResult])
+    reverse_kl_first: float | None = None
+    reverse_kl_last: float | None = None
+    tokens_trained: int = 0
+    """Tokens that the student wrote, as in the ledger."""
+    tokens_trained_offline: int = 0
+    """Tokens that the teacher wrote; the ledger does not count them."""
+    last: StepMetrics | None = None
+    checkpoint: Path | None = None
+    """Folder of the newest checkpoint."""
+    checkpoints_failed: int = 0
+    """Checkpoints that could not be written."""
+    steps_skipped: int = 0
+    """Steps without a finite rollout to train."""
+
+    def add(self, figures: StepMetrics, *, vocab_rows: int) -> None:
+        """Count an optimizer step. `vocab_rows` is the number of rows of the student's head."""
+        self.tokens_trained += figures.tokens
+        self.tokens_trained_offline += figures.offline.tokens if figures.offline is not None else 0
+        self.last = figures
+        if figures.reverse_kl is not None:
+            self.reverse_kl_last = figures.reverse_kl
+            if self.reverse_kl_first is None:
+                self.reverse_kl_first = figures.reverse_kl
+                _doubt_the_teacher(figures.logprob - figures.reverse_kl, -math.log(vocab_rows))
+
+    def gauges(self) -> dict[str, float]:
+        """Figures for the heartbeat."""
+        found: dict[str, float | None] = {
+            "tokens_trained_total": self.tokens_trained,
+            "tokens_trained_offline_total": self.tokens_trained_offline,
+            "checkpoints_failed_total": self.checkpoints_failed,
+            "steps_skipped_total": self.steps_skipped,
+        }
+        if self.last is not None:
+            found |= {"loss": self.last.loss, "reverse_kl": self.last.reverse_kl}
+        if self.evaluations:
+            newest = self.evaluations[-1]
+            found |= {"eval_greedy": newest.accuracy_greedy, "eval_sampled": newest.accuracy_sampled}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    def account(self) -> dict[str, Any]:
+        """Figures for learner.json, as JSON types."""
+        return {
+            "eval": [msgspec.to_builtins(result.point) for result in self.evaluations],
+            "tokens_trained_offline": self.tokens_trained_offline,
+            "reverse_kl_first": self.reverse_kl_first,
+            "reverse_kl_last": self.reverse_kl_last,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+        }
+
+
+def weight_figures(stats: PublisherStats) -> dict[str, float]:
+    """The publisher's numbers as flat figures for the metrics."""
+    figures = {
+        name: float(value)
+        for name, value in asdict(stats).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return figures | {f"dropped_{reason}_total": float(n) for reason, n in stats.dropped_total.items()}
+
+
+def _doubt_the_teacher(teacher_logprob: float, uniform_logprob: float) -> None:
+    """Log an error for a teacher that looks like random weights, which give every token about the same log-prob."""
+    if teacher_logprob < DOUBTFUL_SHARE * uniform_logprob:
+        log.error(
+            "the teacher gives the student's tokens %.2f nats each, random weights would give %.2f: is it the right "
+            "checkpoint, fully loaded?",
+            teacher_logprob,
+            uniform_logprob,
+        )
+
+
+class _Former(msgspec.Struct, frozen=True):
+    """The parts of an account that are carried over."""
+
+    eval: tuple[dict[str, Any], ...] = ()
+    reverse_kl_first: float | None = None
+
+
+class AccountFile:
+    """learner.json, replaced atomically. A failed write is counted and leaves the previous account in place."""
+
+    def __init__(self, folder: Path, unwritten: Unwritten, *, resume: WeightVersion | None = None) -> None:
+        """`resume`: the version that the learner resumes from. From the previous account it keeps the evaluations up to
+        that step, and the reverse KL of the first step if that step is kept. The rest belongs to an abandoned branch of
+        versions."""
+        self._file = folder / ACCOUNT_FILE
+        self._unwritten = unwritten
+        former = _read(self._file) if resume is not None else None
+        self._eval: tuple[dict[str, Any], ...] = ()
+        self._reverse_kl_first: float | None = None
+        if former is not None and resume is not None:
+            self._eval = tuple(point for point in former.eval if point["step"] <= resume.step)
+            self._reverse_kl_first = former.reverse_kl_first if resume.step > 0 else None
+
+    def write(self, account: dict[str, Any]) -> bool:
+        """Write `account` together with what is carried over. Of two evaluations of one step the later one counts.
+        Returns False if the file could not be written."""
+        points = {point["step"]: point for point in (*self._eval, *account["eval"])}
+        whole = {**account, "eval": [points[step] for step in sorted(points)]}
+        if self._reverse_kl_first is not None:
+            whole["reverse_kl_first"] = self._reverse_kl_first
+        try:
+            write_atomic(self._file, msgspec.json.format(msgspec.json.encode(whole), indent=2))
+        except OSError as error:
+            self._unwritten.count(self._file.name, 1, error)
+            return False
+        self._unwritten.written(self._file.name)
+        return True
+
+
+def _read(file: Path) -> _Former | None:
+    try:
+        former = msgspec.json.decode(file.read_bytes(), type=_Former)
+        if all(isinstance(point.get("step"), int) for point in former.eval):
+            return former
+        log.error("%s has an evaluation without its step; nothing is carried over from it", file)
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.MsgspecError) as error:
+        log.error("%s cannot be read, and nothing is carried over from it: %s", file, error)
+    return None
