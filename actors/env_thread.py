@@ -167,13 +167,22 @@ class EnvThread:
         while (call := await self._calls.get()) is not None:
             self._task = asyncio.create_task(self._run(call))
             await asyncio.wait({self._task})
+            self._cancelled(call)  # for a task that was cancelled before its first step
             self._task = None
 
     def _finish(self, close: EnvCall) -> None:
         if self._task is not None:
             self._task.cancel()
+        while not self._calls.empty():  # submitted just now: it must not begin, or `close` would wait for its timeout
+            if (waiting := self._calls.get_nowait()) is not None:
+                self._cancelled(waiting)
         self._calls.put_nowait(close)
         self._calls.put_nowait(None)
+
+    @staticmethod
+    def _cancelled(call: EnvCall) -> None:
+        """Settle a call that never began; no effect on a settled one."""
+        call.settle(None, RuntimeError(f"{call.what} was cancelled before it began"))
 
     async def _run(self, call: EnvCall) -> None:
         result, error = None, None

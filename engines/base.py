@@ -1,9 +1,9 @@
-"""The one interface behind which every inference engine stands. No torch here: a worker on SGLang never imports it.
+"""The interface of every inference engine. No torch here: a worker on SGLang never imports it.
 
-An engine is driven by polling, from one thread: `submit` requests, then call `poll`, which does some work (the
-embedded engine: one decode step) or hands over what came meanwhile (a remote one). Weights arrive in another thread. An
-engine that holds them itself is a `TakesWeights`: they are handed to it, and swapped in inside `poll`, between two
-decode steps. One whose weights are on a server is a `SwapsRemotely`: it stands back while the server takes them.
+An engine is driven by polling, from one thread: `submit` requests, then call `poll`, which does some work (the embedded
+engine: one decode step) or returns what arrived meanwhile (a remote engine). Weights arrive in another thread. An
+engine that holds them itself is a `TakesWeights`: it stages them, and swaps them in inside `poll`, between two decode
+steps. An engine whose weights are on a server is a `SwapsRemotely`: it pauses while the server takes them.
 
 Shapes: n = tokens of the item at hand. Log-probs are natural, float32.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Float32s: TypeAlias = npt.NDArray[np.float32]
 UpdateMode: TypeAlias = Literal["in_place", "retract"]
-"""What happens to running requests at a weight swap: `in_place` keeps the KV cache, `retract` recomputes it."""
+"""Treatment of running requests at a weight swap: `in_place` keeps the KV cache, `retract` recomputes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class GenerationRequest:
     prompt_ids: Int32s
     sampling: Sampling
     max_new_tokens: int
-    """Of this request; `sampling.max_new_tokens` is the whole rollout's."""
+    """Limit for this request; `sampling.max_new_tokens` is the limit for the whole rollout."""
     stop_token_ids: tuple[int, ...]
-    """A sampled stop token ends the request and IS part of the output (it is graded like any other token)."""
+    """A sampled stop token ends the request and IS part of the output (it is scored like any other token)."""
     sample_offset: int = 0
-    """Tokens of the rollout sampled by earlier requests: the random stream goes on from there."""
+    """Tokens of the rollout sampled by earlier requests; the random stream continues from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class GenerationDelta:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Log-probs of token_ids[start:end] given what stands before each; end = len(token_ids). start >= 1."""
+    """Asks for log-probs of token_ids[start:end], each given all tokens before it; end = len(token_ids), start >= 1."""
 
     token_ids: Int32s
     start: int
@@ -79,7 +79,7 @@ class ScoreResult:
 
     @staticmethod
     def empty(top_k: int) -> ScoreResult:
-        """For a request of no tokens, n = 0."""
+        """The result of a request for no tokens, n = 0."""
         none = np.zeros(0, np.float32)
         if not top_k:
             return ScoreResult(none)
@@ -88,7 +88,7 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A frozen look at a generation engine."""
+    """A snapshot of a generation engine's state."""
 
     running: int
     queued: int
@@ -102,7 +102,7 @@ class EngineStats:
 
 
 class GenerationEngine(Protocol):
-    """A student that writes."""
+    """Samples a student's answers."""
 
     @property
     def version(self) -> WeightVersion:
@@ -114,8 +114,8 @@ class GenerationEngine(Protocol):
 
     @property
     def works_in_poll(self) -> bool:
-        """True: nothing happens between two calls of `poll`, so call it again at once while requests run. False: the
-        work is done elsewhere; wait until there is output (the engine wakes whoever it was told to)."""
+        """True: work happens only inside `poll`, so call it again at once while requests run. False: the work is done
+        elsewhere; wait until the engine's `wake` callback reports output."""
         ...
 
     def submit(self, request: GenerationRequest) -> None:
@@ -141,40 +141,42 @@ class TakesWeights(Protocol):
     def version(self) -> WeightVersion: ...
 
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Thread-safe. Take a full set of named parameters (HF names); they are swapped in between two decode steps.
-        The tensors may be views of memory that is used again after this call: copy what is kept. A newer staging
-        replaces one that is not yet swapped in. Raises ValueError for missing or unknown names or shapes, naming them;
-        nothing is swapped then."""
+        """Stage a full set of named parameters (HF names), to be swapped in between two decode steps. The tensors may
+        be views of memory that is reused after this call, so an implementation copies what it keeps. A newer staging
+        replaces one that is not swapped in yet. Raises ValueError for missing or unknown names or shapes, naming them;
+        then nothing is swapped."""
         ...
 
 
 class SwapsRemotely(Protocol):
-    """An engine whose weights arrive on its server, not here. Called by whoever updates the server, from one thread."""
+    """An engine whose weights arrive on its server. The weight sink that updates the server calls this, from one
+    thread."""
 
     @property
     def version(self) -> WeightVersion: ...
 
     def pause(self, timeout_s: float) -> None:
-        """Before an update is posted: send nothing more, and bring running requests to where the server can take new
-        weights. When it raises, nothing is sent until `resume` succeeds."""
+        """Prepare for an update: send nothing more, and stop running requests where the server can take new weights.
+        After an error nothing is sent until `resume` succeeds."""
         ...
 
     def resume(self, version: WeightVersion, timeout_s: float) -> None:
-        """After the server has acknowledged `version`: go on under it. Raises when the server does not have it."""
+        """Continue under `version`, which the server has acknowledged. Raises when the server does not have it."""
         ...
 
 
 class EngineLost(Exception):
-    """What the engine works on (its server) is away or stuck for longer than anybody waits. The worker ends with
-    ExitCode.SERVER_LOST, so that whoever runs the server starts it again."""
+    """The engine's server is away or stuck past all deadlines. The worker ends with ExitCode.SERVER_LOST, so that the
+    server is started again."""
 
 
 class EngineMismatch(ValueError):
-    """What the engine works on is not as configured, and will not be: the worker ends with ExitCode.USELESS."""
+    """The engine's server or model contradicts the configuration, and a restart would not help. The worker ends with
+    ExitCode.USELESS."""
 
 
 class ScoringEngine(Protocol):
-    """A teacher that grades."""
+    """Scores tokens with a teacher model."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -183,7 +185,7 @@ class ScoringEngine(Protocol):
     def max_context(self) -> int: ...
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        """Grade a batch at temperature 1. Raises ValueError for ids outside the vocabulary or start < 1."""
+        """Score a batch at temperature 1. Raises ValueError for ids outside the vocabulary or start < 1."""
         ...
 
     def close(self) -> None: ...
@@ -194,6 +196,6 @@ class TakesSnapshots(Protocol):
     """A ScoringEngine whose weights can be replaced between two calls of `score`."""
 
     def load_snapshot(self, ref: WeightsRef) -> None:
-        """Raises weights.sink.SnapshotRefused: not there, damaged, or of another architecture. The weights are
-        then as before."""
+        """Replace the weights. Raises weights.sink.SnapshotRefused when the file is missing, damaged, or of another
+        architecture; the weights are then unchanged."""
         ...

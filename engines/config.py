@@ -22,7 +22,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     max_context: Annotated[int, Meta(ge=2)] = 1024
     """Longest sequence in tokens, prompt and answer together. A request that reaches it ends with reason "length"."""
     update_mode: UpdateMode = "in_place"
-    """What happens to running requests at a weight swap: `in_place` keeps their KV cache, `retract` recomputes it."""
+    """Treatment of running requests at a weight swap: `in_place` keeps their KV cache, `retract` recomputes it."""
     dtype: DtypeName = "float32"
     """Precision of weights and KV cache. Log-probs are always computed in float32."""
     device: str = "auto"
@@ -50,7 +50,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     args: tuple[str, ...] = ()
     """Further arguments of sglang.launch_server, e.g. --mem-fraction-static,0.8; they win over ours."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the servers run; auto: cuda when there is a GPU. With `urls` the running servers say it."""
+    """Device of the servers; auto: cuda when there is a GPU. With `urls` the running servers say it."""
     gpus: tuple[NonNegativeInt, ...] = ()
     """GPUs of these servers, as numbered in CUDA_VISIBLE_DEVICES: `tp` for each server in turn; one GPU may appear
     several times. Empty: the GPUs that are left over, in order. Not used on a CPU."""
@@ -79,7 +79,7 @@ class WorkerSettings(Settings, frozen=True, kw_only=True):
     where there are GPUs and server.python has SGLang (or with urls), else torch. Other engines: the name in an
     installed package's entry points, or `module:attribute` (docs/engines.md)."""
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
-    """How the launcher starts the servers of these workers."""
+    """Settings of the servers that the launcher starts for these workers."""
     urls: tuple[str, ...] = ()
     """Running SGLang servers to use instead of starting some, one per worker, e.g. http://10.0.0.7:30000."""
     engines: dict[str, Settings] = msgspec.field(default_factory=dict[str, Settings])

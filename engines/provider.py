@@ -1,8 +1,8 @@
-"""What an engine brings to a run beside the engine itself: one `EngineProvider` per engine, found by name in
-`engines.registry`. docs/engines.md shows how to write one.
+"""Everything that a run needs to know about an engine: one `EngineProvider` each, found by name in `engines.registry`.
+docs/engines.md shows how to write one.
 
 The launcher, the actors, the teachers and the learner ask the provider, and never compare names. Neither this module
-nor one with a provider imports torch: the launcher reads it, and so do workers that never load a model.
+nor a provider's module imports torch at its top, because the launcher and workers without a model import it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from models.tokenizer_file import FileTokenizer
 
 EngineRole: TypeAlias = Literal["actor", "teacher"]
-"""Who uses an engine: actors write with it, teachers score with it."""
+"""The user of an engine: actors sample with it, teachers score with it."""
 
 
 class StudentModel(Protocol):
@@ -59,29 +59,29 @@ class WithTeacher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Student:
-    """An engine that writes, and where its weights come in."""
+    """A started generation engine and the sink through which it gets weights."""
 
     engine: GenerationEngine
     weights: WeightSink
     max_context: int
-    """Tokens of prompt and answers."""
+    """Longest sequence in tokens, prompt and answers together."""
 
 
 @dataclass(frozen=True, slots=True)
 class StudentSource:
-    """What is known of an actor's student before its engine is there, and how to start that."""
+    """An actor's student before its engine is started."""
 
     tokenizer: PreTrainedTokenizerBase | FileTokenizer
     """For environments (actors.envs.base.TextTokenizer)."""
     fingerprint: str
     stop_token_ids: tuple[int, ...]
     start: Callable[[Callable[[], None]], Student]
-    """Given a function that wakes the actor's main thread, callable from any other."""
+    """Starts the engine. The argument wakes the actor's main thread from any other thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerSource:
-    """The fingerprint of a teacher's vocabulary, how many ids it has, and how to start its engine."""
+    """A teacher before its engine is started: the fingerprint of its vocabulary, its number of ids, and the start."""
 
     fingerprint: str
     vocab_tokens: int
@@ -89,7 +89,7 @@ class ScorerSource:
 
 
 class ModelShape(NamedTuple):
-    """The size of a model, as config.json and the headers of its weights say."""
+    """The size of a model, from config.json and the headers of its weight files."""
 
     parameters: int
     layers: int
@@ -99,27 +99,27 @@ class ModelShape(NamedTuple):
     kv_width: int
     """KV heads times head size."""
     dtype_bytes: int
-    """Of its files."""
+    """Bytes per parameter in the weight files."""
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes on one GPU, by what they are for."""
+    """Estimated bytes on one GPU, by purpose."""
 
     sure: Mapping[str, float]
-    """Needed at least: a run without room for it is refused."""
+    """The minimum: a run without room for it is refused."""
     likely: Mapping[str, float]
 
 
 class ContextLimit(NamedTuple):
-    """Longest sequence that an engine is configured to write."""
+    """The longest sequence that an engine is configured for."""
 
     key: str
-    """Of the configuration."""
+    """The configuration key that sets it."""
     tokens: int
 
 
 class Device(NamedTuple):
-    """Where the configuration puts the model that a worker holds."""
+    """The configured device of the model that a worker holds."""
 
     key: str
     """Below `actor`, `teacher` or `pools.NAME`, e.g. `torch.device`."""
@@ -127,19 +127,19 @@ class Device(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What `engine = auto` knows when it asks a provider whether it fits."""
+    """The facts by which a provider decides whether `engine = auto` should take it."""
 
     server: ServerConfig
     urls: tuple[str, ...]
     in_process: str
-    """Why only an engine in the worker's process will do; empty: any will."""
+    """The reason why only an engine in the worker's process will do; empty: any will."""
     gpus: bool
-    """Whether this machine has any."""
+    """True when this machine has GPUs."""
     look: Callable[[Path], Interpreter]
 
 
 class Interpreter(Protocol):
-    """What was found out about a Python interpreter."""
+    """The result of probing a Python interpreter."""
 
     @property
     def missing(self) -> tuple[str, ...]: ...
@@ -148,101 +148,104 @@ class Interpreter(Protocol):
 
 
 class Launch(NamedTuple):
-    """How a server is started."""
+    """The command that starts a server."""
 
     python: Path
     arguments: tuple[str, ...]
-    """All but model, address and key; the user's own come last, so that they win."""
+    """All arguments except model, address and key; the user's come last, so that they win."""
     forked: bool
-    """From a process that has imported everything already (sglang_server's zygote); else it is a process of its own."""
+    """Forked from a process that has already imported everything (sglang_server's zygote); else started as a new
+    process."""
 
 
 class ServerEngine:
-    """What the launcher needs to know to run an engine's servers, or to use those that the user names by `urls`."""
+    """The launcher's view of an engine's servers, which it starts or finds at `urls`."""
 
     modules: tuple[str, ...] = ()
-    """Looked for, without an import, in the interpreter that is to run the servers."""
+    """Modules that the servers' interpreter must have; they are looked up, not imported."""
 
     def choose_python(self, server: ServerConfig) -> Path:
-        """The interpreter that servers run in."""
+        """The interpreter in which servers run."""
         raise NotImplementedError
 
     def lacks(self, key: str, server: ServerConfig, python: Path, look: Interpreter) -> str | None:
-        """What to tell the user when `python` cannot run servers, else None. `server.device` is cpu or cuda."""
+        """The message for the user when `python` cannot run servers, else None. `server.device` is cpu or cuda."""
         raise NotImplementedError
 
     def launch(self, server: ServerConfig) -> Launch:
         raise NotImplementedError
 
     def contradictions(self, key: str, role: EngineRole, server: ServerConfig) -> Iterator[str]:
-        """Arguments of the user's own that contradict the rest of the configuration, or cannot work."""
+        """One message for each of the user's arguments that contradicts the configuration or cannot work."""
         yield from ()
 
     def memory_fraction(self, arguments: Sequence[str]) -> float | None:
-        """Share of a GPU's memory that the arguments let a server take; None: they do not say."""
+        """Share of a GPU's memory that the arguments allow a server; None where they do not set it."""
         return None
 
     def memory(self, server: ServerConfig, shape: ModelShape, gpu_bytes: float) -> MemoryNeed:
-        """Of one server, on each of its GPUs."""
+        """Memory of one server on each of its GPUs."""
         raise NotImplementedError
 
     def nccl_environment(self, server: ServerConfig) -> dict[str, str]:
-        """What NCCL must find in the environment on all sides of the weight group, because servers set it so."""
+        """NCCL variables that all members of the weight group must share, because servers set them."""
         return {}
 
 
 class EngineProvider:
-    """One engine. A new one overrides what differs; docs/engines.md goes through all of it."""
+    """One engine. A subclass overrides what differs from the defaults; docs/engines.md describes every part."""
 
     name: str = ""
-    """In `actor.engine` and `teacher.engine`."""
+    """The name in `actor.engine` and `teacher.engine`."""
     title: str = ""
-    """In what the launcher says: `actors: TITLE on the CPU`."""
+    """The name in the launcher's output: `actors: TITLE on the CPU`."""
     roles: tuple[EngineRole, ...] = ("actor", "teacher")
-    """Who can use it."""
+    """The roles that can use it."""
     servers: ServerEngine | None = None
-    """Where the engine is a server per worker; None: it works in the worker's own process."""
+    """For an engine with one server per worker; None: it works in the worker's process."""
     loads_model: bool = False
-    """The worker holds the model itself, loaded by torch and transformers: it is given a device, and is forked from a
-    process that has imported them."""
+    """True when the worker itself holds the model, loaded by torch and transformers: the launcher then gives it a
+    device and forks it from a process that has imported both."""
 
     options: Mapping[EngineRole, type[Settings]] = {}
     """The section of keys that the engine reads, by role: `actor.NAME.KEY`, `teacher.NAME.KEY`. A worker gets it by
     `ctx.config.actor.section(NAME, KIND)`. Only for engines with an entry point, whose NAME is known beforehand."""
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
-        """Modules that workers import inside functions; the fork server imports them once for all. Without torch,
-        unless `loads_model`."""
+        """Modules that workers import lazily; the fork server imports them once for all workers. They must not import
+        torch, unless `loads_model`."""
         return ()
 
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
-        """In an actor's process. What it starts may raise engines.base.EngineLost and EngineMismatch."""
-        raise NotImplementedError(f"engine {self.name} writes no rollouts")
+        """Make an actor's student, in the actor's process. Its start may raise engines.base.EngineLost and
+        EngineMismatch."""
+        raise NotImplementedError(f"engine {self.name} cannot write rollouts")
 
     def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
-        """In a teacher's process; errors as `student`."""
-        raise NotImplementedError(f"engine {self.name} scores nothing")
+        """Make a teacher's scorer, in the teacher's process. Raises as `student` does."""
+        raise NotImplementedError(f"engine {self.name} cannot score")
 
     def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
-        """What kind of member of the weight group an actor with this engine is. `student`: the model's path."""
+        """The kind of weight-group member that an actor with this engine is. `student`: the model's path."""
         return Members()
 
     def fits(self, wish: Wish) -> tuple[bool, str]:
-        """(whether `engine = auto` takes it, why). Asked of built-in engines only."""
-        return False, f"{self.name} is for those who name it"
+        """(`engine = auto` takes it, reason). Only built-in engines are asked."""
+        return False, f"{self.name} is only used when it is named"
 
     def device(self, role: EngineRole, settings: WorkerSettings) -> Device | None:
-        """Where the configuration puts the model; None: this engine uses no device of the worker's."""
+        """The configured device of the model; None when the worker needs no device."""
         return None
 
     def context_limit(self, actor: WorkerSettings) -> ContextLimit | None:
-        """None: the model's own window, or whatever its server takes."""
+        """The configured limit; None: the model's window or the server's limit applies."""
         return None
 
     def reads_snapshots(self) -> bool:
-        """Whether its scorer can take new weights (engines.base.TakesSnapshots), as the student's average does."""
+        """True when its scorer can load new weights (engines.base.TakesSnapshots), which the student's average
+        needs."""
         return False
 
     def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
-        """Of one worker on its GPU, where it holds the model."""
+        """Memory of one worker on its GPU, where it holds the model."""
         return MemoryNeed({}, {})

@@ -30,7 +30,7 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     engines: OtherEngines = msgspec.field(default_factory=dict[str, Settings])
     """Options of engines from other packages, set as teacher.NAME.KEY."""
     sglang: ServerLinkConfig = msgspec.field(default_factory=ServerLinkConfig)
-    """How a teacher talks to its SGLang server."""
+    """The teacher's connection to its SGLang server."""
     pool: str = "default"
     """Name of the one pool of a run without `pools`; tasks name the pools that must score them."""
     top_k: TopK = 0

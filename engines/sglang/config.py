@@ -1,4 +1,4 @@
-"""How a worker talks to its SGLang server. No torch here."""
+"""Settings of a worker's connection to its SGLang server. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SwapMode: TypeAlias = Literal["in_place", "retract", "abort"]
 
 
 class ServerLinkConfig(Settings, frozen=True, kw_only=True):
-    """How a teacher talks to its SGLang server (`engines.sglang.scorer`)."""
+    """A teacher's connection to its SGLang server (`engines.sglang.scorer`)."""
 
     api_key_env: str = ""
     """Name of the environment variable that holds the bearer key of running servers (`urls`); empty: they need none.
@@ -22,7 +22,7 @@ class ServerLinkConfig(Settings, frozen=True, kw_only=True):
     control_timeout_s: PositiveFloat = 10.0
     """Timeout of one short call: health, abort, pause."""
     start_timeout_s: PositiveFloat = 30.0
-    """How long a request is retried while the server is away or refuses it for load, before it fails."""
+    """Seconds for which a request is retried while the server is away or refuses it for load, before it fails."""
     stall_timeout_s: PositiveFloat = 60.0
     """Longest silence of a running request before it fails. A pause for new weights does not count."""
     health_every_s: PositiveFloat = 1.0
@@ -30,13 +30,13 @@ class ServerLinkConfig(Settings, frozen=True, kw_only=True):
 
 
 class SGLangConfig(ServerLinkConfig, frozen=True, kw_only=True):
-    """How an actor talks to its SGLang server (`engines.sglang.engine`)."""
+    """An actor's connection to its SGLang server (`engines.sglang.engine`)."""
 
     stream_tokens: PositiveInt = 16
     """Tokens per piece of a stream, where the server lets a request say so (else its --stream-interval decides). A
     piece costs the server about the same whatever its size, so one token at a time is expensive."""
     update_mode: SwapMode = "abort"
-    """What happens to running requests at a weight swap. `abort`: they end, and continue as new requests that recompute
+    """Treatment of running requests at a weight swap. `abort`: they end, and continue as new requests that recompute
     their KV cache; `in_place`: the same, but they find their old KV cache again; `retract`: the server itself
     recomputes it, and tokens sampled after the swap are held back until the request ends, because only then does the
     server say which weights sampled which token (SGLang 0.5.21 and later). Log-probs are those that tokens were sampled

@@ -1,4 +1,4 @@
-"""Between the event loop, where tokens arrive, and the owner's thread, which polls for them."""
+"""Passes tokens from the event loop, where they arrive, to the owner's thread, which polls for them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import numpy as np
 from engines.base import GenerationDelta
 from engines.sglang.stream import FinishReason, NewTokens
 
-_SAY_EVERY_S: Final = 0.01
-"""Tokens of many requests arrive one by one; whoever waits for them is woken for several at once."""
+_NOTIFY_EVERY_S: Final = 0.01
+"""Shortest time between two notifications: tokens of many requests arrive one by one, and one wake-up serves
+several."""
 
 
 @dataclass(slots=True)
 class PendingDelta:
-    """What the next poll returns of one request."""
+    """One request's part of the next poll."""
 
     tokens: NewTokens = field(default_factory=NewTokens)
     finish_reason: FinishReason | None = None
@@ -38,32 +39,33 @@ class PendingDelta:
 
 
 class DeltaBox:
-    """`open` and `take` from the owner's thread, the others on the event loop."""
+    """`open` and `take` are called from the owner's thread, the others on the event loop."""
 
     def __init__(self, on_output: Callable[[], None] | None) -> None:
-        """`on_output` is called on the event loop when there is something to take, at most every `_SAY_EVERY_S`."""
+        """`on_output` is called on the event loop when there is something to take, at most once per
+        `_NOTIFY_EVERY_S`."""
         self._on_output = on_output
         self._arrived = threading.Condition()
         self._open: set[str] = set()
         """Requests whose last delta has not been taken."""
         self._pending: dict[str, PendingDelta] = {}
-        self._saying = False
-        self._said_s = 0.0
+        self._notifying = False
+        self._notified_s = 0.0
 
     def __len__(self) -> int:
-        """Requests that are not over for the owner."""
+        """Number of requests whose last delta was not taken."""
         with self._arrived:
             return len(self._open)
 
     def open(self, request_id: str) -> None:
-        """Raises ValueError for one that is not over."""
+        """Register a request. Raises ValueError for an id in use."""
         with self._arrived:
             if request_id in self._open:
                 raise ValueError(f"request id {request_id!r} is in use; expected a new one")
             self._open.add(request_id)
 
     def take(self, timeout_s: float) -> list[GenerationDelta]:
-        """What arrived since the last time, one delta per request at most; waits up to `timeout_s` for the first."""
+        """New output, at most one delta per request; waits up to `timeout_s` for the first."""
         with self._arrived:
             if not self._pending and timeout_s > 0:
                 self._arrived.wait(timeout_s)
@@ -75,28 +77,28 @@ class DeltaBox:
         with self._arrived:
             self._pending.setdefault(request_id, PendingDelta()).tokens.extend(new)
             self._arrived.notify()
-        self._say_soon()
+        self._notify_soon()
 
     def end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         with self._arrived:
             pending = self._pending.setdefault(request_id, PendingDelta())
             pending.finish_reason, pending.error = reason, error
             self._arrived.notify()
-        self._say_soon()
+        self._notify_soon()
 
-    def say(self) -> None:
-        """Tell whoever waits, now."""
-        self._saying, self._said_s = False, time.monotonic()
+    def notify(self) -> None:
+        """Notify the owner now."""
+        self._notifying, self._notified_s = False, time.monotonic()
         if self._on_output is not None:
             self._on_output()
 
-    def _say_soon(self) -> None:
-        """At once, or together with what comes in the next moments."""
-        if self._on_output is None or self._saying:
+    def _notify_soon(self) -> None:
+        """Notify the owner now or, soon after the last time, a little later together with further output."""
+        if self._on_output is None or self._notifying:
             return
-        self._saying = True
-        wait_s = self._said_s + _SAY_EVERY_S - time.monotonic()
+        self._notifying = True
+        wait_s = self._notified_s + _NOTIFY_EVERY_S - time.monotonic()
         if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self.say)
+            asyncio.get_running_loop().call_later(wait_s, self.notify)
         else:
-            self.say()
+            self.notify()

@@ -1,4 +1,4 @@
-"""What a server can do, found out by asking it once at connect, never from its version number."""
+"""A server's features, measured once at connect, never inferred from its version number."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from weights.checks import Precision
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
 
 _PROMPT: Final = [1, 2, 3]
-"""Ids that every vocabulary has."""
+"""Ids that exist in every vocabulary."""
 _STREAM_TOKENS: Final = 16
 _PROBE_TEMPERATURE: Final = 2.0
 _SAME_NATS: Final = 1e-2
 _FLUSH_TOKENS: Final = 512
-"""Of the request that is at work while the cache is flushed; it is ended right after."""
+"""Length of the request that runs while the cache is flushed; it is aborted right after."""
 _FLUSH_TRIES: Final = 3
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What /get_server_info is read for; a field that a version lacks is None."""
+    """The fields used of /get_server_info; None where a version lacks one."""
 
     version: str = "unknown"
     max_req_input_len: int | None = None
@@ -70,21 +70,21 @@ class _TopReply(msgspec.Struct, frozen=True):
 
 
 class Features(msgspec.Struct, frozen=True, kw_only=True):
-    """One server, as measured."""
+    """The measured features of one server."""
 
     version: str
-    """For people; nothing is decided by it."""
+    """For display only; no decision depends on it."""
     weights_label: str
-    """What it calls its weights now."""
+    """The current label of its weights."""
     max_context: int
     """Tokens of prompt and answer together."""
     max_prompt: int
     """Tokens of a prompt."""
     max_running: int | None
     device: Literal["cpu", "cuda"]
-    """Where its model is."""
+    """Device of its model."""
     tp_size: int
-    """Processes that hold a part of the model each; as many ranks in a weight group."""
+    """Processes that each hold a part of the model; each is a rank in a weight group."""
     update_sessions: bool
     """Weight updates go between /begin_weight_update and /end_weight_update."""
     pausing: bool
@@ -94,23 +94,24 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     checksums: bool
     """Has /weights_checker."""
     version_spans: bool
-    """The last chunk says which weights sampled which token."""
+    """The last chunk says which weights sampled each token."""
     incremental_stream: bool
-    """A chunk has the new tokens only, not all so far."""
+    """A chunk has only the new tokens, not all tokens so far."""
     stream_interval: bool
-    """A request may say how many tokens a chunk shall have."""
+    """A request may set the number of tokens per chunk."""
     logprob_temperature: LogprobTemperature
-    """Log-probs of sampled tokens are of softmax(logits / temperature) (`as_sampled`), or at temperature 1 (`one`)."""
+    """Log-probs of sampled tokens are those of softmax(logits / temperature) (`as_sampled`), or at temperature 1
+    (`one`)."""
     greedy_logprobs_at_one: bool
     """At temperature 0 log-probs are those of temperature 1."""
     precision: Precision = "half"
-    """Of what it computes with."""
+    """Precision of its computation."""
     flushes_while_paused: bool | None = None
-    """Forgets cached prefixes though requests wait for the end of a pause. One that cannot ends itself when new weights
-    come in mode `retract`. None: not asked, as another mode is configured."""
+    """It can flush cached prefixes while requests wait in a pause. A server that cannot ends itself when new weights
+    come in mode `retract`. None: not measured, because another mode is configured."""
 
     def table(self) -> str:
-        """For the log and for people: a line per feature."""
+        """A table for the log, one line per feature."""
         flushes = self.flushes_while_paused
         rows = {
             "SGLang": self.version,
@@ -133,11 +134,11 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerMismatch(EngineMismatch):
-    """The server is not as it was configured; starting it or its worker again would not help."""
+    """The server differs from its configuration; restarting it or its worker would not help."""
 
 
 def check_layout(features: Features, server: ServerConfig) -> None:
-    """Compare what the server says of itself with what GPUs were handed out and ranks counted by. Raises
+    """Compare a server's device and tp size with the configuration, by which GPUs and ranks were assigned. Raises
     ServerMismatch."""
     if features.tp_size != server.tp:
         raise ServerMismatch(
@@ -146,13 +147,13 @@ def check_layout(features: Features, server: ServerConfig) -> None:
         )
     if server.device != "auto" and features.device != server.device:
         raise ServerMismatch(
-            f"the server's model is on {features.device}, but server.device is {server.device}; look into its log for "
-            "why, or set server.device"
+            f"the server's model is on {features.device}, but server.device is {server.device}; its log may say "
+            "why; or set server.device"
         )
 
 
 def probe_server(url: str, config: ServerLinkConfig, *, api_key: str = "") -> Features:
-    """What the server there can do, for people who want to know before a run. Raises as `detect_features` does."""
+    """Measure a server's features before a run. Raises as `detect_features` does."""
     link = ServerLink(url, config, api_key=api_key)
     try:
         return link.run(detect_features(link), timeout_s=2 * config.connect_timeout_s)
@@ -161,14 +162,14 @@ def probe_server(url: str, config: ServerLinkConfig, *, api_key: str = "") -> Fe
 
 
 def write_features(run_dir: Path, worker: str, url: str, features: Features) -> None:
-    """Leave them in the run folder, at servers/WORKER.json, for the launcher to show."""
+    """Write features to servers/WORKER.json in the run folder, for the launcher to show."""
     path = run_dir / "servers" / f"{worker}.json"
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, msgspec.json.encode({"url": url, "features": features}))
 
 
 def why_unfit(features: Features, config: SGLangConfig) -> str | None:
-    """Why the server cannot write under this configuration, with what to do; None: it can."""
+    """The reason why an actor cannot use the server with this configuration, and what to do; None: it can."""
     if config.update_mode != "retract":
         return None
     if not features.pausing:
@@ -186,8 +187,8 @@ def why_unfit(features: Features, config: SGLangConfig) -> str | None:
 
 
 async def detect_features(link: ServerLink) -> Features:
-    """Wait until the server answers, then ask. Raises ServerUnavailable past connect_timeout_s, StreamError for answers
-    that make no sense."""
+    """Wait until the server answers, then measure. Raises ServerUnavailable past connect_timeout_s, StreamError for
+    unusable answers."""
     await link.wait_until_up()
     model = await link.model_info()
     info = msgspec.json.decode(await link.get("/get_server_info"), type=ServerInfo)
@@ -230,7 +231,7 @@ def _body(temperature: float, n_tokens: int, interval: int = 0, **more: Any) -> 
 
 
 async def _top_two(link: ServerLink, temperature: float) -> tuple[tuple[float, float], bool]:
-    """Log-probs of the two likeliest next tokens, and whether version spans come with the reply."""
+    """Log-probs of the two likeliest next tokens, and True if the reply has version spans."""
     try:
         text = await link.post(
             "/generate", _body(temperature, 1, top_logprobs_num=2), timeout_s=link.config.stall_timeout_s
@@ -243,8 +244,8 @@ async def _top_two(link: ServerLink, temperature: float) -> tuple[tuple[float, f
 
 
 def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, float]) -> LogprobTemperature:
-    """softmax(logits / T) divides every difference of log-probs by T. Differences too small to tell are settled by the
-    likeliest log-prob, which T > 1 lowers."""
+    """softmax(logits / T) divides every difference of log-probs by T. Where the difference is too small to measure, the
+    likeliest log-prob decides, which T > 1 lowers."""
     gap_one, gap_probe = at_one[0] - at_one[1], at_probe[0] - at_probe[1]
     if abs(gap_one) > 10 * _SAME_NATS:
         return "as_sampled" if abs(gap_probe - gap_one / _PROBE_TEMPERATURE) < abs(gap_probe - gap_one) else "one"
@@ -252,8 +253,8 @@ def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, flo
 
 
 async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, bool, float]:
-    """Whether chunks are increments, whether a request may set their size, and the log-prob of the first greedy
-    token. Servers refuse sampling parameters that they do not know."""
+    """(chunks are increments, a request may set their size, log-prob of the first greedy token). Servers refuse unknown
+    sampling parameters."""
     may_set = True
     try:
         chunks = await _greedy_stream(link, interval=2)
@@ -276,8 +277,8 @@ async def _greedy_stream(link: ServerLink, interval: int) -> list[Chunk]:
 
 
 async def _flushes_while_paused(link: ServerLink, n_tokens: int) -> bool:
-    """Tried with a request that is at work: the pause puts it back among those that wait. That it still had to be
-    aborted afterwards shows that it was there when the flush came."""
+    """Measured with a running request, which the pause puts back into the queue. It must still be there to be aborted
+    afterwards: this proves that it waited during the flush."""
     for _ in range(_FLUSH_TRIES):
         rid = f"probe-{secrets.token_hex(4)}"
         flushed: bool | None = None
@@ -307,8 +308,8 @@ async def _flush_in_a_pause(link: ServerLink) -> bool:
 
 
 def chunks_are_increments(chunks: Sequence[Chunk]) -> bool | None:
-    """None when they do not tell. The first chunk with tokens never does, however many it has: a busy server puts
-    several steps into one chunk."""
+    """None when the chunks do not show it. The first chunk with tokens never does, because a busy server puts several
+    steps into one chunk."""
     telling = [chunk for chunk in chunks if chunk.output_ids][1:]
     if not telling:
         return None

@@ -37,6 +37,7 @@ API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
 _FIRST_BACKOFF_S: Final = 0.05
 _LONGEST_BACKOFF_S: Final = 2.0
 _CONNECT_RETRY_S: Final = 0.3
+_FLUSH_RETRY_S: Final = 0.005
 _FAILURES_TO_OPEN: Final = 3
 _RETRY_STATUS: Final = frozenset({429, 500, 502, 503, 504})
 _WRONG_METHOD: Final = 405
@@ -49,16 +50,16 @@ class ServerUnavailable(RuntimeError):
 
 
 class RequestRefused(RuntimeError):
-    """The server answered that it does not want this request; another attempt is pointless."""
+    """The server refused this request; another attempt is pointless."""
 
 
 class ServerLost(EngineLost):
-    """The server is away or stuck for longer than anybody waits, or another one answers in its place. Its worker ends
-    with ExitCode.SERVER_LOST, so that whoever runs the server starts it again."""
+    """The server is away or stuck past all deadlines, or another one answers in its place. Its worker ends with
+    ExitCode.SERVER_LOST, so that the server is started again."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What /model_info is read for."""
+    """The fields used of /model_info."""
 
     weight_version: str
     model_path: str = ""
@@ -80,7 +81,7 @@ class CircuitBreaker:
 
     @property
     def open_for_s(self) -> float:
-        """0 when it is closed."""
+        """Seconds since it opened; 0 when it is closed."""
         return time.monotonic() - self._opened_s if self.is_open else 0.0
 
     def failed(self) -> None:
@@ -95,7 +96,7 @@ class CircuitBreaker:
         self._closed.set()
 
     async def wait_closed(self, timeout_s: float) -> None:
-        """Raises ServerUnavailable."""
+        """Wait until the breaker is closed. Raises ServerUnavailable past `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._closed.wait()
@@ -106,11 +107,12 @@ class CircuitBreaker:
 
 
 class ServerLink:
-    """See the module. `run` may be called from any thread but the loop's; the coroutines run on the loop."""
+    """The connection to one server. `run` may be called from any thread except the loop's; the coroutines run on the
+    loop."""
 
     def __init__(self, url: str, config: ServerLinkConfig, *, api_key: str = "") -> None:
-        """`api_key`: bearer key of the server; without one, that in the environment variable `config.api_key_env`.
-        Connects to nothing yet. Raises ValueError when that is not set, or the key cannot stand in a header."""
+        """`api_key`: bearer key of the server; without one, that in the environment variable `config.api_key_env`. Does
+        not connect yet. Raises ValueError when that variable is not set, or the key is not valid in a header."""
         self.url: Final = url.rstrip("/")
         self.config = config
         self._headers = _headers(api_key, config)
@@ -123,7 +125,7 @@ class ServerLink:
         self.sent_bytes_total = 0
         self.received_bytes_total = 0
         self.on_info: Callable[[ModelInfo, float], None] | None = None
-        """Called on the loop with every answer of the monitor, and when it was asked for (time.monotonic)."""
+        """Called on the loop with every answer to the monitor, and the time of its request (time.monotonic)."""
         self._lost: str | None = None
         try:
             self.breaker, self._session = self.run(self._open(), timeout_s=config.control_timeout_s)
@@ -132,12 +134,12 @@ class ServerLink:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-        """Run on the loop and wait. Raises what it raised, or ServerUnavailable past `timeout_s`."""
+        """Run a coroutine on the loop and wait for it. Raises what it raised, or ServerUnavailable past `timeout_s`."""
 
         async def outcome() -> tuple[T | None, Exception | None]:
             try:
                 return await coroutine, None
-            except Exception as error:  # raised below, if anybody still waits; asyncio would log it otherwise
+            except Exception as error:  # raised below, if the caller still waits; asyncio would log it otherwise
                 return None, error
 
         future = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
@@ -151,7 +153,7 @@ class ServerLink:
         return cast(T, result)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Start on the loop without waiting. The coroutine handles its own errors."""
+        """Start a coroutine on the loop without waiting. It must handle its own errors."""
         self._loop.call_soon_threadsafe(self.start_task, coroutine)
 
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
@@ -161,7 +163,7 @@ class ServerLink:
         self.spawn(self._monitor())
 
     def declare_lost(self, reason: str) -> None:
-        """From any thread: this server will not do any more. The first reason stands."""
+        """Mark the server as lost. Thread-safe; the first reason stands."""
         if self._lost is None:
             self._lost = f"{self.url}: {reason}"
             log.error("server lost: %s", self._lost)
@@ -201,7 +203,7 @@ class ServerLink:
         return await self._once("GET", path, None, self.config.control_timeout_s)
 
     async def has_endpoint(self, path: str) -> bool:
-        """Whether GET or POST is answered there. HEAD is refused with another status then, and does nothing."""
+        """True if `path` answers GET or POST: a HEAD request, which does nothing, is then refused as a wrong method."""
         try:
             async with self._session.head(path, timeout=_total(self.config.control_timeout_s)) as reply:
                 return reply.status == _WRONG_METHOD
@@ -215,7 +217,7 @@ class ServerLink:
 
     async def post_again(self, path: str, body: Any, *, timeout_s: float, deadline_s: float) -> bytes:
         """POST until it succeeds, is refused, or the clock (time.monotonic) passes `deadline_s`; each attempt may take
-        `timeout_s`. For requests that may be repeated."""
+        `timeout_s`. Only for requests that may be repeated."""
         payload = msgspec.json.encode(body)
         for backoff_s in backoffs():
             try:
@@ -226,9 +228,25 @@ class ServerLink:
             await asyncio.sleep(backoff_s)
         raise AssertionError("backoffs() ended")
 
+    async def abort(self, rid: str) -> None:
+        """Abort one request at the server. A failure is only logged: the caller also disconnects in time."""
+        try:
+            await self.post("/abort_request", {"rid": rid})
+        except (ServerUnavailable, RequestRefused) as error:
+            log.warning("abort of %s: %s", rid, error)
+
+    async def flush_cache(self) -> None:
+        """Flush cached prefixes. The server refuses until nothing runs, which takes it one more step."""
+        while True:
+            try:
+                await self.post("/flush_cache", {})
+                return
+            except RequestRefused:
+                await asyncio.sleep(_FLUSH_RETRY_S)
+
     async def stream(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
-        """JSON texts of a reply of `data:` lines. No deadline of its own: the caller watches for silence.
-        Raises ServerUnavailable when the connection breaks or ends before [DONE]."""
+        """The JSON texts of a reply in `data:` lines. Has no deadline: the caller watches for silence. Raises
+        ServerUnavailable when the connection breaks or ends before [DONE]."""
         payload = msgspec.json.encode(body)
         self._count(payload)
         try:
@@ -265,11 +283,11 @@ class ServerLink:
     async def _check(self, path: str, reply: aiohttp.ClientResponse) -> None:
         if reply.status < 400:
             return
-        said = f"{self.url}{path}: HTTP {reply.status}: {(await reply.text())[:500]}"
+        message = f"{self.url}{path}: HTTP {reply.status}: {(await reply.text())[:500]}"
         if reply.status in _RETRY_STATUS:
             self.breaker.failed()
-            raise ServerUnavailable(said)
-        raise RequestRefused(said)
+            raise ServerUnavailable(message)
+        raise RequestRefused(message)
 
     def _unavailable(self, path: str, error: BaseException) -> ServerUnavailable:
         self.breaker.failed()
@@ -294,9 +312,7 @@ class ServerLink:
     def _lose_if_away_for_long(self, error: Exception) -> None:
         away_s = self.breaker.open_for_s
         if away_s > self.config.start_timeout_s:
-            self.declare_lost(
-                f"no answer for {away_s:.0f} s more after it was found to be away (start_timeout_s): {error}"
-            )
+            self.declare_lost(f"no answer for {away_s:.0f} s after the circuit opened (start_timeout_s): {error}")
 
     # ------------------------------------------------------------------------------------------- the thread
 
@@ -317,7 +333,7 @@ class ServerLink:
         return task
 
     async def _open(self) -> tuple[CircuitBreaker, aiohttp.ClientSession]:
-        # Limited by max_concurrent, not by the pool: an abort must never wait for a free connection.
+        # No limit here: max_concurrent limits requests, and an abort must never wait for a free connection.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         session = aiohttp.ClientSession(
             self.url, connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
@@ -333,7 +349,7 @@ class ServerLink:
 
 
 def _headers(api_key: str, config: ServerLinkConfig) -> dict[str, str]:
-    """Errors never show the key."""
+    """Headers of every request. Errors never show the key."""
     where = "the server's key"
     if not api_key and config.api_key_env:
         where = f"environment variable {config.api_key_env} (api_key_env)"
@@ -343,12 +359,12 @@ def _headers(api_key: str, config: ServerLinkConfig) -> dict[str, str]:
     if not api_key:
         return {"Content-Type": "application/json"}
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-        raise ValueError(f"{where}: expected printable ASCII without blanks; it has other characters")
+        raise ValueError(f"{where}: expected printable ASCII without blanks, got other characters")
     return {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
 
 
 def backoffs() -> Iterator[float]:
-    """Endless waits between attempts, in seconds: doubling, with jitter so that clients do not come back together."""
+    """Endless waits between attempts, in seconds: doubling, with jitter so that clients do not retry together."""
     wait_s = _FIRST_BACKOFF_S
     while True:
         yield wait_s * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""SGLang, as the run sees it: a server per worker, which the launcher starts or the user names. No torch."""
+"""Provider of SGLang: one server per worker, started by the launcher or named by the user. No torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SGLangProvider(EngineProvider):
         return StudentSource(tokenizer, tokenizer.fingerprint, tokenizer.stop_token_ids, start)
 
     def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
-        """As `student`, but running servers need not be alike."""
+        """Like `student`, except that attached servers need not have the same layout."""
         from engines.sglang.features import ServerMismatch, check_layout, write_features
         from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
         from engines.sglang.scorer import SGLangScorer
@@ -106,8 +106,7 @@ class SGLangProvider(EngineProvider):
         return ScorerSource(tokenizer.fingerprint, vocab_tokens(tokenizer.get_vocab()), start)
 
     def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
-        """The device of servers has been found out by the launcher. Of those that others started, the dtype is not
-        known."""
+        """The launcher has already set `server.device`. The dtype of attached servers is not known."""
         server = actor.server
         check_by: CheckBy = "canary" if weights.transport == "folder" else "reload"
         if weights.verify == "off":

@@ -1,21 +1,27 @@
-"""What goes to an SGLang server and what must not: one generation request, checked; and the counts of them. No I/O."""
+"""Requests to an SGLang server: their bodies, and a generation request's checks and state while it runs. No I/O."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from engines.base import GenerationRequest, Int32s
+from engines.base import EngineStats, GenerationRequest, Int32s
+from engines.sglang.config import SGLangConfig
 from engines.sglang.features import Features
-from protocol.messages import Sampling
+from engines.sglang.http import ServerLink
+from engines.sglang.stream import FinishReason
+from protocol.messages import Sampling, WeightVersion
+from weights.manifest import Bucket
 
 
 def check_request(request: GenerationRequest, features: Features, vocab_size: int) -> None:
-    """Raises ValueError for what the server would refuse, die of, or answer with log-probs that are not those of the
-    distribution sampled from."""
+    """Raises ValueError for requests that the server would refuse or crash on, or for which its log-probs are not those
+    of the distribution sampled from."""
     ids, name = request.prompt_ids, request.request_id
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"request {name!r}: prompt of shape {ids.shape}; expected at least one token, [n]")
@@ -33,7 +39,7 @@ def check_request(request: GenerationRequest, features: Features, vocab_size: in
 
 
 def check_ids(what: str, ids_N: Int32s, vocab_size: int) -> None:
-    """An id outside the vocabulary kills a server. Raises ValueError."""
+    """Raises ValueError for an id outside the vocabulary, which would kill a server."""
     if int(ids_N.min()) < 0 or int(ids_N.max()) >= vocab_size:
         outside = ids_N[(ids_N < 0) | (ids_N >= vocab_size)]
         raise ValueError(f"{what}: token id {outside[0]} is outside the vocabulary [0, {vocab_size})")
@@ -58,7 +64,7 @@ def _check_sampling(what: str, sampling: Sampling, features: Features) -> None:
 
 
 def tokens_left(request: GenerationRequest, n_answered: int, features: Features) -> int:
-    """How many tokens may still be sampled after `n_answered` of the answer, which then are part of the prompt."""
+    """Tokens that may still be sampled after `n_answered` tokens of the answer, which then belong to the prompt."""
     n_prompt = len(request.prompt_ids) + n_answered
     if n_prompt > features.max_prompt:
         return 0
@@ -68,7 +74,7 @@ def tokens_left(request: GenerationRequest, n_answered: int, features: Features)
 def generate_body(
     request: GenerationRequest, answered: list[int], rid: str, features: Features, stream_tokens: int
 ) -> dict[str, Any]:
-    """Body of POST /generate that goes on after the tokens `answered`."""
+    """Body of POST /generate that continues after the tokens `answered`."""
     sampling: dict[str, Any] = {
         "temperature": request.sampling.temperature,
         "max_new_tokens": tokens_left(request, len(answered), features),
@@ -86,6 +92,61 @@ def generate_body(
     }
 
 
+def bucket_update(bucket: Bucket, group_name: str, *, flush: bool) -> dict[str, Any]:
+    """Body of a request to receive one bucket of weights in a broadcast."""
+    return {
+        "names": [spec.name for spec in bucket.tensors],
+        "dtypes": [spec.dtype for spec in bucket.tensors],
+        "shapes": [list(spec.shape) for spec in bucket.tensors],
+        "group_name": group_name,
+        "load_format": "flattened_bucket",
+        "abort_all_requests": False,
+        "flush_cache": flush,
+    }
+
+
+def disk_update(folder: str, *, flush: bool) -> dict[str, Any]:
+    """Body of a request to load weights from a folder."""
+    return {"model_path": folder, "load_format": "auto", "flush_cache": flush, "abort_all_requests": False}
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request, from submit to its last delta. Belongs to the event loop."""
+
+    request: GenerationRequest
+    ids: list[int] = field(default_factory=list[int])
+    """Reported tokens of the answer; a restart continues after them."""
+    cache_key: str = ""
+    """In mode in_place: the label of the weights it began under, under which the prefix cache has its past."""
+    task: asyncio.Task[None] | None = None
+    rid: str = ""
+    """Request id at the server while a stream is open, else empty."""
+    heard_s: float = 0.0
+    aborting_since_s: float | None = None
+    restarting: bool = False
+    """Ended for new weights; continues as a new request after them."""
+    given_up: str = ""
+    """The reason why this engine cancelled it."""
+
+
+def ended_anyway(live: LiveRequest, features: Features) -> FinishReason | None:
+    """The finish reason of a request that was cut for new weights after its final token; None: it continues."""
+    if live.ids and live.ids[-1] in live.request.stop_token_ids:
+        return "stop"
+    return None if tokens_left(live.request, len(live.ids), features) else "length"
+
+
+def why_give_up(live: LiveRequest, limits: SGLangConfig, now_s: float, paused_s: float | None) -> str:
+    """The reason to cancel a silent or long-paused request, else empty. `paused_s`: start of the pause, if any."""
+    if paused_s is None:
+        silent = live.rid and now_s - live.heard_s > limits.stall_timeout_s
+        return f"no token for {limits.stall_timeout_s:g} s (stall_timeout_s)" if silent else ""
+    if now_s - paused_s > limits.pause_timeout_s:
+        return f"paused for new weights for more than {limits.pause_timeout_s:g} s (pause_timeout_s)"
+    return ""
+
+
 @dataclass(slots=True)
 class EngineTotals:
     """Running totals of one engine."""
@@ -97,3 +158,32 @@ class EngineTotals:
     cached_tokens: int = 0
     busy_s: float = 0.0
     busy_since_s: float = 0.0
+
+    def stats(
+        self, server: ServerLink, *, n_open: int, running: int, slots: int, version: WeightVersion
+    ) -> EngineStats:
+        return EngineStats(
+            running=running,
+            queued=max(0, n_open - running),
+            free_slots=max(0, slots - n_open),
+            sampled_tokens_total=self.sampled_tokens,
+            decode_steps_total=self.chunks,
+            busy_s_total=self.busy_until_now_s(),
+            weight_swaps_total=self.swaps,
+            version=version,
+            extra={
+                "http_requests_total": float(server.requests_total),
+                "http_received_bytes_total": float(server.received_bytes_total),
+                "restarted_requests_total": float(self.restarts),
+                "breaker_opened_total": float(server.breaker.opened_total),
+                "breaker_open": float(server.breaker.is_open),
+                "prompt_tokens_cached_total": float(self.cached_tokens),
+            },
+        )
+
+    def busy_until_now_s(self) -> float:
+        return self.busy_s + (time.monotonic() - self.busy_since_s if self.busy_since_s else 0.0)
+
+    def idle(self) -> None:
+        """The last request has ended."""
+        self.busy_s, self.busy_since_s = self.busy_until_now_s(), 0.0

@@ -1,7 +1,7 @@
-"""A teacher on an SGLang server: prompt log-probs of the new tokens only, many requests at once.
+"""A teacher on an SGLang server: prompt log-probs of only the new tokens, many requests at once.
 
-A growing rollout comes back with a longer prefix each time. Log-probs are asked for from `start - 1` on, so that the
-server's prefix cache serves everything before, and the reply holds nothing that is known already.
+A growing rollout returns with a longer prefix each time. Log-probs are requested from `start - 1` on, so that the
+server's prefix cache serves everything before, and the reply has only new values.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class SGLangScorer:
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
         """See the interface; results in the order of the requests. Also raises ValueError for more than max_context
-        tokens and top_k outside [0, vocab_size], ServerUnavailable when one request found no answer in time (the others
-        are cancelled: a grade is cheap to ask for again), ServerLost when none did, RuntimeError after close()."""
+        tokens and top_k outside [0, vocab_size], ServerUnavailable when one request got no answer in time (the others
+        are cancelled, because repeating them is cheap), ServerLost when none did, RuntimeError after close()."""
         if self._closed:
             raise RuntimeError("the scorer is closed")
         self.server.raise_if_lost()
@@ -102,7 +102,7 @@ class SGLangScorer:
             return self.server.run(self._score_all(requests, top_k), timeout_s=rounds * one_s)
         except ServerUnavailable as error:
             if self._answered_s < asked_s:
-                self.server.declare_lost(f"not one grade in {time.monotonic() - asked_s:.0f} s: {error}")
+                self.server.declare_lost(f"no score in {time.monotonic() - asked_s:.0f} s: {error}")
             self.server.raise_if_lost()
             raise
 
@@ -112,7 +112,7 @@ class SGLangScorer:
         self.server.close()
 
     def _note_info(self, info: ModelInfo, asked_s: float) -> None:
-        """A teacher's weights never change: if they do, it is another server that answers, or somebody trains it."""
+        """A teacher's weights never change. If they do, another server answers, or another run has taken this one."""
         if self._model is not None and info != self._model:
             self.server.declare_lost(f"it had {self._model} and has {info} now")
         self._model = self._model or info
@@ -156,7 +156,7 @@ class SGLangScorer:
         if ids.ndim != 1 or not 1 <= request.start <= length:
             raise ValueError(
                 f"request {index}: start {request.start} with token ids of shape {ids.shape}; expected ids [end] and "
-                "1 <= start <= end (the first token has no context to be graded in)"
+                "1 <= start <= end (the first token has no context)"
             )
         if length > self.max_context:
             raise ValueError(f"request {index}: {length} tokens; the server takes up to {self.max_context}")
@@ -164,7 +164,7 @@ class SGLangScorer:
 
 
 def decode_scores(reply: bytes, request: ScoreRequest, *, vocab_size: int) -> ScoreResult:
-    """Of a reply of /generate to `request`. Raises StreamError, and msgspec.DecodeError for what is no reply."""
+    """The scores in a reply of /generate. Raises StreamError, and msgspec.DecodeError for a malformed reply."""
     return read_scores(request, _DECODER.decode(reply).meta_info.input_token_logprobs, None, 0, vocab_size)
 
 
@@ -175,16 +175,18 @@ def read_scores(
     top_k: int,
     vocab_size: int,
 ) -> ScoreResult:
-    """The server's entries start at `start - 1`, whose own log-prob it was not asked for. Raises StreamError when they
-    are not those of the tokens asked for, or not numbers. The last id of the vocabulary comes back as 0, with the
-    log-prob that is its own: SGLang (0.5.17 to 0.5.23) takes it for padding."""
+    """The server's entries start at `start - 1`, whose log-prob is skipped. Raises StreamError when the entries are of
+    other tokens, or not finite. SGLang (0.5.17 to 0.5.23) returns the last id of the vocabulary as 0, with the right
+    log-prob, because it takes the id for padding."""
     wanted_N = request.token_ids[request.start :]
     entries = entries[1:]
     got_N = np.array([entry[1] for entry in entries], np.int32)
     if len(got_N) == len(wanted_N):
         got_N[(wanted_N == vocab_size - 1) & (got_N == 0)] = vocab_size - 1
     if not np.array_equal(got_N, wanted_N):
-        raise StreamError(f"asked for log-probs of {len(wanted_N)} tokens, got {len(got_N)} or of other tokens")
+        raise StreamError(
+            f"got log-probs of {len(got_N)} tokens, or of other tokens; expected those of {len(wanted_N)}"
+        )
     logprobs_N = _finite([entry[0] for entry in entries])
     if not top_k:
         return ScoreResult(logprobs_N)

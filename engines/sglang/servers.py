@@ -1,4 +1,4 @@
-"""How SGLang servers are started: interpreter, arguments, environment, and the GPU memory that they take.
+"""The start of SGLang servers: interpreter, arguments, environment, and the GPU memory that they take.
 
 A user's own arguments (`server.args`) are searched for SGLang's options. argparse takes `--name value`, `--name=value`
 and any abbreviation that fits one name only (`--tp 2`).
@@ -19,11 +19,11 @@ from sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS
 
 
 class Option(NamedTuple):
-    """One of SGLang's."""
+    """One option of sglang.launch_server."""
 
     names: tuple[str, ...]
     shortest: tuple[str, ...]
-    """Of each name, the shortest beginning that SGLang takes for it."""
+    """For each name, the shortest abbreviation that SGLang accepts."""
 
 
 TP: Final = Option(("--tp-size", "--tensor-parallel-size"), ("--tp", "--tensor-p"))
@@ -39,7 +39,7 @@ LOAD_FORMAT: Final = Option(("--load-format",), ("--load-f",))
 
 
 def value_of(args: Sequence[str], option: Option) -> str | None:
-    """The last one, which wins; None: it is not among the arguments, or nothing is behind it."""
+    """The option's last value, which wins; None when it is not among the arguments, or has no value."""
     found: str | None = None
     for index, word in enumerate(args):
         name, equals, value = word.partition("=")
@@ -50,18 +50,18 @@ def value_of(args: Sequence[str], option: Option) -> str | None:
 
 
 def has(args: Sequence[str], option: Option) -> bool:
-    """A switch, without a value."""
+    """True when the arguments contain this option, a switch without a value."""
     return any(option.names[0].startswith(word) and word.startswith(option.shortest[0]) for word in args)
 
 
 COMMON_ARGS: Final = ("--log-level-http", "warning")
-"""Of every server: not a log line per request."""
+"""Arguments of every server: no log line per request."""
 NEEDED: Final = ("sglang", "triton")
-"""Modules without which an interpreter runs no server; triton only on GPUs, in the environment of `make sglang-cpu`."""
+"""Modules that a server needs; triton is checked only for GPUs in the environment of `make sglang-cpu`."""
 UPDATABLE: Final = "flash_rl"
-"""SGLang's loader that keeps what it takes to quantize weights again when others arrive (QuantizedRLModelLoader)."""
+"""SGLang's loader that can quantize new weights again (QuantizedRLModelLoader)."""
 SERVER_FRACTION: Final = 0.85
-"""Of a GPU's memory, where the arguments do not say: SGLang chooses by the GPU, about that."""
+"""Share of a GPU's memory where the arguments do not set it: SGLang chooses by the GPU, about this."""
 
 
 class SGLangServers(ServerEngine):
@@ -83,7 +83,7 @@ class SGLangServers(ServerEngine):
         return f"{key}.server.python: {python} has no {missing}, expected an interpreter that can run SGLang{make}"
 
     def fits(self, wish: Wish) -> tuple[bool, str]:
-        """For `engine = auto`, where servers would have to be started."""
+        """The answer for `engine = auto` when the launcher would have to start servers."""
         if wish.server.device == "cpu":
             return False, "device is cpu"
         if not wish.gpus:
@@ -96,16 +96,16 @@ class SGLangServers(ServerEngine):
         return True, f"GPUs, and SGLang in {python}"
 
     def launch(self, server: ServerConfig) -> Launch:
-        """On a CPU, in the environment made for it, servers are forked from sglang_server's zygote; a user's own
-        interpreter has a real build of SGLang. On GPUs SGLang's own defaults are left alone."""
+        """On a CPU, in our environment for it, servers are forked from sglang_server's zygote; a user's interpreter has
+        a normal build of SGLang. On GPUs SGLang's defaults are kept."""
         python = self.choose_python(server)
         forked = server.device == "cpu" and python == DEFAULT_PYTHON
         base = SERVER_ARGS if forked else ("--device", server.device)
         return Launch(python, (*base, *COMMON_ARGS, "--tp-size", str(server.tp), *server.args), forked)
 
     def contradictions(self, key: str, role: EngineRole, server: ServerConfig) -> Iterator[str]:
-        """The user's arguments come last on the server's command line, so they win over ours there, while GPUs are
-        handed out and ranks are counted by the configuration. `server.device` is cpu or cuda."""
+        """The user's arguments come last on the server's command line and win there, but GPUs and ranks are assigned by
+        the configuration, so both must agree. `server.device` is cpu or cuda."""
         where = f"{key}.server.args"
         if (tp := value_of(server.args, TP)) is not None and tp != str(server.tp):
             yield (
@@ -132,7 +132,7 @@ class SGLangServers(ServerEngine):
             )
 
     def memory_fraction(self, arguments: Sequence[str]) -> float | None:
-        """None also for what is no number, which SGLang refuses."""
+        """None also for a value that is not a number, which SGLang refuses."""
         text = value_of(arguments, FRACTION)
         try:
             return float(text) if text is not None else None
@@ -146,8 +146,8 @@ class SGLangServers(ServerEngine):
         return MemoryNeed({"weights": weights}, {"KV cache": max(0.0, room - weights)})
 
     def nccl_environment(self, server: ServerConfig) -> dict[str, str]:
-        """The way memory is shared. SGLang sets both to 0 where they are not set, and to 1 by --enable-symm-mem and
-        --enable-nccl-nvls (0.5.23, `_set_envs_and_config` of srt/entrypoints/engine.py); the learner would take NCCL's
-        own defaults."""
+        """Variables by which NCCL shares memory. SGLang sets both to 0, or to 1 by --enable-symm-mem and
+        --enable-nccl-nvls (0.5.23, `_set_envs_and_config` of srt/entrypoints/engine.py), while the learner would use
+        NCCL's defaults."""
         symmetric, nvls = has(server.args, SYMMETRIC), has(server.args, NVLS)
         return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(symmetric or nvls))}

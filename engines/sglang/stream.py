@@ -23,7 +23,7 @@ import msgspec
 from protocol.messages import VersionSpan, WeightVersion
 
 START_LABEL: Final = "default"
-"""What a server calls the weights that it was started with, if it is not told otherwise."""
+"""A server's default label for the weights that it was started with."""
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -34,17 +34,17 @@ class Labels:
         self._prefix = f"{run_id}/" if run_id else ""
 
     def of(self, version: WeightVersion) -> str:
-        """What to call these weights in an update request."""
+        """The label of a version in an update request."""
         return f"{self._prefix}{version}"
 
     def updating(self, version: WeightVersion) -> str:
-        """What a paused server's weights are called until its update is done: if nobody is left to finish it, nobody
-        knows which weights these are, and `parse` says so."""
+        """The label of a paused server's weights until its update is done. If the updater dies, the weights are
+        unknown, and `parse` returns None for this label."""
         return f"{self._prefix}{version}+"
 
     def parse(self, label: str) -> WeightVersion | None:
-        """The version that a label names. None: not one of this run, or unreadable. A server's first weights are taken
-        for the student that every run starts from."""
+        """The version that a label names; None for another run's or an unreadable label. A server's default label
+        counts as version (0, 0), the student that every run starts from."""
         if label == START_LABEL:
             return WeightVersion(0, 0)
         match = _VERSION.fullmatch(label.removeprefix(self._prefix)) if label.startswith(self._prefix) else None
@@ -52,7 +52,7 @@ class Labels:
 
 
 class StreamError(ValueError):
-    """A server's answer that cannot be used."""
+    """A server's answer is unusable."""
 
 
 class SpanSaid(msgspec.Struct, frozen=True):
@@ -67,11 +67,11 @@ class FinishSaid(msgspec.Struct, frozen=True):
     type: str
     message: str | None = None
     status_code: int | None = None
-    """Of an abort by the server."""
+    """HTTP status of an abort by the server."""
 
 
 class MetaInfo(msgspec.Struct, frozen=True):
-    """What is read of meta_info; the rest is skipped by the decoder."""
+    """The fields used of meta_info; the decoder skips the rest."""
 
     weight_version: str = ""
     finish_reason: FinishSaid | None = None
@@ -94,7 +94,7 @@ _DECODER: Final = msgspec.json.Decoder(Chunk)
 
 
 def decode_chunk(text: bytes) -> Chunk:
-    """Raises StreamError for anything else, an error message of the server among them."""
+    """Decode one line. Raises StreamError for anything else, including an error message of the server."""
     try:
         return _DECODER.decode(text)
     except msgspec.DecodeError as error:
@@ -110,7 +110,7 @@ class NewTokens:
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
 
     def extend(self, other: NewTokens) -> None:
-        """Append; neighbouring spans of one version become one."""
+        """Append, merging adjacent spans of one version."""
         offset = len(self.ids)
         self.ids += other.ids
         self.logprobs += other.logprobs
@@ -139,11 +139,11 @@ class TokenStream:
 
     @property
     def n_seen(self) -> int:
-        """Tokens received so far, held ones included."""
+        """Number of tokens received so far, including those held back."""
         return len(self._ids)
 
     def take(self, chunk: Chunk) -> NewTokens:
-        """What can be handed on after this chunk. Raises StreamError."""
+        """Tokens whose version is known after this chunk. Raises StreamError."""
         meta = chunk.meta_info
         self._append(chunk)
         self.finish = meta.finish_reason
@@ -168,7 +168,7 @@ class TokenStream:
                 raise StreamError(f"a cumulative stream changed its first {len(self._ids)} tokens")
             ids, entries = ids[len(self._ids) :], entries[len(self._ids) :]
         if chunk.meta_info.finish_reason is not None and chunk.meta_info.finish_reason.type == "abort":
-            ids = ids[: len(entries)]  # a refused request is answered with a placeholder for a token
+            ids = ids[: len(entries)]  # a refused request is answered with a placeholder token
         if len(ids) != len(entries) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
             raise StreamError(f"{len(ids)} new tokens and {len(entries)} log-probs do not belong together")
         for entry in entries:
@@ -178,7 +178,7 @@ class TokenStream:
         self._ids += ids
 
     def _settle(self, said: list[SpanSaid]) -> NewTokens:
-        """The last chunk: spans of all tokens. What was given before must agree with them."""
+        """Process the last chunk's spans of all tokens. Tokens returned before must agree with them."""
         spans = [VersionSpan(self._version(s.version), s.start, s.end) for s in said if s.end > s.start]
         end = 0
         for span in spans:

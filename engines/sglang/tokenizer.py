@@ -1,4 +1,4 @@
-"""Whether a running SGLang server has the student's tokenizer: asked what text single ids stand for. No torch."""
+"""Compares a running SGLang server's tokenizer with the student's, by the text of single ids. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engines.sglang.http import ServerLink
 from models.tokenizer_file import FileTokenizer
 
 COMPARED: Final = 4096
-"""Ids at most, at equal distances, and"""
+"""Most ids to compare, at equal distances, and"""
 COMPARED_LAST: Final = 256
-"""the last ones, where added tokens stand."""
+"""number of last ids, where added tokens are."""
 _PATH: Final = "/detokenize"
 
 
 class Differing(NamedTuple):
-    """One id that stands for two texts."""
+    """One id with two different texts."""
 
     token_id: int
     ours: str
@@ -34,8 +34,8 @@ class _Reply(msgspec.Struct, frozen=True):
 def compare_tokenizers(
     url: str, config: ServerLinkConfig, student: str | Path, *, api_key: str = ""
 ) -> list[Differing] | None:
-    """Ids that the server's tokenizer writes otherwise than that of the folder `student`; None when the server does not
-    say (an older version, or one without a tokenizer). White space is not compared: servers tidy it.
+    """Ids whose text differs between the server and the folder `student`; None when the server cannot say (an older
+    version, or no tokenizer). White space is not compared, because servers normalise it.
 
     Raises TokenizerError for `student`, RequestRefused, ServerUnavailable, msgspec.DecodeError."""
     tokenizer = FileTokenizer(student)
@@ -57,7 +57,7 @@ def compare_tokenizers(
 
 
 def compared_ids(ids: Sequence[int]) -> list[int]:
-    """Those of an ascending list that are asked for."""
+    """The ids of an ascending list that are compared."""
     step = max(1, -(-len(ids) // COMPARED))
     return sorted({*ids[::step], *ids[-COMPARED_LAST:]})
 

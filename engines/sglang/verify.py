@@ -1,7 +1,7 @@
-"""Has this server the weights that were sent? Asked before any request goes on, over HTTP.
+"""Verifies over HTTP that a server has the weights that were sent, before any request continues.
 
-    checksums    over all its tensors: the same again when the version is taken from the snapshot file
-    canary       log-probs of a short prompt, against the learner's: this alone shows what the server computes with
+    checksums    of all its tensors must stay the same when it loads the version from the snapshot file
+    canary       log-probs of a short prompt must match the learner's: only this shows what the server computes
 
 No torch.
 """
@@ -32,11 +32,11 @@ Ask: TypeAlias = Callable[[str, dict[str, Any]], bytes]
 
 
 class _NotComparedError(Exception):
-    """Checksums that should be compared cannot be."""
+    """Checksums cannot be compared."""
 
 
 class ServerVerifier:
-    """Of one server. Raises what `ask` and `reload` raise, too, and ValueError for answers without sense."""
+    """Checks of one server. They also raise what `ask` and `reload` raise, and ValueError for unusable answers."""
 
     def __init__(self, engine: SGLangEngine) -> None:
         self._engine = engine
@@ -46,11 +46,12 @@ class ServerVerifier:
             "weight_canaries_total": 0.0,
             "weight_checks_skipped_total": 0.0,
         }
-        """For the heartbeat: versions whose checksums were compared, whose canary was, whose checksums could not be."""
+        """For the heartbeat: versions with compared checksums, with a compared canary, and with a skipped
+        comparison."""
 
     def check(self, check: Check, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]) -> None:
-        """`reload`: the server takes a version from this file; raises SnapshotRefused or RequestRefused. Raises
-        WeightsDiffer, naming what is not as it was sent, and WeightsRefused where nobody can tell."""
+        """`reload` makes the server load a file; it raises SnapshotRefused or RequestRefused. Raises WeightsDiffer,
+        naming the differences, and WeightsRefused where a required comparison is impossible."""
         if check.weights is not None:
             try:
                 self._check_checksums(check.weights, version, ask, reload)
@@ -65,26 +66,26 @@ class ServerVerifier:
             self.check_canary(check.canary, version, ask)
 
     def check_canary(self, canary: Canary, version: WeightVersion, ask: Ask) -> None:
-        """While no request is at the server. Raises WeightsDiffer."""
+        """Compare the canary, while no request is at the server. Raises WeightsDiffer."""
         ids = np.array(canary.token_ids, np.int32)
         body: dict[str, Any] = {
             "input_ids": ids.tolist(),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
-            # A part of the prefix cache that nobody has used: nothing of other weights is in it.
+            # A new key of the prefix cache, so that no entry of other weights is used.
             "extra_key": f"canary {secrets.token_hex(4)}",
         }
-        said = decode_scores(ask("/generate", body), ScoreRequest(ids, 1), vocab_size=self._engine.vocab_size).logprobs
-        wrong = self._canaries.why_wrong(canary, said.tolist(), self._engine.features.precision)
+        found = decode_scores(ask("/generate", body), ScoreRequest(ids, 1), vocab_size=self._engine.vocab_size).logprobs
+        wrong = self._canaries.why_wrong(canary, found.tolist(), self._engine.features.precision)
         if wrong is not None:
             raise WeightsDiffer(f"version {version}: {wrong}")
         self.stats["weight_canaries_total"] += 1
 
     def skip(self, why: str) -> None:
-        """Said once, counted always."""
+        """Count a comparison that was impossible; the first one is logged."""
         if not self.stats["weight_checks_skipped_total"]:
-            log.warning("%s: only a canary prompt tells what its weights are: %s", self._engine.server.url, why)
+            log.warning("%s: its weights are verified by the canary prompt only: %s", self._engine.server.url, why)
         self.stats["weight_checks_skipped_total"] += 1
 
     def _check_checksums(
@@ -108,5 +109,5 @@ def _checksums(ask: Ask) -> Checksums:
     except RequestRefused as error:
         raise _NotComparedError(str(error)) from error
     if not said:
-        raise _NotComparedError("/weights_checker says nothing that is understood here")
+        raise _NotComparedError("/weights_checker gave an unknown reply")
     return said

@@ -1,4 +1,4 @@
-"""Weights for an SGLang server: the server is the member of the learner's group, and this tells it so over HTTP.
+"""Weights for an SGLang server: the server is the member of the learner's group, and this controls it over HTTP.
 
     join     POST /init_weights_update_group
     take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
@@ -7,15 +7,15 @@
     load     pause, POST /update_weights_from_disk, resume
     leave    POST /destroy_weights_update_group
 
-Buckets that have arrived are in the model. So between the first of them and the end of a version nobody knows what the
-weights are (`version` is None), and the engine stays paused until a whole version has come, by broadcast or from disk.
-With a check the server is not told the version's name before it has passed; one that does not pass is lost.
+A bucket that has arrived is in the model. So between the first bucket and the end of a version the weights are unknown
+(`version` is None), and the engine stays paused until a whole version has arrived, by broadcast or from disk. With a
+check, the server gets the version's label only after passing; a server that fails it is lost.
 
-A server that is stuck in a collective answers none of this and cannot be freed over HTTP, but comes free by itself when
-the one it waits for leaves or dies. It gets `control_timeout_s` for that, and three times more if it still answers
-questions: then it is probably not the one that hangs, which is found lost and ended meanwhile. After that it is lost.
+A server stuck in a collective answers no update request and cannot be freed over HTTP, but it is freed when the peer it
+waits for leaves or dies. It gets `control_timeout_s` for that, and three times more if it still answers health checks:
+then probably another server hangs, which is declared lost and ended meanwhile. After that it is lost.
 
-The cache of prefixes goes with the old weights, except in mode `in_place`, where requests hold on to it. Requests are
+The prefix cache is flushed with the old weights, except in mode `in_place`, where requests keep using it. Requests are
 never aborted from here. No torch.
 """
 
@@ -34,6 +34,7 @@ import msgspec
 
 from engines.sglang.engine import SGLangEngine
 from engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
+from engines.sglang.requests import bucket_update, disk_update
 from engines.sglang.verify import ServerVerifier
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.checks import Canary
@@ -54,13 +55,13 @@ from weights.sink import (
 log = logging.getLogger(__name__)
 
 _JOIN_SLACK_S: Final = 1.0
-"""Rank 0's own deadline ends a rendezvous first."""
+"""Rank 0's deadline should end a rendezvous first."""
 _MORE_PATIENCE: Final = 3
 _FORMER_GROUPS: Final = 8
 _SLOWEST_DISK_BYTES_S: Final = 100e6
-"""So much of a snapshot a server reads in a second at least."""
+"""Assumed slowest rate at which a server reads a snapshot."""
 _BROKEN_WORDS: Final = ("receive weights", "gloo", "nccl", "connection", "timed out", "timeout")
-"""In what a server says about a bucket that did not come, in contrast to one that it cannot use."""
+"""Words in a server's error for a bucket that did not arrive, as opposed to one that it cannot use."""
 _CHECKER: Final = "/weights_checker"
 _FROM_DISK: Final = "/update_weights_from_disk"
 _STUDENT: Final = WeightVersion(0, 0)
@@ -89,7 +90,7 @@ class ServerWeights:
         self._pending_ends_in_s = 0.0
         self._verify = ServerVerifier(engine)
         self._wrong = ""
-        """Why its weights are not those that were sent."""
+        """The reason why its weights are not those that were sent."""
 
     @property
     def version(self) -> WeightVersion | None:
@@ -100,10 +101,10 @@ class ServerWeights:
         return {**self._verify.stats, "weights_unknown": float(not self._known)}
 
     def prepare(self) -> None:
-        """A server with weights of another run, or of an unfinished update, is set back to the student. Raises
-        SnapshotRefused when it cannot read that."""
+        """Reset a server with weights of another run, or of an unfinished update, to the student. Raises
+        SnapshotRefused when it cannot read the student."""
         if not self._known:
-            log.info("%s: its weights are not this run's: back to %s", self._server.url, self._student)
+            log.info("%s: its weights are not this run's; loading %s", self._server.url, self._student)
             self._load_from(self._student, _STUDENT, _bytes_in(Path(self._student)))
 
     def check(self, plan: WeightPlan) -> None:
@@ -164,7 +165,7 @@ class ServerWeights:
     def _receive(
         self, buckets: Sequence[Bucket], name: WeightVersion | None, deadline_s: float, interrupted: Interrupted
     ) -> None:
-        """A broadcast. `name`: what the server is to call its weights after the last bucket."""
+        """Receive a broadcast. `name`: the label of the weights after the last bucket."""
         self._open_session()
         self._known = False
         for index, bucket in enumerate(buckets):
@@ -187,8 +188,7 @@ class ServerWeights:
         return True
 
     def leave(self) -> None:
-        """Raises ServerLost when the server does not come out of what it is stuck in, or of the group, or has wrong
-        weights."""
+        """Leave the group. Raises ServerLost when the server stays stuck, cannot leave, or has wrong weights."""
         self._await_free()
         if self._wrong:
             self._server.declare_lost(self._wrong)
@@ -198,50 +198,41 @@ class ServerWeights:
             if self._group_name is not None:
                 self._destroy(self._group_name)
             if self._paused and self._known:
-                self._resume(self._engine.version)  # nothing of the update arrived
+                self._resume(self._engine.version)  # no part of the update arrived
         except (RequestRefused, ServerUnavailable, ValueError) as error:
             log.warning("leaving weight group %s: %s", self._group_name, error)
         self._session_open = False
         self._group_name = None
 
     def _leave_for_the_dead(self, group_name: str) -> None:
-        """Out of the groups of this learner that an actor before this one took the server into, and died: as long as it
-        is in one, servers that wait for it there do not come free."""
+        """Leave groups of this learner that a former actor of this server joined before it died: until then, servers
+        that wait for this one in such a group stay stuck."""
         stem, _, epoch = group_name.rpartition("-")
         for former in range(max(1, int(epoch) - _FORMER_GROUPS), int(epoch)):
             try:
                 self._destroy(f"{stem}-{former}")
-                log.info("%s: out of weight group %d, which a former actor left it in", self._server.url, former)
+                log.info("%s: left weight group %d of a former actor", self._server.url, former)
             except RequestRefused:
                 continue  # it is not in this one
             except ServerUnavailable as error:
                 raise WeightsRefused(str(error)) from error
 
     def _destroy(self, group_name: str) -> None:
-        """Raises RequestRefused where the server is not in it. With NCCL it waits there for what was started, for
-        ever where a peer is dead; its scheduler does nothing else then, and nobody can call it back: ServerLost."""
+        """Raises RequestRefused when the server is not in the group. With NCCL the server waits for pending operations,
+        for ever if a peer is dead, and its scheduler does nothing else meanwhile: then ServerLost."""
         limit_s = _MORE_PATIENCE * self._engine.config.control_timeout_s
         try:
             self._post("/destroy_weights_update_group", {"group_name": group_name}, limit_s)
         except ServerUnavailable as error:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
-            self._lose(f"not out of weight group {group_name} after {limit_s:g} s")
+            self._lose(f"did not leave weight group {group_name} within {limit_s:g} s")
 
     # --------------------------------------------------------------------------------------- parts of a round
 
     def _update(self, bucket: Bucket, version: WeightVersion | None, *, last: bool) -> dict[str, Any]:
-        """`version`: the server is to call its weights so from then on; None: it goes on to say that they change."""
-        body: dict[str, Any] = {
-            "names": [spec.name for spec in bucket.tensors],
-            "dtypes": [spec.dtype for spec in bucket.tensors],
-            "shapes": [list(spec.shape) for spec in bucket.tensors],
-            "group_name": self._group_name,
-            "load_format": "flattened_bucket",
-            "abort_all_requests": False,
-            "flush_cache": last and self._flushes,
-        }
-        return {**body, "weight_version": self._engine.labels.of(version)} if version is not None else body
+        """`version`: as in `_naming`."""
+        return bucket_update(bucket, str(self._group_name), flush=last and self._flushes) | self._naming(version)
 
     def _load_from(self, folder: str, version: WeightVersion, n_bytes: int, canary: Canary | None = None) -> None:
         limit_s = self._engine.config.pause_timeout_s
@@ -258,26 +249,24 @@ class ServerWeights:
             raise SnapshotRefused(f"{folder}: {error}") from error
 
     def _from_disk(self, folder: str, version: WeightVersion | None) -> dict[str, Any]:
-        """`version`: as in `_update`."""
-        body = {
-            "model_path": folder,
-            "load_format": "auto",
-            "flush_cache": self._flushes,
-            "abort_all_requests": False,
-        }
-        return body if version is None else {**body, "weight_version": self._engine.labels.of(version)}
+        """`version`: as in `_naming`."""
+        return disk_update(folder, flush=self._flushes) | self._naming(version)
+
+    def _naming(self, version: WeightVersion | None) -> dict[str, Any]:
+        """The new label of the weights in an update request; None: the label keeps saying that they change."""
+        return {} if version is None else {"weight_version": self._engine.labels.of(version)}
 
     def _synchronise(self, deadline_s: float, interrupted: Interrupted) -> None:
-        """Over NCCL a server answers when a bucket is queued. It begins checksums, of whichever tensors, with a
-        synchronisation of its device (sglang.srt.utils.weight_checker, _compute_checksum)."""
+        """Over NCCL a server answers as soon as a bucket is queued. A checksum request makes it synchronise its device
+        first (sglang.srt.utils.weight_checker, _compute_checksum)."""
         try:
             self._ask(_CHECKER, {"action": "checksum", "skip_tensor_list": [""]}, deadline_s, interrupted)
         except RequestRefused as error:
             self._verify.skip(str(error))
 
     def _confirm(self, buckets: Sequence[Bucket], deadline_s: float, interrupted: Interrupted) -> None:
-        """An operation that the server's watchdog has aborted looks done, to the server too. So when all are done it is
-        sent one more, the smallest tensor again, which it refuses on an aborted communicator."""
+        """An operation that the server's watchdog aborted looks finished, even to the server. So after the last one it
+        is sent the smallest tensor again, which it refuses on an aborted communicator."""
         self._synchronise(deadline_s, interrupted)
         body = self._update(smallest_tensor_bucket(buckets), None, last=False)
         self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
@@ -295,7 +284,7 @@ class ServerWeights:
         self._verify.check(check, version, ask, reload)
 
     def _checked(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> Path:
-        """The file, if it is what the learner wrote. Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
+        """The path of a file after verifying it. Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
         checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
         return wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
 
@@ -305,7 +294,7 @@ class ServerWeights:
 
     @contextmanager
     def _faults(self) -> Generator[None]:
-        """Whose fault a failure of the server is."""
+        """Convert a server's failure into the error for its cause: the group, the weights, or this server."""
         try:
             yield
         except WeightsDiffer as error:
@@ -335,7 +324,7 @@ class ServerWeights:
         self._session_open = True
         try:
             self._post("/begin_weight_update", {})
-        except RequestRefused:  # one is open, of somebody who did not live to end it
+        except RequestRefused:  # a former actor died with a session open
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {})
 
@@ -349,7 +338,7 @@ class ServerWeights:
         return self._server.run(self._server.post(path, body, timeout_s=limit_s), timeout_s=limit_s + 1.0)
 
     def _call(self, path: str, body: dict[str, Any], deadline_s: float, interrupted: Interrupted) -> None:
-        """A request during which the server may get stuck for good."""
+        """Send a request during which the server may get stuck for good."""
         text = self._ask(path, body, deadline_s, interrupted, ends_in_s=0.0)
         reply = msgspec.json.decode(text, type=_Reply)
         if not reply.success:
@@ -364,14 +353,14 @@ class ServerWeights:
         *,
         ends_in_s: float | None = None,
     ) -> bytes:
-        """The reply. `ends_in_s`: how much longer than the deadline it may take in good health; by default as long as
-        it may take until then. Raises GroupInterrupted, and GroupBroken past the deadline."""
+        """The reply. `ends_in_s`: how much longer than the deadline a healthy server may take; by default the time left
+        until the deadline. Raises GroupInterrupted, and GroupBroken past the deadline."""
         left_s = max(deadline_s - time.monotonic(), 0.1)
         self._pending_ends_in_s = left_s if ends_in_s is None else ends_in_s
         patience_s = left_s + self._pending_ends_in_s + (2 + _MORE_PATIENCE) * self._engine.config.control_timeout_s
         self._pending = request = self._start(self._server.post(path, body, timeout_s=patience_s))
         missed = f"{self._server.url}{path}: not done at the deadline"
-        reply = wait_patiently(request, deadline_s, interrupted, missed)  # else `settle` waits for it
+        reply = wait_patiently(request, deadline_s, interrupted, missed)  # on an error `settle` waits for it
         self._pending = None
         return reply
 
@@ -393,7 +382,7 @@ class ServerWeights:
             return
         if self._pending_ends_in_s > 0 and self._answers() and self.settle(self._pending_ends_in_s):
             return
-        self._lose("stuck in a weight update that is over for everybody else")
+        self._lose("stuck in a weight update that has ended for all others")
 
     def _lose(self, reason: str) -> NoReturn:
         self._server.declare_lost(reason)
@@ -408,5 +397,5 @@ class ServerWeights:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of its weights; 0 where only the server can see it."""
+    """Bytes of a folder's weights; 0 where only the server can see it."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -30,14 +30,14 @@ from models.precision import full_float32, relative_tolerance, tf32_forced, tole
 
 
 class Decoder(Protocol):
-    """What the engine asks of a model."""
+    """A model as the engine runs it."""
 
     def forward(self, step: Step, cache: SlotCache) -> Tensor:
-        """Logits of the step's rows, [R, V]; `cache.begin(step)` was called."""
+        """Logits of the step's rows, [R, V]. Call `cache.begin(step)` first."""
         ...
 
     def refresh(self) -> None:
-        """The model's parameters were changed in place: bring what is derived from them up to date."""
+        """Update what is derived from the model's parameters, after they were changed in place."""
         ...
 
 
@@ -58,14 +58,13 @@ class ModuleDecoder:
         return output.logits[0]
 
     def refresh(self) -> None:
-        """Nothing is derived."""
+        """Does nothing: no copies of parameters are kept."""
 
 
 def build_decoder(model: PreTrainedModel, max_context: int, *, fused: bool) -> Decoder:
-    """Prepare `model` (which the engine owns from here on) for decoding, and probe it.
+    """Prepare `model` (which the engine takes over) for decoding, and probe it.
 
-    Raises UnsupportedModelError when the architecture cannot be run over the slot cache, naming what stands in the
-    way."""
+    Raises UnsupportedModelError, with the reason, when the architecture cannot be run over the slot cache."""
     _refuse_moving_rope(model)
     refuse_unpackable(model.config)
     probe_ids = _probe_sequences(model, max_context)
@@ -80,7 +79,7 @@ def build_decoder(model: PreTrainedModel, max_context: int, *, fused: bool) -> D
 
 
 def vocabulary_rows(model: PreTrainedModel) -> int:
-    """Ids the model has an embedding for: 0 .. n - 1."""
+    """Number of ids with an embedding row."""
     return cast(Tensor, model.get_input_embeddings().weight).shape[0]
 
 
@@ -94,7 +93,7 @@ def _probe_sequences(model: PreTrainedModel, max_context: int) -> list[Tensor]:
 
 
 def _decode_last_two(decoder: Decoder, sequences: Sequence[Tensor], max_context: int) -> list[Tensor]:
-    """Logits after the last two tokens of each sequence, from two steps: one that prefills, one that only decodes."""
+    """Logits after the last two tokens of each sequence, from two steps: one with prefill, one that only decodes."""
     device = sequences[0].device
     cache = SlotCache(len(sequences), min(max_context, 16), device)
     arrays = [ids_T.cpu().numpy() for ids_T in sequences]
@@ -112,7 +111,7 @@ def _decode_last_two(decoder: Decoder, sequences: Sequence[Tensor], max_context:
 def _compare(model: PreTrainedModel, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     tf32 = tf32_forced(model.device.type)
-    relative = max(1e-4, relative_tolerance(model.dtype, tf32=tf32))  # its softmax is float32 in any case
+    relative = max(1e-4, relative_tolerance(model.dtype, tf32=tf32))  # this path always computes its softmax in float32
     allowed = relative * max(1.0, max(float(b.abs().max()) for b in expected))
     if not difference <= allowed:
         raise UnsupportedModelError(
@@ -123,7 +122,7 @@ def _compare(model: PreTrainedModel, found: Sequence[Tensor], expected: Sequence
 
 
 def _refuse_moving_rope(model: PreTrainedModel) -> None:
-    """Rotary frequencies that follow the longest position of the batch: a row would depend on the others."""
+    """Refuse rotary frequencies that depend on the longest position of the batch: a row would depend on the others."""
     rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise UnsupportedModelError(
@@ -165,13 +164,14 @@ class _Layer:
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Is this one of the architectures written out here, without sliding windows?"""
+    """True for the architectures of this decoder, without sliding windows."""
     layer_types: Sequence[str] = getattr(model.config, "layer_types", None) or ()
     return type(model).__name__ in _FAMILY and all(kind == "full_attention" for kind in layer_types)
 
 
 class FusedDecoder:
-    """Takes over the storage of the model's projections."""
+    """Joins projections that read the same input into one product. The model's parameters become views into the joined
+    weights, so that a weight swap (an in-place copy) reaches both, and nothing is held twice."""
 
     def __init__(self, model: PreTrainedModel, max_context: int) -> None:
         body: Any = model.model
@@ -191,7 +191,7 @@ class FusedDecoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """The head norms are spread over the heads: the only copies that a swap does not reach by itself."""
+        """Repeat the head norms over the heads: they are the only copies that a swap does not reach by itself."""
         for layer, module in zip(self._layers, self._modules, strict=True):
             if layer.qk_norm is not None:
                 layer.qk_norm[: self._n_heads] = module.self_attn.q_norm.weight.detach()
@@ -205,7 +205,7 @@ class FusedDecoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             mixed = self._attention(index, layer, hidden_TH, cos_T1D, sin_T1D, cache, rows_only=index == last)
-            if index == last:  # prefilled tokens leave keys and values only: nothing reads their last hidden state
+            if index == last:  # nothing reads the last hidden state of prefilled tokens
                 hidden_TH = hidden_TH[: step.n_rows]
             hidden_TH = layer.output.added_to(hidden_TH, mixed)
             gate_up = linear(self._norm(hidden_TH, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
@@ -278,7 +278,7 @@ class _RmsNorm:
     def __init__(self, eps: float, like: Tensor) -> None:
         self._eps = eps
         self._eps_1 = torch.tensor([eps], dtype=torch.float32, device=like.device)
-        # On a CPU torch's own is several kernels, with a slow mean among them; elsewhere it is one.
+        # On a CPU torch's own runs several kernels, including a slow mean; elsewhere it is one kernel.
         self._by_hand = like.device.type == "cpu" and like.dtype == torch.float32
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:

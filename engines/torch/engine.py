@@ -4,9 +4,9 @@
                                         |    (rows decode, new prompts ride along)
     stage_weights --> staged --swap-----+    between two steps
 
-`poll` in the owner's thread does, in this order: swap staged weights in, give free slots to queued requests, close
-the holes among the rows, run one step, end the requests that are done. Only `stage_weights` (and reading `version` and
-`stats`) may come from another thread. A delta never spans a swap, so each has exactly one version.
+`poll`, in the owner's thread, swaps staged weights in, gives free slots to queued requests, closes gaps between rows,
+runs one step, and ends finished requests, in this order. Only `stage_weights` (and reading `version` and `stats`) may
+come from another thread. A delta never spans a swap, so each has exactly one version.
 
 Legend: T tokens of a step, R rows that decode, V vocabulary.
 """
@@ -40,7 +40,7 @@ from protocol.messages import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class _Joining:
-    """Requests with the same prompt that got their slots in this poll."""
+    """Requests with the same prompt that got slots in this poll."""
 
     ids: npt.NDArray[np.int32]
     """The prompt without its last token."""
@@ -48,11 +48,11 @@ class _Joining:
 
 
 class TorchEngine:
-    """A GenerationEngine. Owns `model` from here on: its device, dtype, attention function and storage change."""
+    """A GenerationEngine. Takes over `model`: its device, dtype, attention function and storage change."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, *, version: WeightVersion | None = None) -> None:
-        """`version` is that of the weights `model` has now, (0, 0) if not given. Raises ValueError for a max_context
-        beyond the model's, UnsupportedModelError (a ValueError) for an architecture that cannot be run."""
+        """`version`: that of the model's current weights, by default (0, 0). Raises ValueError for a max_context beyond
+        the model's, UnsupportedModelError (a ValueError) for an unsupported architecture."""
         limit = context_window(model.config)
         if config.max_context > limit:
             raise ValueError(f"max_context = {config.max_context} tokens; this model's context window is {limit}")
@@ -68,7 +68,7 @@ class TorchEngine:
         self._live: dict[str, Running | None] = {}
         """Every request in the queue (None) or in a slot."""
         self._holders: dict[bytes, list[Running]] = {}
-        """By prompt: requests whose slot begins with its keys and values under the present weights."""
+        """By prompt: requests whose slot begins with the prompt's keys and values under the current weights."""
         self._outbox: list[GenerationDelta] = []
         self._closed = False
         self._totals = _Totals()
@@ -136,13 +136,13 @@ class TorchEngine:
         return deltas
 
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See the interface. The tensors are copied: their memory may be reused when this returns. A version older
-        than the one staged or live is left aside and counted (`stale_stagings_total`): weights never go back."""
+        """See the interface. The tensors are copied. A version older than the staged or live one is ignored and counted
+        (`stale_stagings_total`): weights never go back."""
         self._refuse_closed()
         self._stage.stage(version, tensors)
 
     def close(self) -> None:
-        """Forget everything; requests that run get no last delta. Idempotent."""
+        """Drop all requests without a last delta. Idempotent."""
         self._closed = True
         self._queue.clear()
         self._live.clear()
@@ -165,7 +165,7 @@ class TorchEngine:
             self._recompute_cache()
 
     def _recompute_cache(self) -> None:
-        """Keys and values of all running requests under the present weights, in steps that only prefill."""
+        """Recompute keys and values of all running requests under the current weights, in steps that only prefill."""
         everyone = [running for running in self._table.running if running is not None]
         fills = [Prefill(self._table.past(running), [running.row]) for running in everyone]
         pending = deque(sorted((fill for fill in fills if len(fill.ids)), key=lambda fill: -len(fill.ids)))
@@ -180,7 +180,7 @@ class TorchEngine:
     # ----------------------------------------------------------------------------------------------- a step
 
     def _admit(self) -> list[_Joining]:
-        """Give free slots to queued requests as far as the prefill budget goes, then put all rows in order."""
+        """Give free slots to queued requests within the prefill budget, then put all rows in order."""
         joining: dict[bytes, _Joining] = {}
         placed: list[Running] = []
         copies: list[tuple[Running, Running]] = []
@@ -220,7 +220,7 @@ class TorchEngine:
         return running
 
     def _arrange(self, placed: Sequence[Running]) -> None:
-        """Put rows where they belong, and the cache after them; those just placed have nothing there yet."""
+        """Move rows to their places, and their cache with them; rows placed just now have no cache yet."""
         sources, targets = self._table.arrange()
         empty = {running.row for running in placed}
         moves = [(source, target) for source, target in zip(sources, targets, strict=True) if target not in empty]
@@ -246,7 +246,7 @@ class TorchEngine:
             self._emit_all()
 
     def _forward(self, n_rows: int, fills: Sequence[Prefill]) -> Tensor:
-        """Logits [R, V] of rows 0 .. n_rows - 1, each fed its last token, while `fills` fill their slots."""
+        """Logits [R, V] of rows 0 .. n_rows - 1, each with its last token as input, while `fills` fill their slots."""
         step = plan_step(
             self._table.next_input[:n_rows],
             self._table.length[:n_rows] - 1,
@@ -271,7 +271,7 @@ class TorchEngine:
         )
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        """On a CPU a view of the array: valid until the table changes, that is for this step."""
+        """The array on the device. On a CPU it is a view, valid for this step, until the table changes."""
         return torch.from_numpy(array).to(self._device)
 
     # ---------------------------------------------------------------------------------------------- results
@@ -294,7 +294,7 @@ class TorchEngine:
                 del self._holders[running.prompt_key]
 
     def _fail_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """End requests whose log-prob is not a number, without that token; returns the rows."""
+        """End requests whose log-prob is not finite, without that token; returns the rows."""
         for row in rows.tolist():
             running = self._table.at(row)
             self._table.length[row] -= 1

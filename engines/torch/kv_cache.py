@@ -1,13 +1,13 @@
 """The KV cache of the generation engine, and attention over it: one fixed slot per running request.
 
-    rows      attend to their own slot: rows are slots 0..R-1, so their keys are a view of the cache
+    rows attend to their own slot: rows are slots 0..R-1, so their keys are a view of the cache
     prompts   attend to themselves (models.packed)
     both      write their keys and values to their slots first
 
-Nothing is gathered, nothing grows by concatenation, and the only mask is one bias per step. See `engines.torch.step`.
+No keys are gathered or concatenated, and the only mask is one bias per step. See `engines.torch.step`.
 
 Legend: T tokens of a step, R rows that decode, N query heads, G key/value heads, D head size, C cells (tokens) of a
-slot, L window of a block of rows (the cells they look at), W cache cells written, S slots.
+slot, L window of a block of rows (the cells they attend to), W cache cells written, S slots.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ IMPLEMENTATION = "stillhouse_decode"
 
 
 class UnsupportedModelError(ValueError):
-    """This architecture cannot be run over the slot cache: what it has that we do not do."""
+    """This architecture cannot be run over the slot cache; the message names the unsupported feature."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """What one layer asks of attention beyond softmax(q k^T)."""
+    """One layer's variant of attention beyond softmax(q k^T)."""
 
     scaling: float
     sliding_window: int | None = None
@@ -46,17 +46,17 @@ _CELLS_MULTIPLE = 16
 
 
 class SlotCache:
-    """Keys and values of `n_slots` requests of up to `max_context` tokens, for every layer that reports any.
+    """Keys and values of `n_slots` requests of up to `max_context` tokens, for every layer that writes any.
 
-    On a CPU slots start small and grow by half when a request needs it: rows that lie close together stay in the
-    processor's caches, and memory follows the longest request seen. On other devices, where running out of memory in
-    the middle of a run is what must not happen, slots have their full size from the first step."""
+    On a CPU slots start small and grow by half when a request needs it, so that rows stay close together in the
+    processor's caches, and memory follows the longest request seen. On other devices slots have their full size from
+    the first step, so that a run cannot exhaust memory later."""
 
     def __init__(self, n_slots: int, max_context: int, device: torch.device) -> None:
         self.n_slots = n_slots
         self.max_context = max_context
         self.cells = min(_FIRST_CELLS, max_context) if device.type == "cpu" else max_context
-        """C: tokens a slot has room for at present."""
+        """C: current capacity of a slot, in tokens."""
         self._layers: dict[int, Tensor] = {}
         """[2 (key, value), S, G, C, D] each, made when the layer first writes: only then is its shape known."""
         self._views: dict[tuple[int, int], tuple[RowWindow, Tensor, Tensor]] = {}
@@ -76,7 +76,8 @@ class SlotCache:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def begin(self, step: Step) -> None:
-        """Called once before each forward; what layers of one shape share is kept until the next."""
+        """Start a step; call it once before each forward. Tensors shared by layers of one shape are cached until the
+        next call."""
         self._step = step
         self._cells.clear()
         self._bias.clear()
@@ -126,7 +127,7 @@ class SlotCache:
         return torch.bmm(weights, values_LD).view(n_rows, n_heads, size)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int], n_tokens: int) -> None:
-        """Copy the first `n_tokens` cells of slots onto others, all at once: slots may be source and target."""
+        """Copy the first `n_tokens` cells of slots onto others, all at once: a slot may be both source and target."""
         for store in self._layers.values():
             used = store[:, :, :, :n_tokens]
             parts = [used.select(1, source).clone() for source in sources]
@@ -134,7 +135,8 @@ class SlotCache:
                 used.select(1, target).copy_(part)
 
     def clear_slot(self, slot: int) -> None:
-        """Zero a slot whose values may be NaN: masked cells have weight 0, and 0 * NaN would spoil a later request."""
+        """Zero a slot whose values may be NaN: masked cells have weight 0, but 0 * NaN would corrupt a later
+        request."""
         for store in self._layers.values():
             store[:, slot] = 0
 
@@ -150,7 +152,7 @@ class SlotCache:
         self.cells = cells
 
     def _views_of(self, layer: int, block: RowWindow) -> tuple[Tensor, Tensor]:
-        """Keys [R * G, D, L] and values [R * G, L, D] of a block, often the same as the step before."""
+        """Keys [R * G, D, L] and values [R * G, L, D] of a block, cached because most steps repeat the same block."""
         known = self._views.get((layer, block.start))
         if known is not None and known[0] == block:
             return known[1:]
@@ -170,14 +172,15 @@ class SlotCache:
         return self._cells[n_groups]
 
     def _head_offsets(self, n_groups: int) -> Tensor:
-        """Where the heads of slot 0 begin in the flat store: keys, then values. [2 * G]"""
+        """Offsets of the heads of slot 0 in the flat store: keys, then values. [2 * G]"""
         if n_groups not in self._offsets:
             heads_G = torch.arange(n_groups, device=self.step.ids_T.device) * self.cells
             self._offsets[n_groups] = torch.cat((heads_G, heads_G + self.n_slots * n_groups * self.cells))
         return self._offsets[n_groups]
 
     def _bias_of(self, n_groups: int, sliding_window: int | None, block: RowWindow, like: Tensor) -> Tensor:
-        """[R * G, 1, L]: 0 where a row of the block may look, -inf where not (yet, or no longer)."""
+        """[R * G, 1, L]: 0 for cells that a row may attend to, -inf for later ones and ones outside its sliding
+        window."""
         key = (n_groups, sliding_window, block.start)
         if key not in self._bias:
             last_R1 = self.step.positions_T[block.start : block.stop, None]

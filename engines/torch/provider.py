@@ -1,4 +1,4 @@
-"""The embedded engine, as the run sees it: the model in the worker's own process. No torch until it is started."""
+"""Provider of the embedded engine: the model in the worker's own process. No torch until it is started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weights.config import WeightsConfig
 from weights.roster import Members
 
 SCORER_LOGITS_BYTES: Final = 1.3 * 2**30
-"""Chunks of 512 MiB in float32, with what is made of them."""
+"""Logits in chunks of 512 MiB in float32, and what is derived from them."""
 
 
 class TorchProvider(EngineProvider):

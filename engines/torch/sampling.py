@@ -1,7 +1,7 @@
-"""Choosing the next token of every row at once, and its log-prob under the distribution really sampled from.
+"""Samples the next token of every row at once, and its log-prob under the distribution actually sampled from.
 
-Order, as in transformers: temperature, then top-k, then top-p over what top-k kept; the rest is renormalised. A row's
-token depends on its own logits, settings and uniform number only, never on the other rows.
+Order, as in transformers: temperature, then top-k, then top-p over what top-k kept; the kept tokens are renormalised. A
+row's token depends only on its own logits, settings and uniform number, never on other rows.
 
 Legend: B rows (requests), V vocabulary.
 """
@@ -28,7 +28,7 @@ _LARGEST_UNIFORM = 1.0 - 2.0**-50
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Settings per row; None where every row has the neutral value, so that the step can leave that work out."""
+    """Settings per row; None where every row has the neutral value, so that the step can skip that work."""
 
     inverse_temperature_B: Tensor | None
     """float32; 1 for greedy rows."""
@@ -80,7 +80,7 @@ def sample(logits_BV: Tensor, rows: RowSampling, uniforms_B: Tensor) -> tuple[Te
 
 
 def _truncate(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """Zero what top-k and top-p leave out; not renormalised. Always keeps the likeliest token."""
+    """Set tokens outside top-k and top-p to zero, without renormalising. Always keeps the likeliest token."""
     sorted_BV, order_BV = cast(tuple[Tensor, Tensor], torch.sort(probs_BV, dim=-1, descending=True, stable=True))
     ranks_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
     within_k_BV = ranks_V < top_k_B[:, None]

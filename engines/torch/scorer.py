@@ -1,10 +1,10 @@
-"""The embedded teacher: grades tokens with a Hugging Face model, packed, with logits for the asked tokens only.
+"""The embedded teacher: scores tokens with a Hugging Face model, packed, with logits only for the requested tokens.
 
     requests --first-fit to max_batch_tokens--> packs --packed_hidden--> [T, H] --rows asked for--> head, in chunks
 
 The log-prob of token t needs the hidden state of token t - 1, so the last token of a request is never an input.
 
-Legend: T input tokens of a pack, A tokens asked for in it, H hidden size, K top tokens, n tokens of one request.
+Legend: T input tokens of a pack, A tokens to score in it, H hidden size, K top tokens, n tokens of one request.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from weights.sink import SnapshotRefused
 from weights.snapshot import read_snapshot
 
 _CHUNK_LOGITS: Final = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
-"""Logits that exist at one time, by device: 64 MiB in float32, which stays near a CPU's caches; on a GPU 512 MiB, so
-that a product with a vocabulary of 152,000 has 883 rows and not 110."""
+"""Most logits held at one time, by device: 64 MiB in float32 on a CPU, close to its caches; 512 MiB on a GPU, so that a
+product with a vocabulary of 152,000 has 883 rows instead of 110."""
 
 
 class TorchScorer:
@@ -62,10 +62,10 @@ class TorchScorer:
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        """Grade a batch at temperature 1; results in the order of the requests, however they were packed.
+        """Score a batch at temperature 1. Results are in the order of the requests, regardless of packing.
 
-        A request with start == len(token_ids) asks for nothing and gets empty arrays. Raises ValueError for ids
-        outside the vocabulary, start outside [1, len], more than max_context tokens, top_k outside [0, vocab_size].
+        A request with start == len(token_ids) gets empty arrays. Raises ValueError for ids outside the vocabulary,
+        start outside [1, len], more than max_context tokens, top_k outside [0, vocab_size].
         """
         for index, request in enumerate(requests):
             self._check(index, request)
@@ -81,7 +81,7 @@ class TorchScorer:
         return results
 
     def load_snapshot(self, ref: WeightsRef) -> None:
-        """See engines.base.TakesSnapshots. The file is mapped, so that no second whole copy is made."""
+        """See engines.base.TakesSnapshots. The file is memory-mapped, so that no second full copy is made."""
         model = self._model
         if model is None:
             raise RuntimeError("the scorer is closed; load a new one")
@@ -106,7 +106,7 @@ class TorchScorer:
         self._model = None
 
     def _score_pack(self, requests: Sequence[ScoreRequest], top_k: int) -> list[ScoreResult]:
-        """One forward pass. Each request has at least one token to grade."""
+        """Score one pack in one forward pass. Each request has at least one token to score."""
         model = self._model
         if model is None:
             raise RuntimeError("the scorer is closed; load a new one")
@@ -134,7 +134,7 @@ class TorchScorer:
         if ids.ndim != 1 or not 1 <= request.start <= length:
             raise ValueError(
                 f"request {index}: start {request.start} with token ids of shape {ids.shape}; expected ids [end] and "
-                "1 <= start <= end (the first token has no context to be graded in)"
+                "1 <= start <= end (the first token has no context)"
             )
         if length - 1 > self._max_context:
             raise ValueError(f"request {index}: {length} tokens; the teacher's context is {self._max_context}")
@@ -147,7 +147,7 @@ class TorchScorer:
 
 
 def chunk_rows(vocab_size: int, device_type: str) -> int:
-    """Rows of logits to be made at one time."""
+    """Rows of logits computed at one time."""
     return min(4096, max(16, _CHUNK_LOGITS.get(device_type, _CHUNK_LOGITS["cpu"]) // vocab_size))
 
 

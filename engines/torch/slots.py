@@ -22,15 +22,16 @@ from protocol.messages import VersionSpan, WeightVersion
 
 _FIRST_CLASS_TOKENS = 64
 _CLASSES = _FIRST_CLASS_TOKENS * 2 ** np.arange(24)
-"""Longest row of each class. Doubling: a rollout changes its class, and perhaps its row, only a few times."""
+"""Longest row of each class. Classes double, so that a rollout changes its class, and perhaps its row, only a few
+times."""
 _WINDOW_STEP_TOKENS = 16
-"""Windows grow in steps of this: few distinct shapes."""
+"""Windows grow in these steps, so that there are few distinct shapes."""
 _BLOCK_COST_CELLS = 256
-"""What attention in one more block costs (calls into torch), in cells read by one row; measured on a CPU."""
+"""Cost of attention in one more block (calls into torch), in cells read by one row; measured on a CPU."""
 
 
 class RowWindow(NamedTuple):
-    """Rows [start, stop) look at cells [0, window) of their slots."""
+    """Rows [start, stop) attend to cells [0, window) of their slots."""
 
     start: int
     stop: int
@@ -38,13 +39,13 @@ class RowWindow(NamedTuple):
 
 
 def length_classes(lengths_R: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0 for the shortest rows. [R]"""
+    """The class of each row, 0 for the shortest. [R]"""
     return np.searchsorted(_CLASSES, lengths_R)
 
 
 def row_windows(lengths_R: npt.NDArray[np.int64], max_context: int) -> list[RowWindow]:
-    """Blocks over rows in their order, cut where the class falls and where that saves more than it costs; at least
-    one, empty when there are no rows."""
+    """Blocks over rows in order, cut where the class falls and the cut saves more than it costs. At least one block,
+    which is empty when there are no rows."""
     n_rows = len(lengths_R)
     if n_rows == 0:
         return [RowWindow(0, 0, min(_WINDOW_STEP_TOKENS, max_context))]
@@ -74,13 +75,13 @@ class Running:
     request: GenerationRequest
     row: int
     emitted: int
-    """Tokens of the sequence (prompt included) that were handed out or never will be."""
+    """Tokens of the sequence that are not to be reported: the prompt, and what was reported before."""
     prompt_key: bytes
     """Equal for requests with the same prompt."""
 
 
 class SlotTable:
-    """Rows in, tokens appended, rows out."""
+    """The state of all slots."""
 
     def __init__(self, n_slots: int, capacity: int) -> None:
         self.n_slots = n_slots
@@ -90,15 +91,15 @@ class SlotTable:
         self.ids = np.zeros((n_slots, capacity), np.int32)
         """[S, C] the sequence so far: prompt, then sampled tokens."""
         self.logprobs = np.zeros((n_slots, capacity), np.float32)
-        """[S, C] of sampled tokens, at their place in the sequence."""
+        """[S, C] log-probs of sampled tokens, at their place in the sequence."""
         self.uniforms = np.zeros((n_slots, capacity), np.float64)
-        """[S, C] the random number that chooses the token at each place."""
+        """[S, C] the random number that selects the token at each place."""
         self.in_use = np.zeros(n_slots, np.bool_)
         self.length = np.zeros(n_slots, np.int64)
         self.limit = np.zeros(n_slots, np.int64)
         """Length at which the request ends."""
         self.next_input = np.zeros(n_slots, np.int64)
-        """The last token of the sequence: what the next step feeds."""
+        """The last token of the sequence: the next step's input."""
         self.stop_ids = np.full((n_slots, 1), -1, np.int64)
         """[S, K], padded with -1; grows with the longest list seen."""
         self.inverse_temperature = np.ones(n_slots, np.float32)
@@ -118,11 +119,11 @@ class SlotTable:
         return running
 
     def past(self, running: Running) -> npt.NDArray[np.int32]:
-        """The tokens before the one that is fed next: those whose keys and values the cache holds. A view, [n]."""
+        """The tokens before the next input, whose keys and values are in the cache. A view, [n]."""
         return self.ids[running.row, : self.length[running.row] - 1]
 
     def place(self, request: GenerationRequest, uniforms: npt.NDArray[np.float64]) -> Running:
-        """Give a request the lowest free row. `uniforms` [n] are for the tokens it may sample; n bounds them."""
+        """Give a request the lowest free row. `uniforms` [n] are for the tokens that it may sample, at most n."""
         row = self.running.index(None)
         n_prompt, sampling, stops = len(request.prompt_ids), request.sampling, request.stop_token_ids
         running = self.running[row] = Running(request, row, n_prompt, request.prompt_ids.tobytes())
@@ -152,8 +153,8 @@ class SlotTable:
         self.n_running -= 1
 
     def arrange(self) -> tuple[list[int], list[int]]:
-        """Close the holes and gather rows of one length class, longest first; returns (from, to), a permutation of
-        rows for the KV cache to follow. Only rows that stand in another class's block, or behind the last, move."""
+        """Close gaps and group rows by length class, longest first. Returns (from, to), which the KV cache must copy
+        too. Only rows in another class's block, or after the last row, move."""
         classes_S = np.where(self.in_use, length_classes(self.length), -1)
         wanted_S = np.sort(classes_S)[::-1]
         wrong_S = classes_S != wanted_S
@@ -190,8 +191,8 @@ class SlotTable:
     def take_delta(
         self, running: Running, version: WeightVersion, reason: FinishReason | None = None, error: str | None = None
     ) -> GenerationDelta | None:
-        """Everything of a request that was not handed out yet, all sampled under `version`; None if there is nothing
-        to say."""
+        """All tokens of a request that were not reported yet, all sampled under `version`; None if there is nothing to
+        report."""
         row, start, end = running.row, running.emitted, int(self.length[running.row])
         if start == end and reason is None:
             return None
@@ -201,5 +202,5 @@ class SlotTable:
         return GenerationDelta(running.request.request_id, ids, logprobs, spans, reason, error)
 
     def finish_reason(self, row: int) -> FinishReason:
-        """Why a row returned by `append` ended."""
+        """The finish reason of a row that `append` returned."""
         return "stop" if self.next_input[row] in self.stop_ids[row] else "length"

@@ -1,12 +1,12 @@
-"""What one forward of the generation engine computes, and where its keys and values go.
+"""The plan of one forward of the generation engine: its tokens, and the cache cells that it fills.
 
     tokens of a step   | row 0 | row 1 | .. | row R-1 | prompt | prompt | ..     [T]
 
-A joining request decodes its last prompt token as a row while the tokens before it ride along as prefill. Within each
-layer all keys are written before the rows attend, so the row sees its whole prompt in the same step.
+A joining request decodes its last prompt token as a row, while the tokens before it are prefilled in the same step.
+Within each layer all keys are written before the rows attend, so the row sees its whole prompt.
 
-Prompts of similar length form a bucket, in which each is padded to the longest: their attention is then a view and one
-kernel call. Padding is computed and forgotten: no cell of the cache takes it.
+Prompts of similar length form a bucket, in which each is padded to the longest, so that their attention is a view and
+one kernel call. Padding is computed but never cached.
 
 Legend: T tokens of a step, R rows that decode, W cache cells written, n tokens of one prompt.
 """
@@ -35,7 +35,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Tokens that only leave keys and values, in one slot or in several that share a prompt."""
+    """Tokens that only fill the cache, in one slot or in several that share a prompt."""
 
     ids: npt.NDArray[np.int32]
     """[n], n >= 1; cell i of each slot is filled by token i."""
@@ -51,23 +51,23 @@ class Step:
     ids_T: Tensor
     positions_T: Tensor
     row_windows: Sequence[RowWindow]
-    """The rows in blocks, and how far each looks."""
+    """The rows in blocks, each with its window."""
     n_cells: int
-    """No cell from here on is read or written in any slot."""
+    """Number of cells per slot that this step reads or writes."""
     cell_slots_W: Tensor
     cell_positions_W: Tensor
     cell_sources_W: Tensor | None
-    """Which token of the step fills the cell; None = token w fills cell w."""
+    """The token of the step that fills each cell; None = token w fills cell w."""
     prefill: Layout | None
-    """The prompts after the rows, longest first, every bucket padded to equal lengths."""
+    """The prompts after the rows, longest first, each bucket padded to one length."""
 
 
 def plan_step(
     ids_R: Int64s, positions_R: Int64s, prefills: Sequence[Prefill], *, max_context: int, device: torch.device
 ) -> Step:
-    """Rows feed `ids_R` at `positions_R` (cells before hold their past, or are filled by a prefill of this step).
+    """Rows take `ids_R` as input at `positions_R`; the cells before are filled already, or by a prefill of this step.
 
-    On a CPU the step may view the arrays given: it is good until they change."""
+    On a CPU the step may be a view of the given arrays, valid until they change."""
     n_rows = len(ids_R)
     ids, positions, layout = ids_R, positions_R, None
     slots, cells, sources = np.arange(n_rows), positions_R, None
@@ -101,7 +101,7 @@ def plan_step(
 
 
 def _padded_lengths(lengths: Sequence[int]) -> list[int]:
-    """The length of each prompt's bucket; `lengths` fall."""
+    """The padded length of each prompt; `lengths` are in descending order."""
     padded: list[int] = []
     for length in lengths:
         longest = padded[-1] if padded else length
@@ -127,7 +127,7 @@ def _layout(padded: Sequence[int], device: torch.device) -> Layout:
         end = start + n_sequences * width
         buckets.append(Bucket(start, end, n_sequences, width, None, None))
         start = end
-    # Positions are the step's business: attention never reads those of the layout.
+    # The step has the positions: attention never reads those of the layout.
     return Layout(tuple(padded), tuple(buckets), torch.empty(0, dtype=torch.int64, device=device))
 
 

@@ -28,7 +28,7 @@ class EmbeddedWeights:
     """A WeightSink (weights.sink)."""
 
     def __init__(self, engine: TakesWeights, *, device: torch.device | str = "cpu") -> None:
-        """`device`: the engine's, where NCCL delivers; gloo always delivers to the CPU."""
+        """`device`: the engine's, to which NCCL delivers; gloo always delivers to the CPU."""
         self._engine = engine
         self._device = torch.device(device)
         self._staged: WeightVersion | None = None
@@ -74,7 +74,7 @@ class EmbeddedWeights:
         try:
             self._group.join(timeout_s)
         except (GroupBroken, GroupInterrupted):
-            # Perhaps a new learner's, on the same port; and with NCCL a thread may still wait at it.
+            # The store may be a new learner's on the same port, and with NCCL a thread may still wait on the old one.
             self._stores.clear()
             raise
 
@@ -102,12 +102,14 @@ class EmbeddedWeights:
     def _taken(
         self, header: Round, named: list[tuple[str, Tensor]], n_bytes: int, began_s: float, interrupted: Interrupted
     ) -> Taken:
-        """Stage what is here, unless the engine has it."""
+        """Stage received tensors, unless the engine already has this version or a newer one."""
         received_s = time.monotonic()
         staged = header.version > self.version
         if staged:
             self._stage(header.version, named)
-            wait_for_device(self._device, began_s + header.timeout_s, interrupted)  # else it is queued, not here
+            wait_for_device(
+                self._device, began_s + header.timeout_s, interrupted
+            )  # the copy may only be queued until then
         return Taken(
             n_bytes=n_bytes,
             receive_s=received_s - began_s,
@@ -116,7 +118,7 @@ class EmbeddedWeights:
         )
 
     def settle(self, timeout_s: float) -> bool:
-        return True  # what is under way is abandoned
+        return True  # whatever is in progress is abandoned
 
     def leave(self) -> None:
         group, self._group = self._group, None
@@ -128,7 +130,7 @@ class EmbeddedWeights:
         self._staged = version
 
     def _store_of(self, plan: WeightPlan) -> Store:
-        """One connection for all groups of a learner: torch looks names up for every new one."""
+        """One connection for all groups of a learner, because torch resolves host names for every new one."""
         key = (plan.host, plan.port)
         if key not in self._stores:
             self._stores.clear()
@@ -143,7 +145,7 @@ _NAMES_IN_ERROR = 8
 class _Staged:
     version: WeightVersion
     tensors: list[Tensor]
-    """In the order of the parameters, on their device, in their dtype; our own copies."""
+    """Copies in the order of the parameters, on their device and in their dtype."""
 
 
 class WeightStage:
@@ -156,7 +158,7 @@ class WeightStage:
         self._staged: _Staged | None = None
         self._changed = threading.Condition()
         self.stale_total = 0
-        """Stagings left aside because a newer version was there already."""
+        """Ignored stagings: a newer version was already there."""
 
     @property
     def version(self) -> WeightVersion:
@@ -167,8 +169,8 @@ class WeightStage:
         return self._staged is not None
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy a full set; it replaces one not yet swapped in. A version older than the newest known is left aside and
-        counted: weights never go back. Raises ValueError for names or shapes that do not fit."""
+        """Copy a full set, replacing one that is not swapped in yet. A version older than the newest known is ignored
+        and counted: weights never go back. Raises ValueError for names or shapes that do not fit."""
         staged = _Staged(version, self._checked_copies(tensors))
         with self._changed:
             if version < (self._staged.version if self._staged is not None else self._version):
@@ -178,7 +180,7 @@ class WeightStage:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something is staged, or woken, or after `timeout_s`."""
+        """Return when weights are staged, after `wake`, or after `timeout_s`."""
         with self._changed:
             if self._staged is None:
                 self._changed.wait(timeout=max(timeout_s, 0.0))

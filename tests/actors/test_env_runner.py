@@ -205,6 +205,16 @@ def test_a_slow_call_does_not_hold_up_the_others(runner: EnvRunner) -> None:
     assert runner.pending == 1 and not hanging.cancelled.is_set()
 
 
+def test_an_episode_that_is_finished_before_its_call_begins_ends_at_once(runner: EnvRunner) -> None:
+    """Both may reach the thread in one turn of its event loop; the call must not begin then, and has an outcome."""
+    for i in range(50):
+        rollout = Rollout(runner, f"r{i}")
+        rollout.call(Hanging().call, timeout_s=3600.0)
+        rollout.finish()
+    assert len(outcomes(runner, 50)) == 50
+    until(lambda: runner.threads == 0)
+
+
 def test_an_environment_that_blocks_its_thread_holds_up_nobody(runner: EnvRunner) -> None:
     blocking = Blocking()
     Rollout(runner, "blocks").call(blocking.call)

@@ -286,7 +286,7 @@ def test_each_server_answers_under_the_version_that_was_published(
         made, skipped = actor.stats["weight_checks_total"], actor.stats["weight_checks_skipped_total"]
         assert (made, skipped) == ((1, 0) if can_check else (0, 1))
         assert actor.stats["weight_canaries_total"] == 1
-    assert ("only a canary prompt tells" in caplog.text) is not can_check
+    assert ("verified by the canary prompt only" in caplog.text) is not can_check
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"], indirect=True)

@@ -259,7 +259,7 @@ def test_a_server_that_computes_with_something_else_than_the_file_is_lost(
 def test_a_server_that_does_not_come_out_of_its_group_is_lost_by_name(group: Group) -> None:
     rig = Rig(group, "nccl", control_timeout_s=0.2)
     rig.holds("/destroy_weights_update_group")
-    with pytest.raises(ServerLost, match=r"not out of weight group run-1 after 0\.6 s"):
+    with pytest.raises(ServerLost, match=r"did not leave weight group run-1 within 0\.6 s"):
         rig.sink.leave()
     with pytest.raises(ServerLost, match=rig.server.url):
         rig.engine.server.raise_if_lost()
