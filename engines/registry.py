@@ -23,7 +23,7 @@ BUILT_IN: Final = {
     "sglang": "engines.sglang.provider:PROVIDER",
 }
 AUTO: Final = "auto"
-"""The launcher chooses: the first of `AUTO_ORDER` that fits, else EMBEDDED (launch.checks.engine_choice)."""
+"""The launcher chooses: the first of `AUTO_ORDER` that fits, else EMBEDDED (launch.checks.placement)."""
 AUTO_ORDER: Final = ("sglang",)
 EMBEDDED: Final = "torch"
 """The engine that works anywhere: in the worker's process, on any device."""

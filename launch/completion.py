@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 from launch.config.command_line import OWN_FLAGS, SWITCHES
-from launch.config.run import ALIASES, RunConfig
-from launch.config.tree import keys_of, sections_of
+from launch.config.keys import keys_of, sections_of
+from launch.config.run import SHORT_FLAGS, RunConfig
 
 COMMANDS: Final = ("join", "export", "audit", "completion")
 SHELLS: Final = ("bash", "zsh", "fish")
@@ -49,12 +49,11 @@ def _flags() -> Iterator[tuple[str, tuple[str, ...] | None]]:
         yield f"--{name.replace('_', '-')}", ()
     for name in SWITCHES:
         yield f"--{name}", None
-    short = {key: alias for alias, key in ALIASES.items()}
     for key in keys_of(RunConfig):
         choices = _choices(key.type) or (tuple(key.members.known()) if key.members is not None else ())
         yield f"--{key.name}", choices
-        if key.name in short:
-            yield f"--{short[key.name].replace('_', '-')}", choices
+        if key.name in SHORT_FLAGS:
+            yield f"--{SHORT_FLAGS[key.name]}", choices
 
 
 def _choices(annotation: object) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import psutil
 
 from launch.checks import preflight
-from launch.checks.recorded import check_recorded
+from launch.checks.preflight import check_recorded
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
 from launch.config.help import help_text

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from launch import run
-from launch.checks.preflight import find_model
+from launch.checks.model_files import find_model
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.errors import WRONG_CONFIG_EXIT_CODE, LaunchError, refuse
 

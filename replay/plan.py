@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from launch.config.files import read_config
+from launch.config.keys import keys_of
 from launch.config.run import RunConfig
-from launch.config.tree import get, keys_of
+from launch.config.tree import get
 from launch.errors import ConfigError
 from protocol.atomic_file import write_atomic
 from recording.reader import Recording

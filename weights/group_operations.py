@@ -69,7 +69,7 @@ _NCCL_ENVIRONMENT: Final = {
 
 def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device) -> BackendName:
     """`auto`: gloo, which works with every layout of ranks. Whether NCCL could is decided by who knows all members and
-    where they are: the launcher (launch.checks.weight_backend), which says nccl or gloo. Raises ValueError when NCCL is
+    where they are: the launcher (launch.checks.placement), which says nccl or gloo. Raises ValueError when NCCL is
     wanted and cannot be had."""
     if wanted == "nccl" and not (device.type == "cuda" and dist.is_nccl_available()):
         raise ValueError(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from launch.checks.weight_files import check_weights
+from launch.checks.model_files import check_weights
 from launch.config.consistency import teacher_window
 from launch.config.pools import engine_of, teacher_pools
 from launch.config.run import RunConfig

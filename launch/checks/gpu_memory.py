@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
 from engines.provider import EngineRole, ModelShape
+from launch.checks.model_files import check_weights
 from launch.checks.placement import Placement
-from launch.checks.weight_files import check_weights
 from launch.config.pools import engine_of, teacher_pools
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER

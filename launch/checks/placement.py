@@ -1,24 +1,101 @@
-"""Where the parts of a run are put: devices of embedded roles, GPUs of servers, and by what weights are sent.
+"""Places the parts of a run: an engine for each role, a device for each process, and the backend that carries weights.
 
-The launcher decides all of it before anything starts. Each embedded worker is told its own device (StartRole.device);
-the learner reads the way of the weights from its configuration.
+The launcher decides all of it before anything starts; these are pure functions of what is installed and what was asked
+for. `engine = auto` is decided first, so that everything behind it, and config.yaml of the run, has engines by name.
+Each embedded worker receives its device in StartRole; the learner reads the weight backend from its configuration.
+
+NCCL refuses two ranks on one GPU ("Duplicate GPU detected", initTransportsRank in its init.cc) and ranks with different
+versions ("Mismatched NCCL version detected", bootstrap.cc and init.cc), and it needs a GPU on every rank. gloo works
+with all layouts, more slowly, because weights go through host memory.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-from engines.provider import EngineProvider
-from launch.checks.weight_backend import Choice, Member, choose_weight_backend
+import msgspec
+
+from engines.config import ServerConfig
+from engines.provider import EngineProvider, Wish
+from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
 from launch.config.pools import engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
+from launch.machine.devices import fill_devices
 from launch.machine.gpus import LEARNER, Groups, Places, Seat, Wanted, place
 from launch.machine.machine import Interpreters, Machine
 from launch.machine.torch_build import TorchBuild
 from launch.servers.plan import count, launched_groups, server_config, servers_of
 from protocol.context import WorkerRole
+
+replace = msgspec.structs.replace
+Backend: TypeAlias = Literal["gloo", "nccl"]
+
+
+class Member(NamedTuple):
+    """The learner, or an actor (its server): what it contributes to the weight group."""
+
+    who: str
+    gpus: tuple[int, ...] | None
+    """A rank on each; empty: on the CPU; None: not known, for somebody else started it."""
+    nccl: str | None
+    """Version that its interpreter loads; None: not known."""
+    python: str
+    """That interpreter. Those of one have the same NCCL, known or not."""
+
+
+class Choice(NamedTuple):
+    backend: Backend
+    why: str
+
+
+def choose_weight_backend(wanted: Literal["auto", "gloo", "nccl"], learner: Member, actors: Sequence[Member]) -> Choice:
+    """Raises ValueError where NCCL is asked for and cannot work. What is merely not known speaks against it under
+    `auto` only."""
+    if wanted == "gloo":
+        return Choice("gloo", "as configured")
+    if impossible := next(_impossible(learner, actors), None):
+        if wanted == "nccl":
+            raise ValueError(f"weights.backend: got nccl, but {impossible}; use gloo or auto")
+        return Choice("gloo", impossible)
+    if wanted == "nccl":
+        return Choice("nccl", "as configured")
+    if unknown := next(_unknown(learner, actors), None):
+        return Choice("gloo", unknown)
+    return Choice("nccl", f"a GPU each, NCCL {learner.nccl or 'of one interpreter'}")
+
+
+def _impossible(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
+    def named(member: Member) -> str:
+        return "the learner" if member is learner else member.who
+
+    holders: dict[int, str] = {}
+    for member in (learner, *actors):
+        if member.gpus == ():
+            yield f"{named(member)} is on the CPU"
+        for gpu in member.gpus or ():
+            if gpu in holders:
+                yield f"{holders[gpu]} and {named(member)} share GPU {gpu}, and NCCL takes one rank per GPU"
+            holders[gpu] = named(member)
+    for actor in actors:
+        if actor.nccl and learner.nccl and actor.nccl != learner.nccl:
+            yield (
+                f"the learner has NCCL {learner.nccl} ({learner.python}) and {actor.who} {actor.nccl} "
+                f"({actor.python}), and NCCL takes equal versions only"
+            )
+
+
+def _unknown(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
+    if not actors:
+        yield "who joins may have no GPU of its own"
+    for actor in actors:
+        if actor.gpus is None:
+            yield f"the GPU and the NCCL of {actor.who} are not known, as its server was started by others"
+    for member in (learner, *actors):
+        if member.nccl is None and any(actor.python != learner.python for actor in actors):
+            yield f"no installed wheel says which NCCL {member.python} has, and it must be the same for all"
 
 
 class Placement(NamedTuple):
@@ -144,3 +221,53 @@ def _told(
         yield "weights by files in the run's folder (weights.transport)"
     else:
         yield f"weights by {weights.backend} ({weights.why})"
+
+
+class Engines(NamedTuple):
+    """What was chosen."""
+
+    config: RunConfig
+    """No engine is auto."""
+    why: dict[str, str]
+    """actor, teacher or pools.NAME -> the reason; only where it was auto."""
+
+
+def choose_engines(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Engines:
+    """`config`: as the user gave it. An explicit engine is left as it is."""
+    filled = fill_devices(config)
+    why: dict[str, str] = {}
+    actor = config.actor
+    if actor.engine == AUTO:
+        engine, why["actor"] = _choose(filled.actor.server, filled.actor.urls, "", machine, interpreters)
+        actor = replace(actor, engine=engine)
+    average = config.learner.ema.pool if config.learner.ema.decay else None
+    pools = dict(config.pools)
+    teacher = config.teacher
+    for pool in teacher_pools(filled):
+        own = pool.config.teacher
+        if own.engine != AUTO:
+            continue
+        unfit = "it grades with the student's average" if pool.name == average else ""
+        engine, why[pool.key] = _choose(own.server, own.urls, unfit, machine, interpreters)
+        if config.pools:
+            pools[pool.name] = replace(pools[pool.name], engine=engine)
+        else:
+            teacher = replace(teacher, engine=engine)
+    if teacher.engine == AUTO:  # of nobody: all pools have their own, or there is no teacher
+        teacher = replace(teacher, engine=EMBEDDED)
+    return Engines(replace(config, actor=actor, teacher=teacher, pools=pools), why)
+
+
+def _choose(
+    server: ServerConfig, urls: tuple[str, ...], in_process: str, machine: Machine, interpreters: Interpreters
+) -> tuple[str, str]:
+    """(engine, why). `in_process`: why only an engine in the worker's process will do; empty: any will."""
+    why = ""
+    for name in AUTO_ORDER:
+        provider = find_engine(name)
+        modules = provider.servers.modules if provider.servers is not None else ()
+        look = functools.partial(interpreters.look, modules=modules)
+        fits, why = provider.fits(Wish(server, urls, in_process, bool(machine.gpus), look))
+        if fits:
+            return name, why
+    return EMBEDDED, why

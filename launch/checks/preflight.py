@@ -9,7 +9,6 @@ or told by its owner when it loads it.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,11 +17,16 @@ from typing import Final, NamedTuple, cast
 import msgspec
 
 import builtin
-from launch.checks.engine_choice import choose_engines
-from launch.checks.placement import NOWHERE, Placement
+from launch.checks.model_files import (
+    check_teachers,
+    check_weights,
+    find_model,
+    model_type,
+    nearest_path,
+    read_vocabulary,
+)
+from launch.checks.placement import NOWHERE, Placement, choose_engines
 from launch.checks.server_preflight import check_servers
-from launch.checks.vocabularies import check_teachers
-from launch.checks.weight_files import check_weights
 from launch.config.consistency import check_consistency
 from launch.config.pools import teacher_pools, without_idle_routes
 from launch.config.run import BUILTIN, RunConfig
@@ -30,6 +34,10 @@ from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
 from launch.machine.machine import Interpreters, Machine, find_machine
 from launch.servers.plan import ServerPlan
+from protocol.handshake import vocab_fingerprint
+from recording.format import RecordError
+from recording.reader import read_header
+from recording.writer import record_path
 
 ROWS_CHECKED: Final = 20
 replace = msgspec.structs.replace
@@ -130,47 +138,11 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def find_model(key: str, named: str) -> Path:
-    """The folder of a model, looked at from outside. A name that is no folder is fetched from the model hub (or found
-    in its cache). Raises ConfigError."""
-    if named == BUILTIN:
-        folder = builtin.STUDENT_DIR if key.endswith("student") else builtin.TEACHER_DIR
-        if not folder.is_dir():
-            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it by `python -m builtin.build`")
-    else:
-        folder = Path(named).expanduser()
-    if not folder.exists() and _looks_like_hub_name(named):
-        folder = _from_hub(key, named)
-    if not folder.is_dir():
-        raise ConfigError(f"{key}: no folder {named!r}{_nearest_path(folder)}")
-    missing = [name for name in ("config.json",) if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        missing.append("*.safetensors")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        missing.append("tokenizer.json")
-    if missing:
-        raise ConfigError(f"{key}: {folder} is not a Hugging Face model folder, it lacks {', '.join(missing)}")
-    model_type(folder)
-    return folder.absolute()
-
-
-def model_type(folder: Path) -> str:
-    """`model_type` of config.json. Raises ConfigError."""
-    file = folder / "config.json"
-    try:
-        told = cast(Json, json.loads(file.read_text())).get("model_type")
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ConfigError(f"{file} is not a JSON object: {error}") from error
-    if not isinstance(told, str):
-        raise ConfigError(f"{file}: model_type is {told!r}, expected a name like qwen3")
-    return told
-
-
 def check_prompts(key: str, path: Path) -> list[str]:
     """The first rows of a prompts file. The learner, which reads all of it, checks the rest."""
     path = path.expanduser()
     if not path.exists():
-        return [f"{key}: no file {str(path)!r}{_nearest_path(path)}"]
+        return [f"{key}: no file {str(path)!r}{nearest_path(path)}"]
     try:
         if path.is_dir():
             return _check_folder(key, path)
@@ -232,36 +204,53 @@ def _parquet_columns(path: Path) -> list[str]:
     return [str(name) for name in parquet.read_schema(path).names]
 
 
-def _looks_like_hub_name(named: str) -> bool:
-    return named.count("/") <= 1 and not named.startswith((".", "/", "~")) and not named.endswith("/")
+def check_recorded(config: RunConfig, *, resume: bool) -> None:
+    """`config`: with models and paths resolved. Raises ConfigError with all that is wrong."""
+    mistakes = [*_objective(config), *_written(config, resume=resume), *_mixed_in(config)]
+    if mistakes:
+        raise ConfigError(*mistakes)
 
 
-def _from_hub(key: str, name: str) -> Path:
-    """The local snapshot of a model on the hub; downloads what is not in the cache."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+def _objective(config: RunConfig) -> Iterator[str]:
+    """Off-policy objectives on the student's own tokens."""
+    learner = config.learner
+    if learner.objective.divergence.name == "seq_kd":
+        yield (
+            "learner.objective.divergence: got seq_kd, which teaches nothing on the student's own tokens (the mean of "
+            "its gradient is 0); expected another one; seq_kd is for learner.offline.divergence and python -m replay"
+        )
+    if learner.offline.student_fraction == 0.0:
+        yield (
+            "learner.offline.student_fraction: got 0, which leaves the actors nothing to do; expected more than 0, or "
+            f"python -m replay {learner.offline.file}, which trains on the file alone"
+        )
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+def _written(config: RunConfig, *, resume: bool) -> Iterator[str]:
+    if not config.learner.record or resume:
+        return
+    path = record_path(Path(config.learner.record))
+    if path.exists() and path.stat().st_size:
+        yield f"learner.record: {path} holds another run's batches; expected a file that is not there yet"
+
+
+def _mixed_in(config: RunConfig) -> Iterator[str]:
+    file = config.learner.offline.file
+    if not file:
+        return
     try:
-        HfApi().model_info(name, timeout=5.0)
-    except (HFValidationError, RepositoryNotFoundError):
-        raise ConfigError(
-            f"{key}: {name!r} is neither a folder nor a model on the hub{_nearest_path(Path(name))}"
-        ) from None
-    except Exception as unreachable:  # connection errors: their classes differ between versions of the hub's client
-        try:
-            return Path(snapshot_download(name, local_files_only=True, allow_patterns=wanted))
-        except OSError:
-            raise ConfigError(
-                f"{key}: no folder {name!r}, it is not in the model hub's cache, and the hub cannot be reached "
-                f"({type(unreachable).__name__}){_nearest_path(Path(name))}"
-            ) from None
-    return Path(snapshot_download(name, allow_patterns=wanted))
-
-
-def _nearest_path(path: Path) -> str:
-    """`; did you mean ...?` with the nearest name in the same folder, or nothing."""
-    if not path.parent.is_dir():
-        return f"; nor is there {str(path.parent)!r}"
-    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
-    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+        header = read_header(Path(file))
+    except (RecordError, OSError) as error:
+        yield f"learner.offline.file: {error}"
+        return
+    if header.writer != "teacher":
+        yield (
+            f"learner.offline.file: {file} was written by the student of the run {header.run!r}; expected a file that "
+            "the teacher wrote (python -m launch.write)"
+        )
+    vocabulary = read_vocabulary(Path(config.models.student) / "tokenizer.json")
+    if vocabulary is not None and vocab_fingerprint(vocabulary) != header.vocab_fingerprint:
+        yield (
+            f"learner.offline.file: the token ids of {file} are of another vocabulary than those of "
+            f"{config.models.student}; expected one token-to-id map"
+        )

@@ -10,12 +10,11 @@ import msgspec
 from engines.sglang.features import Features
 from launch.checks.gpu_memory import estimate
 from launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
-from launch.checks.server_features import grouped
 from launch.config.pools import WorkerGroup
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices, torch_devices
 from launch.machine.machine import NO_GPUS, Interpreters, Machine
-from launch.servers.attached import ask_servers
+from launch.servers.attached import ask_servers, grouped
 from launch.servers.plan import (
     ServerPlan,
     contradictions,
@@ -62,7 +61,7 @@ def check_servers(
     why: Mapping[str, str] | None = None,
 ) -> Found:
     """`config`: models are folders, no engine is auto. Running servers are asked, and interpreters looked at,
-    only where servers are wanted. `why`: of the engines that were chosen (launch.checks.engine_choice)."""
+    only where servers are wanted. `why`: of the engines that were chosen (launch.checks.placement)."""
     interpreters = interpreters or Interpreters()
     config = fill_devices(config)
     attached = ask_servers(config)

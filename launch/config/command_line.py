@@ -1,22 +1,21 @@
-"""The command line: flags, `--config FILE` and dotted overrides, in that order of rising weight, into a RunConfig.
+"""Parses the command line and builds the RunConfig from flags, `--config FILE` and dotted overrides; later ones win.
 
     cluster.py [--config FILE] [--run-dir DIR | --name NAME] [--resume] [--KEY VALUE | --KEY=VALUE]...
 
-Every key of the tree is a flag; `-` and `_` mean the same in it. With --resume, the run folder's own configuration is
-what the rest is laid over.
-"""
+Every key of the tree is a flag, in which `-` and `_` mean the same. With --resume, the configuration in the run folder
+is the base, and everything else is laid over it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from launch.config.files import read_plain, read_resolved
-from launch.config.run import BUILTIN, BUILTIN_RECIPE, RunConfig
-from launch.config.tree import Key, Plain, build, choose, get, merge, parse_text, put
-from launch.config.words import split_words
+from launch.config.keys import Key, find_key, keys_of, parse_text, type_name, unknown_key
+from launch.config.run import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
+from launch.config.tree import Plain, build, choose, get, merge, put
 from launch.errors import ConfigError
 from launch.runfolder import choose_path
 from learner.checkpoints.files import CHECKPOINTS
@@ -27,7 +26,7 @@ SWITCHES: Final = ("resume", "check", "help", "version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """What was asked for, as words."""
+    """A parsed command line; the values of keys are still text."""
 
     config: Path | None = None
     run_dir: Path | None = None
@@ -35,20 +34,31 @@ class CommandLine:
     resume: bool = False
     check: bool = False
     gpus: str = ""
-    """A layout to pretend, with --check; empty: this machine's."""
+    """GPUs to pretend, with --check; empty: those of this machine."""
     help: bool = False
     topics: tuple[str, ...] = ()
-    """Sections and keys that help is wanted on; empty: an overview."""
+    """Sections and keys after --help; empty: an overview."""
     version: bool = False
     overrides: tuple[tuple[Key, str], ...] = ()
     """(key, text), aliases replaced, in order."""
 
 
+class Words(NamedTuple):
+    """The words of a command line, sorted by kind."""
+
+    own: dict[str, str]
+    """Flags of the command itself, with `_` for `-`."""
+    switches: frozenset[str]
+    positional: tuple[str, ...]
+    overrides: tuple[tuple[Key, str], ...]
+    """(key, text), aliases replaced, in order."""
+
+
 def parse_arguments(arguments: Sequence[str]) -> CommandLine:
-    """Split the words; values are not looked at yet. Raises ConfigError for unknown flags and missing values."""
+    """Split the words without reading values. Raises ConfigError for unknown flags and missing values."""
     own, switches, topics, overrides = split_words(arguments, own=OWN_FLAGS, switches=SWITCHES)
     if "gpus" in own and "check" not in switches:
-        raise ConfigError("--gpus: pretends GPUs, and so goes with --check only; a run uses those that are there")
+        raise ConfigError("--gpus: pretends GPUs, so it works only with --check; a run uses the GPUs of this machine")
     return CommandLine(
         config=Path(own["config"]) if "config" in own else None,
         run_dir=Path(own["run_dir"]) if "run_dir" in own else None,
@@ -63,10 +73,64 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     )
 
 
+def split_words(
+    arguments: Sequence[str],
+    *,
+    own: Collection[str],
+    switches: Collection[str],
+    positional: int = 0,
+    aliases: Mapping[str, str] = ALIASES,
+) -> Words:
+    """Split into flags of the command (`own`), `switches`, positional words and keys. Raises ConfigError for unknown
+    flags, missing values, and more than `positional` words without a flag, except with --help."""
+    found: dict[str, str] = {}
+    switched: set[str] = set()
+    loose: list[str] = []
+    overrides: list[tuple[Key, str]] = []
+    mistakes: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if word == "-h":
+            word = "--help"
+        if not word.startswith("--"):
+            loose.append(word)
+            if len(loose) > positional:
+                mistakes.append(f"{word!r}: unexpected; flags look like --key value")
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name in switches and not equals:
+            switched.add(name)
+            continue
+        key = find_key(RunConfig, aliases.get(name, name)) if name not in own else None
+        if key is None and name not in own:
+            valid = [*(k.name for k in keys_of(RunConfig)), *aliases, *own, *switches]
+            mistakes.append("--" + unknown_key(name, valid))
+            if not equals and words and not words[0].startswith("--"):
+                words.pop(0)
+            continue
+        if not equals:
+            if words and not words[0].startswith("--"):
+                text = words.pop(0)
+            elif key is not None and key.type is bool:
+                text = "true"
+            else:
+                mistakes.append(f"--{name}: needs a value" + (f" ({type_name(key.type)})" if key is not None else ""))
+                continue
+        if key is not None:
+            overrides.append((key, text))
+        else:
+            found[name] = text
+    if mistakes and "help" not in switched:
+        raise ConfigError(*mistakes)
+    return Words(found, frozenset(switched), tuple(loose), tuple(overrides))
+
+
 def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
-    """The tree: defaults, under the built-in recipe where the student is the built-in one, under `base`, under the
-    resumed run's configuration (which must be whole), under the file, under the flags. Raises ConfigError with every
-    mistake there is."""
+    """Build the configuration. From weakest to strongest: defaults, the built-in recipe (built-in student only),
+    `base`, the resumed run's configuration (which must be complete), the file, the flags. Raises ConfigError with all
+    mistakes."""
     plain: Plain = base or {}
     if line.resume:
         folder = choose_path(line.run_dir, resume=True, name=line.name)
@@ -74,9 +138,9 @@ def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
         if former.is_file():
             plain = merge(plain, read_resolved(former), RunConfig)
         elif (folder / CHECKPOINTS).is_dir():
-            raise ConfigError(f"--resume: {former} is not there, and the run has checkpoints; put it back from a copy")
+            raise ConfigError(f"--resume: {former} is missing, but the run has checkpoints; put it back from a copy")
         if plain.get("pools"):
-            plain.pop("teachers", None)  # it was counted, and is counted again
+            plain.pop("teachers", None)  # derived from the pools, and derived again below
     if line.config is not None:
         plain = merge(plain, read_plain(line.config), RunConfig)
     mistakes = put_overrides(plain, line.overrides)
@@ -90,8 +154,8 @@ def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
 
 
 def put_overrides(plain: Plain, overrides: Sequence[tuple[Key, str]]) -> list[str]:
-    """Lay them over `plain`; names of sections with several shapes first, as the options given beside one are its own.
-    Returns what is wrong with those that cannot be."""
+    """Lay the overrides over `plain` and return the mistakes. Names of sections with several shapes go first, because
+    choosing another shape drops the options of the former one."""
     mistakes: list[str] = []
     for key, text in sorted(overrides, key=lambda override: override[0].members is None):
         try:
@@ -106,7 +170,7 @@ def put_overrides(plain: Plain, overrides: Sequence[tuple[Key, str]]) -> list[st
 
 
 def build_run(plain: Plain, mistakes: Sequence[str]) -> RunConfig:
-    """Raises ConfigError with the `mistakes` found before and those found now."""
+    """Build the configuration. Raises ConfigError with the given `mistakes` and all further ones."""
     try:
         config = build(RunConfig, plain)
     except ConfigError as error:
@@ -117,18 +181,18 @@ def build_run(plain: Plain, mistakes: Sequence[str]) -> RunConfig:
 
 
 def _count_pools(plain: Plain) -> None:
-    """Pools say how many teachers there are, and urls how many a pool has, where the user does not."""
+    """Fill in missing counts: a pool's `count` from its urls, and `teachers` from the counts of the pools."""
     pools = plain.get("pools")
     if not isinstance(pools, dict) or not pools:
         return
     counts: list[object] = []
     for pool in cast(dict[str, object], pools).values():
         if not isinstance(pool, dict):
-            return  # which is refused
-        told = cast(Plain, pool)
-        urls = told.get("urls")
+            return  # `build` refuses it
+        settings = cast(Plain, pool)
+        urls = settings.get("urls")
         if isinstance(urls, list) and urls:
-            told.setdefault("count", len(cast(list[object], urls)))
-        counts.append(told.get("count", 1))
+            settings.setdefault("count", len(cast(list[object], urls)))
+        counts.append(settings.get("count", 1))
     if "teachers" not in plain and all(isinstance(count, int) for count in counts):
         plain["teachers"] = sum(cast(list[int], counts))

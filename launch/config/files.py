@@ -11,9 +11,10 @@ from typing import Final, cast
 import msgspec
 import yaml
 
+from launch.config.keys import field_docs
 from launch.config.renamed import gone
 from launch.config.run import RunConfig
-from launch.config.tree import Plain, build, field_docs, lacking
+from launch.config.tree import Plain, build, lacking
 from launch.errors import ConfigError
 from protocol.atomic_file import write_atomic
 

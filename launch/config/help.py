@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from launch.config.run import ALIASES, RunConfig
-from launch.config.tree import Key, find_key, keys_of, sections_of, struct_of_items, type_name, unknown_key
+from launch.config.keys import Key, find_key, keys_of, sections_of, struct_of_items, type_name, unknown_key
+from launch.config.run import ALIASES, SHORT_FLAGS, RunConfig
 from launch.errors import ConfigError
 from protocol.settings import Member
 
@@ -133,8 +133,7 @@ def _member_lines(key: Key) -> Iterator[str]:
 
 
 def _heading(key: Key) -> str:
-    short = {name: alias for alias, name in ALIASES.items()}.get(key.name)
-    also = f", --{short.replace('_', '-')}" if short else ""
+    also = f", --{SHORT_FLAGS[key.name]}" if key.name in SHORT_FLAGS else ""
     default = "" if key.default is msgspec.NODEFAULT else f"  [{_shown(key.default)}]"
     return f"  --{key.name}{also}  {type_name(key.type)}{default}"
 

@@ -149,4 +149,6 @@ ALIASES: Final = {
     "offline": "learner.offline.file",
     "record": "learner.record",
 }
-"""Short flag -> key. On the command line only; a file says the key."""
+"""Short flag -> key. On the command line only; files use the key."""
+SHORT_FLAGS: Final = {key: alias.replace("_", "-") for alias, key in ALIASES.items()}
+"""Key -> short flag, as it is typed after `--`."""

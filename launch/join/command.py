@@ -20,10 +20,10 @@ from typing import Final
 import msgspec
 
 from launch.buffer_link import BufferLink
+from launch.config.command_line import split_words
 from launch.config.files import write_config
+from launch.config.keys import Key
 from launch.config.run import ALIASES
-from launch.config.tree import Key
-from launch.config.words import split_words
 from launch.errors import ConfigError, LaunchError, interrupted, refuse
 from launch.join.config import Joining, check_joining
 from launch.join.joiner import Joiner, JoinStatus, JoinSummary

@@ -13,16 +13,15 @@ import msgspec
 
 from engines.provider import EngineRole
 from engines.registry import EMBEDDED
-from launch.checks.engine_choice import choose_engines
-from launch.checks.placement import Placement
-from launch.checks.preflight import find_model, model_type
+from launch.checks.model_files import find_model, model_type, read_vocabulary
+from launch.checks.placement import Placement, choose_engines
 from launch.checks.server_preflight import check_servers
-from launch.checks.vocabularies import read_vocabulary
 from launch.config.command_line import build_run, put_overrides
 from launch.config.consistency import check_join
+from launch.config.keys import Key
 from launch.config.pools import engine_of, teacher_pools
 from launch.config.run import RunConfig
-from launch.config.tree import Key, Plain, get, put
+from launch.config.tree import Plain, get, put
 from launch.errors import ConfigError
 from launch.join.target import HOW_TO_LISTEN, Target
 from launch.machine.devices import lacking_cuda

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
+from launch.config.command_line import split_words
 from launch.config.files import read_config
-from launch.config.words import split_words
 from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.join.target import JOIN_FILE, JoinCard, find_folder, listening_address, reachable, running_record
 from launch.runfolder import read_record

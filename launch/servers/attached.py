@@ -1,9 +1,12 @@
-"""Running SGLang servers that the user names by `urls`: asked what they are before anything starts."""
+"""Asks running SGLang servers, which the user names by `urls`, what they are before anything starts; and describes what
+the servers of a run can do."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
@@ -19,11 +22,13 @@ from engines.sglang.http import RequestRefused, ServerUnavailable
 from engines.sglang.stream import StreamError
 from engines.sglang.tokenizer import compare_tokenizers
 from launch.config.run import RunConfig
+from launch.runfolder import SERVERS
 from launch.servers.plan import count, server_config, server_groups, urls_of, with_server
 
 PROBE_TIMEOUT_S: Final = 20.0
 """For a server that should be there; the configured connect timeout where that is shorter."""
 AT_ONCE: Final = 16
+NAMES_SHOWN: Final = 8
 log = logging.getLogger(__name__)
 
 
@@ -140,3 +145,36 @@ def _one_kind(role: EngineRole, urls: tuple[str, ...], features: list[Features])
 
 def _filled(settings: ServerConfig, server: Features) -> ServerConfig:
     return msgspec.structs.replace(settings, device=server.device, tp=server.tp_size)
+
+
+class ServerSeen(msgspec.Struct, frozen=True):
+    """`servers/<worker>.json`."""
+
+    url: str
+    features: Features
+
+
+def features_of_run(run_dir: Path) -> str:
+    """The servers that a run folder lists, for the status; empty if no worker has one."""
+    found: list[tuple[str, Features]] = []
+    for file in sorted((run_dir / SERVERS).glob("*.json")):
+        try:
+            found.append((file.stem, msgspec.json.decode(file.read_bytes(), type=ServerSeen).features))
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s cannot be read: %s", file, error)
+    return grouped(found)
+
+
+def grouped(servers: Iterable[tuple[str, Features]]) -> str:
+    """One table for each kind of server. Servers that differ only in the label of their weights are of one kind."""
+    kinds: defaultdict[Features, list[tuple[str, Features]]] = defaultdict(list)
+    for name, features in servers:
+        kinds[msgspec.structs.replace(features, weights_label="")].append((name, features))
+    tables: list[str] = []
+    for same in kinds.values():
+        names = [name for name, _ in same]
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        labels = dict.fromkeys(features.weights_label for _, features in same)
+        features = msgspec.structs.replace(same[0][1], weights_label=", ".join(list(labels)[:NAMES_SHOWN]))
+        tables.append(f"server of {', '.join(names[:NAMES_SHOWN])}{more}:\n{features.table()}")
+    return "\n".join(tables)

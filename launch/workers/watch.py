@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar, Final
 
 from launch.buffer_link import BufferLink
-from launch.checks.server_features import features_of_run
 from launch.processes.activity import Patience
 from launch.processes.backend import Exited, Notice, ProcessBackend, Started
 from launch.processes.lifeline import sweep
 from launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, ServerEnd, Worker, said
 from launch.report.figures import RunView
 from launch.report.status import StatusView
+from launch.servers.attached import features_of_run
 from launch.servers.watch import ServerNews, ServerWatch
 from launch.terminal import StopRequests, said_of
 from launch.workers.crew import Crew

@@ -18,9 +18,8 @@ import msgspec
 import pytest
 
 import builtin
-from launch.checks.preflight import check
-from launch.checks.recorded import check_recorded
-from launch.checks.vocabularies import read_vocabulary
+from launch.checks.model_files import read_vocabulary
+from launch.checks.preflight import check, check_recorded
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError

@@ -11,8 +11,7 @@ import pytest
 import builtin
 from engines.provider import ModelShape
 from launch.checks.gpu_memory import estimate, learner_need, read_shape, server_need, worker_need
-from launch.checks.placement import Placement
-from launch.checks.weight_backend import Choice
+from launch.checks.placement import Choice, Placement
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places

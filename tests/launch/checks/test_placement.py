@@ -13,9 +13,8 @@ import msgspec
 import pytest
 
 import builtin
-from launch.checks.engine_choice import choose_engines
+from launch.checks.placement import Member, choose_engines, choose_weight_backend
 from launch.checks.server_preflight import Found, check_servers
-from launch.checks.weight_backend import Member, choose_weight_backend
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError

@@ -13,8 +13,8 @@ import pytest
 
 import builtin
 from launch.checks import preflight
+from launch.checks.model_files import read_vocabulary
 from launch.checks.preflight import check, check_prompts
-from launch.checks.vocabularies import read_vocabulary
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError

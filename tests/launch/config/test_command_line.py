@@ -12,8 +12,9 @@ import pytest
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
 from launch.config.help import help_text
+from launch.config.keys import keys_of
 from launch.config.run import RunConfig
-from launch.config.tree import build, keys_of
+from launch.config.tree import build
 from launch.errors import ConfigError
 from tests.patience import PATIENCE_S
 

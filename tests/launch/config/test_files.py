@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.config.files import read_config, read_plain, write_config
+from launch.config.keys import field_docs, keys_of
 from launch.config.run import RunConfig
-from launch.config.tree import build, field_docs, keys_of
+from launch.config.tree import build
 from launch.errors import ConfigError
 
 

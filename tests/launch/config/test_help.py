@@ -6,8 +6,8 @@ import pytest
 
 from launch.config.command_line import parse_arguments
 from launch.config.help import MAIN_KEYS, help_text
+from launch.config.keys import find_key, keys_of, sections_of
 from launch.config.run import RunConfig
-from launch.config.tree import find_key, keys_of, sections_of
 from launch.errors import ConfigError
 
 

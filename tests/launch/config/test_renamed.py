@@ -9,9 +9,10 @@ import pytest
 
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
+from launch.config.keys import find_key, keys_of
 from launch.config.renamed import REMOVED, RENAMED, new_name
 from launch.config.run import RunConfig
-from launch.config.tree import Plain, build, find_key, keys_of, put
+from launch.config.tree import Plain, build, put
 from launch.errors import ConfigError
 
 

@@ -8,19 +8,8 @@ from typing import Annotated, Literal, cast
 import msgspec
 import pytest
 
-from launch.config.tree import (
-    Key,
-    Plain,
-    build,
-    choose,
-    field_docs,
-    find_key,
-    keys_of,
-    lacking,
-    merge,
-    parse_text,
-    put,
-)
+from launch.config.keys import Key, field_docs, find_key, keys_of, parse_text
+from launch.config.tree import Plain, build, choose, lacking, merge, put
 from launch.errors import ConfigError
 from protocol.settings import Member, Members, PositiveFloat, Settings, Share
 

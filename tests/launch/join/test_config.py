@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import builtin
+from launch.config.command_line import split_words
 from launch.config.run import ALIASES, RunConfig
 from launch.config.tree import Plain, build
-from launch.config.words import split_words
 from launch.errors import ConfigError
 from launch.join import config as join_config
 from launch.join.command import parse_join
@@ -75,7 +75,7 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
         (target(), ("--actors=1", "--max-staleness=1"), "--buffer.max_staleness: belongs to the run"),
         (target(), ("--teachers=1", "--teacher.top_k=8"), "--teacher.top_k: belongs to the run"),
         (target(), ("--teachers=1", "--pool=math"), "teacher.pool: got 'math', to which"),
-        (target(), ("--actors=-1",), "actors must be at least 0"),
+        (target(), ("--actors=-1",), "actors: got '-1', expected int >= 0"),
         (target(), ("--actors=1", "--student=/no/such"), "models.student: no folder"),
         (target(), ("--actors=1", "--actor.torch.max_context=999999"), "actor.torch.max_context: got 999999"),
         (target(models=MODELS | {"teacher": "/gone"}), ("--teachers=1",), "--models.teacher FOLDER says where it is"),

@@ -9,11 +9,10 @@ import pytest
 
 from engines.sglang.config import SGLangConfig
 from engines.sglang.features import Features
-from launch.checks.server_features import features_of_run, grouped
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.servers import attached
-from launch.servers.attached import ask_servers
+from launch.servers.attached import ask_servers, features_of_run, grouped
 
 A = msgspec.convert(
     {

@@ -14,8 +14,7 @@ import builtin
 import engines.sglang.engine
 import engines.sglang.scorer
 from actors.worker import main as actor_main
-from launch.checks.placement import Placement
-from launch.checks.weight_backend import Choice
+from launch.checks.placement import Choice, Placement
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places

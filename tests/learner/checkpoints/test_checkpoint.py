@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from launch.checks.preflight import find_model
+from launch.checks.model_files import find_model
 from learner.batch import TrainItem
 from learner.checkpoints import checkpoint
 from learner.checkpoints import files as checkpoint_files

@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 
 import builtin
+from launch.checks.model_files import INDEX_FILE, check_weights
 from launch.checks.preflight import check
-from launch.checks.weight_files import INDEX_FILE, check_weights
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError

@@ -1,0 +1,225 @@
+"""Checks of model folders: the files are there and whole, and teachers have the student's vocabulary. No torch.
+
+A safetensors file begins with 8 bytes (the length of its header), the header (JSON: name -> dtype, shape, offsets) and
+then the weights, so the header says how long the file must be. A copy or download that was cut short is shorter.
+
+Token-to-id maps of student and teacher must be equal. Sizes prove nothing: models pad their embedding rows past the
+vocabulary, and two vocabularies of one size may order their tokens differently. tokenizer.json is read here; where a
+model has none, the handshake with the buffer compares fingerprints (protocol.handshake).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+import builtin
+from launch.config.run import BUILTIN
+from launch.errors import ConfigError
+from models.description import known_vocabulary_size
+from protocol.handshake import vocab_fingerprint, vocab_tokens
+
+LENGTH_BYTES: Final = 8
+MAX_HEADER_BYTES: Final = 100_000_000
+"""As the safetensors library has it."""
+INDEX_FILE: Final = "model.safetensors.index.json"
+NAMED: Final = 3
+"""Differing tokens that a message names."""
+Json = Mapping[str, object]
+Vocabulary = Mapping[str, int]
+
+
+def find_model(key: str, named: str) -> Path:
+    """The folder of a model, looked at from outside. A name that is no folder is fetched from the model hub (or found
+    in its cache). Raises ConfigError."""
+    if named == BUILTIN:
+        folder = builtin.STUDENT_DIR if key.endswith("student") else builtin.TEACHER_DIR
+        if not folder.is_dir():
+            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it by `python -m builtin.build`")
+    else:
+        folder = Path(named).expanduser()
+    if not folder.exists() and _looks_like_hub_name(named):
+        folder = _from_hub(key, named)
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: no folder {named!r}{nearest_path(folder)}")
+    missing = [name for name in ("config.json",) if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        missing.append("*.safetensors")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer.json")
+    if missing:
+        raise ConfigError(f"{key}: {folder} is not a Hugging Face model folder, it lacks {', '.join(missing)}")
+    model_type(folder)
+    return folder.absolute()
+
+
+def model_type(folder: Path) -> str:
+    """`model_type` of config.json. Raises ConfigError."""
+    file = folder / "config.json"
+    try:
+        told = cast(Json, json.loads(file.read_text())).get("model_type")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from error
+    if not isinstance(told, str):
+        raise ConfigError(f"{file}: model_type is {told!r}, expected a name like qwen3")
+    return told
+
+
+def _looks_like_hub_name(named: str) -> bool:
+    return named.count("/") <= 1 and not named.startswith((".", "/", "~")) and not named.endswith("/")
+
+
+def _from_hub(key: str, name: str) -> Path:
+    """The local snapshot of a model on the hub; downloads what is not in the cache."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        HfApi().model_info(name, timeout=5.0)
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ConfigError(
+            f"{key}: {name!r} is neither a folder nor a model on the hub{nearest_path(Path(name))}"
+        ) from None
+    except Exception as unreachable:  # connection errors: their classes differ between versions of the hub's client
+        try:
+            return Path(snapshot_download(name, local_files_only=True, allow_patterns=wanted))
+        except OSError:
+            raise ConfigError(
+                f"{key}: no folder {name!r}, it is not in the model hub's cache, and the hub cannot be reached "
+                f"({type(unreachable).__name__}){nearest_path(Path(name))}"
+            ) from None
+    return Path(snapshot_download(name, allow_patterns=wanted))
+
+
+def nearest_path(path: Path) -> str:
+    """`; did you mean ...?` with the nearest name in the same folder, or nothing."""
+    if not path.parent.is_dir():
+        return f"; nor is there {str(path.parent)!r}"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+class WeightFiles(NamedTuple):
+    """Of one model folder."""
+
+    mistakes: list[str]
+    parameters: int
+    """Numbers in all tensors of the files that are whole; 0 where there is no safetensors file."""
+
+
+def check_weights(key: str, folder: Path) -> WeightFiles:
+    """`key`: of the configuration, with which each mistake begins. Weights in other formats are not looked at."""
+    mistakes = list(_missing_files(key, folder))
+    parameters = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            parameters += _parameters(file)
+        except (OSError, ValueError) as error:
+            mistakes.append(f"{key}: {file}: {error}; copy or download it again")
+    return WeightFiles(mistakes, parameters)
+
+
+def _missing_files(key: str, folder: Path) -> Iterator[str]:
+    """Those that the index names."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return
+    try:
+        placed = cast(Mapping[str, str], json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        names = sorted(set(placed.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{key}: {index} is no index of safetensors files: {error!r}"
+        return
+    if lacking := [name for name in names if not (folder / name).is_file()]:
+        yield f"{key}: {folder} lacks {len(lacking)} of the {len(names)} files that {INDEX_FILE} names: {lacking[0]}"
+
+
+def _parameters(file: Path) -> int:
+    """Numbers in its tensors. Raises ValueError for a file that is not whole."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or not 2 <= length <= MAX_HEADER_BYTES:
+            raise ValueError(f"got {size:,} bytes without a safetensors header")
+        header = stream.read(length)
+    if len(header) < length:
+        raise ValueError(f"got {size:,} bytes, expected at least {LENGTH_BYTES + length:,}: it is cut short")
+    try:
+        tensors = cast(dict[str, Mapping[str, list[int]]], json.loads(header))
+        tensors.pop("__metadata__", None)
+        ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
+        parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"its safetensors header cannot be read: {error!r}") from error
+    expected = LENGTH_BYTES + length + max(ends, default=0)
+    if size != expected:
+        why = "it is cut short" if size < expected else "something else is behind the weights"
+        raise ValueError(f"got {size:,} bytes, expected {expected:,} by its header: {why}")
+    return parameters
+
+
+def check_teachers(student: Path, teachers: Mapping[str, Path]) -> list[str]:
+    """Mistakes. `teachers`: key of the configuration -> model folder."""
+    ours = read_vocabulary(student / "tokenizer.json")
+    return [told for key, folder in teachers.items() for told in _check(key, student, ours, folder)]
+
+
+def _check(key: str, student: Path, ours: Vocabulary | None, teacher: Path) -> Iterator[str]:
+    theirs = read_vocabulary(teacher / "tokenizer.json")
+    if ours is None or theirs is None:
+        return
+    if vocab_fingerprint(ours) != vocab_fingerprint(theirs):
+        yield (
+            f"{key}: its tokenizer differs from the student's ({len(ours)} tokens in {student}, {len(theirs)} in "
+            f"{teacher}): {differences(ours, theirs)}; a teacher grades the student's token ids, so it needs the same "
+            "token-to-id map"
+        )
+        return
+    rows, student_rows = known_vocabulary_size(teacher), known_vocabulary_size(student)
+    # The rows past the vocabulary are padding, of which each model may have its own number.
+    if rows is not None and student_rows is not None and rows < min(student_rows, vocab_tokens(ours)):
+        yield (
+            f"{key}: got {rows} embedding rows (vocab_size in {teacher / 'config.json'}), expected at least "
+            f"{min(student_rows, vocab_tokens(ours))}, the ids that the student can sample; it could not grade the rest"
+        )
+
+
+def differences(ours: Vocabulary, theirs: Vocabulary) -> str:
+    """For people: how many tokens differ, and the first ones by id."""
+    other_id = sorted((i, token) for token, i in ours.items() if token in theirs and theirs[token] != i)
+    only_ours = sorted((i, token) for token, i in ours.items() if token not in theirs)
+    only_theirs = sorted((i, token) for token, i in theirs.items() if token not in ours)
+    parts: list[str] = []
+    if other_id:
+        named = ", ".join(
+            f"{token!r} is {i} for the student and {theirs[token]} for the teacher" for i, token in other_id[:NAMED]
+        )
+        parts.append(f"{len(other_id)} with another id, first {named}")
+    for whose, tokens in (("the student's", only_ours), ("the teacher's", only_theirs)):
+        if tokens:
+            named = ", ".join(f"{token!r} ({i})" for i, token in tokens[:NAMED])
+            parts.append(f"{len(tokens)} in {whose} only, first {named}")
+    return "; ".join(parts)
+
+
+def read_vocabulary(file: Path) -> dict[str, int] | None:
+    """Token -> id, added tokens included, or None if the file is not there or of a kind without a readable map."""
+    if not file.is_file():
+        return None
+    try:
+        content = cast(Json, json.loads(file.read_text(encoding="utf-8")))
+        told = cast(Json, content["model"])["vocab"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a tokenizer: {error!r}") from error
+    if isinstance(told, Mapping):
+        vocab = dict(cast(Mapping[str, int], told))
+    else:  # Unigram: [[token, score], ...], the id is the position
+        vocab = {token: i for i, (token, _) in enumerate(cast(list[tuple[str, float]], told))}
+    for added in cast(list[dict[str, object]], content.get("added_tokens") or []):
+        vocab[str(added["content"])] = int(str(added["id"]))
+    return vocab
