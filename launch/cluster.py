@@ -82,7 +82,7 @@ def run_command() -> int:
 
         return export_main(arguments)
     if command == "audit":
-        from launch.audit.command import main as audit_main
+        from launch.audit.run import main as audit_main
 
         return audit_main(arguments)
     if command == "completion":

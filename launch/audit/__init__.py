@@ -1,12 +1,12 @@
-"""`cluster.py audit RUN`: counts again, from the record alone, what a run trained.
+"""`cluster.py audit RUN`: recounts what a run trained, from the record alone.
 
-The count is independent: these modules import no other package of the project, so that a mistake in what keeps the
-ledger cannot hide itself here. Even the record is decoded anew.
+The count is independent: these modules import no other package of the project, so that a bug in the code that keeps
+the ledger cannot hide itself here. Even the record has a decoder of its own.
 
     record.py    the record's bytes -> versions, masks, settled samples
-    history.py   which versions are on the kept branch, and how far apart two versions are
-    tokens.py    trained twice, over the bound
-    samples.py   skipped, settled twice, begun anew
-    run.py       what else is read of a run's folder, and the whole count
-    report.py    what was found, as text
+    history.py   the kept branch of versions, and the distance between two versions
+    tokens.py    tokens trained twice, or over the staleness bound
+    samples.py   samples skipped, or settled twice or wrongly
+    run.py       the other files of a run folder, the whole count, and the command line
+    report.py    the findings, as text
 """

@@ -1,8 +1,8 @@
 """Reads the file that `learner.record` names: MAGIC, then records of head (kind, sizes, CRC), MessagePack header, blob.
 
-The headers are unpacked by msgpack and not by msgspec, which wrote them: what only the writer's library can read would
-be noticed. Structs here hold only what is counted. Fields that they lack are passed over, and fields that an older file
-lacks have defaults, so that one reader is enough for all files.
+Headers are unpacked with msgpack, not with msgspec, which wrote them: this shows if only the writer's library can read
+them. Structs here hold only what is counted. Unknown fields are ignored and fields that older files lack have defaults,
+so one reader is enough for all files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT: Final = 1
 _HEAD: Final = struct.Struct("<BIQI")
 _READ_BYTES: Final = 1 << 20
 _TRAIN_MASK: Final = 2
-"""Frames of an item: token ids, behaviour log-probs, train mask, teachers' log-probs."""
+"""Index among the frames of an item: token ids, behaviour log-probs, train mask, teacher log-probs."""
 
 
 class AuditError(Exception):
@@ -32,7 +32,7 @@ class AuditError(Exception):
 
 
 class Version(NamedTuple):
-    """`step` optimizer steps made these weights; `epoch` tells apart the learners that made them."""
+    """Weights after `step` optimizer steps; `epoch` numbers the learner processes that trained them."""
 
     epoch: int
     step: int
@@ -42,7 +42,7 @@ class Version(NamedTuple):
 
 
 class Span(NamedTuple):
-    """These weights sampled the sampled tokens in [start, end)."""
+    """The weight version that sampled the sampled tokens in [start, end)."""
 
     version: Version
     start: int
@@ -64,7 +64,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A rollout in a batch, and where its frames lie in the blob."""
+    """A rollout in a batch, and the position of its frames in the blob."""
 
     item: Sampled
     offline: bool
@@ -75,7 +75,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Settled(NamedTuple):
-    """A sample with which nothing more will happen on this branch."""
+    """A sample to which nothing more will happen on this branch."""
 
     task_id: int
     sample_index: int
@@ -93,11 +93,11 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A learner went on, under a new epoch."""
+    """A learner continued the run under a new epoch."""
 
     version: Version
     parent: Version | None = None
-    """The version whose weights it went on from; files of older versions of Stillhouse do not say it."""
+    """The version whose weights it continued from; files of older Stillhouse versions lack it."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -108,13 +108,13 @@ class Batch(msgspec.Struct, frozen=True):
     items: tuple[Item, ...]
     tasks_done: tuple[int, ...] = ()
     settled: tuple[Settled, ...] | None = None
-    """Since the step before. None: the file is of an older version, which told of whole tasks only."""
+    """Samples settled since the step before. None: an older file, which has whole tasks only."""
     masked: tuple[str, ...] | None = None
-    """Rollouts that the step left out. None: an older version, which did not say."""
+    """Rollouts that the step left out. None: an older file, which does not say."""
 
     @property
     def trained_items(self) -> list[Item]:
-        """Without what was mixed in from another file, and what was left out."""
+        """The items without those mixed in from another file and those left out."""
         left_out = self.masked or ()
         return [item for item in self.items if not item.offline and item.item.rollout_id not in left_out]
 
@@ -124,7 +124,7 @@ _KINDS: Final[tuple[type[Record], ...]] = (Begin, Resumed, Batch)
 
 
 class Place(NamedTuple):
-    """A record, and where it is in the file."""
+    """A record and its position in the file."""
 
     record: Record
     header_at: int
@@ -133,13 +133,13 @@ class Place(NamedTuple):
 
 
 class RecordFile:
-    """An open file. A context manager."""
+    """An open record file; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Raises AuditError when it cannot be opened."""
+        """Raises AuditError if the file cannot be opened."""
         self.path = path
         self.torn_bytes = 0
-        """Behind the last whole record, known when `places` is over: the learner was killed while it wrote."""
+        """Bytes after the last complete record, known when `places` has ended: the learner was killed while writing."""
         try:
             self._size = path.stat().st_size
             self._stream = path.open("rb")
@@ -147,11 +147,11 @@ class RecordFile:
             raise AuditError(f"the record {path} cannot be read: {error.strerror}") from error
 
     def places(self) -> Iterator[Place]:
-        """All whole records. Raises AuditError for a file that is damaged, or no record."""
+        """Yield all complete records. Raises AuditError if the file is damaged or not a record file."""
         stream, at = self._stream, len(MAGIC)
         stream.seek(0)
         if (magic := stream.read(at)) != MAGIC:
-            raise AuditError(f"{self.path} is no record: it begins with {magic[:16]!r}, expected {MAGIC!r}")
+            raise AuditError(f"{self.path} is not a record: it begins with {magic[:16]!r}, expected {MAGIC!r}")
         while self._size - at >= _HEAD.size:
             stream.seek(at)
             head = stream.read(_HEAD.size)
@@ -163,20 +163,20 @@ class RecordFile:
                 break
             if kind >= len(_KINDS) or self._crc(header_at, end, zlib.crc32(head[:-4])) != crc:
                 if end == self._size:
-                    break  # what a loss of power made of the last one
+                    break  # a power failure may leave the last record incomplete
                 raise AuditError(f"{self.path} is damaged at byte {at}: a checksum is wrong; nothing can be counted")
             yield Place(self._decode(kind, header_at, header_bytes), header_at, header_bytes, blob_at)
             at = end
         self.torn_bytes = self._size - at
 
     def batch(self, place: Place) -> Batch:
-        """The batch of a place that was found before."""
+        """Read the batch at a place that `places` gave."""
         record = self._decode(_KINDS.index(Batch), place.header_at, place.header_bytes)
         assert isinstance(record, Batch)
         return record
 
     def runs(self, item: Item, blob_at: int) -> list[tuple[int, int]]:
-        """[start, end) of the tokens that the batch trained, of one item. Raises AuditError."""
+        """Ranges [start, end) of the tokens of one item that the batch trained. Raises AuditError."""
         raw = self._read(blob_at + item.start, item.stored_bytes)
         try:
             raw = zlib.decompress(raw) if item.compressed else raw

@@ -1,4 +1,4 @@
-"""What an audit found: per kind of fault how much of it, and where the first ones are."""
+"""The findings of an audit: the number of faults of each kind, and the places of the first ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from launch.audit.record import Version
 
 MAX_PLACES: Final = 5
-"""Of one kind of fault; the others are counted."""
+"""Places to list per kind of fault; further ones are only counted."""
 TWICE_ROLLOUT: Final = "tokens trained twice, in one rollout"
 TWICE_SAMPLE: Final = "tokens trained twice, in one sample"
 BEGUN_ANEW: Final = "samples trained from two rollouts"
@@ -22,25 +22,25 @@ SETTLED_TWICE: Final = "samples settled twice"
 SETTLED_WRONG: Final = "samples settled wrongly"
 NOT_RECORDED: Final = "steps not in the record"
 RECORDED_TWICE: Final = "steps recorded twice"
-OTHER_TOKENS: Final = "steps with other tokens than told"
+OTHER_TOKENS: Final = "steps with a different token count"
 KINDS: Final[Mapping[str, str]] = {
     TWICE_ROLLOUT: "a position of a rollout is trained in two kept steps",
     TWICE_SAMPLE: "a position of a task's sample is trained in two kept steps, by any rollout",
-    BEGUN_ANEW: "a sample was begun anew, and tokens of both rollouts are kept",
+    BEGUN_ANEW: "a sample was restarted, and tokens of both rollouts are kept",
     OVER_BOUND: "more than max_staleness steps between the weights that sampled a token and those it trained",
-    UNKNOWN_WEIGHTS: "no version that was ever made is said to have sampled a trained token",
-    SKIPPED_TASKS: "a task before the checkpoint's next one of which nothing is settled, and which is not open",
+    UNKNOWN_WEIGHTS: "a trained token whose recorded version never existed",
+    SKIPPED_TASKS: "a task before the checkpoint's next one that is not open, and of which nothing is settled",
     SKIPPED_SAMPLES: "a sample of such a task that is neither settled nor open",
     SETTLED_TWICE: "a sample is settled in two kept steps, or is settled and open",
     SETTLED_WRONG: "trained after it was settled, settled as trained without a token, or not as the checkpoint has it",
     NOT_RECORDED: "a kept step without a batch in the record: what it trained cannot be counted",
-    RECORDED_TWICE: "two batches are said to have made one version",
-    OTHER_TOKENS: "metrics.jsonl tells another number of trained tokens than the record",
+    RECORDED_TWICE: "two batches of the record made the same version",
+    OTHER_TOKENS: "metrics.jsonl and the record have different numbers of trained tokens",
 }
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of a fault. What does not apply is None."""
+    """The place of a fault. Fields that do not apply are None."""
 
     step: Version | None = None
     """The version that the batch was trained against."""
@@ -61,21 +61,21 @@ class Where(msgspec.Struct, frozen=True, kw_only=True):
             "sample": self.sample,
             "tokens": self.tokens and f"[{self.tokens[0]}, {self.tokens[1]})",
         }
-        told = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
-        return f"{told}: {self.detail}" if told and self.detail else told or self.detail
+        place = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+        return f"{place}: {self.detail}" if place and self.detail else place or self.detail
 
 
 class Fault(msgspec.Struct):
     """One kind of fault."""
 
     count: int = 0
-    """Of tokens, samples, tasks or steps: what the kind's name says."""
+    """Number of tokens, samples, tasks or steps, depending on the kind."""
     places: list[Where] = []
-    """The first ones."""
+    """The first MAX_PLACES."""
 
 
 class Faults:
-    """Collects faults while they are found."""
+    """Collects the faults by kind."""
 
     def __init__(self) -> None:
         self.by_kind: dict[str, Fault] = {kind: Fault() for kind in KINDS}
@@ -88,7 +88,7 @@ class Faults:
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was counted, and what is wrong."""
+    """The counts of an audit, and the faults."""
 
     run: str
     record: str
@@ -96,20 +96,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps_abandoned: int
     epochs: int
     tokens: int
-    """Trained in kept steps."""
+    """Tokens trained in kept steps."""
     samples: int
-    """With tokens trained in kept steps."""
+    """Samples with tokens trained in kept steps."""
     bound: int
     """max_staleness."""
     stalest: int
-    """The largest distance of a trained token."""
+    """Largest distance of a trained token, in steps."""
     checkpoint: str
-    """The one up to which tasks were followed; empty: there is none on the kept branch."""
+    """Checkpoint up to which tasks were followed; empty: there is none on the kept branch."""
     tasks: int
-    """Before that checkpoint's next one."""
+    """Tasks before that checkpoint's next one."""
     faults: dict[str, Fault]
     notes: tuple[str, ...]
-    """What limits the count."""
+    """Limits of the count."""
 
     @property
     def clean(self) -> bool:

@@ -1,14 +1,15 @@
-"""Counts a whole run: what is read of its folder, and in which order it is counted.
+"""Audits a whole run; also the command line of `cluster.py audit`.
 
-The record is read twice: first to learn which versions there are, since only the last one shows which branch was kept,
-then batch by batch, those of the kept branch.
+The record is read twice: first for the versions, because only the last one shows which branch was kept, then for the
+batches of the kept branch. Exit codes: 0 clean, 2 nothing could be counted, 4 something is wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,11 +24,23 @@ from launch.audit.samples import Frontier, SampleCount
 from launch.audit.tokens import TokenCount
 
 DEFAULT_NAME: Final = "batches.record"
-HOW_TO_RECORD: Final = "start a run with --record FILE, and it can be audited"
+HOW_TO_RECORD: Final = "start a run with --record FILE so that it can be audited"
+WRONG_USAGE_EXIT_CODE: Final = 2
+FAULTS_EXIT_CODE: Final = 4
+USAGE: Final = """\
+usage: cluster.py audit RUN [--record FILE]
+
+Recounts what a run trained, from its record (start the run with --record FILE). It looks for tokens that were trained
+twice or over the staleness bound, and for tasks and samples that were skipped or settled twice. It shares no code with
+the run's own ledger. Exit code 0: all is well; 4: something is wrong, with places; 2: nothing could be counted.
+
+  RUN              folder of a run, or its name in runs/
+  --record FILE    path of the record [that in the run's config.yaml]
+"""
 
 
 class Settings(NamedTuple):
-    """What a run's config.yaml says."""
+    """The keys of a run's config.yaml that an audit needs."""
 
     record: Path
     bound: int
@@ -39,15 +52,48 @@ class Row(NamedTuple):
 
     kind: str
     version: Version
-    """The one that the step made, or that the learner went on under."""
+    """The version that the step made, or under which the learner continued."""
     tokens: int
     nonfinite: int
-    """Rollouts that were left out of the step."""
+    """Rollouts left out of the step because they were not finite."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `cluster.py audit`. Returns the exit code."""
+    words, record = list(arguments), None
+    if "--help" in words or "-h" in words:
+        print(USAGE, end="")
+        return 0
+    for at, word in enumerate(words):
+        if word == "--record" and at + 1 < len(words):
+            record = Path(words[at + 1]).expanduser()
+            del words[at : at + 2]
+            break
+        if word.startswith("--record="):
+            record = Path(word.partition("=")[2]).expanduser()
+            del words[at]
+            break
+    if len(words) != 1 or words[0].startswith("-"):
+        return _refuse(f"got {' '.join(arguments) or 'nothing'}, expected RUN; --help shows how")
+    run = next((path for path in (Path(words[0]).expanduser(), Path("runs") / words[0]) if path.is_dir()), None)
+    if run is None:
+        return _refuse(f"no run {words[0]}; expected the folder of a run, or its name in runs/")
+    try:
+        report = audit(run, record)
+    except AuditError as error:
+        return _refuse(str(error))
+    print(f"audit of {run}\n\n{report}")
+    return 0 if report.clean else FAULTS_EXIT_CODE
+
+
+def _refuse(message: str) -> int:
+    print(f"stillhouse: audit: {message}", file=sys.stderr)
+    return WRONG_USAGE_EXIT_CODE
 
 
 def audit(run: Path, record: Path | None = None) -> Report:
-    """Count the run in this folder; `record`: where its record is now, if that is not where config.yaml says. Raises
-    AuditError when there is nothing to count."""
+    """Audit the run in this folder. `record`: path of its record, if it is not where config.yaml says. Raises
+    AuditError if there is nothing to count."""
     settings = read_settings(run, record)
     rows = list(read_rows(run / "metrics.jsonl"))
     with RecordFile(settings.record) as file:
@@ -55,7 +101,7 @@ def audit(run: Path, record: Path | None = None) -> Report:
 
 
 class _Count:
-    """One audit."""
+    """The state of one audit."""
 
     def __init__(self, run: Path, settings: Settings, rows: list[Row], file: RecordFile) -> None:
         self._run, self._rows, self._file = run, rows, file
@@ -64,10 +110,10 @@ class _Count:
         self._history = History()
         self._begin: Begin | None = None
         self._batches: dict[Version, Place] = {}
-        """By the version trained against."""
+        """Keyed by the version that the batch was trained against."""
         self._left: list[Place] = []
         self._maybe_less: set[Version] = set()
-        """Made by kept steps whose record does not say which rollouts were left out."""
+        """Versions made by kept steps whose record does not say which rollouts were left out."""
         self._read_history()
         self._kept = self._history.kept()
         self._bound = self._widest_bound(settings.bound)
@@ -80,7 +126,7 @@ class _Count:
         self._compare_rows(trained)
         frontier, checkpoint = self._frontier()
         if frontier is not None and self._faults.by_kind[NOT_RECORDED].count:
-            self._notes.append("steps are missing in the record, so skipped tasks and samples were not looked for")
+            self._notes.append("steps are missing in the record, so skipped tasks and samples were not checked")
             frontier = None
         samples.judge(tokens, frontier)
         return Report(
@@ -100,7 +146,7 @@ class _Count:
         )
 
     def _read_history(self) -> None:
-        """The versions of the record and of metrics.jsonl; where each batch is."""
+        """Collect the versions in the record and in metrics.jsonl, and the places of the batches."""
         for place in self._file.places():
             match place.record:
                 case Begin():
@@ -110,9 +156,9 @@ class _Count:
                 case Batch(batch_id, version):
                     self._remember(place, batch_id, version)
         if self._begin is None or not self._batches:
-            raise AuditError(f"{self._file.path} holds no batch; there is nothing to count")
+            raise AuditError(f"{self._file.path} has no batch; there is nothing to count")
         if self._file.torn_bytes:
-            self._notes.append(f"the last {self._file.torn_bytes} bytes of the record are not finished; left out")
+            self._notes.append(f"the last {self._file.torn_bytes} bytes of the record are incomplete and were left out")
         for row in self._rows:
             if row.kind == "resume":
                 self._history.begin(row.version, None)
@@ -122,27 +168,30 @@ class _Count:
             self._notes.append("no metrics.jsonl to compare with")
         self._history.find_parents()
         if self._history.guessed:
-            told = ", ".join(map(str, self._history.guessed))
-            self._notes.append(f"the record does not say from which version these went on: {told}; inferred by step")
+            epochs = ", ".join(map(str, self._history.guessed))
+            self._notes.append(
+                f"the record does not say from which versions these continued: {epochs}; inferred by step"
+            )
 
     def _remember(self, place: Place, batch_id: int, version: Version) -> None:
         self._history.step(version)
         if version in self._batches:
-            told = "another batch was recorded for this step before"
-            self._faults.add(RECORDED_TWICE, Where(step=version, batch=batch_id, detail=told))
+            detail = "another batch was recorded for this step before"
+            self._faults.add(RECORDED_TWICE, Where(step=version, batch=batch_id, detail=detail))
             self._left.append(self._batches[version])
-        self._batches[version] = place._replace(record=Resumed(version))  # the items are read again when it is counted
+        self._batches[version] = place._replace(
+            record=Resumed(version)
+        )  # items are read again when the batch is counted
 
     def _count(self, tokens: TokenCount, samples: SampleCount) -> dict[Version, int]:
-        """Tokens trained by each kept step, by the version that it made."""
+        """Count the kept steps. Returns the number of tokens trained by each, keyed by the version that it made."""
         kept, trained = set(self._kept), dict[Version, int]()
         for place in [*self._left, *(place for version, place in self._batches.items() if version not in kept)]:
             samples.leave(self._file.batch(place))
         for version in self._kept:
             place = self._batches.get(version)
             if place is None:
-                told = "the record lacks the batch of this step"
-                self._faults.add(NOT_RECORDED, Where(step=version, detail=told))
+                self._faults.add(NOT_RECORDED, Where(step=version, detail="the record lacks the batch of this step"))
                 continue
             batch, before = self._file.batch(place), tokens.tokens
             samples.add(batch)
@@ -154,16 +203,16 @@ class _Count:
         return trained
 
     def _compare_rows(self, trained: Mapping[Version, int]) -> None:
-        """The learner's own line of a step tells as many tokens."""
+        """Check that metrics.jsonl has the same number of tokens for each step."""
         for row in self._rows:
             recorded = trained.get(row.version)
             less = row.nonfinite and row.version in self._maybe_less
             if row.kind == "step" and not less and recorded is not None and recorded != row.tokens:
-                told = f"metrics.jsonl tells {row.tokens} tokens of the step that made it, the record {recorded}"
-                self._faults.add(OTHER_TOKENS, Where(step=row.version, detail=told))
+                detail = f"metrics.jsonl has {row.tokens} tokens for the step that made it, the record {recorded}"
+                self._faults.add(OTHER_TOKENS, Where(step=row.version, detail=detail))
 
     def _frontier(self) -> tuple[Frontier | None, str]:
-        """Of the newest usable checkpoint on the kept branch, and its folder's name."""
+        """The frontier of the newest usable checkpoint on the kept branch, and the name of its folder."""
         newest = self._history.newest
         assert newest is not None, "there is a batch"
         found = [
@@ -174,37 +223,37 @@ class _Count:
         return max(found, key=lambda one: one[0].version.step, default=(None, ""))
 
     def _widest_bound(self, bound: int) -> int:
-        """A run may be resumed under another bound: no step is held to the narrower one."""
+        """The staleness bound. A run may be resumed with another bound; the wider one applies to all steps."""
         assert self._begin is not None
         first = _at(self._begin.config, "buffer", "max_staleness")
         if isinstance(first, int) and first != bound:
-            self._notes.append(f"max_staleness was {first} at first and is {bound} now; the larger one is the bound")
+            self._notes.append(f"max_staleness was {first} at first and is {bound} now; the larger one was used")
             return max(first, bound)
         return bound
 
 
 def read_settings(run: Path, record: Path | None) -> Settings:
-    """Raises AuditError: no run's folder, or one of a run without a record."""
+    """Raises AuditError if the folder is not a run's, or the run has no record."""
     file = run / "config.yaml"
     try:
         plain: Any = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise AuditError(f"{run} is no run that can be audited: {file} cannot be read: {error}") from error
-    told, bound = _at(plain, "learner", "record"), _at(plain, "buffer", "max_staleness")
+        raise AuditError(f"{run} cannot be audited: {file} cannot be read: {error}") from error
+    named, bound = _at(plain, "learner", "record"), _at(plain, "buffer", "max_staleness")
     size = _at(plain, "learner", "tasks", "group_size")
     if not isinstance(bound, int) or not isinstance(size, int):
-        raise AuditError(f"{file} does not say buffer.max_staleness and learner.tasks.group_size; is it whole?")
-    if record is None and not told:
+        raise AuditError(f"{file} does not say buffer.max_staleness and learner.tasks.group_size; is it complete?")
+    if record is None and not named:
         raise AuditError(f"{run} was not recorded (learner.record is empty); {HOW_TO_RECORD}")
-    path = record or Path(str(told)).expanduser()
+    path = record or Path(str(named)).expanduser()
     path = path / DEFAULT_NAME if path.is_dir() else path
     if not path.is_file():
-        raise AuditError(f"the record {path} is not there; say where it is by --record FILE, or {HOW_TO_RECORD}")
+        raise AuditError(f"the record {path} is missing; give its path with --record FILE, or {HOW_TO_RECORD}")
     return Settings(path, bound, size)
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """The lines of metrics.jsonl that tell of a step or a resume; those that are torn or damaged are passed over."""
+    """Yield the lines of metrics.jsonl about a step or a resume. Incomplete or damaged lines are skipped."""
     with suppress(FileNotFoundError), file.open("rb") as lines:
         for line in lines:
             try:
@@ -251,7 +300,7 @@ class _Tasks(msgspec.Struct):
     next_task_id: int
     outstanding: tuple[_Open, ...]
     progress: tuple[_Progress, ...] = ()
-    """Of tasks that are not settled, and of later ones of which a sample is."""
+    """Open tasks, and later tasks with a settled sample."""
 
 
 class _Trainer(msgspec.Struct):
@@ -260,7 +309,8 @@ class _Trainer(msgspec.Struct):
 
 
 def read_frontiers(checkpoints: Path) -> Iterator[tuple[str, Frontier]]:
-    """Of every checkpoint that can be used, as far as sizes and the checksum of what is read here show."""
+    """Yield (name, frontier) of every usable checkpoint. Sizes of all files and the checksum of the one that is read
+    are checked."""
     for folder in sorted(checkpoints.glob("step_*")):
         try:
             manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=_Manifest)
@@ -285,7 +335,7 @@ def read_frontiers(checkpoints: Path) -> Iterator[tuple[str, Frontier]]:
 
 
 def _at(plain: object, *keys: str) -> object:
-    """A value in nested mappings; None where there is none."""
+    """A value in nested mappings, or None."""
     for key in keys:
         plain = plain.get(key) if isinstance(plain, dict) else None
     return plain

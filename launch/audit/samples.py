@@ -1,7 +1,6 @@
-"""Follows tasks and samples: is each settled once, and is none skipped?
+"""Follows tasks and samples, and checks that each is settled once and none is skipped.
 
-A task of the stream has an id that no other task of the run has, whichever pass over the prompts it belongs to; so
-(task, sample) is (pass, task, sample).
+Task ids are unique in a run, whichever pass over the prompts a task belongs to, so (task, sample) names a sample.
 """
 
 from __future__ import annotations
@@ -23,45 +22,45 @@ from launch.audit.tokens import TokenCount
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """What a checkpoint says of the stream of tasks."""
+    """The state of the task stream in a checkpoint."""
 
     version: Version
     next_task_id: int
     group_sizes: Mapping[int, int]
-    """Of the open tasks before that one: those that are not settled as a whole."""
+    """Group sizes of the open tasks before that one, which are not completely settled."""
     settled: frozenset[tuple[int, int]]
-    """(task, sample) of open and of later tasks."""
+    """Settled (task, sample) of open and of later tasks."""
     partial: Mapping[tuple[int, int], int]
-    """Of samples that are not settled: how many tokens are trained, where any are."""
+    """Number of trained tokens of samples that are not settled, if above 0."""
 
 
 @dataclass(slots=True)
 class SampleCount:
-    """Is told every step: kept ones in order, and what abandoned ones trained."""
+    """Collects what all steps settled: `add` takes kept steps in order, `leave` the abandoned ones."""
 
     group_size: int
-    """Of a task of which nothing was ever trained."""
+    """Assumed for a task of which nothing was ever trained."""
     faults: Faults
     settled: dict[tuple[int, int], tuple[Version, Settled]] = field(
         default_factory=dict[tuple[int, int], tuple[Version, Settled]]
     )
-    """(task, sample) -> the step that it was settled with."""
+    """(task, sample) -> the step in which it was settled."""
     tasks_done: dict[int, Version] = field(default_factory=dict[int, Version])
     abandoned: dict[tuple[int, int], Version] = field(default_factory=dict[tuple[int, int], Version])
     """Samples that an abandoned step trained."""
     group_sizes: dict[int, int] = field(default_factory=dict[int, int])
     by_sample: bool = True
-    """Every kept batch says which samples are settled; files of older versions tell of whole tasks."""
+    """Whether every kept batch lists settled samples; older files list whole tasks."""
 
     def leave(self, batch: Batch) -> None:
-        """A step that is not on the kept branch."""
+        """Record a step that is not on the kept branch."""
         for item in batch.items:
             if not item.offline:
                 self.abandoned.setdefault(item.item.sample, batch.version)
                 self.group_sizes[item.item.task_id] = item.item.group_size
 
     def add(self, batch: Batch) -> None:
-        """A step of the kept branch."""
+        """Record a step of the kept branch."""
         for item in batch.items:
             if not item.offline:
                 self.group_sizes[item.item.task_id] = item.item.group_size
@@ -74,13 +73,13 @@ class SampleCount:
             key = (settled.task_id, settled.sample_index)
             if key in self.settled:
                 step, before = self.settled[key]
-                told = f"{_fate(settled)}, before at step {step.step} {_fate(before)}"
-                self._twice(batch.version, *key, told)
+                detail = f"{_fate(settled)}, before at step {step.step} {_fate(before)}"
+                self._twice(batch.version, *key, detail)
             else:
                 self.settled[key] = (batch.version, settled)
 
     def judge(self, tokens: TokenCount, frontier: Frontier | None) -> None:
-        """After the last step. `frontier`: of a checkpoint on the kept branch."""
+        """Find the faults, after the last step. `frontier`: that of a checkpoint on the kept branch."""
         for key, (version, settled) in self.settled.items():
             last = tokens.last_step(key)
             if last is not None and last > version.step:
@@ -105,14 +104,14 @@ class SampleCount:
             self._expect_parts(frontier, tokens)
 
     def _expect_samples(self, frontier: Frontier, task_id: int, size: int) -> None:
-        """Each sample is settled by a kept step before the checkpoint, or open in it, and not both."""
+        """Check that each sample is either settled by a kept step before the checkpoint or open in it."""
         missing: list[int] = []
         for sample in range(size):
             step = self._settled_before(frontier, (task_id, sample))
             is_open = task_id in frontier.group_sizes and (task_id, sample) not in frontier.settled
             if step is not None and is_open:
-                told = f"settled at step {step.step}, and open in the checkpoint of step {frontier.version.step}"
-                self._twice(step, task_id, sample, told)
+                detail = f"settled at step {step.step}, and open in the checkpoint of step {frontier.version.step}"
+                self._twice(step, task_id, sample, detail)
             if step is None and not is_open:
                 missing.append(sample)
         if len(missing) == size:
@@ -121,8 +120,8 @@ class SampleCount:
             self._skipped_samples(task_id, missing)
 
     def _expect_trained(self, task_id: int, size: int, tokens: TokenCount) -> None:
-        """All that a file of an older version allows: of a task that is done something was trained, and what an
-        abandoned step trained of it was trained again."""
+        """Check what older files allow: of a completed task something was trained, and what an abandoned step trained
+        of it was trained again."""
         missing = [sample for sample in range(size) if tokens.last_step((task_id, sample)) is None]
         if len(missing) == size:
             self._skipped_task(task_id, missing)
@@ -130,22 +129,24 @@ class SampleCount:
             self._skipped_samples(task_id, [sample for sample in missing if (task_id, sample) in self.abandoned])
 
     def _expect_nothing_behind(self, frontier: Frontier) -> None:
-        """What is settled of later tasks has been offered by an earlier learner and must be known to the checkpoint."""
+        """Check that the checkpoint knows all settled samples of later tasks, which an earlier learner offered."""
         for (task_id, sample), (version, settled) in self.settled.items():
             late = task_id >= frontier.next_task_id and version.step < frontier.version.step
             if late and (task_id, sample) not in frontier.settled:
-                told = f"{_fate(settled)}, and the checkpoint of step {frontier.version.step} does not know of it"
-                self._wrong(version, (task_id, sample), told)
+                detail = f"{_fate(settled)}, and the checkpoint of step {frontier.version.step} does not know of it"
+                self._wrong(version, (task_id, sample), detail)
 
     def _expect_parts(self, frontier: Frontier, tokens: TokenCount) -> None:
-        """The checkpoint knows how many tokens are trained of samples that are not settled."""
+        """Check the checkpoint's numbers of trained tokens of samples that are not settled."""
         counted = tokens.trained_before(frontier.version.step)
         parts = {key: n for key, n in counted.items() if self._settled_before(frontier, key) is None}
         for key in sorted(parts.keys() | frontier.partial.keys()):
-            n, told = parts.get(key, 0), frontier.partial.get(key, 0)
-            if n != told:
+            n, expected = parts.get(key, 0), frontier.partial.get(key, 0)
+            if n != expected:
                 step = frontier.version.step
-                self._wrong(frontier.version, key, f"{n} tokens are trained, the checkpoint of step {step} says {told}")
+                self._wrong(
+                    frontier.version, key, f"{n} tokens are trained, the checkpoint of step {step} says {expected}"
+                )
 
     def _settled_before(self, frontier: Frontier, sample: tuple[int, int]) -> Version | None:
         found = self.settled.get(sample)
@@ -156,8 +157,8 @@ class SampleCount:
 
     def _skipped_samples(self, task_id: int, samples: Iterable[int]) -> None:
         for sample in samples:
-            told = self._left_behind(task_id, [sample])
-            self.faults.add(SKIPPED_SAMPLES, Where(task=task_id, sample=sample, detail=told))
+            detail = self._left_behind(task_id, [sample])
+            self.faults.add(SKIPPED_SAMPLES, Where(task=task_id, sample=sample, detail=detail))
 
     def _left_behind(self, task_id: int, samples: Iterable[int]) -> str:
         steps = [self.abandoned[task_id, sample] for sample in samples if (task_id, sample) in self.abandoned]

@@ -1,4 +1,4 @@
-"""Counts trained tokens: those trained twice, those over the bound."""
+"""Counts trained tokens, and finds those trained twice or over the staleness bound."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trained(NamedTuple):
 
 
 class TokenCount:
-    """Is told every item of every kept step, in order."""
+    """Counts the items of all kept steps, which `add` takes in order."""
 
     def __init__(self, history: History, bound: int, faults: Faults) -> None:
         self._history = history
@@ -45,12 +45,12 @@ class TokenCount:
         return len(self._samples)
 
     def last_step(self, sample: tuple[int, int]) -> int | None:
-        """The newest step that trained a token of this sample; None: none did."""
+        """The newest step that trained a token of this sample, or None."""
         rollouts = self._samples.get(sample, ())
         return max((part.step for rollout in rollouts for part in self._rollouts[rollout]), default=None)
 
     def trained_before(self, step: int) -> dict[tuple[int, int], int]:
-        """Tokens of each sample that steps before this one trained."""
+        """Number of tokens of each sample that were trained before this step."""
         found: dict[tuple[int, int], int] = {}
         for sample, rollouts in self._samples.items():
             parts = [part for rollout in rollouts for part in self._rollouts[rollout] if part.step < step]
@@ -59,7 +59,7 @@ class TokenCount:
         return found
 
     def add(self, batch: Batch, item: Item, runs: Sequence[tuple[int, int]]) -> None:
-        """`runs`: the tokens of the item that the batch trained."""
+        """`runs`: ranges of tokens of the item that the batch trained."""
         for start, end in runs:
             self._once(batch, item.item, start, end)
             self._in_bound(batch, item.item, start, end)
@@ -68,8 +68,8 @@ class TokenCount:
     def _once(self, batch: Batch, sampled: Sampled, start: int, end: int) -> None:
         rollouts = self._samples.setdefault(sampled.sample, [])
         if rollouts and sampled.rollout_id not in rollouts:
-            told = f"tokens of {', '.join(rollouts)} are kept, too"
-            self._faults.add(BEGUN_ANEW, _where(batch, sampled, (start, end), told))
+            detail = f"tokens of {', '.join(rollouts)} are kept, too"
+            self._faults.add(BEGUN_ANEW, _where(batch, sampled, (start, end), detail))
         if sampled.rollout_id not in rollouts:
             rollouts.append(sampled.rollout_id)
         own = self._rollouts.setdefault(sampled.rollout_id, [])
@@ -77,8 +77,8 @@ class TokenCount:
         for kind, before in ((TWICE_ROLLOUT, own), (TWICE_SAMPLE, every)):
             if overlaps := [part for part in before if part.start < end and start < part.end]:
                 first, n = overlaps[0], _covered(overlaps, start, end)
-                told = f"{n} tokens, before at step {first.step}"
-                where = _where(batch, sampled, (max(start, first.start), min(end, first.end)), told)
+                detail = f"{n} tokens, before at step {first.step}"
+                where = _where(batch, sampled, (max(start, first.start), min(end, first.end)), detail)
                 self._faults.add(kind, where, n)
         own.append(Trained(start, end, batch.version.step))
 
@@ -91,22 +91,22 @@ class TokenCount:
             known += high - low
             distance = self._distance(span.version, batch.version)
             if distance is None:
-                told = f"sampled by version {span.version}, which was never made"
-                self._faults.add(UNKNOWN_WEIGHTS, _where(batch, sampled, (low, high), told), high - low)
+                detail = f"sampled by version {span.version}, which never existed"
+                self._faults.add(UNKNOWN_WEIGHTS, _where(batch, sampled, (low, high), detail), high - low)
                 continue
             self.stalest = max(self.stalest, distance)
             if distance > self._bound:
-                told = f"sampled by version {span.version}, {distance} steps away; the bound is {self._bound}"
-                self._faults.add(OVER_BOUND, _where(batch, sampled, (low, high), told), high - low)
+                detail = f"sampled by version {span.version}, {distance} steps away; the bound is {self._bound}"
+                self._faults.add(OVER_BOUND, _where(batch, sampled, (low, high), detail), high - low)
         if known < end - start:
-            told = f"{end - start - known} of these tokens have no version"
-            self._faults.add(UNKNOWN_WEIGHTS, _where(batch, sampled, (start, end), told), end - start - known)
+            detail = f"{end - start - known} of these tokens have no version"
+            self._faults.add(UNKNOWN_WEIGHTS, _where(batch, sampled, (start, end), detail), end - start - known)
 
     def _distance(self, sampled: Version, now: Version) -> int | None:
-        """None: nobody made these weights."""
+        """None: these weights never existed."""
         key = (sampled, now)
         if key not in self._distances:
-            if len(self._distances) > 10_000:  # versions in use are few; old ones need not be remembered
+            if len(self._distances) > 10_000:  # few versions are in use at a time; old ones are not needed
                 self._distances.clear()
             known = self._history.knows(sampled)
             self._distances[key] = self._history.distance(sampled, now) if known else None
@@ -114,7 +114,7 @@ class TokenCount:
 
 
 def _covered(parts: Sequence[Trained], start: int, end: int) -> int:
-    """How many tokens of [start, end) are in any of the parts."""
+    """Number of tokens of [start, end) that are in any of the parts."""
     return sum(high - low for low, high in _union(parts, start, end))
 
 

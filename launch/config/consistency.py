@@ -1,5 +1,5 @@
-"""Do the parts of a configuration fit one another, the student and the environments? A run whose parts do not would
-start, and then stand still or throw everything away. No torch, unless a user's own environment imports it.
+"""Checks that the parts of a configuration fit one another, the student and the environments. Otherwise a run would
+start, and then stall or discard everything. No torch, unless a user's own environment imports it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from protocol.topk_codec import MAX_TOKENS_KEPT
 
 
 class Findings(NamedTuple):
-    """One line each, beginning with the key."""
+    """Messages of one line each, which begin with the key."""
 
     mistakes: list[str]
-    """The run would be impossible."""
+    """Problems that make the run impossible."""
     warnings: list[str]
-    """It would not do all that it was asked for."""
+    """Problems that keep the run from doing everything that was asked for."""
 
 
 def check_consistency(config: RunConfig, student: Path | None) -> Findings:
-    """`student`: the model's folder, None where it was not found."""
+    """`student`: the model's folder, None if it was not found."""
     rows, window = known_vocabulary_size(student), _writing_window(config, student)
     return Findings(
         mistakes=[
@@ -60,8 +60,8 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
 
 
 def check_join(config: RunConfig, student: Path | None) -> list[str]:
-    """For workers that join a run: `actors` and `teachers` of `config` are theirs, all that they do not set is the
-    run's. Mistakes only."""
+    """Return the mistakes of workers that join a run. `actors` and `teachers` of `config` are theirs; what they do not
+    set is the run's."""
     mistakes: list[str] = []
     pool, routes = config.teacher.pool, config.learner.tasks.routes
     if config.teachers and pool not in routes:
@@ -75,9 +75,9 @@ def check_join(config: RunConfig, student: Path | None) -> list[str]:
 
 
 def _pools(config: RunConfig) -> Iterator[str]:
-    """Tasks are sent to pools that have teachers, and to each of these pools some are sent."""
+    """Check that every pool with tasks has teachers, and that every pool with teachers has tasks."""
     if not config.teachers:
-        return  # those who join say which they serve
+        return  # teachers that join name their pool
     routes = config.learner.tasks.routes
     served = [pool.name for pool in teacher_pools(config)]
     for other in routes:
@@ -97,16 +97,16 @@ def _pools(config: RunConfig) -> Iterator[str]:
 
 
 def _left_to_others(config: RunConfig) -> Iterator[str]:
-    """What waits for workers that join."""
+    """Warn of work that waits until workers join."""
     if not config.actors:
-        yield "actors: 0; nothing is written until some join (launch/cluster.py join RUN --actors N)"
+        yield "actors: 0; no rollouts until some join (launch/cluster.py join RUN --actors N)"
     if not config.teachers and config.learner.tasks.routes:
         pools = " or ".join(config.learner.tasks.routes)
-        yield f"teachers: 0; nothing is graded until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
+        yield f"teachers: 0; nothing is scored until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
 
 
 def _environments(config: RunConfig) -> Iterator[str]:
-    """The one that tasks name, and all that are configured: known, loadable, and their options fit."""
+    """Check that the tasks' environment and all configured ones are known, can be loaded, and accept their options."""
     for name, environment in config.actor.environments_of(config.learner.tasks.env).items():
         key = f"actor.environments.{name}" if name in config.actor.environments else "learner.tasks.env"
         try:
@@ -120,7 +120,7 @@ def _environments(config: RunConfig) -> Iterator[str]:
 
 
 def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
-    """An advantage compares the rewards of whole rollouts; the other release policies hand out parts of them."""
+    """An advantage compares the rewards of whole rollouts, but the other release policies release parts of them."""
     advantage, release = config.learner.objective.advantage.name, config.buffer.release
     if advantage != "none" and release != "rollout":
         yield (
@@ -130,7 +130,7 @@ def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:
-    """Looked for, not imported: peft loads torch."""
+    """Check that peft is installed. It is not imported, because it loads torch."""
     if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
         yield (
             f"learner.lora.rank: got {config.learner.lora.rank}, which needs the package peft: "
@@ -139,7 +139,7 @@ def _adapters(config: RunConfig) -> Iterator[str]:
 
 
 def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """A divergence between distributions needs them of every pool."""
+    """Check that every pool sends top-k sets if the divergence needs them."""
     rows, objective = known_vocabulary_size(student), config.learner.objective
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
@@ -147,7 +147,7 @@ def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
             yield (
                 f"learner.objective.divergence: got {objective.divergence.name!r} with {pool.key}.top_k = 0, expected "
                 "one above 0, e.g. 256, so that teachers send their likeliest tokens; or one of k1, k2, k3, which do "
-                "without"
+                "not need them"
             )
         if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
             yield (
@@ -157,14 +157,14 @@ def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
 
 
 def _writing_window(config: RunConfig, student: Path | None) -> int | None:
-    """Longest sequence that an actor writes; None where it is not known."""
+    """Longest sequence in tokens that an actor writes; None if unknown."""
     if (limit := engine_of(config, "actor").context_limit(config.actor)) is not None:
         return limit.tokens
     return context_window(student) if student is not None else None
 
 
 def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """Those that nobody looks at now or in a recording, and those that the buffer refuses."""
+    """Warn of top-k sets that neither this run nor a recording uses, and of sets that the buffer refuses."""
     limit, rows = config.buffer.max_top_k_bytes, known_vocabulary_size(student)
     objective = config.learner.objective
     for pool in teacher_pools(config):
@@ -172,33 +172,35 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
         if teacher.top_k and not objective.needs_top_k and not config.learner.record:
             yield (
                 f"{pool.key}.top_k: got {teacher.top_k}, but learner.objective.divergence = "
-                f"{objective.divergence.name!r} looks at the sampled token alone; the sets will be made, sent and "
-                "thrown away (0 spares that)"
+                f"{objective.divergence.name!r} uses only the sampled token; the sets will be made, sent and "
+                "discarded (0 avoids that)"
             )
         if teacher.top_k and rows is not None and (most := largest_set(teacher, rows)) > limit:
             yield (
                 f"{pool.key}.top_k: {teacher.top_k} tokens take up to {most} bytes per token, buffer.max_top_k_bytes "
-                f"is {limit}; segments whose sets take more on the average will be refused, and masked as unscorable"
+                f"is {limit}; segments whose sets take more on average will be refused, and masked as unscorable"
             )
 
 
 def _open_ports(config: RunConfig) -> Iterator[str]:
-    """What other machines reach, and what asks nobody who they are. Both had to be allowed; it is said each time."""
+    """Warn of ports that other machines can reach and that do not authenticate, each time, although they were
+    allowed."""
     host = config.weights.host
     if not is_local(host):
         yield (
-            f"weights.host: other machines reach {host}; torch's store and the ports of the weight group take "
-            "anybody, and nothing on them is encrypted: keep them to a private network (SECURITY.md)"
+            f"weights.host: other machines can reach {host}; torch's store and the ports of the weight group accept "
+            "any client, and nothing on them is encrypted: use a private network only (SECURITY.md)"
         )
     if not config.buffer.encrypted and config.buffer.allow_plain_network:
         yield (
-            f"buffer.allow_plain_network: the links to {config.buffer.bind} are not encrypted, and everybody who "
-            "reaches it can read the run, feed it, and end it (SECURITY.md)"
+            f"buffer.allow_plain_network: the links to {config.buffer.bind} are not encrypted, and anyone who "
+            "can reach it can read the run, send it data, and end it (SECURITY.md)"
         )
 
 
 def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """Its snapshots fit the student's architecture only, and the first of them is the student."""
+    """An average of the student fits only teachers with its architecture, and its first snapshot is the student
+    itself."""
     ema = config.learner.ema
     if not ema.decay:
         return
@@ -212,7 +214,7 @@ def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str
     if not same and (named != config.models.student or named == BUILTIN):
         yield (
             f"{pool.model_key}: got {named!r} with learner.ema.decay = {ema.decay}, expected the student's, "
-            f"{student or config.models.student}: the teacher begins as the student, and becomes its average"
+            f"{student or config.models.student}: the teacher starts as the student, and becomes its average"
         )
     if not find_engine(engine).reads_snapshots():
         able = " or ".join(repr(name) for name in BUILT_IN if find_engine(name).reads_snapshots())
@@ -223,13 +225,13 @@ def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str
 
 
 def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:
-    """Release `rollout` begins a group only when all its rollouts may be out at once (see buffer.tickets)."""
+    """Release `rollout` starts a group only if all its rollouts may be in flight at once (see buffer.tickets)."""
     group, buffer = config.learner.tasks.group_size, config.buffer
     limit = (buffer.max_staleness + 1) * buffer.batch_rollouts
     if buffer.release == "rollout" and group > limit:
         yield (
             f"learner.tasks.group_size: got {group} with buffer.release = rollout, expected at most {limit}, the "
-            "rollouts that may be out at once: (buffer.max_staleness + 1) * buffer.batch_rollouts; no group could begin"
+            "rollouts that may run at once: (buffer.max_staleness + 1) * buffer.batch_rollouts; none could start"
         )
 
 
@@ -237,13 +239,13 @@ def _uneven_groups(config: RunConfig) -> Iterator[str]:
     group, buffer = config.learner.tasks.group_size, config.buffer
     if buffer.release == "rollout" and buffer.batch_rollouts % group:
         yield (
-            f"buffer.batch_rollouts: {buffer.batch_rollouts} is no multiple of learner.tasks.group_size = {group}; "
-            "with buffer.release = rollout groups leave whole, so that batches will hold another number of rollouts"
+            f"buffer.batch_rollouts: {buffer.batch_rollouts} is not a multiple of learner.tasks.group_size = {group}; "
+            "with buffer.release = rollout groups are released whole, so batches will have another number of rollouts"
         )
 
 
 def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
-    """A server takes its window from the model."""
+    """Check the actors' context limit. A server has none of its own: it takes its window from the model."""
     limit, window = engine_of(config, "actor").context_limit(config.actor), context_window(student)
     if limit is not None and window is not None and limit.tokens > window:
         yield (
@@ -253,10 +255,10 @@ def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
 
 
 def context_window(folder: Path) -> int | None:
-    """Longest sequence in tokens that config.json of a model allows; None where it does not say."""
-    told: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    nested = told.get("text_config")
-    for section in (told, nested if isinstance(nested, dict) else {}):
+    """Longest sequence in tokens that a model's config.json allows; None if it does not say."""
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    nested = content.get("text_config")
+    for section in (content, nested if isinstance(nested, dict) else {}):
         for name in ("max_position_embeddings", "n_positions"):
             window: object = section.get(name)
             if isinstance(window, int):
@@ -265,14 +267,15 @@ def context_window(folder: Path) -> int | None:
 
 
 def teacher_window(pool: TeacherPool) -> int | None:
-    """Longest sequence in tokens that the pool's model reads; None where it is not found, or does not say."""
+    """Longest sequence in tokens that the pool's model reads; None if the model is not found or does not say."""
     named = pool.config.models.teacher
     folder = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()
     return context_window(folder) if (folder / "config.json").is_file() else None
 
 
 def _teachers_window(config: RunConfig) -> Iterator[str]:
-    """A teacher that cannot take a rollout fails it, and it is masked: then long answers are never trained."""
+    """Check the teachers' context. A rollout that is too long for a teacher is masked, so long answers would never be
+    trained."""
     tasks = config.learner.tasks
     longest = tasks.max_prompt_tokens + tasks.max_new_tokens
     limit, at_most = engine_of(config, "actor").context_limit(config.actor), ""
@@ -290,7 +293,7 @@ def _teachers_window(config: RunConfig) -> Iterator[str]:
 
 
 def _little_room_for_teachers(config: RunConfig) -> Iterator[str]:
-    """Where teachers read more than the student; a teacher that cannot take a rollout fails it, and it is masked."""
+    """Warn if privileged prompts may not fit into a teacher's context. A rollout that does not fit is masked."""
     tasks = config.learner.tasks
     for pool in teacher_pools(config) if tasks.has_privileged else ():
         window = teacher_window(pool)
@@ -298,23 +301,23 @@ def _little_room_for_teachers(config: RunConfig) -> Iterator[str]:
             yield (
                 f"{pool.model_key}: its context of {window} is less than learner.tasks.max_teacher_prompt_tokens + "
                 f"max_new_tokens = {tasks.max_teacher_prompt_tokens} + {tasks.max_new_tokens}; tokens beyond it will "
-                "get no grade, and be masked"
+                "get no score, and be masked"
             )
 
 
 def _little_room(config: RunConfig, student: Path | None) -> Iterator[str]:
     tasks, limit = config.learner.tasks, engine_of(config, "actor").context_limit(config.actor)
     if limit is not None:
-        window, told = limit.tokens, f"{limit.key}: "
+        window, source = limit.tokens, f"{limit.key}: "
     else:
         of_model = context_window(student) if student is not None else None
         if of_model is None:
             return
-        window, told = of_model, "models.student: its context of "  # a server may have been told to take less
+        window, source = of_model, "models.student: its context of "  # a server may be configured to use less
     if tasks.max_prompt_tokens + tasks.max_new_tokens > window:
         full = max(0, window - tasks.max_new_tokens)
         yield (
-            f"{told}{window} is less than learner.tasks.max_prompt_tokens + max_new_tokens = "
+            f"{source}{window} is less than learner.tasks.max_prompt_tokens + max_new_tokens = "
             f"{tasks.max_prompt_tokens} + {tasks.max_new_tokens}; answers to prompts of more than {full} tokens will "
-            f"be cut short (finish reason length), and prompts of {window} or more get none"
+            f"be cut short (finish reason length), and prompts of {window} tokens or more get no answer"
         )

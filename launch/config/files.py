@@ -1,4 +1,4 @@
-"""Configuration files: reading TOML or YAML, and writing the resolved tree as YAML (which has a word for None)."""
+"""Reads TOML or YAML configuration files, and writes the resolved tree as YAML (which, unlike TOML, has a null)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from launch.errors import ConfigError
 from protocol.atomic_file import write_atomic
 
 END: Final = "..."
-"""Last line of a resolved configuration: YAML's own mark for the end of a document."""
+"""Last line of a resolved configuration: YAML's end-of-document marker."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML follows YAML 1.1, to which 1e-3 is text; people who write it mean a number."""
+    """Reads 1e-3 as a number. PyYAML follows YAML 1.1, in which it is text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -35,7 +35,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_plain(path: Path) -> Plain:
-    """Nested dicts from a .toml, .yaml or .yml file. Raises ConfigError: not there, not readable, not a table."""
+    """Nested dicts from a .toml, .yaml or .yml file. Raises ConfigError if it is missing, unreadable or not a table."""
     if not path.is_file():
         raise ConfigError(f"--config {path}: no such file")
     try:
@@ -56,13 +56,13 @@ def read_plain(path: Path) -> Plain:
 
 
 def read_config(path: Path) -> RunConfig:
-    """A configuration file as a tree; what it does not say has its default. Raises ConfigError."""
+    """Read a configuration file; missing keys have their defaults. Raises ConfigError."""
     return build(RunConfig, read_plain(path))
 
 
 def read_resolved(path: Path) -> Plain:
-    """A file of `write_config`, which has every key. Raises ConfigError when it is not whole: for what is missing, a
-    default would be taken silently."""
+    """Read a file that `write_config` wrote. Raises ConfigError if any key is missing, because its default would be
+    used silently."""
     plain = read_plain(path)
     lines = path.read_text().splitlines()
     if renamed := list(gone(plain)):
@@ -70,8 +70,8 @@ def read_resolved(path: Path) -> Plain:
     missing = lacking(RunConfig, plain)
     mend = f"put {path} back from a copy, or mend it by hand"
     if missing:
-        told = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ConfigError(f"{path} lacks {told}: it was cut, or another version wrote it; {mend}")
+        keys = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ConfigError(f"{path} lacks {keys}: it was cut, or another version wrote it; {mend}")
     if END not in lines:
         raise ConfigError(
             f"{path} was cut: its last line is {lines[-1]!r}, expected {END!r}; {mend} (the last value may be wrong)"
@@ -80,8 +80,8 @@ def read_resolved(path: Path) -> Plain:
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Every key with its value, the docstring above it as a comment. `read_config` gives the same tree back."""
-    header = "# The resolved configuration of this run. Start the same again by --config with this file."
+    """Write every key with its value, under its docstring as a comment. `read_config` restores the same tree."""
+    header = "# The resolved configuration of this run. Repeat the run with --config and this file."
     write_atomic(path, "\n".join((header, *_lines(config, ""), END, "")).encode())
 
 
@@ -99,7 +99,7 @@ def _lines(struct: msgspec.Struct, indent: str) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    """Any plain value on one line of YAML, whatever characters are in it."""
+    """Any plain value on one line of YAML; text may contain any characters."""
     match value:
         case Mapping():
             items = cast(Mapping[object, object], value).items()

@@ -1,4 +1,4 @@
-"""What `--help` prints: the keys that most people set, one section, one key, or everything."""
+"""Text of `--help`: the keys that most people set, one section, one key, or everything."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from protocol.settings import Member
 
 USAGE: Final = """\
 usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
-       cluster.py join RUN [--actors N] [--teachers M] ...     add workers to a run that is going on
-       cluster.py export RUN FOLDER                            write what another machine needs to join
-       cluster.py audit RUN                                    count again what a recorded run trained
-       cluster.py completion bash|zsh|fish                     print a script that completes keys in your shell
+       cluster.py join RUN [--actors N] [--teachers M] ...     add workers to a running run
+       cluster.py export RUN FOLDER                            write the files that another machine needs to join
+       cluster.py audit RUN                                    recount what a recorded run trained
+       cluster.py completion bash|zsh|fish                     print a script for shell completion
 
-Runs on-policy distillation: a buffer, a learner, and as many actors and teachers as you ask for, each a process.
+Runs on-policy distillation: a buffer, a learner, and any number of actors and teachers, one process each.
 Without arguments: the built-in task, a few minutes on two cores.
 
-  --config FILE    TOML or YAML with any of the keys below; flags win over it
+  --config FILE    TOML or YAML with any of the keys below; flags override it
   --run-dir DIR    folder of the run (default: runs/<name>)
   --name NAME      name of the run (default: the time)
-  --resume         go on from the last checkpoint in that folder (without --run-dir: in the newest run)
+  --resume         continue from the last checkpoint in that folder (without --run-dir: in the newest run)
   --check          check the configuration, models and prompts, then stop
-  --gpus N         with --check: pretend that this machine has N GPUs of 80 GiB (8x40: of 40 GiB each)
+  --gpus N         with --check: pretend that this machine has N GPUs of 80 GiB (8x40: 8 GPUs of 40 GiB)
   --version        print the version
-  --help [WHAT]    this text; or a section (--help buffer), a key (--help learner.lr), or all of them (--help all)
+  --help [WHAT]    this text; or a section (--help buffer), a key (--help learner.lr), or all keys (--help all)
 """
 MAIN_KEYS: Final = (
     *("models.student", "models.teacher", "learner.tasks.prompts", "learner.tasks.eval_prompts", "learner.tasks.env"),
@@ -44,7 +44,7 @@ EVERYTHING: Final = "all"
 
 
 def help_text(topics: Sequence[str] = ()) -> str:
-    """For `--help` and the words after it. Raises ConfigError for a word that is neither a section nor a key."""
+    """Text for `--help` and the words after it. Raises ConfigError for a word that is neither a section nor a key."""
     if not topics:
         return _overview()
     mistakes: list[str] = []
@@ -76,7 +76,7 @@ def _overview() -> str:
 
 
 def _about(topic: str) -> Iterator[str]:
-    """Lines on one section with all that is below it, on one key, or on everything."""
+    """Lines about one section with everything below it, one key, or everything."""
     topic = ALIASES.get(topic, topic)
     if topic == EVERYTHING:
         yield USAGE
@@ -112,7 +112,7 @@ def _key_lines(key: Key) -> Iterator[str]:
 
 
 def _member_lines(key: Key) -> Iterator[str]:
-    """The options of a section with several shapes, each under the names of the members that read it."""
+    """The options of a section with several shapes, under the names of the members that have them."""
     if key.members is not None and key.members.beside:
         for name, section in key.members.known().items():
             for option in keys_of(section, f"{key.name.rpartition('.')[0]}.{name}."):

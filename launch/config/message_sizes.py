@@ -1,5 +1,5 @@
-"""Do a run's longest rollouts and fullest batches fit into one message to the learner? The buffer cuts and masks what
-does not (`buffer.batch_size`); here it is told before anything starts, with the keys that make it so."""
+"""Checks that a run's longest rollouts and largest batches fit into one message to the learner. The buffer splits or
+masks what does not (`buffer.batch_size`); these messages say so before the start, and name the keys to change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from teachers.config import TeacherConfig
 
 
 def largest_set(teacher: TeacherConfig, rows: int) -> int:
-    """Bytes per position; `rows`: of the embedding."""
+    """Largest top-k set in bytes per position. `rows`: rows of the embedding."""
     return most_bytes(rows, teacher.top_k, rest_bits=teacher.rest_bits(rows))
 
 
 def rollouts_that_no_message_holds(config: RunConfig, rows: int | None, window: int | None) -> Iterator[str]:
-    """Mistakes. `rows`: of the student's embedding; `window`: the longest sequence that an actor writes. None: not
-    known."""
+    """Return mistakes. `rows`: rows of the student's embedding; `window`: longest sequence that an actor writes; None
+    if unknown."""
     tasks, each = config.learner.tasks, _set_bytes(config, rows)
     sets_bytes = min(tasks.max_new_tokens, _longest(config, window)) * each
     if sets_bytes > MAX_FRAME_BYTES:
@@ -33,18 +33,18 @@ def rollouts_that_no_message_holds(config: RunConfig, rows: int | None, window: 
     if config.buffer.release == "rollout" and a_group > BATCH_BYTES:
         yield (
             f"learner.tasks.group_size: a group of {tasks.group_size} rollouts may take {a_group >> 20} MiB, expected "
-            f"at most {BATCH_BYTES >> 20}, as buffer.release = rollout sends it whole: {_remedy(config)}"
+            f"at most {BATCH_BYTES >> 20}, because buffer.release = rollout sends it whole: {_remedy(config)}"
         )
 
 
 def batches_that_will_be_cut(config: RunConfig, rows: int | None, window: int | None) -> Iterator[str]:
-    """Warnings."""
+    """Return warnings; arguments as above."""
     a_rollout = _rollout_bytes(config, rows, window)
     a_batch = config.buffer.batch_rollouts * a_rollout
     if a_batch > BATCH_BYTES:
         yield (
             f"buffer.batch_rollouts: {config.buffer.batch_rollouts} rollouts of {_longest(config, window)} tokens take "
-            f"{a_batch >> 20} MiB, and a message {BATCH_BYTES >> 20}: batches of long rollouts will have fewer, down "
+            f"{a_batch >> 20} MiB, but a message {BATCH_BYTES >> 20}: batches of long rollouts will have fewer, down "
             f"to {BATCH_BYTES // a_rollout}; to avoid that, {_remedy(config)}"
         )
 
@@ -52,7 +52,7 @@ def batches_that_will_be_cut(config: RunConfig, rows: int | None, window: int | 
 def _remedy(config: RunConfig) -> str:
     lengths = "learner.tasks.max_prompt_tokens, max_new_tokens"
     if not _single_turn(config):
-        lengths += ", actor.torch.max_context (what the environment adds counts)"
+        lengths += ", actor.torch.max_context (tokens of the environment count)"
     return (
         f"lower it, {lengths}, buffer.max_rollout_tokens, the number of pools in learner.tasks.routes or teacher.top_k"
     )
@@ -65,7 +65,7 @@ def _rollout_bytes(config: RunConfig, rows: int | None, window: int | None) -> i
 
 
 def _longest(config: RunConfig, window: int | None) -> int:
-    """Tokens of a rollout: prompt and answer, and in all but `single_turn` what the environment adds."""
+    """Longest rollout in tokens: prompt, answer, and (except in `single_turn`) what the environment adds."""
     tasks, bounds = config.learner.tasks, [config.buffer.max_rollout_tokens]
     if window is not None:
         bounds.append(window)
@@ -80,7 +80,7 @@ def _single_turn(config: RunConfig) -> bool:
 
 
 def _set_bytes(config: RunConfig, rows: int | None) -> int:
-    """Of all pools, per token, at their largest."""
+    """Largest top-k sets of all pools together, in bytes per token."""
     teachers = [pool.config.teacher for pool in teacher_pools(config)]
     sizes = [largest_set(teacher, rows) for teacher in teachers if teacher.top_k and rows is not None]
     return sum(min(size, config.buffer.max_top_k_bytes) for size in sizes)

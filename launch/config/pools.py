@@ -1,7 +1,7 @@
-"""Teacher pools of a run: who serves which, with which model and settings. No torch.
+"""The teacher pools of a run, each with its model and settings. No torch.
 
-A run without `[pools]` has one, `teacher.pool`, of `teachers` teachers; or none, where no task is for a teacher.
-Teachers are numbered through all pools, in the order of the configuration: teacher-0, teacher-1, ...
+A run without `[pools]` has one pool, `teacher.pool`, with `teachers` teachers; or none, if no task needs a teacher.
+Teachers are numbered across all pools in the order of the configuration: teacher-0, teacher-1, ...
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class TeacherPool(NamedTuple):
 
     name: str
     key: str
-    """Where its settings stand: `teacher`, or `pools.NAME`."""
+    """Key of its settings: `teacher` or `pools.NAME`."""
     model_key: str
     first: int
     """Index of its first teacher."""
     config: RunConfig
-    """As these teachers see it: `teacher` and `models.teacher` are the pool's, `teachers` is how many they are."""
+    """The configuration with `teacher`, `models.teacher` and `teachers` (their number) of this pool."""
 
 
 def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
@@ -43,7 +43,7 @@ def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
     first = 0
     for name, pool in config.pools.items():
         settings = pool.settings(config.teacher, name)
-        if pool.server is None and settings.server.port:  # ports are counted through all that share these settings
+        if pool.server is None and settings.server.port:  # teachers that share settings share one range of ports
             settings = replace(settings, server=replace(settings.server, port=settings.server.port + first))
         models = replace(config.models, teacher=pool.model or config.models.teacher)
         own = replace(config, pools={}, teachers=pool.count, teacher=settings, models=models)
@@ -54,20 +54,20 @@ def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
 
 
 def engine_of(config: RunConfig, role: EngineRole) -> EngineProvider:
-    """Of the actors, or of the teachers; `config`: of a pool, as its teachers see it."""
+    """The engine of the actors or the teachers. For teachers, `config` is that of their pool (`TeacherPool.config`)."""
     return find_engine(config.actor.engine if role == "actor" else config.teacher.engine)
 
 
 class WorkerGroup(NamedTuple):
-    """Workers that are alike: the actors, or the teachers of one pool."""
+    """Workers with the same settings: the actors, or the teachers of one pool."""
 
     key: str
-    """Where their settings stand: actor, teacher, pools.NAME."""
+    """Key of their settings: actor, teacher or pools.NAME."""
     role: EngineRole
     first: int
-    """Number of the first of these workers."""
+    """Index of the first worker."""
     config: RunConfig
-    """As they see it."""
+    """The run's for actors, the pool's for teachers."""
 
     @property
     def engine(self) -> EngineProvider:
@@ -83,7 +83,7 @@ class WorkerGroup(NamedTuple):
 
 
 def worker_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
-    """All that have engines, the actors first."""
+    """All groups of workers that have engines; the actors come first."""
     pools = teacher_pools(config)
     return (
         WorkerGroup("actor", "actor", 0, config),
@@ -92,13 +92,13 @@ def worker_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
 
 
 def needs_no_teacher(config: RunConfig) -> bool:
-    """Nobody is asked to grade anything: there is no teacher, and none is expected to join."""
+    """Whether nothing is scored: there is no teacher, and none is expected to join."""
     return not config.teachers and not config.learner.tasks.routes
 
 
 def without_idle_routes(config: RunConfig) -> RunConfig:
-    """No task is for a teacher where there is none and grades would have no weight: what waited for one would wait for
-    ever. With a teacher grades are a metric."""
+    """Drop the routes if there is no teacher and scores have no weight in the loss, because tasks would wait for a
+    teacher forever. If there is a teacher, scores are still reported as a metric."""
     learner, objective = config.learner, config.learner.objective
     if config.teachers or objective.coef or any(objective.teacher_coefs.values()):
         return config
@@ -107,10 +107,10 @@ def without_idle_routes(config: RunConfig) -> RunConfig:
 
 
 def config_of(config: RunConfig, role: WorkerRole, index: int) -> RunConfig:
-    """What a worker reads. Of a teacher: the settings and the model of its pool."""
+    """The configuration of one worker; a teacher gets the settings and the model of its pool."""
     return pool_of(config, index).config if role == "teacher" else config
 
 
 def pool_of(config: RunConfig, index: int) -> TeacherPool:
-    """Of the teacher with this number."""
+    """The pool of the teacher with this index."""
     return next(pool for pool in reversed(teacher_pools(config)) if pool.first <= index)

@@ -1,4 +1,4 @@
-"""Keys that are gone: each is refused by its name, with what is to be used in its place."""
+"""Keys of former versions. Each is refused by name, with its replacement or the reason for its removal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RENAMED: Final[Mapping[str, str]] = {
     "learner.value": "learner.objective.advantage.value.*",
     "learner.aggregation": "learner.objective.aggregation",
 }
-"""Old key, or old section -> the new key, or what to do. `.*` at its end: the keys below keep their names."""
+"""Old key or section -> new key, or what to do. A new name that ends with `.*`: the keys below keep their names."""
 REMOVED: Final[Mapping[str, str]] = {
     "teacher.gather_s": "a single item always waits 5 ms for others to share its batch",
     "teacher.credit_batches": "a teacher always asks for two batches of work ahead",
@@ -49,11 +49,11 @@ REMOVED: Final[Mapping[str, str]] = {
     "teacher.sglang.breaker_failures": "the buffer has a breaker for each teacher (buffer.breaker.*)",
     "actor.sglang.breaker_failures": "three failures in a row always open the breaker",
 }
-"""Key that has no successor -> the reason."""
+"""Key without a successor -> the reason."""
 
 
 def farewell(key: str) -> str | None:
-    """The message for a key that is gone, None for any other."""
+    """The message for a key of a former version; None for any other key."""
     reason = REMOVED.get(f"teacher.{key.split('.', 2)[2]}" if key.startswith("pools.") and key.count(".") > 1 else key)
     if reason is not None:
         return f"{key}: was removed: {reason}; leave it out"
@@ -61,7 +61,7 @@ def farewell(key: str) -> str | None:
 
 
 def new_name(key: str) -> str | None:
-    """What a key that is gone is now; of a key below a section that is gone, what the section is."""
+    """The new name of a renamed key, or of a key below a renamed section."""
     section = key
     while section and section not in RENAMED:
         section = section.rpartition(".")[0]
@@ -72,7 +72,7 @@ def new_name(key: str) -> str | None:
 
 
 def gone(plain: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """A line for each key in nested dicts that is gone."""
+    """Yield a message for each renamed or removed key in nested dicts."""
     for name, value in plain.items():
         key = prefix + name
         if key in RENAMED or key in REMOVED:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from launch.audit import record, report
-from launch.audit.command import main
 from launch.audit.record import AuditError, Batch, RecordFile, Resumed, Version
-from launch.audit.run import audit
+from launch.audit.run import audit, main
 from protocol.messages import BatchItem, Settled, VersionSpan, WeightVersion
 from recording.format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
 from tests.launch.audit.written import Written, batch, begin, group, item, resumed, trained
@@ -277,28 +276,28 @@ def test_a_wider_bound_of_an_earlier_launch_holds(run: Written) -> None:
 def test_the_end_of_a_killed_writer_is_left_out(run: Written) -> None:
     run.record(*steps(0, 1), steps(1, first=2)[0][:-3])
     found = audit(run.path)
-    assert found.clean and found.tokens == 16 and "not finished" in found.notes[0]
+    assert found.clean and found.tokens == 16 and "incomplete" in found.notes[0]
 
 
 def test_nothing_to_count_is_said_so(run: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*arguments: str) -> str:
+    def message(*arguments: str) -> str:
         assert main([str(run.path), *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "start a run with --record FILE" in told()  # no such file
+    assert "start a run with --record FILE" in message()  # no such file
     run.record()
-    assert "holds no batch" in told()
+    assert "has no batch" in message()
     one = steps(0)[0]
     run.record(one[:40] + b"?" + one[41:], one)
-    assert "is damaged at byte" in told()
+    assert "is damaged at byte" in message()
     run.file.write_bytes(b"something else altogether")
-    assert "is no record" in told()
+    assert "is not a record" in message()
     run.file.write_bytes(begin(format=2))
-    assert "is no record" in told()
+    assert "is not a record" in message()
     run.config({}, record_at="")
-    assert "does not say buffer.max_staleness" in told()
+    assert "does not say buffer.max_staleness" in message()
     run.config({"max_staleness": 1}, record_at="")
-    assert "was not recorded" in told()
+    assert "was not recorded" in message()
     assert main([str(tmp_path)]) == main([]) == main([str(tmp_path / "nowhere")]) == main(["a", "b"]) == 2
 
 
@@ -324,7 +323,7 @@ def test_the_command_and_its_exit_codes(run: Written, tmp_path: Path) -> None:
 def test_the_audit_loads_nothing_of_what_it_audits() -> None:
     """import-linter holds the arrows; this holds what is loaded."""
     look = (
-        "import sys, launch.audit.command; "
+        "import sys, launch.audit.run; "
         "print([m for m in sys.modules if m.partition('.')[0] in "
         "('protocol', 'models', 'weights', 'engines', 'recording', 'replay', 'actors', 'teachers', 'buffer', "
         "'learner', 'torch')])"
