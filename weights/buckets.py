@@ -1,12 +1,12 @@
-"""A set of named tensors as one run of bytes, cut into buckets: what a weight broadcast moves. No process group here.
+"""A set of named tensors as one run of bytes, cut into the buckets that a broadcast sends. No process group here.
 
     Layout          tensor 0 | pad | tensor 1 | pad | ... | tensor n-1 | pad    (each starts at a multiple of 64 bytes)
     buckets         [0, bucket_bytes) [bucket_bytes, 2 * bucket_bytes) ... the last one is smaller
 
-    PackedLayout    buckets of whole tensors without padding, as weights.manifest cuts them: what SGLang servers take
+    PackedLayout    buckets of whole tensors without padding, as weights.manifest cuts them, for SGLang servers
 
-A bucket border of `Layout` may run through a tensor: whoever receives has the whole run in one piece, so that each
-tensor is a view of it and nothing is copied. Whoever sends gathers one bucket at a time.
+A bucket border of `Layout` may cut through a tensor: a receiver holds the whole run in one piece, so each tensor is a
+view of it and nothing is copied. A sender gathers one bucket at a time.
 
 Legend: B = bytes of the whole run, b = bytes of one bucket. All byte tensors are uint8, 1-D.
 """
@@ -24,19 +24,19 @@ from torch import Tensor
 from weights.manifest import Bucket, Manifest, TensorSpec, whole_tensor_buckets
 
 ALIGN_BYTES = 64
-"""Where tensors start; also the unit of bucket sizes. Enough for any dtype, and for vector loads."""
+"""Alignment of tensors and unit of bucket sizes. Enough for any dtype, and for vector loads."""
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """Raises ValueError for one that this torch does not have."""
+    """Raises ValueError for a dtype that this torch does not have."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{spec.name}: {spec.dtype!r} is no dtype of this torch ({torch.__version__})")
+        raise ValueError(f"{spec.name}: {spec.dtype!r} is not a dtype of this torch ({torch.__version__})")
     return dtype
 
 
 def manifest_of(named: Iterable[tuple[str, Tensor]]) -> Manifest:
-    """Raises ValueError when there is no tensor or a name comes twice."""
+    """The manifest of these tensors. Raises ValueError when there are none, or a name comes twice."""
     specs = tuple(
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in named
     )
@@ -50,7 +50,7 @@ def manifest_of(named: Iterable[tuple[str, Tensor]]) -> Manifest:
 
 
 class BucketLayout(ABC):
-    """Where each tensor of a manifest lies in the run, and where the run is cut into buckets."""
+    """The place of each tensor in the run, and the cuts between buckets."""
 
     def __init__(self, manifest: Manifest, offsets: Sequence[int], total_bytes: int) -> None:
         """`offsets`: first byte of each tensor, in manifest order."""
@@ -67,15 +67,15 @@ class BucketLayout(ABC):
     @property
     @abstractmethod
     def largest_bytes(self) -> int:
-        """Of a bucket."""
+        """Size of the largest bucket."""
 
     @abstractmethod
     def bounds(self, index: int) -> tuple[int, int]:
         """First byte and end of bucket `index`."""
 
     def gather(self, start: int, end: int, sources: Sequence[Tensor], out_b: Tensor) -> None:
-        """Copy bytes [start, end) of the run to the front of `out_b` (other device allowed). `sources`: `byte_views` of
-        the tensors, in manifest order."""
+        """Copy bytes [start, end) of the run to the front of `out_b`, which may be on another device. `sources`:
+        `byte_views` of the tensors, in manifest order."""
         first = max(0, bisect.bisect_right(self._by_offset, (start, len(self.offsets))) - 1)
         for offset, i in self._by_offset[first:]:
             if offset >= end:
@@ -85,7 +85,7 @@ class BucketLayout(ABC):
                 out_b[low - start : high - start].copy_(sources[i][low - offset : high - offset])
 
     def run_of(self, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
-        """The run that these tensors are views of, if they are: then its buckets need no gathering."""
+        """The run of which these tensors are views; its buckets need no gathering. None if they are not such views."""
         first = named[0][1]
         storage = first.untyped_storage()
         for (_, tensor), spec, offset in zip(named, self.manifest.tensors, self.offsets, strict=True):
@@ -106,7 +106,7 @@ class BucketLayout(ABC):
 
 
 class Layout(BucketLayout):
-    """Tensors start at multiples of 64 bytes; buckets of one size cut through them."""
+    """Tensors start at multiples of 64 bytes; buckets have one size and may cut through them."""
 
     def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
         """Raises ValueError unless `bucket_bytes` is a positive multiple of 64."""
@@ -160,13 +160,13 @@ class PackedLayout(BucketLayout):
 
 
 def byte_views(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
-    """The bytes of each tensor; a copy only of what is not contiguous."""
+    """The bytes of each tensor. Only tensors that are not contiguous are copied."""
     return [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in named]
 
 
 def checksum(bucket_b: Tensor) -> Tensor:
     """Wrapping sum of the bucket's 8-byte words: int64 scalar on the bucket's device.
 
-    It runs at memory speed (25 GB/s on one core, where crc32 does 2) and is there to catch a bucket that is stale,
-    misplaced or half written; TCP guards against flipped bits."""
+    It runs at memory speed (25 GB/s on one core; crc32: 2 GB/s). It detects a bucket that is stale, misplaced or half
+    written; TCP guards against flipped bits."""
     return bucket_b.view(torch.int64).sum()

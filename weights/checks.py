@@ -1,5 +1,5 @@
-"""Has a server the weights that were sent? Checksums of its tensors, and log-probs of a canary: a short fixed prompt
-that learner and server both score. Pure: no I/O, no torch."""
+"""Checks that a server has the weights that were sent: checksums of its tensors, and log-probs of a canary, which is a
+short fixed prompt that learner and server both score. No I/O, no torch."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 Checksums: TypeAlias = list[dict[str, str]]
-"""Per tensor-parallel rank: the server's names of its tensors, with their checksums in hexadecimal."""
+"""One dict per tensor-parallel rank: tensor names of the server -> checksums in hexadecimal."""
 
 Precision: TypeAlias = Literal["float32", "half", "quantized"]
-"""Of what a server computes with. TF32 products of a GPU count as `half`."""
+"""Precision with which a server computes. TF32 products of a GPU count as `half`."""
 
 _TOLERANCE: Final[dict[Precision, float]] = {"float32": 2e-3, "half": 0.25, "quantized": 0.75}
-"""Nats, mean over the tokens of a canary. In float32 on a CPU they agree to 1e-4. In 16 bits the logits themselves, of
-ten to thirty, are rounded by 0.03 to 0.06."""
+"""Largest mean difference over the tokens of a canary, in nats. In float32 on a CPU both sides agree to 1e-4. In 16
+bits the logits themselves, of ten to thirty, are rounded by 0.03 to 0.06."""
 _STILL: Final = 0.1
-"""A server stands still when it moves by less than this share of what the learner moves, and that by more than this
-share of the tolerance."""
+"""A server stands still if its log-probs move by less than this share of the learner's movement, provided that the
+learner moves by more than this share of the tolerance."""
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """A prompt, and what the learner thinks of it under the weights that were sent."""
+    """A prompt, and the learner's log-probs of it under the weights that were sent."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of token_ids[1:]."""
+    """Log-probs of token_ids[1:]."""
     exact: bool
     """Computed and sent in float32, on a CPU."""
 
 
 class CanaryWatch:
-    """Of one server, over its versions. A server is wrong
+    """Compares the canaries of one server over its versions. A server is wrong
 
-    when the log-probs differ by more than rounding explains, or
-    when they stand still while the learner's move: weights that never arrive show long before the difference does
+    if its log-probs differ from the learner's by more than rounding explains, or
+    if they stand still while the learner's move, which reveals missing weights long before the difference does.
     """
 
     def __init__(self) -> None:
         self._first: tuple[Sequence[float], Sequence[float]] | None = None
 
     def why_wrong(self, canary: Canary, said: Sequence[float], precision: Precision) -> str | None:
-        """`said`: by the server, of token_ids[1:]."""
+        """The error, or None. `said`: the server's log-probs of token_ids[1:]."""
         tolerance = _TOLERANCE[precision if canary.exact or precision == "quantized" else "half"]
         apart = _apart(canary.logprobs, said)
         if not apart <= tolerance:  # nor NaN
             return (
-                f"{len(said)} log-probs of a canary prompt are {apart:.2g} nats from the learner's in the mean; "
+                f"{len(said)} log-probs of a canary prompt are {apart:.2g} nats from the learner's on average; "
                 f"expected at most {tolerance:g}"
             )
         self._first = self._first or (canary.logprobs, said)
         learner_moved, server_moved = _apart(self._first[0], canary.logprobs), _apart(self._first[1], said)
         if learner_moved > _STILL * tolerance and server_moved < _STILL * learner_moved:
             return (
-                f"log-probs of a canary prompt moved by {server_moved:.2g} nats in the mean since its first weights, "
-                f"the learner's by {learner_moved:.2g}: what is sent does not change what it computes with"
+                f"log-probs of a canary prompt moved by {server_moved:.2g} nats on average since its first weights, "
+                f"the learner's by {learner_moved:.2g}: the server does not use the weights that are sent"
             )
         return None
 
@@ -74,7 +74,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 def parse_checksums(text: bytes) -> Checksums | None:
-    """Of a reply of /weights_checker; None for one without checksums."""
+    """The checksums in a reply of /weights_checker; None if it has none."""
     try:
         said = msgspec.json.decode(text, type=_Said)
     except msgspec.DecodeError:
@@ -83,7 +83,7 @@ def parse_checksums(text: bytes) -> Checksums | None:
 
 
 def differences(before: Checksums, after: Checksums) -> list[str]:
-    """Names whose checksums are not the same, rank by rank."""
+    """Names of the tensors whose checksums differ, rank by rank."""
     if len(before) != len(after):
         return [f"{len(before)} ranks, then {len(after)}"]
     return [

@@ -1,4 +1,5 @@
-"""Settings of how weights get from the learner to the actors, and what their `auto` values mean. No torch here."""
+"""Settings of weight transport from the learner to the actors, and the meaning of their `auto` values. No torch
+here."""
 
 from __future__ import annotations
 
@@ -33,11 +34,10 @@ _NAMES: Final[dict[str, SentDtype]] = {
 
 
 class WeightsConfig(Settings, frozen=True, kw_only=True):
-    """How weights are sent to all actors at once, how a latecomer catches up, and how long a slow actor is waited
-    for."""
+    """Weight transport: sending to all actors at once, snapshots for latecomers, and deadlines for slow actors."""
 
     transport: str = "auto"
-    """How a version gets to the actors. collective: one broadcast to all. folder: a file in the run's folder, for
+    """The way of a version to the actors. collective: one broadcast to all. folder: a file in the run's folder, for
     actors that can read that folder but can connect only to weights.control_port. auto: collective. A transport from
     another package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -90,7 +90,7 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Deliver every version, and let training wait while two are still on their way; needed for max_staleness = 0. When
     off, a version is skipped if a newer one is ready before it can be sent."""
     verify: Literal["auto", "reload", "off"] = "auto"
-    """How an SGLang server proves, before it samples with new weights, that it has the weights that were sent. reload:
+    """The proof that an SGLang server gives, before it samples with new weights, that it has the ones sent. reload:
     it loads the same version again from the snapshot file, and its checksums must not change; its log-probs of a short
     prompt must also match the learner's. auto: reload, or the prompt alone for a server without checksums. off: no
     proof."""

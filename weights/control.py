@@ -1,14 +1,14 @@
-"""The channel beside the bytes: a ZeroMQ socket at rank 0, and one at each member (weights.control_messages).
+"""The control channel of the weight groups: a ZeroMQ socket at rank 0, and one at each member
+(weights.control_messages).
 
-So an idle member waits on a socket, not inside a collective: it can leave at once, and on a GPU no kernel spins. And
-rank 0 knows WHO is missing: a collective only tells that somebody is. Every message carries the group's epoch; one of
-another group is ignored by both, and so is one that the link has changed (`protocol.sockets`): the silence breaks up
-the group, and the next plan makes another.
+With it an idle member waits on a socket instead of in a collective: it can leave at once, and on a GPU no kernel spins.
+Rank 0 also learns which member is missing; a collective only shows that some member is. Every message carries the
+group's epoch. Both sides ignore messages of another group, and damaged ones (`protocol.sockets`): the silence that
+follows breaks the group, and the next plan makes another.
 
-The address of this channel travels in the WeightPlan, and in a run without keys a pair of keys for it: nobody but the
-members comes in, whatever reaches the port. Why not keys in the TCP store: its clients cannot wait for two
-things, log every wait that times out, and cannot be woken; and an actor whose engine is a server has no torch. The
-store is left to the process group's own rendezvous.
+The WeightPlan carries the address of this channel and, in a run without keys, a pair of keys for it, so that only
+members can connect. torch's TCP store would not do instead: its clients cannot wait for two things, cannot be woken,
+and log every wait that times out; and an actor whose engine is a server has no torch.
 """
 
 from __future__ import annotations
@@ -37,31 +37,30 @@ from weights.control_messages import Answer, FromMember, FromRankZero, Joined, L
 log = logging.getLogger(__name__)
 
 MAX_CONTROL_BYTES: Final = 64 << 10
-"""The largest frame of a member: a few numbers, and LONGEST_WORDS."""
+"""The largest frame of a member: a few numbers, and a reason of LONGEST_WORDS."""
 LONGEST_WORDS: Final = 4000
 """Characters of a reason."""
 MAX_UNREAD_BYTES: Final = 1 << 20
-"""What one member, or all who have not joined together, may have sent and the thread not read: then they are cut."""
+"""Bound on unread bytes of one member, and of all connections that have not joined together; above it they are cut."""
 MESSAGES_PER_MEMBER: Final = 16
-"""That wait for rank 0: a member has three to say, and one more each round."""
+"""Messages that may wait for rank 0 per member. A member sends three, and one more each round."""
 WATCH_S: Final = 0.1
 _MEMBER: Final = "member"
-"""Owner of the keys that a plan tells."""
+"""Owner of the keys in a plan."""
 _LINGER_MS: Final = 500
-"""How long a last message (Leave, Answer) may take to get out after `close`."""
+"""Time for delivering a last message (Leave, Answer) after `close`."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class ControlHost:
-    """Rank 0's end, for all groups of its life. Its own thread reads it all the time, so that nobody can fill it while
-    rank 0 is at something else; what does not belong to the present group goes no further. One other thread uses it."""
+    """Rank 0's end, for all its groups. A thread of its own reads it all the time, so that it cannot fill up while rank
+    0 does other things, and drops messages that do not belong to the present group. One other thread uses it."""
 
     def __init__(self, host: str, port: int, keys: ServerKeys | None = None) -> None:
-        """Listens on `host` (port 0: the system chooses), for who has one of `keys`. None: the run has none; then this
-        channel has a pair for its members, which they are told with each plan (`plan_keys`). Raises
-        LocalProtocolError when it cannot."""
+        """Listens on `host` (port 0: the system chooses) for holders of `keys`. None: the run has no keys; this channel
+        then makes a pair for its members, which each plan carries (`plan_keys`). Raises AddressUnusable."""
         bracketed = f"[{host}]" if ":" in host else socket.gethostbyname(host)
         self._log = RateLimitedLog(log)
         self.plan_keys: tuple[str, str, str] | None = None
@@ -92,7 +91,7 @@ class ControlHost:
         self._closing = False
         self._failure: Exception | None = None
         self.unreadable_total = 0
-        """Messages that were not a member's, or not ours."""
+        """Messages that did not come from a member, or could not be read."""
         self._waker = Waker()
         self._router.also_wait_for(self._waker.fileno())
         self._thread = threading.Thread(target=self._serve, name="weight-control", daemon=True)
@@ -100,17 +99,18 @@ class ControlHost:
 
     @property
     def refused(self) -> dict[ConnectionFault, int]:
-        """Connections turned away or cut, by reason."""
+        """Connections refused or cut, by reason."""
         return self._router.refused
 
     def begin(self, group_epoch: int, members: Sequence[str]) -> None:
-        """From now on only messages of this group count: `members`, by rank from 1 on."""
+        """From now on only messages of this group count. `members`: their names, by rank from 1 on."""
         with self._changed:
             self._group_epoch, self._members = group_epoch, tuple(members)
             self._routes, self._heard = {}, []
 
     def poll(self, timeout_s: float) -> list[FromMember]:
-        """Messages of the present group; waits up to `timeout_s` for the first. Raises what ended the thread."""
+        """Messages of the present group; waits up to `timeout_s` for the first. Raises the error that ended the
+        thread."""
         with self._changed:
             if not self._heard and self._failure is None:
                 self._changed.wait(max(0.0, timeout_s))
@@ -120,14 +120,14 @@ class ControlHost:
             return heard
 
     def send(self, message: FromRankZero) -> None:
-        """To every member that has joined."""
+        """Send to every member that has joined."""
         frame = _encode(message)
         with self._changed:
             self._to_send += [(route, frame) for route in self._routes.values()]
         self._waker.wake()
 
     def close(self) -> None:
-        """What was sent is delivered, for a moment. May be called again."""
+        """Waits briefly until messages sent before are delivered. Idempotent."""
         with self._changed:
             self._closing = True
         if self._thread.is_alive():
@@ -146,9 +146,9 @@ class ControlHost:
                 with self._changed:
                     closing, to_send, self._to_send = self._closing, self._to_send, []
                 for route, frame in to_send:
-                    self._router.send(route, [frame])  # a member that is gone again is found missing by its silence
+                    self._router.send(route, [frame])  # if the member is gone, its silence will show that
                 self._take()
-        except Exception as error:  # whatever it is, `poll` raises it
+        except Exception as error:  # `poll` raises it
             log.exception("the weight control channel broke")
             with self._changed:
                 self._failure = error
@@ -165,9 +165,9 @@ class ControlHost:
                 if message is None or message.group_epoch != self._group_epoch:
                     continue
                 if not self._speaks_for_its_rank(message, received):
-                    self._pass_over(received, f"a message of rank {message.rank}, which is not its sender's")
+                    self._pass_over(received, f"a message of rank {message.rank}, which is not the sender's rank")
                 elif len(self._heard) >= MESSAGES_PER_MEMBER * len(self._members):
-                    self._pass_over(received, "one more than its group could have to say")
+                    self._pass_over(received, "more messages than a group sends")
                 else:
                     if isinstance(message, Joined):
                         self._routes[message.rank] = received.identity
@@ -198,11 +198,11 @@ class ControlHost:
     def _pass_over(self, received: FromRouter, why: str) -> None:
         self.unreadable_total += 1
         who = address_of(received.source)
-        self._log.warning(f"a message from {who} on the weight control channel is passed over: {in_one_line(why)}")
+        self._log.warning(f"a message from {who} on the weight control channel is ignored: {in_one_line(why)}")
 
 
 def member_keys(plan: WeightPlan, own: ClientKeys | None) -> ClientKeys | None:
-    """With which a member comes: `own` are those that it has of the run."""
+    """The keys with which a member connects. `own`: its keys of the run, if the run has keys."""
     if plan.control_keys is None:
         return own
     public, secret, server = (key.encode() for key in plan.control_keys)
@@ -210,10 +210,10 @@ def member_keys(plan: WeightPlan, own: ClientKeys | None) -> ClientKeys | None:
 
 
 class ControlMember:
-    """A member's end, for one group. `wake` may be called from any thread, everything else from one."""
+    """A member's end, for one group. Used by one thread."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
-        """`endpoint`: WeightPlan.control; `keys`: of `member_keys`. Connecting goes on in the background."""
+        """`endpoint`: WeightPlan.control; `keys`: from `member_keys`. Connects in the background."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.DEALER)
         self._socket.set(zmq.IPV6, "[" in endpoint)
@@ -233,7 +233,7 @@ class ControlMember:
         self.close()
 
     def send(self, message: FromMember) -> None:
-        """Long words are cut."""
+        """Long reasons are cut."""
         match message:
             case Answer(reason=str(words)) if len(words) > LONGEST_WORDS:
                 message = msgspec.structs.replace(message, reason=words[:LONGEST_WORDS])
@@ -244,8 +244,8 @@ class ControlMember:
         send_frames(self._socket, [_encode(message)])
 
     def recv(self, timeout_s: float | None, waker: Waker) -> FromRankZero | None:
-        """The next message; None after `timeout_s` (None = no limit) or when woken. Raises msgspec.DecodeError when
-        rank 0 speaks another language."""
+        """The next message; None after `timeout_s` (None = no limit) or when woken. Raises msgspec.DecodeError for a
+        message of another protocol."""
         if self._held:
             return self._held.popleft()
         poller = zmq.Poller()
@@ -256,18 +256,18 @@ class ControlMember:
             return None
         return self._take()
 
-    def told_to_leave(self) -> bool:
-        """Has a Leave come? Nothing is taken: `recv` gives it again. For use inside a collective."""
+    def must_leave(self) -> bool:
+        """True if a Leave has arrived; `recv` will still return it. For use inside a collective."""
         while (message := self._take()) is not None:
             self._held.append(message)
         return any(isinstance(message, Leave) for message in self._held)
 
     def _take(self) -> FromRankZero | None:
-        """What is there; None also for what the link has changed."""
+        """A message that has arrived; None if there is none, or the link has damaged it."""
         try:
             frames = receive_frames(self._socket)
         except DamagedMessage as error:
-            log.warning("a message of rank 0 is passed over: %s", error)
+            log.warning("a damaged message of rank 0 is ignored: %s", error)
             return None
         return None if frames is None else self._decoder.decode(b"".join(frames))
 
@@ -277,7 +277,7 @@ class ControlMember:
 
 
 class Waker:
-    """Ends a wait in another thread. Stays raised until `clear`."""
+    """Ends a wait in another thread. Stays set until `clear`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -288,7 +288,7 @@ class Waker:
         return self._reader.fileno()
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: raised many times over
+        with contextlib.suppress(BlockingIOError):  # full: it is set many times over
             self._writer.send(b"!")
 
     def clear(self) -> None:

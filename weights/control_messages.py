@@ -1,11 +1,11 @@
-"""What rank 0 and the members of a weight group tell each other beside the bytes: a ZeroMQ channel of its own.
+"""Messages between rank 0 and the members of a weight group, on a ZeroMQ channel separate from the weights.
 
     member               rank 0
     Joined  ------------->             plan taken up and caught up; "I have version v"
-            <-------------  Go         everybody is here: make the process group
-    Ready   ------------->             it stands (or why not)
+            <-------------  Go         all members are here: make the process group
+    Ready   ------------->             the group is made (or why not)
             <-------------  Round      a version follows as a broadcast
-    Answer  ------------->             have it (or why not)
+    Answer  ------------->             I have it (or why not)
             <-------------  Leave      the group is over; a plan may follow
 
 `weights.control` has both ends of the channel. No torch, no socket.
@@ -29,9 +29,9 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
     group_epoch: int
     rank: int
-    """Of the member: 1 for the plan's first, and so on."""
+    """The member's rank: 1 for the first in the plan, and so on."""
     version: WeightVersion | None
-    """Newest weights that this member's engine has, staged ones included; None: unknown, only a whole version helps."""
+    """Newest weights of this member's engine, staged ones included; None: unknown, it needs a whole version."""
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
@@ -48,27 +48,27 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     rank: int
     error: str | None = None
     at_fault: bool = False
-    """With an error: it would happen in any group, so leave this member out."""
+    """With an error: it would happen in any group, so this member must be left out."""
 
 
 class Agreed(msgspec.Struct, frozen=True):
-    """What the bytes mean; sent with the first round of a group."""
+    """The meaning of the bytes; sent with the first round of a group."""
 
     manifest: Manifest
     bucket_bytes: int
 
 
 class Check(msgspec.Struct, frozen=True):
-    """How a server proves that it has what was sent, before a token is sampled with it."""
+    """The proof that a server must give before it samples with a version."""
 
     weights: WeightsRef | None = None
-    """The same version as a file: loaded from there, its checksums must be the same as after the broadcast."""
+    """The same version as a file. The server loads it, and its checksums must not change."""
     required: bool = False
-    """A server that has no checksums, or cannot read the file, is an error; else the canary is enough."""
+    """Whether it is an error if the server has no checksums or cannot read the file; if not, the canary is enough."""
     canary: Canary | None = None
 
     def is_whole(self, checksums: bool) -> bool:
-        """Whether it asks for what was due: perhaps `checksums`."""
+        """True if nothing that was due is missing. `checksums`: a check by checksums was due."""
         return not checksums or self.weights is not None
 
 
@@ -82,17 +82,17 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     agreed: Agreed | None
     timeout_s: float
     grace_s: float = 3.0
-    """After a failure each member has answered within this."""
+    """After a failure every member answers within this time."""
     check: Check | None = None
     weights: WeightsRef | None = None
-    """The version as a file, to be loaded; None: it comes as a broadcast, which starts at once."""
+    """The version as a file to load; None: it comes as a broadcast, which starts at once."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """member -> rank 0. `staged`: the engine has it. `broken`: the collective failed, perhaps through another's fault.
-    `stuck`: it failed, and the server has not come out of it, which looks the same for the one that hangs and for one
-    that waits for it. `refused`: this member's own fault (checksum, the engine does not take these tensors, the server
-    is away). `wrong_weights`: the server took them all, and does not have them."""
+    """member -> rank 0. `staged`: the engine has it. `broken`: the collective failed, perhaps by another member's
+    fault. `stuck`: it failed and the server is still in it; a server that hangs looks the same as one that waits for
+    another. `refused`: this member's own fault (wrong checksum, the engine does not accept these tensors, the server is
+    gone). `wrong_weights`: the server accepted all tensors but does not have them."""
 
     group_epoch: int
     rank: int

@@ -1,4 +1,4 @@
-"""How long a version may take to reach its members, and how to wait for an operation that cannot be interrupted.
+"""Time limits for a version to reach its members, and waits for operations that cannot be interrupted.
 
     limit = patience * (floor_s + passes * bytes / slowest_bytes_per_s)
 
@@ -32,7 +32,7 @@ PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "file": 3, "reload
 """Passes over all bytes."""
 MOST_PATIENCE: Final = 16.0
 PUBLISH_WAIT_S: Final = 120.0
-"""How long training waits for earlier versions, beyond making a group and checking a version."""
+"""Time that training waits for earlier versions, beyond making a group and checking a version."""
 _SLICE_S: Final = 0.05
 
 
@@ -60,7 +60,7 @@ class Limits:
             self._patience[kind] = max(self._patience[kind] / 2, 1.0)
 
     def publish_wait_s(self, n_bytes: int) -> float:
-        """How long `publish` waits with every_version; meanwhile a group may be made and a version checked."""
+        """Time that `publish` waits with every_version; meanwhile a group may be made and a version checked."""
         return PUBLISH_WAIT_S + self.limit_s("join", n_bytes) + self.limit_s("reload", n_bytes)
 
 

@@ -1,14 +1,15 @@
-"""Rank 0 of the weight groups: makes one group after another, sends versions, and finds out who does not keep up.
+"""Rank 0 of the weight groups: makes one group after another, sends versions, and finds the members that do not keep
+up.
 
-How a silent member is found. A collective that hangs does not say who hangs, and in gloo's tree the members behind a
-hung one look just as silent. So every member answers on the control channel when it has a version. When that does not
-come to pass (rank 0's part fails, a member answers `broken` because a neighbour's connection closed, the buffer loses
-one, the deadline passes), rank 0 tells all to leave, which they heed inside the collective too, and answer: they live.
-Who has not answered when a grace is over is the one. So a killed member costs the grace, a hung one the deadline more.
+A collective that hangs does not show which member hangs, and in gloo's tree the members behind a hung one look just as
+silent. So every member answers on the control channel when it has a version. If an answer does not come (rank 0's part
+fails, a member answers `broken` because a neighbour's connection closed, the buffer loses a member, or the deadline
+passes), rank 0 asks all members to leave. They obey even inside the collective, and answer. Any member that stays
+silent past the grace period is dropped. So a killed member costs the grace period, and a hung one the deadline as well.
 
-What carries the bytes, and how they are laid, is a subclass's to say (weights/transports/).
+Subclasses (weights/transports/) provide what carries the bytes, and their layout.
 
-Used by one thread, the publisher's. Every wait asks `gone` (has the buffer lost one of these?) and `closing`.
+Only the publisher's thread uses it. Every wait checks `gone` (has the buffer lost a member?) and `closing`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _Message = TypeVar("_Message", Joined, Ready, Answer)
 
 
 class NotSent(Exception):
-    """A version could not be sent, through no member's fault."""
+    """A version could not be sent, and no member is at fault."""
 
 
 class Channel(Protocol):
@@ -56,7 +57,7 @@ class Channel(Protocol):
     def send(
         self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
     ) -> None:
-        """Returns when the bytes have left this process, which says nothing about who has them. Raises GroupBroken or
+        """Returns when the bytes have left this process; members may not have them yet. Raises GroupBroken or
         GroupInterrupted."""
         ...
 
@@ -64,13 +65,13 @@ class Channel(Protocol):
 
 
 class GroupHost(ABC):
-    """A transport (weights.transport) whose members answer on the control channel; at most one group at a time.
-    Subclasses say where members meet, what carries the bytes, and how they are laid."""
+    """A transport (weights.transport) whose members answer on the control channel. It has at most one group at a time.
+    Subclasses define where members meet, what carries the bytes, and their layout."""
 
     backend: ClassVar[BackendName | Literal["folder"] | None] = None
-    """By which members receive, as plans say it; None: that of the Setup."""
+    """The `backend` of its plans; None: that of the Setup."""
     independent: ClassVar[bool] = False
-    """A member that fails does not keep the others from having the version."""
+    """True if the other members can still get a version when one of them fails."""
 
     def __init__(self, setup: Setup) -> None:
         self._config = setup.config
@@ -83,7 +84,7 @@ class GroupHost(ABC):
         self._snapshots = setup.snapshots
         self._control = ControlHost(setup.config.host, setup.config.control_port, setup.control_keys)
         self._heard: list[FromMember] = []
-        """Read inside a collective, for `_collect`."""
+        """Messages read inside a collective, kept for `_collect`."""
         self._token = secrets.token_hex(4)
         self._epoch = 0
         self._round = 0
@@ -97,13 +98,13 @@ class GroupHost(ABC):
 
     @abstractmethod
     def _open(self, seats: tuple[Seat, ...]) -> Channel:
-        """To the members of the plan that named `_meet_at`."""
+        """A channel to the members of the plan that named `_meet_at`."""
 
     @abstractmethod
     def _layout_of(self, manifest: Manifest) -> BucketLayout: ...
 
     def _file_of(self, weights: StagedWeights) -> WeightsRef | None:
-        """The version as a file, where members are to load it. Raises NotSent."""
+        """The version as a file for members to load; None: they get a broadcast. Raises NotSent."""
         return None
 
     def __repr__(self) -> str:
@@ -111,12 +112,12 @@ class GroupHost(ABC):
 
     @property
     def seats(self) -> tuple[Seat, ...]:
-        """Members of the standing group; empty when there is none."""
+        """Members of the present group; empty when there is none."""
         return self._seats
 
     @property
     def group_epoch(self) -> int:
-        """Of the newest group or attempt at one."""
+        """Number of the newest group, or attempt at one."""
         return self._epoch
 
     @property
@@ -130,7 +131,8 @@ class GroupHost(ABC):
         newest: WeightVersion | None,
         post_plan: Callable[[WeightPlan], None],
     ) -> Result:
-        """Replace the group by one of `seats`. Takes at most the limit for joining, a join timeout and a grace."""
+        """Replace the group by one of `seats`. Takes at most the limit for joining, a join timeout and a grace
+        period."""
         self.disband("another group follows")
         self._epoch += 1
         self._control.begin(self._epoch, [seat.name for seat in seats])
@@ -146,12 +148,13 @@ class GroupHost(ABC):
         self._seats = seats
         self._layout = None
         self._round = 0
-        return Result(behind=newest is not None and any(_lacks(message, newest) for message in joined.values()))
+        held = [message.version for message in joined.values()]
+        return Result(behind=newest is not None and any(version is None or version < newest for version in held))
 
     def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
-        """Send a version to the group and wait until every member has staged it: at most its limit and a grace.
-        With an error the group is gone. `check`: what the members do to prove that they have it. Raises ValueError
-        when the tensors are not the same as before."""
+        """Send a version to the group and wait until every member has staged it: at most its limit and a grace period.
+        After an error the group is gone. `check`: how members prove that they have the version. Raises ValueError
+        when names, dtypes or shapes of the tensors have changed."""
         if self._group is None:
             raise RuntimeError("there is no weight group to send through; form one first")
         written_s = time.monotonic()
@@ -176,7 +179,7 @@ class GroupHost(ABC):
         return replace(result, has=has, n_bytes=weights.n_bytes, seconds=time.monotonic() - written_s)
 
     def disband(self, reason: str) -> None:
-        """End the group; its members wait for the next plan."""
+        """End the group. Its members wait for the next plan."""
         self._release(reason)
         self._seats = ()
 
@@ -242,8 +245,8 @@ class GroupHost(ABC):
             self._layout = self._layout_of(manifest)
         elif self._layout.manifest != manifest:
             raise ValueError(
-                "the tensors to publish are not those of the former version: names, dtypes and shapes must stay the "
-                f"same within a run (got {len(manifest.tensors)}, expected {len(self._layout.manifest.tensors)})"
+                "the tensors to publish differ from those of the former version: names, dtypes and shapes must stay "
+                f"the same within a run (got {len(manifest.tensors)}, expected {len(self._layout.manifest.tensors)})"
             )
         self._round += 1
         header = Round(
@@ -279,8 +282,8 @@ class GroupHost(ABC):
     def _collect(
         self, seats: tuple[Seat, ...], kind: type[_Message], deadline_s: float, *, error: str | None = None
     ) -> dict[int, _Message]:
-        """Messages of one kind by rank, until everybody who lives has sent one, or the deadline. At the first sign of
-        trouble (`error`: rank 0's own) a group is released, and who is in it gets the grace to answer."""
+        """Messages of one kind by rank, until every live member has sent one, or the deadline. At the first sign of
+        trouble (`error`: rank 0's own) the group is released, and its members get the grace period to answer."""
         messages: dict[int, _Message] = {}
         wait_s = 0.0
         while True:
@@ -303,10 +306,11 @@ class GroupHost(ABC):
             wait_s = min(WAIT_SLICE_S, left_s)
 
     def _stands(self) -> bool:
+        """For type checkers, which do not know that `_collect` may have released the group."""
         return self._group is not None
 
     def _release(self, reason: str) -> None:
-        """Tell the members to leave, and close our end: what of them is stuck behind us comes free."""
+        """Ask the members to leave, and close our end, which frees members that are stuck behind it."""
         self._control.send(Leave(self._epoch, reason))
         group, self._group = self._group, None
         if group is not None:
@@ -316,8 +320,8 @@ class GroupHost(ABC):
         return not isinstance(message, Answer) or message.number == self._round
 
     def _failure_of(self, message: FromMember) -> str:
-        """Why the others cannot go on either; empty if they can. An engine refuses when it has passed on every byte, a
-        server perhaps before."""
+        """Why the others cannot continue either; empty if they can. An engine that refuses has passed on every byte; a
+        server may refuse before that."""
         if self.independent:
             return ""
         match message:
@@ -331,7 +335,7 @@ class GroupHost(ABC):
                 return ""
 
     def _stop_reason(self, seats: tuple[Seat, ...]) -> str | None:
-        """Asked from inside a collective: rank 0 must not wait for who has said already that it failed."""
+        """Called inside a collective: rank 0 must not wait for a member that has already reported a failure."""
         if self._closing():
             return "the learner is closing"
         self._heard += self._control.poll(0.0)
@@ -344,8 +348,8 @@ class GroupHost(ABC):
     def _unless_all(
         self, seats: tuple[Seat, ...], messages: Mapping[int, FromMember], reason: DropReason
     ) -> Result | None:
-        """The failure, if somebody's message is missing. When somebody is known to be gone, the others that are silent
-        were not waited for and are not blamed."""
+        """The failure, if the message of a member is missing. If some member is known to be gone, the other silent ones
+        were not waited for, and are not blamed."""
         if self._closing():
             return self._failed("the learner is closing", {})
         gone = self._gone(seats)
@@ -355,19 +359,18 @@ class GroupHost(ABC):
         return self._failed("not every member is there", dict.fromkeys(silent, reason)) if silent else None
 
     def _failed(self, error: str, lost: dict[Seat, DropReason]) -> Result:
-        names = ", ".join(f"{seat.name} ({reason})" for seat, reason in lost.items()) or "nobody that could be told"
+        names = (
+            ", ".join(f"{seat.name} ({reason})" for seat, reason in lost.items())
+            or "no member, for the culprit is unknown"
+        )
         log.warning("weight group %d: %s; left out: %s", self._epoch, error, names)
         self.disband(error)
         return Result(error=error, lost=lost)
 
 
-def _lacks(message: Joined, newest: WeightVersion) -> bool:
-    return message.version is None or message.version < newest
-
-
 def _bytes_of(weights: WeightsRef | None) -> int:
-    """Of the snapshot that joiners catch up from."""
+    """Size of the snapshot from which joining members catch up."""
     try:
         return 0 if weights is None else Path(weights.path).stat().st_size
     except OSError:
-        return 0  # it was cleared away: they get the version by broadcast
+        return 0  # it was deleted meanwhile: they get the version by broadcast

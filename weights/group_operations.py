@@ -1,15 +1,15 @@
-"""Operations of one process group with a deadline on each, on one rank. Same code over gloo and NCCL.
+"""Operations of one rank of a process group, each with a deadline. The same code serves gloo and NCCL.
 
-Process groups are made directly on a TCP store, never through torch.distributed's global default group, so that many
-may follow one another in a process, and the learner's own (torchrun) group is not touched.
+Process groups are made directly on a TCP store, never through torch.distributed's global default group, so that a
+process can have many, one after the other, and the learner's own (torchrun) group is not touched.
 
-torch and gloo cannot take a started operation back, so each operation carries its deadline itself, and `close` leaves a
-stuck one to a thread of its own, which ends at that deadline. What differs with NCCL, and where torch says so, is in
-docs/decisions/nccl.md.
+torch and gloo cannot cancel a started operation, so each operation carries its deadline itself, and `close` leaves a
+stuck one to a thread of its own, which ends at that deadline. For the differences of NCCL, and their places in torch's
+sources, see docs/decisions/nccl.md.
 
-A TCPStore looks up the name of every peer that connects, in its one thread, and each client does the same: where
-reverse DNS is slow, that costs seconds. Hence the listening socket is bound by us to the address family of the host
-(127.0.0.1 is then found in /etc/hosts).
+A TCPStore resolves the name of every peer that connects, in its one thread, and so does each client: where reverse DNS
+is slow, that costs seconds. So we bind the listening socket ourselves, to the address family of the host (127.0.0.1 is
+then found in /etc/hosts).
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ Store: TypeAlias = _TCPStore
 AnyStore: TypeAlias = _AnyStore
 
 WAIT_SLICE_S: Final = 0.1
-"""How soon an interruption is noticed inside an operation."""
+"""Time within which an interruption is noticed inside an operation."""
 CLOSE_WAIT_S: Final = 0.3
-"""`close` waits this long for the group's own threads; a stuck one is left to end at its deadline."""
+"""`close` waits this long for the group's threads; a stuck one is abandoned and ends at its deadline."""
 BUFFERS: Final = 2
-"""Operations under way at one time."""
+"""Operations under way at a time."""
 POLL_S: Final = 0.0005
-"""Between two looks at what a GPU is doing."""
+"""Interval between checks of a GPU operation."""
 WATCHDOG_SLACK_S: Final = 30.0
-"""By so much torch's own limit on an NCCL operation is behind our deadline, which is thus always the first."""
+"""torch's own limit on an NCCL operation is this much later than our deadline, so that ours always comes first."""
 ABORT_S: Final = 60.0
-"""Within this NCCL has let go of what it was doing, or never will."""
+"""An NCCL abort that takes longer than this will never end."""
 _NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else the watchdog aborts, or ends the process, for one hung member
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the thread that watches the watchdog
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the thread that monitors the watchdog would do the same
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # four times this the watchdog sleeps, and a group's destructor with it
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the watchdog, and a group's destructor, sleep four times this
 }
-"""What a group of ours is made under, whatever is set for others: deadlines are ours."""
+"""Set while one of our groups is made, whatever applies to other groups, because we handle deadlines ourselves."""
 
 
 def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device) -> BackendName:
-    """`auto`: gloo, which works with every layout of ranks. Whether NCCL could is decided by who knows all members and
-    where they are: the launcher (launch.checks.placement), which says nccl or gloo. Raises ValueError when NCCL is
-    wanted and cannot be had."""
+    """`auto`: gloo, which works with every placement of ranks. The launcher, which knows all members and where they
+    are, decides whether NCCL works (launch.checks.placement), and sets nccl or gloo. Raises ValueError when NCCL
+    is wanted but not available."""
     if wanted == "nccl" and not (device.type == "cuda" and dist.is_nccl_available()):
         raise ValueError(
             f"backend = nccl with weights on {device} and NCCL {'' if dist.is_nccl_available() else 'not '}built into "
@@ -80,7 +80,7 @@ def choose_backend(wanted: Literal["auto", "gloo", "nccl"], device: torch.device
 
 
 def host_store(host: str, port: int = 0) -> Store:
-    """The store of rank 0, listening on `host` only. Port 0: the system chooses, read it from `.port`."""
+    """The store of rank 0, listening on `host` only. Port 0: the system chooses; read it from `.port`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=1024)
     port = listener.getsockname()[1]
@@ -90,13 +90,13 @@ def host_store(host: str, port: int = 0) -> Store:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),  # the store owns it from here on
+        master_listen_fd=listener.detach(),  # the store owns it from now on
     )
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> Store:
-    """A member's connection to the store of rank 0, which is there before any plan names it. Raises GroupBroken when
-    there is none, at once where the connection is refused (TCPStore itself would try again until the timeout)."""
+    """A member's connection to the store of rank 0, which exists before any plan names it. Raises GroupBroken; at once
+    if the connection is refused, where TCPStore itself would retry until the timeout."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
@@ -108,7 +108,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """The address of this machine from which `host` is reached; gloo binds to it. Nothing is sent."""
+    """This machine's address for reaching `host`, to which gloo binds. Sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -116,14 +116,14 @@ def local_address_towards(host: str, port: int) -> str:
 
 
 def prefixed(store: AnyStore, *prefixes: str) -> AnyStore:
-    """The part of a store whose keys begin with these, the first one outermost."""
+    """The part of a store whose keys begin with these prefixes, the first one outermost."""
     for prefix in prefixes:
         store = _PrefixStore(prefix, store)
     return store
 
 
 class GroupOperations:
-    """One rank of one group. Use from one thread; subclasses say how the group is made and what is sent through it."""
+    """One rank of one group, for one thread. Subclasses define how the group is made and what is sent through it."""
 
     def __init__(
         self,
@@ -135,18 +135,17 @@ class GroupOperations:
         address: str,
         interrupted: Interrupted,
     ) -> None:
-        """`device`: where the bytes travel (cpu for gloo). `address`: this machine's, for gloo. `interrupted` is asked
-        about every 0.1 s while waiting; a reason ends the wait with GroupInterrupted."""
+        """`device`: the device of the sent bytes (cpu for gloo). `address`: this machine's, for gloo."""
         self._rank = rank
         self._world_size = world_size
         self._backend: BackendName = backend
         self._device = torch.device(device)
         self._address = address
         self._interrupted = interrupted
-        # torch's type stubs leave `broadcast` out of the process groups.
+        # Any, because torch's type stubs have no `broadcast` for process groups.
         self._group: Any = None
-        # Operations live here only: a local variable would be kept by the traceback of a failed one, and with it the
-        # sockets that must close for the other members to notice.
+        # The only reference to operations. A local variable would be kept alive by the traceback of a failed one, and
+        # with it the sockets, which must close so that the other members notice.
         self._under_way: deque[Work] = deque()
         self._buffers_b: list[Tensor] = []
         self._connects_late = backend == "nccl"
@@ -156,13 +155,13 @@ class GroupOperations:
         return f"{type(self).__name__}(rank={self._rank}/{self._world_size}, {self._backend}, {state})"
 
     def close(self) -> None:
-        """Leave. Peers see closed connections. Returns soon even when an operation is stuck."""
+        """Leave the group; peers see closed connections. Returns soon even when an operation is stuck."""
         if self._group is None:
             return
         doomed: list[Any] = [self._under_way, self._group]
         self._group, self._under_way = None, deque()
         self._buffers_b = []
-        # Not a daemon: torch's destructors must not come back to an interpreter that is being taken down.
+        # Not a daemon: torch's destructors must not return into an interpreter that is shutting down.
         undertaker = threading.Thread(target=_destroy, args=(doomed, self._backend), name="weight-group-close")
         undertaker.start()
         undertaker.join(CLOSE_WAIT_S)
@@ -176,10 +175,10 @@ class GroupOperations:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=left_s)
-        if self._backend == "nccl":  # it looks at the group's timeout instead, when an operation is started
+        if self._backend == "nccl":  # it uses the group's timeout at the start of an operation instead
             self._group._set_default_timeout(timedelta(seconds=left_s + WATCHDOG_SLACK_S))
         if self._connects_late:
-            # NCCL's first operation connects all ranks, and blocks until they are there.
+            # NCCL's first operation connects all ranks, and blocks until they are all there.
             self._under_way.append(self._patiently(partial(self._group.broadcast, [tensor], options), deadline_s))
             self._connects_late = False
             return
@@ -196,13 +195,13 @@ class GroupOperations:
         deadline_s: float,
         each: Callable[[Tensor], None] = lambda bucket_b: None,
     ) -> None:
-        """Rank 0: start a broadcast for each piece, bytes [start, end) of the run, which `each` sees before. A run that
-        lies on the group's device goes out as it lies; else a piece is copied while the one before is on its way."""
+        """Rank 0: start a broadcast of each piece, bytes [start, end) of the run, after calling `each` with it. A run
+        on the group's device is sent in place; otherwise a piece is copied while the one before is being sent."""
         run_B = layout.run_of(named)
         sources = byte_views(named) if run_B is None else []
         for index, (start, end) in enumerate(pieces):
             if len(self._under_way) == BUFFERS:
-                self._finish_oldest(deadline_s)  # the buffer of piece index - 2 is free again
+                self._finish_oldest(deadline_s)  # so the buffer of piece index - 2 is free again
             if run_B is not None and run_B.device == self._device:
                 bucket_b = run_B[start:end]
             else:
@@ -215,8 +214,8 @@ class GroupOperations:
             self._start(bucket_b, deadline_s)
 
     def _patiently(self, act: Callable[[], T], deadline_s: float) -> T:
-        """Something of torch's that cannot be interrupted, in a thread: when nobody waits any more that is left to end
-        at its own timeout, or when the store or the group ends. Raises GroupBroken or GroupInterrupted."""
+        """Run a torch call that cannot be interrupted in a thread. If the wait ends first, the thread is abandoned; it
+        ends at its own timeout, or with the store or the group. Raises GroupBroken or GroupInterrupted."""
         stream = _present_stream(self._device)
 
         def run() -> T:
@@ -226,7 +225,7 @@ class GroupOperations:
             except RuntimeError as error:
                 raise GroupBroken(f"{self!r}: {first_line(error)}") from None
 
-        # NCCL never gives up on a rank that does not come, and a process must be able to end all the same.
+        # A daemon with NCCL, which waits forever for a missing rank: the process must be able to end anyway.
         started = in_thread(run, name="weight-group-connect", daemon=self._backend == "nccl")
         return wait_patiently(started, deadline_s, self._interrupted, f"{self!r}: not every rank came in time")
 
@@ -235,7 +234,7 @@ class GroupOperations:
             self._finish_oldest(deadline_s)
 
     def _finish_oldest(self, deadline_s: float) -> None:
-        """Wait for the operation that was started first."""
+        """Wait for the oldest operation."""
         while True:
             reason = self._interrupted()
             if reason is not None:
@@ -248,21 +247,21 @@ class GroupOperations:
                 raise GroupBroken(f"{self!r}: a broadcast missed its deadline")
 
     def _finished(self, wait_s: float) -> bool:
-        """Wait a little for the oldest operation. Raises GroupBroken if it failed."""
+        """Wait up to `wait_s` for the oldest operation. Raises GroupBroken if it failed."""
         if self._backend == "nccl":
             return self._finished_on_gpu(time.monotonic() + wait_s)
         completed = self._under_way[0].is_completed()
         try:
             self._under_way[0].wait(timedelta(seconds=wait_s))
-        except RuntimeError as error:  # torch's way to say both "not yet" and "failed"
+        except RuntimeError as error:  # raised by torch for both "not yet" and "failed"
             if completed:
                 raise GroupBroken(f"{self!r}: {first_line(error)}") from None
             return False
         return True
 
     def _finished_on_gpu(self, until_s: float) -> bool:
-        """A wait with a timeout would abort the communicator at its end; without one it only puts the present stream
-        behind the operation, and raises if that has failed: then it is "completed", too."""
+        """Polls, because a wait with a timeout would abort the communicator at its end. `wait` without one only orders
+        the present stream after the operation, and raises if that failed; failed operations count as completed."""
         try:
             while not self._under_way[0].is_completed():
                 if time.monotonic() >= until_s:
@@ -274,15 +273,15 @@ class GroupOperations:
         return True
 
     def _buffer(self, index: int, n_bytes: int) -> Tensor:
-        """One of the buffers that take turns, of `n_bytes` at least."""
+        """The buffer for piece `index`, of at least `n_bytes`; the buffers take turns."""
         if not self._buffers_b or self._buffers_b[0].numel() < n_bytes:
             self._buffers_b = [torch.zeros(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
         return self._buffers_b[index % BUFFERS]
 
     def _make_group(self, store: AnyStore, timeout_s: float, *, lazy: bool) -> Any:
-        """`lazy`: gloo's connections are made on first use; all ranks must do the same. NCCL always does."""
+        """`lazy`: gloo connects on first use; all ranks must agree on this. NCCL always connects on first use."""
         timeout = timedelta(seconds=timeout_s)
-        # torch would note the last 2000 operations for a dump that nobody here asks for: 2 MB that fill over a run's
+        # torch would record the last 2000 operations for a dump that we never use: 2 MB that fill up during a run's
         # first thousand versions and look like a leak.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         if self._backend == "gloo":
@@ -295,7 +294,7 @@ class GroupOperations:
 
 
 def new_nccl_group(store: AnyStore, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Raises GroupBroken where torch has no NCCL. (Tests put a group here that only behaves as NCCL's does.)"""
+    """Raises GroupBroken if torch has no NCCL. Tests replace this by a group that behaves like NCCL's."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
         raise GroupBroken("this torch was built without NCCL; set the backend to gloo")
@@ -320,26 +319,26 @@ def _environment(wanted: Mapping[str, str]) -> Generator[None]:
 
 
 _never_freed: Final[list[list[Any]]] = []
-"""Of groups that could not be aborted: a kernel may still write into their buffers."""
+"""Groups that could not be aborted, with their buffers, into which a kernel may still write."""
 
 
 def _destroy(doomed: list[Any], backend: BackendName) -> None:
     """Drop the last references, in a thread that may block: gloo's destructor waits for running operations, and NCCL's
-    kernels go on spinning until the abort."""
+    kernels spin until the abort."""
     if backend == "nccl":
         try:
             doomed[1]._set_default_timeout(timedelta(seconds=ABORT_S))
             doomed[1].abort()
         except RuntimeError as error:
-            log.error("a weight group could not be aborted, its memory is not used again: %s", first_line(error))
+            log.error("a weight group could not be aborted, so its memory is not reused: %s", first_line(error))
             _never_freed.append(doomed)
             return
     doomed.clear()
 
 
 def wait_for_device(device: torch.device, deadline_s: float, interrupted: Interrupted) -> None:
-    """Until all that this thread has queued on a GPU is done; elsewhere nothing is ever queued. An ordinary
-    synchronisation would be the same but for deadline and interruption. Raises GroupBroken or GroupInterrupted."""
+    """Wait until everything that this thread has queued on a GPU is done, like a synchronisation but with a deadline
+    and interruption. Returns at once for a CPU, which queues nothing. Raises GroupBroken or GroupInterrupted."""
     event = _event_behind_all(device)
     while event is not None:
         reason = interrupted()
@@ -351,11 +350,12 @@ def wait_for_device(device: torch.device, deadline_s: float, interrupted: Interr
                 return
             time.sleep(POLL_S)
         if time.monotonic() > deadline_s:
-            raise GroupBroken(f"{device} has not done at the deadline what was queued on it")
+            raise GroupBroken(f"{device} had not finished its queued work at the deadline")
 
 
 def _present_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """For another thread, which would otherwise use torch's default one and not come behind what is queued on ours."""
+    """This thread's stream, for use in another thread, which would otherwise use the default stream and not wait for
+    work queued here."""
     return torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
 
 
@@ -368,5 +368,5 @@ def _event_behind_all(device: torch.device) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what torch says, which goes on with a stack trace."""
+    """The first line of a torch error, whose text continues with a stack trace."""
     return str(error).strip().split("\n", 1)[0][:300]

@@ -1,10 +1,10 @@
-"""Which tensors a weight broadcast moves, and how whole tensors are put into buckets. No torch: an actor whose engine
-is a server tells the server from this what will come.
+"""The tensors that a weight broadcast sends, and buckets of whole tensors. No torch: an actor whose engine is a server
+describes the coming tensors to the server from this.
 
     buckets of whole tensors    wide dtypes first, no gaps:   | f32 f32 f32 | f32 bf16 | bf16 bf16 ... |
 
-so that every tensor starts at a multiple of its item size, which receivers insist on. (The embedded engines' own
-layout, which cuts through tensors, is weights.buckets.Layout.)
+so that every tensor starts at a multiple of its item size, which receivers require. (The layout for embedded engines,
+which cuts through tensors, is weights.buckets.Layout.)
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    """Torch's name of it, e.g. "bfloat16"."""
+    """Torch's name of the dtype, e.g. "bfloat16"."""
     shape: tuple[int, ...]
 
     @property
     def item_bytes(self) -> int:
-        """Raises ValueError for a dtype that weights do not have."""
+        """Raises ValueError for a dtype that weights cannot have."""
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"{self.name}: dtype {self.dtype!r}; expected one of {', '.join(ITEM_BYTES)}")
         return ITEM_BYTES[self.dtype]
@@ -67,8 +67,7 @@ class Bucket:
 
 
 def whole_tensor_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of at most `bucket_bytes`; a larger tensor has one to itself. Empty tensors are in none: there is nothing
-    to send."""
+    """Buckets of at most `bucket_bytes`; a larger tensor has a bucket to itself. Empty tensors are in no bucket."""
     specs = [spec for spec in manifest.tensors if spec.n_bytes]
     specs.sort(key=lambda spec: -spec.item_bytes)  # stable: within a dtype the order stays
     buckets: list[Bucket] = []
@@ -86,7 +85,7 @@ def whole_tensor_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket,
 
 
 def smallest_tensor_bucket(buckets: Sequence[Bucket]) -> Bucket:
-    """The smallest of their tensors, to be sent by itself."""
+    """A bucket with only the smallest tensor of all these buckets."""
     smallest = Bucket(0, 0, ())
     for bucket in buckets:
         at = bucket.start

@@ -1,4 +1,4 @@
-"""How weights leave the learner: a thread that sends each version to the actors' group and keeps that group alive.
+"""The learner's side of weight transport: a thread that sends each version to the actors' group and keeps it alive.
 
     training thread   publish: copies the weights and returns; wait_idle, busy, stats
     receiving thread  membership (in our learner the training thread makes this call, too)
@@ -60,7 +60,7 @@ class PublishTimeout(RuntimeError):
 
 
 class Publisher:
-    """Owns the learner's side of weight transport. Starts its thread at once; must be closed."""
+    """Starts its thread at once; must be closed."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Publisher:
         streams: WeightStreams | None = None,
     ) -> None:
         """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
-        the publisher's thread. `expected_actors`: once so many are connected the group is made without delay (0 =
+        the publisher's thread. `expected_actors`: when this many are connected the group is made without delay (0 =
         unknown). `device`: where the weights are. `members`: what the actors' engines are. `canary`: a further proof
         for servers, besides their checksums. `control_keys`: encrypt the control channel. `streams`: None = those of
         `device`. Raises ValueError for a backend that this machine does not have."""
@@ -104,7 +104,7 @@ class Publisher:
         self._roster = Roster(config, expected_actors)
         self._checks = VersionChecks(members, config, canary, self._snapshots)
         # Shared between the threads, under this lock.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock is reentrant
         self._stats = PublisherStats()
         self._pending: StagedWeights | None = None
         self._spare: list[StagedWeights] = []
@@ -180,12 +180,12 @@ class Publisher:
     def busy(self) -> bool:
         """Some member lacks the newest version, or the group is being made (or about to be)."""
         with self._changed:
-            return self._busy()
+            return self._working or self._pending is not None or self._connected_news or self._rebuild_due or self._owed
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until not busy; False after `timeout_s`. Raises PublisherFailed."""
         with self._changed:
-            idle = self._changed.wait_for(lambda: not self._busy() or self._over(), timeout_s)
+            idle = self._changed.wait_for(lambda: not self.busy or self._over(), timeout_s)
             self._raise_if_failed()
             return idle
 
@@ -213,9 +213,6 @@ class Publisher:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.error("the publisher's thread did not end within %.1f s; it ends with the process", timeout_s)
-
-    def _busy(self) -> bool:
-        return self._working or self._pending is not None or self._connected_news or self._rebuild_due or self._owed
 
     def _over(self) -> bool:
         return self._closing or self._failure is not None

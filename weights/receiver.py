@@ -1,5 +1,5 @@
-"""The actor's side of weight transport: a thread that follows the learner's plans. No torch: what is done with weights
-is the business of the sink (weights.sink), which is the engine's own process or a server.
+"""The actor's side of weight transport: a thread that follows the learner's plans. No torch: the sink (weights.sink)
+handles the weights, in the engine's own process or by way of a server.
 
     worker thread     handle_plan, catch_up (both return at once), stats, raise_if_failed, close
     receiver thread   everything of the sink: snapshots, joining, rounds, leaving
@@ -8,8 +8,8 @@ is the business of the sink (weights.sink), which is the engine's own process or
        ^   (a snapshot that is newer is loaded)             |                       |
        +---------- Leave, a newer plan, a broken group ------+-----------------------+
 
-In the group the thread waits for the learner's next message on a socket, so a newer plan or `close` is noticed at
-once; inside a broadcast within 0.1 s. Whatever breaks, the next plan starts afresh: nobody needs to have been there.
+In the group the thread waits for the learner's next message on a socket, so it notices a newer plan or `close` at once;
+inside a broadcast within 0.1 s. Whatever breaks, the next plan starts afresh and needs no former state.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ from weights.sink import (
 
 log = logging.getLogger(__name__)
 
-
 SETTLE_S: Final = 3.0
-"""What failed while a group was made may take this long to come to its end; rank 0 lets go after half of it."""
+"""After a failure to join, wait this long for the operations under way to end; rank 0 gives up after half of it."""
 
 
 class WeightReceiverFailed(RuntimeError):
-    """The receiver's thread has ended with an error (the cause): this actor will get no weights any more."""
+    """The receiver's thread has ended with an error (the cause), so this actor gets no more weights."""
 
 
 @dataclass(slots=True)
 class _Figures:
-    """Totals and newest values; the names are those of the heartbeat's stats."""
+    """Totals and newest values, under their names in the heartbeat's stats."""
 
     weights_received_total: float = 0.0
     weight_bytes_total: float = 0.0
@@ -72,8 +71,8 @@ class WeightReceiver:
         on_staged: Callable[[], None] = lambda: None,
         keys: ClientKeys | None = None,
     ) -> None:
-        """`name`: this actor's, as plans list it. `on_staged` is called from the receiver's thread whenever there are
-        new weights. `keys`: encrypt the control channel."""
+        """`name`: this actor's name in plans. `on_staged` is called from the receiver's thread whenever there are new
+        weights. `keys`: encrypt the control channel."""
         self._sink = sink
         self._keys = keys
         self._on_staged = on_staged
@@ -94,12 +93,12 @@ class WeightReceiver:
         self._thread.start()
 
     def handle_plan(self, plan: WeightPlan) -> None:
-        """Follow this plan from now on, whatever the former one is at."""
-        self._tell(plan=plan)
+        """Follow this plan from now on, and abandon the former one."""
+        self._request(plan=plan)
 
     def catch_up(self, ref: WeightsRef) -> None:
-        """Load this snapshot if it is newer than what the engine has (that of Welcome)."""
-        self._tell(ref=ref)
+        """Load this snapshot (the one of Welcome) if it is newer than the engine's weights."""
+        self._request(ref=ref)
 
     def raise_if_failed(self) -> None:
         """Raises WeightReceiverFailed when the thread has ended with an error."""
@@ -108,7 +107,7 @@ class WeightReceiver:
 
     @property
     def version(self) -> WeightVersion | None:
-        """Newest weights that the sink has; None: unknown."""
+        """Newest weights of the sink; None: unknown."""
         return self._sink.version
 
     @property
@@ -117,8 +116,8 @@ class WeightReceiver:
         return asdict(self._figures) | self._sink.stats
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Leave the group and end the thread. Idempotent. An engine that takes longer to stage, or a file system that
-        hangs, is left behind after `timeout_s`; the thread ends with the process."""
+        """Leave the group and end the thread. Idempotent. If an engine or a file system takes longer than `timeout_s`,
+        the thread is abandoned and ends with the process."""
         with self._changed:
             if self._closing:
                 return
@@ -132,7 +131,7 @@ class WeightReceiver:
         else:
             self._waker.close()
 
-    def _tell(self, *, plan: WeightPlan | None = None, ref: WeightsRef | None = None) -> None:
+    def _request(self, *, plan: WeightPlan | None = None, ref: WeightsRef | None = None) -> None:
         with self._changed:
             if self._closing:
                 return
@@ -162,7 +161,7 @@ class WeightReceiver:
             self._failure = error
 
     def _next_plan(self) -> WeightPlan | None:
-        """Wait for one, catching up meanwhile; None when closing."""
+        """Wait for a plan, loading snapshots meanwhile; None when closing."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._plan is not None or self._ref is not None)
@@ -171,7 +170,7 @@ class WeightReceiver:
                 plan, self._plan = self._plan, None
             if plan is not None:
                 return plan
-            self._catch_up_if_told()
+            self._load_requested()
 
     def _interrupted(self) -> str | None:
         if self._closing:
@@ -183,7 +182,7 @@ class WeightReceiver:
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.members}; this actor is {self._name}")
         self._sink.check(plan)
         index = plan.members.index(self._name)
-        self._catch_up_if_told()
+        self._load_requested()
         if plan.weights is not None:
             self._load(plan.weights)
         with ControlMember(plan.control, member_keys(plan, self._keys)) as control:
@@ -193,8 +192,8 @@ class WeightReceiver:
                 self._take_part(control, plan, index, go.timeout_s)
 
     def _await_go(self, control: ControlMember, plan: WeightPlan) -> Go | None:
-        """None when rank 0 gave the group up. Raises GroupInterrupted, and GroupBroken after the join timeout."""
-        deadline_s = time.monotonic() + plan.join_timeout_s + 1.0  # rank 0's deadline runs a little later than ours
+        """None when rank 0 gave up the group. Raises GroupInterrupted, and GroupBroken after the join timeout."""
+        deadline_s = time.monotonic() + plan.join_timeout_s + 1.0  # rank 0's deadline is a little later than ours
         while True:
             message = self._recv(control, deadline_s)
             if isinstance(message, Go) and message.group_epoch == plan.group_epoch:
@@ -206,7 +205,7 @@ class WeightReceiver:
 
     def _take_part(self, control: ControlMember, plan: WeightPlan, index: int, timeout_s: float) -> None:
         def interrupted() -> str | None:
-            return self._interrupted() or ("told to leave" if control.told_to_leave() else None)
+            return self._interrupted() or ("asked to leave" if control.must_leave() else None)
 
         try:
             try:
@@ -238,14 +237,14 @@ class WeightReceiver:
         reason = self._interrupted()
         if reason is not None:
             raise GroupInterrupted(reason)
-        self._catch_up_if_told()
+        self._load_requested()
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         return control.recv(left_s, self._waker)
 
     def _take_round(
         self, control: ControlMember, index: int, header: Round, agreed: Agreed | None, interrupted: Interrupted
     ) -> None:
-        """Take a version, answer. Any failure is answered too, so that rank 0 knows that we live."""
+        """Take a version and answer. Failures are answered too, so that rank 0 knows that this member is alive."""
 
         def answer(status: AnswerStatus, reason: str = "") -> None:
             control.send(Answer(header.group_epoch, index + 1, header.number, status, reason))
@@ -273,15 +272,15 @@ class WeightReceiver:
             self._on_staged()
         answer("staged")
 
-    def _catch_up_if_told(self) -> None:
+    def _load_requested(self) -> None:
         with self._changed:
             ref, self._ref = self._ref, None
         if ref is not None:
             self._load(ref)
 
     def _load(self, ref: WeightsRef) -> None:
-        """If it is newer. A snapshot that cannot be used is counted; the learner then sees that we are behind, and
-        sends the version again."""
+        """Load the snapshot if it is newer. One that cannot be used is counted; the learner then sees that this member
+        is behind, and sends the version again."""
         version = self.version
         if version is not None and ref.version <= version:
             return

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from weights.buckets import BucketLayout
 
 CheckBy: TypeAlias = Literal["reload", "canary", "off"]
-"""How a server proves that it has the weights that were sent. reload: by its checksums after loading the snapshot file,
-and by a canary; canary: by the canary alone, where the file is what was sent; off: not at all."""
+"""The proof by which a server shows that it has the weights that were sent. reload: by its checksums after loading the
+snapshot file, and by a canary; canary: by the canary alone, where the file is what was sent; off: not at all."""
 LONGEST_DELAY: Final = 60.0
 """Upper bound of the delay before a seat that was left out may come back, in units of rejoin_delay_s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """What the members of a run are; all are of one kind. An engine's provider supplies it (engines.provider)."""
+    """The kind of a run's members, which is the same for all. The engine's provider supplies it (engines.provider)."""
 
     kind: Literal["engines", "servers"] = "engines"
     """Engines in the actors' processes, or one server per actor."""

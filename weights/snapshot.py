@@ -1,11 +1,11 @@
-"""Weights as files: how an actor that was not in the group gets the version that the others have.
+"""Weights as files, from which an actor that was not in the group gets the version that the others have.
 
     <weights folder>/<epoch>.<step>/model.safetensors       named like a Hugging Face checkpoint, so engines that load
                                                             from a folder can be pointed at it
 
-A file appears under its name when it is whole (written beside, synced, renamed) and is never changed afterwards. The
-sha256 of its bytes travels in the WeightsRef, over the wire: a reader checks what it reads against what the learner
-wrote, whatever the shared folder does in between.
+A file appears under its name when it is whole (written under another name, synced, renamed) and never changes
+afterwards. The WeightsRef carries its sha256 over the wire, so a reader can check that the shared folder returns what
+the learner wrote.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 
 
 class SnapshotKeeper:
-    """The snapshots of one publisher's versions, each written once, when somebody needs it. Used by one thread."""
+    """The snapshots of one publisher's versions. Each is written once, when it is first needed. Used by one thread."""
 
     def __init__(self, folder: Path, *, keep: int, canary_of: Callable[[StagedWeights], Canary | None]) -> None:
-        """`keep`: the newest so many stay. `canary_of`: goes into the file."""
+        """`keep`: number of snapshots to keep. `canary_of`: gives the canary that goes into the file."""
         self._folder = folder
         self._keep = keep
         self._canary_of = canary_of
         self.ref: WeightsRef | None = None
-        """The newest one."""
+        """The newest snapshot."""
         self.written_total = 0
         self.failures_total = 0
         self.write_s = 0.0
-        """Of the newest one."""
+        """Seconds that writing the newest snapshot took."""
 
     def write(self, weights: StagedWeights | None) -> WeightsRef | None:
-        """The snapshot of these weights; the one before where this cannot be written (or there are none), which is
-        counted."""
+        """The snapshot of these weights. If it cannot be written, which is counted, or there are no weights: the one
+        before."""
         if weights is None or (self.ref is not None and self.ref.version == weights.version):
             return self.ref
         weights.wait()
@@ -73,7 +73,7 @@ class SnapshotKeeper:
         return self.ref
 
     def forget(self) -> None:
-        """The newest file is of no use: it is written anew when it is needed next."""
+        """The newest file is damaged: write it again when it is needed next."""
         self.ref = None
 
 
@@ -85,8 +85,8 @@ def write_snapshot(
     keep: int,
     canary: Canary | None = None,
 ) -> WeightsRef:
-    """Write the tensors and delete all but the newest `keep` snapshots. `canary`: goes into the file, for servers that
-    load it. Raises OSError (disk full, no permission)."""
+    """Write the tensors, and the `canary` for servers that load the file, and delete all but the newest `keep`
+    snapshots. Raises OSError (disk full, no permission)."""
     target = folder.resolve() / str(version) / FILE_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named}
@@ -98,7 +98,7 @@ def write_snapshot(
             save_file(tensors, draft, metadata=metadata)
             with draft.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except SafetensorError as error:  # what it makes of a full disk
+    except SafetensorError as error:  # raised for a full disk, too
         raise OSError(f"{target}: {error}") from error
     _sync_folder(target.parent)
     _sync_folder(target.parent.parent)
@@ -118,7 +118,7 @@ def read_snapshot(ref: WeightsRef) -> list[tuple[str, Tensor]]:
 
 
 def snapshots(folder: Path) -> list[WeightVersion]:
-    """Versions whose snapshot is whole, oldest first."""
+    """Versions with a complete snapshot, oldest first."""
     found: list[WeightVersion] = []
     for path in folder.glob(f"*/{FILE_NAME}"):
         matched = _VERSION_FOLDER.fullmatch(path.parent.name)
@@ -133,7 +133,7 @@ def _delete_old(folder: Path, keep: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in it survive a loss of power."""
+    """Make the folder's file names survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -136,7 +136,7 @@ class Setup:
     gone: Callable[[Iterable[Seat]], frozenset[Seat]]
     """Which of these seats the buffer has lost. Called during every wait."""
     closing: Callable[[], bool]
-    """Whether the publisher wants to end. Called during every wait."""
+    """True when the publisher wants to end. Called during every wait."""
     snapshots: SnapshotKeeper
     members: Members = EMBEDDED
     control_keys: ServerKeys | None = None

@@ -63,7 +63,7 @@ def test_a_server_that_stands_still_while_the_learner_moves_is_found_before_they
         still = [logprob + 0.02 for logprob in OURS]
         assert right.why_wrong(canary(*ours), [logprob + 0.02 for logprob in ours], "half") is None
         if wrong := watch.why_wrong(canary(*ours), still, "half"):
-            assert "does not change what it computes with" in wrong
+            assert "does not use the weights that are sent" in wrong
             break
     assert n_passed == 3, "0.03 nats are more than a tenth of what rounding may explain"
 

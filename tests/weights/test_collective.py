@@ -164,7 +164,7 @@ def test_ranks_that_are_not_in_the_same_round_notice(four_ranks: Ranks) -> None:
     received = [four_ranks.pool.submit(group.receive, 1, layout, TIMEOUT_S) for group in four_ranks.groups[1:]]
     sent.result()
     for future in received:
-        with pytest.raises(WeightsRefused, match="rank 0 is in round 2, here is 1"):
+        with pytest.raises(WeightsRefused, match="rank 0 sends round 2, expected 1"):
             future.result()
 
 

@@ -1,12 +1,12 @@
-"""Versions as files, for actors that no collective reaches: each one is a snapshot in the run's folder, and members are
-told on the control channel to load it.
+"""Versions as files, for actors that no collective reaches: each version is a snapshot in the run's folder, which
+members load when the control channel asks them to.
 
     learner    write snapshot (atomic, sha256) | Round: version, file, sha256     | wait for answers
     member                                     | check sha256, load, prove, Answer |
 
-Members need the run's folder and a connection to the learner's control port; they connect to nobody else, and nobody
-connects to them. Versions, proofs, deadlines and reasons for leaving a member out are those of the other transports. A
-file that a member refuses is written anew for the next attempt.
+Members need the run's folder and a connection to the learner's control port; there are no other connections to or from
+them. Versions, proofs, deadlines and reasons for leaving out a member are those of the other transports. A file that a
+member refuses is written again for the next attempt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weights.transport import Result
 
 
 class NoGroup:
-    """Nobody has to be met before the answers."""
+    """A channel that does nothing: members only read files and answer."""
 
     def join(self, timeout_s: float) -> None: ...
 

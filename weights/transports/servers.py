@@ -1,14 +1,14 @@
-"""Rank 0 of the update group of SGLang servers. The other ranks are SGLang's own code: all here is as it expects.
+"""Rank 0 of the update group of SGLang servers. The other ranks run SGLang's own code, which determines all of this.
 
     rendezvous   TCPStore at the plan's host:port, keys under GROUP, then GROUP/, then cpu/ (gloo) or cuda/ (nccl), as
                  torch's _new_process_group_helper nests them; gloo connects all with all at once, NCCL in its first
                  operation
-    round        one broadcast per bucket of whole tensors (weights.manifest), and nothing else: no greeting, no sums;
-                 with NCCL the smallest tensor once more, which a server whose part was aborted refuses
+    round        one broadcast per bucket of whole tensors (weights.manifest), without greeting or checksums; with NCCL
+                 also the smallest tensor once more, which fails on a server whose part was aborted
 
-A server that waits for the rendezvous or in a broadcast does so with a timeout of its own, of up to half an hour, which
-nobody can set. It comes free when what it waits for breaks: so each group has a TCP store of its own, which ends with
-the group, and `close` closes our end of all connections.
+A server waits in the rendezvous and in broadcasts with its own timeout of up to half an hour, which cannot be set. It
+is freed when the connection it waits on breaks. So each group has a TCP store of its own, which ends with the group,
+and `close` closes our end of all connections.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from weights.sink import GroupBroken, Interrupted
 from weights.transport import Setup
 
 LATE_S: Final = 1.5
-"""Between telling a server to come and its coming."""
+"""Time between the request to a server to join and its arrival at the store."""
 
 _DEVICE_PREFIX: Final[dict[BackendName, str]] = {"gloo": "cpu/", "nccl": "cuda/"}
-"""Of the first device that torch lists for a backend; the group serves all devices."""
+"""Prefix of the first device that torch lists for a backend; the group serves all devices."""
 
 
 class ServerGroup(GroupOperations):
-    """Rank 0 of one group. Use from one thread: `join`, then `send`, then `close`."""
+    """Rank 0 of one group, for one thread: `join`, then `send`, then `close`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ServerGroup(GroupOperations):
         address: str,
         interrupted: Interrupted,
     ) -> None:
-        """`store`: hosted here, for this group alone; the caller keeps no reference."""
+        """`store`: hosted here for this group only; the caller must not keep a reference."""
         super().__init__(
             rank=0, world_size=world_size, backend=backend, device=device, address=address, interrupted=interrupted
         )
@@ -66,17 +66,18 @@ class ServerGroup(GroupOperations):
         self._group_name = group_name
 
     def join(self, timeout_s: float) -> None:
-        """Meet the servers, which are told over HTTP at the same time. Raises GroupBroken or GroupInterrupted."""
+        """Meet the servers, which are asked to join over HTTP at the same time. Raises GroupBroken or
+        GroupInterrupted."""
         if self._hosted is None:
             raise GroupBroken(f"{self!r} is closed")
         self._meeting = True
-        # A connection of its own: our end must not keep the store itself alive.
+        # A separate connection, so that our end does not keep the store itself alive.
         connection = connect_store(self._hosted.host, self._hosted.port, timeout_s)
         store = prefixed(connection, self._group_name, f"{self._group_name}/", _DEVICE_PREFIX[self._backend])
         self._group = self._patiently(
             lambda: self._make_group(store, timeout_s, lazy=False), time.monotonic() + timeout_s + WAIT_SLICE_S
         )
-        self._meeting = self._connects_late  # gloo's ranks have all been here
+        self._meeting = self._connects_late  # with gloo all ranks have met by now
 
     def send(
         self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
@@ -97,8 +98,8 @@ class ServerGroup(GroupOperations):
         self._meeting = False
 
     def close(self) -> None:
-        """Also ends the store: servers that wait for the rendezvous come free. One that has not come to it yet would go
-        on trying for half an hour, so after a failure to meet the store stays for a moment."""
+        """Also ends the store, which frees servers that wait in the rendezvous. A server that has not reached it yet
+        would retry for half an hour, so after a failed `join` the store stays for a moment."""
         if self._meeting:
             time.sleep(LATE_S)
         self._meeting = False
@@ -107,7 +108,7 @@ class ServerGroup(GroupOperations):
 
 
 class ServerTransport(GroupHost):
-    """Broadcasts to SGLang servers. The store at which they wait has to end with its group."""
+    """Broadcasts to SGLang servers. The store at which they wait must end with its group."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -118,12 +119,12 @@ class ServerTransport(GroupHost):
         self._store = None
 
     def _meet_at(self) -> int:
-        self._store = None  # its port is free again before the next one takes it
+        self._store = None  # frees its port for the next one
         self._store = host_store(self._config.host, self._config.store_port)
         return self._store.port
 
     def _open(self, seats: tuple[Seat, ...]) -> ServerGroup:
-        store, self._store = self._store, None  # the group's alone: it must be able to end it
+        store, self._store = self._store, None  # the group must hold the only reference, to be able to end it
         if store is None:
             raise RuntimeError("a group is made from a plan that names its store")
         return ServerGroup(
