@@ -1,65 +1,59 @@
-"""What comes from actors and teachers: segments into rollouts, scores into segments, failures into another attempt.
+"""Takes in what actors and teachers send: segments, scores and failures.
 
-Segments of one rollout are taken in order of their index. One that is ahead of a missing one is held, neither counted
-nor acknowledged, until the gap closes (its sender would send it again anyway); more than `max_held_segments` of them
-end the rollout as `out_of_order`. A rejected segment ends its rollout: nothing behind it can be trusted.
+Segments of a rollout are accepted in the order of their index. One that arrives ahead of a missing one is held, neither
+counted nor acknowledged, until the gap closes (its sender would send it again anyway). More than `max_held_segments`
+held ones end the rollout as `out_of_order`. A rejected segment ends its rollout: nothing after it can be trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
-from buffer.ledger import UNSCORABLE, FailureBook, LedgerBook, RejectReason
+from buffer.ledger import UNSCORABLE, RejectReason
 from buffer.lifecycle import Lifecycle
-from buffer.peers import ActorPeer, Outbox
+from buffer.peers import ActorPeer, Outbox, Peer, TeacherPeer
 from buffer.release import BatchDesk
 from buffer.rollouts import Rollout, ScoreJob, SegmentState, Slot
-from buffer.scoring import ScoreDesk
-from buffer.task_book import TaskBook
+from buffer.scoring import Answer, ScoreDesk, ScoreStatus
 from buffer.tickets import TicketDesk
 from buffer.tokens import Array
 from buffer.validation import SegmentChecker
-from protocol.messages import CancelRollout, RolloutFailed, RolloutFailedAck, SegmentAck
+from protocol.messages import CancelRollout, RolloutFailed, RolloutFailedAck, ScoreFailed, Scores, ScoresAck, SegmentAck
 from protocol.messages import Segment as SegmentMessage
 
 
 class Arrivals:
-    """Takes in what workers produce, and decides what becomes of a rollout when one fails."""
+    """Handles the messages of actors and teachers, and decides what happens to a rollout when one fails."""
 
     def __init__(
         self,
         config: BufferConfig,
-        book: LedgerBook,
         life: Lifecycle,
-        tasks: TaskBook,
         tickets: TicketDesk,
         scoring: ScoreDesk,
         batches: BatchDesk,
         evals: EvalDesk,
-        checker: SegmentChecker,
-        failures: FailureBook,
         outbox: Outbox,
+        vocab_size: int | None,
     ) -> None:
         self._config = config
-        self._book = book
         self._life = life
-        self._tasks = tasks
+        self._book = life.book
         self._tickets = tickets
         self._scoring = scoring
         self._batches = batches
         self._evals = evals
-        self._checker = checker
-        self._failures = failures
+        self._checker = SegmentChecker(config, life.versions, vocab_size)
         self._outbox = outbox
         self.reissued_total = 0
         """Attempts that were queued because an earlier one failed."""
         self.given_up_total = 0
         """Samples dropped for good."""
 
-    # ----------------------------------------------------------------------------------------------- segments
+    # ------------------------------------------------------------------------------------- messages of actors
 
     def segment(self, now_s: float, actor: ActorPeer, message: SegmentMessage, arrays: tuple[Array, ...]) -> None:
         rollout = self._life.rollouts.get(message.rollout_id)
@@ -75,16 +69,16 @@ class Arrivals:
         elif message.index == len(rollout.segments):
             self._take(now_s, actor, rollout, message, arrays)
         elif message.index in rollout.held:
-            return  # its sender hears of it when the gap closes
+            return  # acknowledged when the gap closes
         elif message.index < 0 or len(rollout.held) >= self._config.max_held_segments:
             self._refuse(actor, rollout, message, RejectReason.OUT_OF_ORDER)
         else:
             rollout.held[message.index] = (message, arrays)
 
-    def rollout_failed(self, actor: ActorPeer, message: RolloutFailed) -> None:
+    def rollout_failed(self, now_s: float, actor: ActorPeer, message: RolloutFailed, arrays: Sequence[Array]) -> None:
         rollout = actor.rollouts.get(message.rollout_id)
         if rollout is not None:
-            self.fail(rollout, self._failures.record(actor.name, message), tell_actor=False)
+            self.fail(rollout, self._book.failures.record(actor.name, message), tell_actor=False)
         self._outbox.send("actor", actor.name, RolloutFailedAck(message.rollout_id))
 
     def _late_segment(self, actor: ActorPeer, message: SegmentMessage) -> None:
@@ -99,7 +93,7 @@ class Arrivals:
     def _take(
         self, now_s: float, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]
     ) -> None:
-        """The next segment came: take it, and those held behind it."""
+        """Accept the rollout's next segment, and the held ones that follow it."""
         while True:
             refusal = self._checker.refusal(rollout, message, arrays)
             if refusal is not None:
@@ -135,12 +129,12 @@ class Arrivals:
         self._outbox.send("actor", actor.name, SegmentAck(message.rollout_id, message.index, status))
 
     def _reject(self, actor: ActorPeer, message: SegmentMessage, reason: RejectReason) -> None:
-        """Count a refused segment and tell its sender; the rollout, if there is one, is not harmed."""
+        """Count a refused segment and notify its sender. The rollout, if there is one, goes on."""
         self._book.reject(reason)
         self._outbox.send("actor", actor.name, SegmentAck(message.rollout_id, message.index, "rejected", reason.value))
 
     def _refuse(self, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, reason: RejectReason) -> None:
-        """A segment that the rollout needs cannot be taken: the attempt is over."""
+        """Refuse a segment that the rollout needs, which ends the attempt."""
         self._reject(actor, message, reason)
         self.fail(rollout, f"invalid:{reason.value}", tell_actor=False)
 
@@ -151,16 +145,31 @@ class Arrivals:
             self._outbox.send("actor", rollout.actor, ack)
         rollout.held.clear()
 
-    # -------------------------------------------------------------------------------------------------- scores
+    # ----------------------------------------------------------------------------------- messages of teachers
 
-    def jobs_done(self, jobs: Iterable[ScoreJob]) -> None:
-        """Teachers scored these segments."""
-        for job in jobs:
+    def scores(self, now_s: float, teacher: TeacherPeer, message: Scores, arrays: tuple[Array, ...]) -> None:
+        answers, done, given_up = self._scoring.scores(now_s, teacher, message, arrays)
+        teacher.done_total += len(done)
+        for job in done:
+            teacher.tokens_total += job.segment.n_sampled
             self._life.pool_scored(job.rollout, job.segment)
             self._advance(job.rollout)
+        self.jobs_given_up(given_up)
+        self.acknowledge_scores(teacher, message.leases, answers)
+
+    def score_failed(self, now_s: float, teacher: TeacherPeer, message: ScoreFailed, arrays: Sequence[Array]) -> None:
+        answers, given_up = self._scoring.failed(now_s, teacher, message.leases)
+        self.jobs_given_up(given_up)
+        self.acknowledge_scores(teacher, message.leases, answers)
+
+    def acknowledge_scores(self, teacher: Peer, leases: tuple[int, ...], answers: Sequence[Answer]) -> None:
+        statuses: tuple[ScoreStatus, ...] = tuple(answer.status for answer in answers)
+        reasons = tuple(answer.reason for answer in answers)
+        self._outbox.send("teacher", teacher.name, ScoresAck(leases, statuses, reasons))
 
     def jobs_given_up(self, jobs: Iterable[ScoreJob]) -> None:
-        """No teacher of a pool could score these: train tokens are masked, an evaluation rollout is dropped whole."""
+        """Settle segments that no teacher of a pool could score: train tokens are masked, an evaluation rollout is
+        dropped as a whole."""
         for job in jobs:
             rollout, segment = job.rollout, job.segment
             if job.cancelled:
@@ -176,8 +185,9 @@ class Arrivals:
     # ------------------------------------------------------------------------------------------------ failures
 
     def fail(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
-        """The actor will not finish the rollout. When some of it was trained or is in a batch it ends where it stands,
-        and what was accepted may still be trained; else all of it is dropped and the sample tried again."""
+        """End a rollout that its actor will not finish. If part of it was trained or is in a batch, it is cut off where
+        it stands, and what was accepted may still be trained. Otherwise all of it is dropped and the sample is tried
+        again."""
         if not rollout.untouched:
             self._stop(rollout, tell_actor=tell_actor, reason=reason)
             self._life.close(rollout, reason)
@@ -185,20 +195,20 @@ class Arrivals:
             return
         slot = rollout.slot
         self.end_attempt(rollout, reason, tell_actor=tell_actor)
-        if self._tasks.try_again(slot):
+        if self._life.tasks.try_again(slot):
             self.reissued_total += 1
             self._batches.touch(slot)
         else:
             self._give_up(slot)
 
     def abandon(self, rollout: Rollout, reason: str) -> None:
-        """Nobody wants the rollout any more: no further attempt."""
+        """Drop a rollout that is no longer wanted, without another attempt at its sample."""
         slot = rollout.slot
         self.end_attempt(rollout, reason, tell_actor=not rollout.closed)
         self._life.slot_over(slot)
 
     def _stop(self, rollout: Rollout, *, tell_actor: bool, reason: str) -> None:
-        """It no longer runs at its actor."""
+        """The rollout no longer runs at its actor."""
         if self._tickets.connected(rollout.actor):
             self._refuse_held(rollout, RejectReason.ROLLOUT_ENDED)
         rollout.held.clear()
@@ -207,7 +217,7 @@ class Arrivals:
             self._outbox.send("actor", rollout.actor, CancelRollout(rollout.rollout_id, reason))
 
     def end_attempt(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
-        """What is open of the rollout is dropped. What becomes of its sample is the caller's to say."""
+        """Drop whatever is open of the rollout. The caller decides what happens to its sample."""
         self._stop(rollout, tell_actor=tell_actor, reason=reason)
         for segment in rollout.segments:
             if segment.state is SegmentState.UNSCORED:
@@ -215,7 +225,7 @@ class Arrivals:
         self._life.drop(rollout, reason)
 
     def _give_up(self, slot: Slot) -> None:
-        """The sample is dropped for good."""
+        """Drop the sample for good."""
         self.given_up_total += 1
         self._life.slot_over(slot)
         if slot.task.task.kind == "train":
@@ -226,7 +236,7 @@ class Arrivals:
             self._outbox.send_learner(*message)
 
     def _advance(self, rollout: Rollout) -> None:
-        """Something came or was settled: may it leave now?"""
+        """Something arrived or was settled: release it if it may leave now."""
         if rollout.kind == "train":
             self._batches.touch(rollout.slot)
         elif rollout.whole:

@@ -1,8 +1,8 @@
-"""How much fits into one message, so that none that cannot be sent is ever formed.
+"""Size limits of a message, so that no batch is ever formed that could not be sent.
 
-A rollout of a batch takes its tokens and all before them (9 bytes each, and 4 for each teacher), its top-k payloads,
-and a part of the header. What does not fit waits for the next batch; what fits into none is masked as `too_large`.
-Tickets and leases of teachers go in as many messages as they need.
+In a batch, a rollout takes up its tokens and all tokens before them (9 bytes each, and 4 for each teacher), its top-k
+payloads and a part of the header. A rollout that does not fit waits for the next batch. One that fits into no message
+is masked as `too_large`. Tickets and score leases are spread over as many messages as they need.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from buffer.tokens import Array
 from protocol.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_ITEMS, MAX_MESSAGE_BYTES
 
 BATCH_BYTES: Final = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES
-"""Of all arrays."""
+"""Room for all arrays of a batch."""
 HEADER_BYTES: Final = MAX_HEADER_BYTES // 2
-"""Of all items; the rest is for the snapshot."""
+"""Room in the header for all items; the rest is for the snapshot."""
 TOKEN_BYTES: Final = 9
-"""Id, behaviour log-prob and train mask."""
+"""Bytes of a token: id, behaviour log-prob and train mask."""
 SCORE_BYTES: Final = 4
-"""For each teacher."""
+"""Bytes of a token's log-prob, for each teacher."""
 _ITEM_HEADER_BYTES: Final = 512
 _ENTRY_BYTES: Final = 32
-"""At most, of a version span or a top-k piece."""
+"""Upper bound for a version span or a top-k piece."""
 _CHARACTER_BYTES: Final = 4
 
 
@@ -35,7 +35,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Size(NamedTuple):
-    """What one rollout takes."""
+    """Bytes that one rollout takes up in a batch."""
 
     array_bytes: int
     largest_frame_bytes: int
@@ -43,7 +43,7 @@ class Size(NamedTuple):
 
 
 def size_of(rollout: Rollout) -> Size:
-    """With all that it could let go, and all its context."""
+    """Size of a rollout with everything that it could release, and its whole context."""
     task, n_tokens = rollout.slot.task.task, rollout.length
     payloads = [len(payload) for segment in rollout.offered_segments() for payload in segment.top_k.values()]
     scores_bytes = SCORE_BYTES * len(task.teachers) * n_tokens
@@ -57,13 +57,13 @@ def size_of(rollout: Rollout) -> Size:
 
 
 class Room:
-    """What is left of one message."""
+    """Room that is left in one message."""
 
     def __init__(self) -> None:
         self._array_bytes, self._header_bytes, self._items = BATCH_BYTES, HEADER_BYTES, MAX_ITEMS
 
     def take(self, sizes: Sequence[Size]) -> bool:
-        """For rollouts that leave together: False, and nothing is taken, if they do not fit."""
+        """Reserve room for rollouts that leave together. False, and nothing is reserved, if they do not fit."""
         array_bytes = self._array_bytes - sum(size.array_bytes for size in sizes)
         header_bytes = self._header_bytes - sum(size.header_bytes for size in sizes)
         items = self._items - len(sizes)
@@ -75,13 +75,13 @@ class Room:
 
 
 def fits_alone(sizes: Sequence[Size]) -> bool:
-    """Whether these could leave together, in a message of their own."""
+    """Return True if these fit together into an empty message."""
     return Room().take(sizes)
 
 
 def in_messages(parts: Sequence[tuple[PartT, Array]]) -> Iterator[tuple[tuple[PartT, ...], tuple[Array, ...]]]:
-    """Parts of a message, each with its frame, in order: so many at a time as fit into one. A part alone always does:
-    it came in as one."""
+    """Distribute parts, each with its frame, over messages, in order. A single part always fits: it arrived in one
+    message."""
     room, first = Room(), 0
     for at, (part, array) in enumerate(parts):
         size = Size(array.nbytes, array.nbytes, len(_encode(part)))

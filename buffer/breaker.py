@@ -1,11 +1,11 @@
-"""A teacher whose leases fail one after the other is given no work for a while, then one item to show that it can.
+"""Circuit breaker: a teacher that fails one lease after another gets no work for a while, then one item as a trial.
 
     CLOSED --`failures` items failed in a row--> OPEN --back-off over--> one probe item at a time
        ^---any scores that are good----------------+        |  ^--- probe failed: back-off doubled, up to a bound
-       ^---pardoned: the items were at fault-------+        +-- probe came to nothing: the next one at once
+       ^---pardoned: the items were at fault-------+        +-- probe inconclusive: the next one at once
 
-What counts is distinct items since the last good scores, and only those that failed nowhere else: an item that several
-teachers failed says something about the item, not about them (`pardon`).
+The breaker counts distinct items since the last good scores, and only those that no other teacher failed: when several
+teachers fail an item, the item is at fault (`pardon`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import Final
 
 MAX_REMEMBERED: Final = 64
-"""Items held against a teacher; that it failed more of them changes nothing."""
+"""Limit on the failed items remembered per teacher; more of them would change nothing."""
 
 
 class Breaker:
-    """Of one teacher process. Times are readings of the core's clock."""
+    """Circuit breaker of one teacher process. Times are readings of the core's clock."""
 
     __slots__ = ("_against", "_back_off_s", "_failures", "_first_s", "_longest_s", "_open_until_s", "_probe")
 
@@ -27,13 +27,13 @@ class Breaker:
         self._first_s = backoff_s
         self._longest_s = backoff_max_s
         self._back_off_s = backoff_s
-        """The present one, or the next."""
+        """Back-off under way, or the next one."""
         self._against: list[str] = []
-        """Items."""
+        """Items counted as failed."""
         self._open_until_s: float | None = None
-        """When open: a probe may be sent from then on."""
+        """Set while open: time from which a probe may be sent."""
         self._probe: int | None = None
-        """Its lease."""
+        """Lease id of the probe that is out."""
 
     def __repr__(self) -> str:
         return f"Breaker(until={self._open_until_s}, probe={self._probe}, against={len(self._against)})"
@@ -44,15 +44,15 @@ class Breaker:
 
     @property
     def against(self) -> str:
-        """The items held against the teacher."""
+        """Items counted as failed, as text."""
         return ", ".join(self._against)
 
-    def lets(self, now_s: float) -> bool:
-        """May the teacher be given an item?"""
+    def allows(self, now_s: float) -> bool:
+        """Return True if the teacher may receive an item."""
         return self._open_until_s is None or (now_s >= self._open_until_s and self._probe is None)
 
-    def told(self, now_s: float) -> str:
-        """Why it is held back; empty: it is not."""
+    def reason(self, now_s: float) -> str:
+        """Reason why the teacher receives no work; empty if it does."""
         if self._open_until_s is None:
             return ""
         when = "on trial with one item" if self._probe is not None else "waits for an item to be tried with"
@@ -61,21 +61,19 @@ class Breaker:
         return f"failed {len(self._against)} items in a row, {when}"
 
     def sent(self, lease_id: int) -> bool:
-        """A lease was given to it. Is it a probe?"""
+        """Note that a lease was granted. Returns True if it is a probe."""
         if self._open_until_s is None:
             return False
         self._probe = lease_id
         return True
 
-    def succeeded(self) -> bool:
-        """Good scores came. Was it open?"""
-        was_open = self.is_open
+    def succeeded(self) -> None:
+        """Close the breaker: good scores came."""
         self._against.clear()
         self._close()
-        return was_open
 
     def failed(self, now_s: float, lease_id: int, item: str) -> bool:
-        """A lease failed for which no other teacher can be cited. Has it opened?"""
+        """Count a failed lease of an item that no other teacher failed. Returns True if the breaker has opened."""
         if item not in self._against and len(self._against) < MAX_REMEMBERED:
             self._against.append(item)
         if self._open_until_s is None:
@@ -90,14 +88,14 @@ class Breaker:
         return False
 
     def pardon(self, item: str) -> None:
-        """Other teachers failed it too."""
+        """Forget a failed item, because other teachers failed it too."""
         if item in self._against:
             self._against.remove(item)
             if len(self._against) < self._failures:
                 self._close()
 
-    def came_to_nothing(self, lease_id: int) -> None:
-        """A lease ended that says nothing about the teacher."""
+    def inconclusive(self, lease_id: int) -> None:
+        """Note that a lease ended which says nothing about the teacher."""
         if self._probe == lease_id:
             self._probe = None
 

@@ -21,7 +21,7 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     """Staleness bound, batches, what happens when a worker is slow or gone, size limits and the journal."""
 
     bind: str = "tcp://127.0.0.1:0"
-    """Address that the buffer listens on. Port 0: the system chooses one."""
+    """Address that the buffer listens on. Port 0: a free port is chosen."""
     advertise: str = ""
     """Address at which other machines reach the buffer, tcp://HOST:PORT, where it differs from `bind` (port forwarding,
     NAT, or bind on all interfaces). Workers that join are given it. Empty: the same as `bind`."""
@@ -35,12 +35,12 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     peer_timeout_s: PositiveFloat = 10.0
     """A worker that is silent for longer is counted as lost, and its tickets and leases go to others."""
     tick_s: PositiveFloat = 0.05
-    """Time between two checks of leases, ticket timeouts and idle release."""
+    """Time between two checks for overdue leases, overdue tickets and idle release."""
     max_staleness: NonNegativeInt = 4
     """Staleness bound: no token is trained more than this many optimizer steps after the version that sampled it.
     0: synchronous."""
     batch_rollouts: PositiveInt = 64
-    """Rollouts per optimizer step. A piece of a rollout counts as a fraction."""
+    """Rollouts per optimizer step. A part of a rollout counts as a fraction."""
     release: Release = "deadline"
     """When scored tokens may be trained. `rollout`: in whole groups of whole rollouts. `segment`: as soon as they are
     scored. `deadline`: in whole rollouts, but a scored prefix is released early if waiting would make it stale or leave
@@ -48,7 +48,7 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     idle_release_s: PositiveFloat = 2.0
     """`deadline` only: how long the learner waits before scored prefixes may fill its batch."""
     lease_s: PositiveFloat = 60.0
-    """Time that a teacher has to return scores. After it the item goes to another teacher."""
+    """Time that a teacher has to return scores. After that the item goes to another teacher."""
     hedge_multiple: NonNegativeFloat = 3.0
     """Lease an item to a second teacher when the first has held it this many times longer than 95% of its pool's
     recent leases took. The first answer counts. 0: never."""
@@ -66,7 +66,7 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     max_attempts: Annotated[int, Meta(ge=1, le=ATTEMPTS_PER_EPOCH)] = 3
     """Attempts per rollout. After the last one fails it is dropped, and its group is smaller by one."""
     max_score_attempts: PositiveInt = 4
-    """Leases of a segment per pool. After the last one fails its tokens are masked as unscorable."""
+    """Attempts to score a segment, per pool. After the last one fails its tokens are masked as unscorable."""
     task_queue: PositiveInt = 64
     """Prompts to keep ready. The learner is asked for more when fewer than half are left."""
     max_segment_tokens: PositiveInt = 32_768
@@ -87,10 +87,11 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     the cost of one disk flush per turn of the buffer's loop. With `process`, a power failure may lose the last moments;
     this is detected, and the run resumes from its last checkpoint."""
     journal_log_mb: PositiveInt = 256
-    """MiB of journal after which it is replaced by an image of what is still held (later if the image is large)."""
+    """Size of the journal, in MiB, at which it is replaced by an image of the present state (later if the image is
+    large)."""
     journal_reserve_mb: NonNegativeInt = 64
-    """MiB of disk space to reserve, so that scores and trained batches can still be journaled when the disk is full and
-    nothing new is accepted."""
+    """Disk space to reserve, in MiB, so that scores and trained batches can still be journaled when the disk is full.
+    New work is then no longer accepted."""
 
     @property
     def encrypted(self) -> bool:
@@ -98,7 +99,7 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def _reachable(self) -> bool:
-        """Whether other machines can reach it."""
+        """True if other machines can reach the buffer."""
         return not is_local(self.bind) or bool(self.advertise and not is_local(self.advertise))
 
     def __post_init__(self) -> None:
@@ -112,12 +113,12 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
         if not self.encrypted and self._reachable and not self.allow_plain_network:
             where = f"buffer.bind ({self.bind})" if not is_local(self.bind) else f"buffer.advertise ({self.advertise})"
             raise ValueError(
-                f"buffer.encrypt is off, and other machines reach {where}: whoever does could read "
-                "and feed this run. Leave encrypt at auto, or say buffer.allow_plain_network = true as well"
+                f"buffer.encrypt is off, and other machines reach {where}: they could read all traffic "
+                "and take part in this run. Leave encrypt at auto, or set buffer.allow_plain_network = true as well"
             )
 
     def _check_pairs(self) -> None:
-        """Fields that bound one another."""
+        """Check keys that bound one another."""
         if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise ValueError(
                 f"buffer.peer_timeout_s is {self.peer_timeout_s}, expected at least twice heartbeat_s"

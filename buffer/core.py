@@ -24,26 +24,26 @@ from protocol.session import SessionBook
 
 
 class Joined(NamedTuple):
-    """A peer was let in as a new session."""
+    """A peer was admitted with a new session."""
 
     hello: Hello
 
 
 class Left(NamedTuple):
-    """A session ended: silence, goodbye, too far behind, or replaced (then a Joined of the same peer follows)."""
+    """A session ended: silence, Goodbye, too far behind, or replaced (a Joined of the same peer then follows)."""
 
     role: Role
     name: str
 
 
 class GivenUp(NamedTuple):
-    """The buffer itself must end the run."""
+    """The buffer itself ends the run."""
 
     reason: str
 
 
 class IntakeChanged(NamedTuple):
-    """New work is no longer taken in because of `trouble`; or is again (empty)."""
+    """New work is no longer accepted because of `trouble`. Empty: it is accepted again."""
 
     trouble: str
 
@@ -53,8 +53,8 @@ Entry: TypeAlias = Joined | Left | FromPeer | GivenUp | IntakeChanged
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`now_s` is the reading of the core's clock for all entries, `tick_s` that of the tick behind them, if any.
-    `refused`: the server's refusals so far by code, when they have changed."""
+    """One round of the loop. `now_s`: the core's clock for all entries; `tick_s`: for the tick after them, if any.
+    `refused`: the server's refusals so far, by code, if they have changed."""
 
     now_s: float
     entries: tuple[Entry, ...]
@@ -108,12 +108,12 @@ _decoder = msgspec.msgpack.Decoder(_Turn)
 
 
 def encode_turn(turn: Turn) -> bytes:
-    """MessagePack; what peers said is in there as its frames on the wire."""
+    """Encode a turn as MessagePack. Messages of peers are kept as their frames on the wire."""
     return _encode(_Turn(turn.now_s, [_written(e) for e in turn.entries], turn.tick_s, turn.refused))
 
 
 def decode_turn(body: bytes) -> Turn:
-    """Raises msgspec.DecodeError or a RemoteProtocolError when it is none."""
+    """Raises msgspec.DecodeError or RemoteProtocolError if `body` is not a turn."""
     turn = _decoder.decode(body)
     return Turn(turn.now_s, tuple(_entry(written) for written in turn.entries), turn.tick_s, turn.refused)
 
@@ -121,7 +121,7 @@ def decode_turn(body: bytes) -> Turn:
 def _written(entry: Entry) -> _Written:
     match entry:
         case FromPeer(role, name, received):
-            # Not `codec.encode`: it would check once more what came over the wire.
+            # Not `codec.encode`, which would validate again what the server has already validated.
             return _Said(role, name, [_encode(received.message), *[array.tobytes() for array in received.arrays]])
         case Joined(hello):
             return _Joined(hello)
@@ -148,7 +148,7 @@ def _entry(written: _Written) -> Entry:
 
 
 class Core:
-    """The state, and what the server refused, which the ledger tells of."""
+    """The buffer's state, and the messages that the server refused, which the ledger reports as well."""
 
     def __init__(self, state: BufferState) -> None:
         self.state = state
@@ -158,7 +158,7 @@ class Core:
         return f"Core({self.state!r})"
 
     def apply(self, turn: Turn) -> list[Outgoing]:
-        """Returns the messages to send, in order."""
+        """Apply one turn. Returns the messages to send, in order."""
         if turn.refused is not None:
             self.refused = turn.refused
         outgoing: list[Outgoing] = []
@@ -166,10 +166,10 @@ class Core:
             outgoing += self._outcome(turn.now_s, entry)
         if turn.tick_s is not None:
             outgoing += self.state.tick(turn.tick_s)
-        return [self._told(out) for out in outgoing]
+        return [self._completed(out) for out in outgoing]
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """The state's, with what the server refused added to `rejected`."""
+        """Snapshot of the state, with the server's refusals added to `rejected`."""
         return self._with_refusals(self.state.snapshot(now_s))
 
     def _outcome(self, now_s: float, entry: Entry) -> Sequence[Outgoing]:
@@ -185,7 +185,7 @@ class Core:
             case IntakeChanged(trouble):
                 return self.state.intake_changed(now_s, trouble)
 
-    def _told(self, out: Outgoing) -> Outgoing:
+    def _completed(self, out: Outgoing) -> Outgoing:
         message = out.message
         if isinstance(message, Snapshot):
             return out._replace(message=self._with_refusals(message))
@@ -205,7 +205,7 @@ class Core:
 
 
 def replay(core: Core, book: SessionBook, turns: Iterable[Turn]) -> float | None:
-    """Go through these turns again, sessions included. Returns the newest reading of the clock in them."""
+    """Apply recorded turns again, to the sessions too. Returns the newest clock reading in them."""
     newest_s: float | None = None
     for turn in turns:
         _replay_sessions(book, turn)
@@ -217,7 +217,7 @@ def replay(core: Core, book: SessionBook, turns: Iterable[Turn]) -> float | None
 
 
 def _replay_sessions(book: SessionBook, turn: Turn) -> None:
-    """What the server did while it read the turn: before anything was sent in reaction to it."""
+    """Repeat what the server did while it read the turn, before anything was sent in reaction to it."""
     for entry in turn.entries:
         match entry:
             case Left(role, name):

@@ -1,4 +1,4 @@
-"""Evaluation rollouts: delivered to the learner as they are whole, and kept until it says that it has them."""
+"""Evaluation rollouts: delivered to the learner as soon as they are whole, and kept until it confirms them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from buffer.tokens import Array
 from protocol.messages import BatchItem, EvalResult
 
 KEPT_EVALUATIONS = 4
-"""Evaluations all of whose results were sent, but not all confirmed, that are kept in case a result was lost."""
+"""Number of evaluations to keep, in case a result was lost, of those whose results were all sent but not all
+confirmed."""
 
 
 class Result(NamedTuple):
@@ -25,23 +26,23 @@ class Result(NamedTuple):
 
 
 class Evaluation:
-    """Rollouts of one eval_id."""
+    """State of one evaluation."""
 
     __slots__ = ("eval_id", "failed", "on_the_way", "outstanding", "results", "subscribed", "unsent")
 
     def __init__(self, eval_id: str) -> None:
         self.eval_id = eval_id
         self.subscribed = False
-        """The learner asked for results as they come."""
+        """The learner asked for results as they arrive."""
         self.outstanding = 0
-        """Rollouts neither whole nor given up."""
+        """Rollouts that are neither whole nor given up."""
         self.failed = 0
         self.results: dict[str, Result] = {}
-        """Delivered, and not known to have arrived, by rollout id."""
+        """Results that were delivered but not confirmed, by rollout id."""
         self.on_the_way: dict[str, None] = {}
-        """Those of them that were sent since the learner last joined: the link brings them, however slow it is."""
+        """Ids of results sent since the learner last joined. The link delivers these, however slow it is."""
         self.unsent: dict[str, Rollout] = {}
-        """Whole, and not delivered: the learner has not asked yet."""
+        """Whole rollouts that were not delivered, because the learner has not asked yet."""
 
 
 class EvalDesk:
@@ -51,7 +52,7 @@ class EvalDesk:
         self._life = life
         self._evaluations: dict[str, Evaluation] = {}
         self._asked_early: dict[str, None] = {}
-        """Asked for before any of its tasks was offered."""
+        """Evaluations that were asked for before any of their tasks was offered."""
 
     def __repr__(self) -> str:
         left = {e.eval_id: e.outstanding for e in self._evaluations.values()}
@@ -66,22 +67,22 @@ class EvalDesk:
         evaluation.outstanding += group_size
 
     def whole(self, rollout: Rollout) -> tuple[EvalResult, tuple[Array, ...]] | None:
-        """A rollout is finished and scored; returns the message to send, if the learner has asked."""
+        """Take a finished and scored rollout. Returns the message to send, if the learner has asked."""
         evaluation = self._evaluations[rollout.slot.task.task.eval_id]
         evaluation.outstanding -= 1
         evaluation.unsent[rollout.rollout_id] = rollout
         return self._message(evaluation, self._deliver(evaluation)) if evaluation.subscribed else None
 
     def given_up(self, eval_id: str) -> tuple[EvalResult, tuple[Array, ...]] | None:
-        """A rollout will not come; returns the message to send, if the learner has asked."""
+        """Count a rollout that failed for good. Returns the message to send, if the learner has asked."""
         evaluation = self._evaluations[eval_id]
         evaluation.outstanding -= 1
         evaluation.failed += 1
         return self._message(evaluation, []) if evaluation.subscribed else None
 
     def wanted(self, eval_id: str, have: tuple[str, ...]) -> tuple[EvalResult, tuple[Array, ...]] | None:
-        """The learner asks; returns what it does not have and what is not on its way. None while no task of this
-        evaluation was offered."""
+        """Answer the learner's request with the results that it neither has nor will receive. None while no task of
+        this evaluation has been offered."""
         evaluation = self._evaluations.get(eval_id)
         if evaluation is None:
             self._asked_early[eval_id] = None
@@ -95,25 +96,25 @@ class EvalDesk:
         missing = [
             result
             for key, result in evaluation.results.items()
-            if key not in evaluation.on_the_way and room.take([result.size])  # the others when it asks again
+            if key not in evaluation.on_the_way and room.take([result.size])  # the rest when it asks again
         ]
         message = self._message(evaluation, missing)
         self._forget_old()
         return message
 
     def learner_away(self) -> None:
-        """It will ask again when it is back."""
+        """Stop sending results: the learner asks again when it is back."""
         for evaluation in self._evaluations.values():
             evaluation.subscribed = False
             evaluation.on_the_way.clear()
 
     def clear(self) -> None:
-        """The learner process that asked is gone, or the run is over."""
+        """Forget all evaluations: the learner process that asked is gone, or the run is over."""
         self._asked_early.clear()
         self._evaluations.clear()
 
     def _deliver(self, evaluation: Evaluation) -> list[Result]:
-        """Enter whole rollouts as delivered; returns them."""
+        """Mark whole rollouts as delivered, and return them."""
         new: list[Result] = []
         for rollout_id, rollout in evaluation.unsent.items():
             size = size_of(rollout)
@@ -141,7 +142,7 @@ class EvalDesk:
         return message, tuple(array for result in results for array in result.arrays)
 
     def _forget_old(self) -> None:
-        """Keep the newest evaluations only, of those whose every result was sent."""
+        """Of the evaluations whose results were all sent, keep only the newest."""
         done = [e for e in self._evaluations.values() if e.outstanding == 0 and not e.unsent]
         for evaluation in done[:-KEPT_EVALUATIONS]:
             del self._evaluations[evaluation.eval_id]

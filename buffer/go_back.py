@@ -1,15 +1,15 @@
-"""What the buffer holds, made to fit the checkpoint that another learner goes on from.
+"""Brings the buffer's state in line with the checkpoint from which a restarted learner resumes.
 
-The checkpoint decides which samples are settled, and how many tokens of the others are trained. What became of a
-sample later belongs to the branch of versions that is left. So each sample that has a slot here
+The checkpoint decides which samples are settled, and how many tokens of the others are trained. Whatever happened to a
+sample later belongs to the abandoned branch of versions. So each sample that has a slot
  - stays settled, if the checkpoint says so;
- - goes on, if exactly the tokens that the checkpoint knows as trained are, and what is open can be trained in time,
-   behind the older ones that go on as well;
- - ends where it is, if some of its tokens are trained by the checkpoint and it cannot go on: the rest is dropped;
- - is run again from its beginning otherwise, under another rollout id.
+ - continues, if exactly the tokens that the checkpoint counts as trained are trained, and its open tokens can be
+   trained in time after the older samples that continue as well;
+ - ends where it is, if some of its tokens are trained in the checkpoint but it cannot continue: the rest is dropped;
+ - otherwise starts again from its beginning, under a new rollout id.
 
-Groups that are trained in one batch are run again as a whole: half a group would hold places that its other half waits
-for.
+A group that must be trained in one batch starts again as a whole: half a group would hold places in the pacing that its
+other half waits for.
 """
 
 from __future__ import annotations
@@ -22,54 +22,48 @@ from buffer.config import BufferConfig
 from buffer.ledger import LEARNER_RESTART
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Slot, TaskRecord
-from buffer.task_book import TaskBook
 from buffer.versions import VersionTable
 from protocol.messages import LearnerStarted, OpenTask, WeightVersion
 
 
 def go_back(
-    message: LearnerStarted,
-    *,
-    tasks: TaskBook,
-    life: Lifecycle,
-    arrivals: Arrivals,
-    versions: VersionTable,
-    engines: WeightVersion,
-    config: BufferConfig,
+    message: LearnerStarted, life: Lifecycle, arrivals: Arrivals, config: BufferConfig, *, engines: WeightVersion
 ) -> None:
-    """`versions` has the fork already. `engines`: what the actors may be sampling with. No batch is leased."""
-    told = {task.task_id: task for task in message.open}
+    """Call it after the fork was entered into `life.versions`, while no batch is leased. `engines`: the version that
+    the actors may be sampling with."""
+    tasks = life.tasks
+    in_checkpoint = {task.task_id: task for task in message.open}
     tasks.go_back(message.version.epoch, message.next_task_id, message.open)
     records = tasks.train_records
-    known = {record.task.task_id: _known(record, told, message.next_task_id) for record in records}
+    known = {record.task.task_id: _known(record, in_checkpoint, message.next_task_id) for record in records}
 
     n_kept = 0
     for slot in sorted(slot for record in records for slot in record.slots):
         steps_until = n_kept // config.batch_rollouts
-        in_time = _InTime(versions, message.version, config.max_staleness - steps_until)
+        in_time = _InTime(life.versions, message.version, config.max_staleness - steps_until)
         if _stays(slot, known[slot.task.task.task_id], in_time, engines):
             n_kept += not slot.settled
         else:
-            _end(slot, tasks, life, arrivals)
+            _end(slot, life, arrivals)
     for record in records:
-        told_of = known[record.task.task_id]
-        slots = {*told_of.settled, *(slot.sample_index for slot in record.slots)}
+        task = known[record.task.task_id]
+        slots = {*task.settled, *(slot.sample_index for slot in record.slots)}
         if config.release == "rollout" and len(slots) < record.task.group_size:
             for slot in list(record.slots):
-                _end(slot, tasks, life, arrivals)
-        tasks.fit(record, told_of)
+                _end(slot, life, arrivals)
+        tasks.fit(record, task)
 
 
-def _known(record: TaskRecord, told: Mapping[int, OpenTask], next_task_id: int) -> OpenTask:
-    """What the checkpoint knows of a task."""
+def _known(record: TaskRecord, in_checkpoint: Mapping[int, OpenTask], next_task_id: int) -> OpenTask:
+    """State of a task according to the checkpoint, which lists open tasks only."""
     task_id = record.task.task_id
-    if task_id not in told and task_id < next_task_id:
+    if task_id not in in_checkpoint and task_id < next_task_id:
         return OpenTask(task_id, tuple(range(record.task.group_size)))
-    return told.get(task_id, OpenTask(task_id))
+    return in_checkpoint.get(task_id, OpenTask(task_id))
 
 
 class _InTime(NamedTuple):
-    """Can a token be trained before it is stale? `room`: steps between its version and `now` that leave time for it."""
+    """Tells whether a token can be trained before it is stale: its version is at most `room` steps away from `now`."""
 
     versions: VersionTable
     now: WeightVersion
@@ -80,7 +74,7 @@ class _InTime(NamedTuple):
 
 
 def _stays(slot: Slot, known: OpenTask, in_time: _InTime, engines: WeightVersion) -> bool:
-    """False: the slot is no longer one of its record, and `TaskBook.fit` sees to the sample."""
+    """Return True if the slot may stay as it is. Otherwise it is removed, and `TaskBook.fit` handles the sample."""
     if slot.sample_index in known.settled:
         return slot.settled
     if slot.settled:
@@ -97,13 +91,13 @@ def _stays(slot: Slot, known: OpenTask, in_time: _InTime, engines: WeightVersion
     return all(in_time(span.version) for segment in rollout.segments for span in segment.spans)
 
 
-def _end(slot: Slot, tasks: TaskBook, life: Lifecycle, arrivals: Arrivals) -> None:
-    """What is open of the slot is dropped, its place in the pacing is free, and its record forgets it."""
+def _end(slot: Slot, life: Lifecycle, arrivals: Arrivals) -> None:
+    """Drop whatever is open of the slot, free its place in the pacing, and remove it from its record."""
     slot.task.slots.remove(slot)
     if slot.settled:
         return
     if slot.rollout is not None:
         arrivals.end_attempt(slot.rollout, LEARNER_RESTART, tell_actor=not slot.rollout.closed)
     else:
-        tasks.forget_attempt(slot)
+        life.tasks.forget_attempt(slot)
     life.slot_freed(slot)

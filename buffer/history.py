@@ -15,13 +15,13 @@ ValueT = TypeVar("ValueT")
 
 
 class Runs(Generic[ValueT]):
-    """Values are compared by `==`, and must not change."""
+    """A map from whole numbers to values, which are compared by `==` and must not change."""
 
     __slots__ = ("_firsts", "_lasts", "_values")
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
-        """Rising, as the next."""
+        """Ascending, as are `_lasts`."""
         self._lasts: list[int] = []
         self._values: list[ValueT] = []
 
@@ -30,7 +30,7 @@ class Runs(Generic[ValueT]):
 
     @property
     def n_runs(self) -> int:
-        """What the memory goes by."""
+        """Number of entries, which determines the memory used."""
         return len(self._firsts)
 
     @property
@@ -41,12 +41,12 @@ class Runs(Generic[ValueT]):
         return self._find(number) is not None
 
     def get(self, number: int) -> ValueT | None:
-        """None for a number that has no value."""
+        """Value of a number; None if it has none."""
         at = self._find(number)
         return None if at is None else self._values[at]
 
     def put(self, number: int, value: ValueT) -> None:
-        """In place of the value it may have."""
+        """Set the value of a number."""
         self.discard(number)
         at = bisect_right(self._firsts, number)
         follows = at > 0 and self._lasts[at - 1] == number - 1 and self._values[at - 1] == value
@@ -62,7 +62,7 @@ class Runs(Generic[ValueT]):
             self._insert(at, number, number, value)
 
     def append_range(self, first: int, last: int, value: ValueT) -> None:
-        """Numbers `first` to `last`, above all that have a value; nothing when there are none. Raises ValueError."""
+        """Set the value of `first` to `last`, if there are any. Raises ValueError unless they lie above all others."""
         if first > last:
             return
         if self._lasts and self._lasts[-1] >= first:
@@ -73,7 +73,7 @@ class Runs(Generic[ValueT]):
             self._insert(len(self._firsts), first, last, value)
 
     def discard(self, number: int) -> None:
-        """Fine for a number that has no value."""
+        """Remove the value of a number, if it has one."""
         at = self._find(number)
         if at is None:
             return
@@ -88,7 +88,7 @@ class Runs(Generic[ValueT]):
                 self._insert(at + 1, number + 1, last, self._values[at])
 
     def forget_lowest(self) -> None:
-        """The run with the lowest numbers. Raises IndexError when there is none."""
+        """Remove the run with the lowest numbers. Raises IndexError when there is none."""
         self._delete(0)
 
     def _find(self, number: int) -> int | None:
@@ -105,7 +105,7 @@ class Runs(Generic[ValueT]):
 
 
 MAX_RUNS_REMEMBERED: Final = 65_536
-"""Of tasks in a row whose rollouts had as many segments: at least as many rollouts, and some 4 MiB."""
+"""Limit on runs of tasks whose rollouts had equally many segments; at least as many rollouts, and about 4 MiB."""
 _ROLLOUT_ID: Final = re.compile(r"(train|eval)-(-?\d{1,20})-(\d{1,20})-(\d{1,20})", re.ASCII)
 
 Series: TypeAlias = tuple[str, int, int]
@@ -113,8 +113,8 @@ Series: TypeAlias = tuple[str, int, int]
 
 
 class EndedRollouts:
-    """How many segments were accepted of each rollout that is over. The tasks with the lowest ids are forgotten first,
-    of the sample and attempt of which most is remembered."""
+    """Number of accepted segments of each rollout that is over. When the memory is full, the lowest task ids of the
+    series that takes up most of it are forgotten."""
 
     def __init__(self) -> None:
         self._series: dict[Series, Runs[int]] = {}
@@ -126,11 +126,11 @@ class EndedRollouts:
 
     @property
     def n_runs(self) -> int:
-        """What the memory goes by."""
+        """Number of entries, which determines the memory used."""
         return self._n_runs
 
     def put(self, rollout_id: str, n_segments: int) -> None:
-        """Raises ValueError for an id that no ticket can have."""
+        """Remember a rollout. Raises ValueError for an id that no ticket can have."""
         found = _parsed(rollout_id)
         if found is None:
             raise ValueError(f"rollout id {rollout_id!r}: expected kind-task-sample-attempt")
@@ -145,7 +145,7 @@ class EndedRollouts:
             self._forget_one()
 
     def get(self, rollout_id: str) -> int | None:
-        """None for a rollout that is not remembered. The id may be any text."""
+        """Number of segments; None for a rollout that is not remembered. The id may be any text."""
         found = _parsed(rollout_id)
         runs = None if found is None else self._series.get(found[0])
         return None if found is None or runs is None else runs.get(found[1])
@@ -160,7 +160,7 @@ class EndedRollouts:
 
 
 def _parsed(rollout_id: str) -> tuple[Series, int] | None:
-    """Series and task id; None for text that is not what `make_ticket` writes, to the letter."""
+    """Series and task id; None for text that differs from what `make_ticket` writes, e.g. by a leading zero."""
     found = _ROLLOUT_ID.fullmatch(rollout_id)
     if found is None:
         return None

@@ -1,8 +1,7 @@
-"""What comes from the learner: what it goes on from, tasks, requests for batches, what it trained, versions of the run.
+"""Handles the learner's messages: where it starts, tasks, batch requests, trained batches, versions and evaluations.
 
-The learner is the run's only clock. Its first message, LearnerStarted, says which weights it begins with: the version
-table forks there, and what the buffer holds is made to fit (`buffer.go_back`).
-"""
+The learner is the run's only clock. Its first message, LearnerStarted, names the weights that it starts from: the
+version table forks there, and the buffer's state is brought in line with that checkpoint (`buffer.go_back`)."""
 
 from __future__ import annotations
 
@@ -12,30 +11,23 @@ from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
 from buffer.go_back import go_back
-from buffer.ledger import LedgerBook, RejectReason
+from buffer.ledger import RejectReason
 from buffer.lifecycle import Lifecycle
-from buffer.pacing import Pacing
 from buffer.peers import Outbox, Peer
 from buffer.release import BatchDesk, LeasedBatch
-from buffer.task_book import TaskBook
 from buffer.tickets import TicketDesk
 from buffer.tokens import Array
 from buffer.validation import task_fault
-from buffer.versions import VersionTable
 from protocol import messages as m
 from protocol.messages import TaskKind, WeightVersion
 
 
 class LearnerDesk:
-    """Serves the one learner there is at a time."""
+    """Serves the learner, of which there is one at a time."""
 
     def __init__(
         self,
         config: BufferConfig,
-        book: LedgerBook,
-        versions: VersionTable,
-        pacing: Pacing,
-        tasks: TaskBook,
         life: Lifecycle,
         tickets: TicketDesk,
         batches: BatchDesk,
@@ -45,18 +37,18 @@ class LearnerDesk:
         vocab_size: int | None,
         snapshot: Callable[[float], m.Snapshot],
     ) -> None:
-        self.published = versions.newest
-        """Newest version the learner said is out."""
+        self.published = life.versions.newest
+        """Newest version that the learner has published."""
         self.weights: m.WeightsRef | None = None
-        """Newest snapshot of weights of the surviving branch."""
+        """Newest weight snapshot on the surviving branch."""
         self.staleness_hist: dict[int, int] = {}
-        """Trained tokens by distance."""
+        """Trained tokens by staleness."""
         self._config = config
-        self._book = book
-        self._versions = versions
-        self._pacing = pacing
-        self._tasks = tasks
         self._life = life
+        self._book = life.book
+        self._versions = life.versions
+        self._pacing = life.pacing
+        self._tasks = life.tasks
         self._tickets = tickets
         self._batches = batches
         self._evals = evals
@@ -65,17 +57,17 @@ class LearnerDesk:
         self._vocab_size = vocab_size
         self._snapshot = snapshot
         self._started = ""
-        """The incarnation of the learner that said last what it goes on from."""
-        self._told_wanted = 0
-        """`tasks_wanted` as last told."""
+        """Incarnation of the learner that sent the last LearnerStarted."""
+        self._reported_wanted = 0
+        """`tasks_wanted` as last sent to the learner."""
         self._on_the_way: set[int] = set()
-        """Leased batches that were sent since the learner last joined: the link brings them, however slow it is."""
+        """Leased batches sent since the learner last joined. The link delivers these, however slow it is."""
 
     # ---------------------------------------------------------------------------------------------- connection
 
     def joined(self, peer: Peer, *, is_new: bool) -> None:
-        """It said Hello. A new process gets nothing of what the former one held: that waits again. The same process,
-        back after it was lost, may lack what was on its way."""
+        """The learner said Hello. If it is a new process, the batches that its predecessor held wait again. The same
+        process, back after it was lost, may not have received what was on its way."""
         self._out.learner = peer.name
         self._on_the_way.clear()
         if is_new:
@@ -88,7 +80,7 @@ class LearnerDesk:
         self._acknowledge_tasks((), "train")
 
     def lost(self, peer: Peer, *, for_good: bool) -> None:
-        """It is silent, or has said Goodbye (`for_good`): only then can no BatchTrained of it come any more."""
+        """The learner fell silent, or said Goodbye (`for_good`). Only after a Goodbye no BatchTrained can follow."""
         if self._out.learner != peer.name:
             return
         self._out.learner = None
@@ -98,13 +90,13 @@ class LearnerDesk:
             self._batches.give_back_all()
 
     def started(self, now_s: float, peer: Peer, message: m.LearnerStarted, arrays: Sequence[Array]) -> None:
-        """A new learner process, or a message of one that came twice."""
+        """Start from the weights that a new learner process names. A repeated message changes nothing."""
         before, version = self._versions.newest, message.version
         if peer.incarnation == self._started:
             return
         self._started = peer.incarnation
         if version == before:
-            return  # the run begins
+            return  # the beginning of the run
         if version.epoch <= before.epoch:
             self._refuse(peer, "a learner has begun this epoch", f"version {version}", f"an epoch above {before.epoch}")
             return
@@ -118,15 +110,7 @@ class LearnerDesk:
         self.published = version
         if self.weights is not None and not self._survives(self.weights.version):
             self.weights = None
-        go_back(
-            message,
-            tasks=self._tasks,
-            life=self._life,
-            arrivals=self._arrivals,
-            versions=self._versions,
-            engines=before,
-            config=self._config,
-        )
+        go_back(message, self._life, self._arrivals, self._config, engines=before)
         self._acknowledge_tasks((), "train")
 
     # --------------------------------------------------------------------------------------------------- tasks
@@ -150,13 +134,13 @@ class LearnerDesk:
             self._acknowledge_tasks(tuple(t.task_id for t in message.tasks if t.kind == kind), kind)
 
     def ask_for_tasks(self) -> None:
-        """When the queue runs low, and the learner does not know it."""
-        if self._tasks.runs_low and self._tasks.tasks_wanted != self._told_wanted:
+        """Ask for tasks when the queue runs low and the learner does not know it yet."""
+        if self._tasks.runs_low and self._tasks.tasks_wanted != self._reported_wanted:
             self._acknowledge_tasks((), "train")
 
     def _acknowledge_tasks(self, task_ids: tuple[int, ...], kind: TaskKind) -> None:
-        self._told_wanted = self._tasks.tasks_wanted
-        self._out.send_learner(m.TasksAck(task_ids, kind, self._told_wanted))
+        self._reported_wanted = self._tasks.tasks_wanted
+        self._out.send_learner(m.TasksAck(task_ids, kind, self._reported_wanted))
 
     def _group_fault(self, task: m.Task) -> tuple[str, str] | None:
         limit = self._pacing.limit
@@ -179,7 +163,7 @@ class LearnerDesk:
                 self._send_batch(now_s, leased)
             return
         if version < self._pacing.trained_version:
-            return  # a repeat that came late: its batch is trained
+            return  # a late repeat: its batch is trained
         self._versions.reach(version)
         if not self._batches.leased:
             self._pacing.trained(version)
@@ -188,7 +172,7 @@ class LearnerDesk:
             self._acknowledge_tasks((), "train")
 
     def form_batch(self, now_s: float) -> None:
-        """Send a batch if the learner waits for one and it can be filled, or nothing more can come to fill it."""
+        """Send a batch if the learner waits for one and it can be filled, or if nothing more can arrive to fill it."""
         version = self._batches.wanted
         if version is None or self._out.learner is None:
             return
@@ -202,7 +186,8 @@ class LearnerDesk:
             self._out.send_learner(m.Batch(0, version, (), {}, settled, self._snapshot(now_s)))
 
     def _nothing_follows(self) -> bool:
-        """All that is out has come back scored, and no further ticket could be issued before a batch is trained."""
+        """True when everything that was out is back and scored, and no ticket can be issued before a batch is
+        trained."""
         return self._life.unready == 0 and not self._batches.leased and not self._tickets.may_grow()
 
     def batch_trained(self, now_s: float, peer: Peer, message: m.BatchTrained, arrays: Sequence[Array]) -> None:
@@ -213,10 +198,10 @@ class LearnerDesk:
                 self._book.reject(RejectReason.WRONG_VERSION)
                 self._refuse(peer, f"batch {batch.batch_id} was for another step", f"{message.version}", f"{expected}")
                 return
-            strange = set(message.masked) - {item.rollout_id for item in batch.items}
-            if strange:
+            unknown = set(message.masked) - {item.rollout_id for item in batch.items}
+            if unknown:
                 self._book.reject(RejectReason.NOT_IN_BATCH)
-                self._refuse(peer, f"left out of batch {batch.batch_id}", f"{sorted(strange)}", "rollouts of the batch")
+                self._refuse(peer, f"left out of batch {batch.batch_id}", f"{sorted(unknown)}", "rollouts of the batch")
                 return
             self._versions.reach(message.version)
             self._pacing.trained(message.version)
@@ -259,14 +244,14 @@ class LearnerDesk:
             self._out.send_learner(*answer)
 
     def _same_branch(self, peer: Peer, version: WeightVersion) -> bool:
-        """False, and the sender told, when it belongs to another branch than the one that is gone on with."""
+        """Return True if the version is on the surviving branch. Otherwise the sender is sent a Refused."""
         epoch = self._versions.newest.epoch
         if version.epoch != epoch:
             self._refuse(peer, "this is not the epoch of the run", f"version {version}", f"epoch {epoch}")
         return version.epoch == epoch
 
     def _survives(self, version: WeightVersion) -> bool:
-        """Is it an ancestor of the newest version?"""
+        """Return True if the version is an ancestor of the newest one."""
         newest = self._versions.newest
         return self._versions.distance(version, newest) == newest.step - version.step
 

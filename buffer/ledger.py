@@ -1,4 +1,4 @@
-"""The books: what was accepted, and what became of it, in three units for train and for evaluation rollouts.
+"""The ledger: what was accepted and what happened to it, in three units, for train and for evaluation rollouts.
 
 Conservation law, in each unit and at every moment (see `protocol.messages.LedgerCounts.balanced`):
 
@@ -6,6 +6,11 @@ Conservation law, in each unit and at every moment (see `protocol.messages.Ledge
 
 The first four are counted here, one transition at a time, by `buffer.lifecycle` only. The last two are recounted from
 the stored segments for each snapshot, so that a lost or doubled segment shows as an imbalance.
+
+Failed attempts are counted by reason, with a few of their texts. The set of reasons is bounded, whatever comes over the
+wire: those of `protocol.messages.FailureReason`, and for env_error the class of the exception, `env_error_KeyError`,
+for the first MAX_CLASSES classes. Others, and what is not the name of a class, are counted as env_error_other. Texts
+never become a reason.
 """
 
 from __future__ import annotations
@@ -18,10 +23,10 @@ from protocol.messages import Ledger, LedgerCounts, RolloutFailed, RolloutFailur
 
 
 class RejectReason(enum.StrEnum):
-    """Why a message was refused at the door. It never entered `accepted`; its sender is told."""
+    """Reason why a message was refused. It was never counted as accepted, and its sender is notified."""
 
     UNKNOWN_ROLLOUT = "unknown_rollout"
-    """No ticket of that id is remembered."""
+    """No ticket with this id is known."""
     ROLLOUT_ENDED = "rollout_ended"
     """The attempt is over: its ticket was lost, failed, timed out, or an earlier segment was rejected."""
     WRONG_ACTOR = "wrong_actor"
@@ -60,7 +65,7 @@ class RejectReason(enum.StrEnum):
     TOP_K_SIZE = "top_k_size"
     """More than `max_top_k_bytes` per token."""
     TOP_K_MALFORMED = "top_k_malformed"
-    """Not a payload, or one of another number of tokens."""
+    """Not a payload, or one for another number of tokens."""
     UNKNOWN_BATCH = "unknown_batch"
     """BatchTrained for a batch that is not leased and was never trained."""
     WRONG_VERSION = "wrong_version"
@@ -76,33 +81,33 @@ RUN_ENDED = "run_ended"
 LOST_AT_RESTART = "lost_at_restart"
 """Dropped: waiting or in flight when the buffer of an earlier start of this run ended."""
 LEARNER_RESTART = "learner_restart"
-"""Dropped: the learner went back to a checkpoint, and what had become of it since does not count. A sample of which
-nothing is trained by that checkpoint is run again; of one that is trained in part, this is the rest."""
+"""Dropped: the learner went back to a checkpoint, and what happened after that does not count. A sample of which the
+checkpoint has nothing trained is run again; of one that is trained in part, this is the rest."""
 STALE = "stale"
 """Masked: further than `max_staleness` from the batch it would have been in."""
 UNSCORABLE = "unscorable"
 """Masked (evaluation: dropped): `max_score_attempts` leases of one pool failed."""
 NON_FINITE = "non_finite"
-"""Masked: the learner left the rollout out of its step, because its loss or gradient is not finite, or
-its top-k sets cannot be read: the learner's log says which."""
+"""Masked: the learner left the rollout out of its step, because its loss or gradient is not finite or its top-k sets
+cannot be read. The learner's log says which."""
 TOO_LARGE = "too_large"
-"""Masked: no message to the learner could hold the rollout (release `rollout`: its group)."""
+"""Masked: the rollout (release `rollout`: its group) fits into no message to the learner."""
 CONTEXT = "context"
 """Masked: a segment or rollout without any sampled token."""
 
 MAX_REASONS = 256
-"""Distinct reasons kept per unit; later ones are counted under `other`, so that free text cannot fill the books."""
+"""Distinct reasons kept per unit. Later ones are counted as `other`, so that free text cannot fill the memory."""
 
 
 class Held(NamedTuple):
-    """What is stored and not settled, in one unit."""
+    """Amount that is stored and not settled, in one unit."""
 
     waiting: int
     in_flight: int
 
 
 class UnitCounts:
-    """The incremental side of the books for one unit."""
+    """Counters of one unit, changed at each transition."""
 
     def __init__(self, carried: LedgerCounts | None = None) -> None:
         self.accepted = 0
@@ -160,7 +165,7 @@ class KindCounts:
 
 
 class KindHeld(NamedTuple):
-    """Recounted from the stored segments of one task kind."""
+    """Amounts held of one task kind, recounted from the stored segments."""
 
     rollouts: Held
     segments: Held
@@ -168,9 +173,11 @@ class KindHeld(NamedTuple):
 
 
 class LedgerBook:
-    """All counters of a run. `carried`: the last ledger before a restart; what it had waiting or in flight is gone."""
+    """All counters of a run. `carried`: the last ledger before a restart; what was waiting or in flight then is
+    lost."""
 
     def __init__(self, carried: Ledger | None = None) -> None:
+        self.failures = FailureBook(carried)
         if carried is None:
             self.train = KindCounts()
             self.eval = KindCounts()
@@ -205,28 +212,28 @@ def _add(counts: dict[str, int], reason: str, n: int) -> None:
 
 
 MAX_CLASSES: Final = 16
-"""Classes of exceptions that are counted by name."""
+"""Exception classes that are counted by name."""
 MAX_EXAMPLES: Final = 3
 MAX_TEXT: Final = 300
-"""Characters of a text that is kept."""
+"""Characters kept of a text."""
 OTHER: Final = "env_error_other"
 _CLASS = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
 
 
 class FailureBook:
-    """One record per reason, the newest last. `carried`: ledger of the launch before, whose reasons stay the same."""
+    """One record per reason, the newest last. `carried`: the ledger before a restart, whose reasons are kept."""
 
     def __init__(self, carried: Ledger | None = None) -> None:
         dropped = carried.tokens.dropped if carried is not None else {}
         self._named = {reason for reason in dropped if reason.startswith("env_error_") and reason != OTHER}
-        """Reasons that name a class."""
+        """Reasons that contain the name of a class."""
         self._by_reason: dict[str, RolloutFailures] = {}
 
     def record(self, actor: str, message: RolloutFailed) -> str:
-        """Count it; returns the reason that its tokens are dropped under."""
+        """Count a failure. Returns the reason under which its tokens are dropped."""
         reason = self._reason(message)
-        told = f"{message.error}: {message.detail}" if message.error else message.detail
-        text = f"{actor}: {told}"[:MAX_TEXT]
+        cause = f"{message.error}: {message.detail}" if message.error else message.detail
+        text = f"{actor}: {cause}"[:MAX_TEXT]
         former = self._by_reason.pop(reason, RolloutFailures(reason, 0, "", ()))
         examples = former.examples
         if text not in examples and len(examples) < MAX_EXAMPLES:

@@ -1,7 +1,7 @@
-"""The one owner of what becomes of segments, rollouts and samples, and of the books kept about it.
+"""The state of segments, rollouts and samples, and the ledger of what happens to them.
 
-Every change of a `SegmentState` happens in `Lifecycle`, together with the ledger entry it means. The desks around it
-(`scoring`, `release`, `evals`) decide; nothing here does.
+Every change of a `SegmentState` happens in `Lifecycle`, together with its ledger entry. Nothing here decides: the
+decisions are made in `scoring`, `release` and `evals`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from buffer.config import BufferConfig
 from buffer.history import EndedRollouts
 from buffer.ledger import CONTEXT, RUN_ENDED, STALE, Held, KindHeld, LedgerBook
 from buffer.pacing import Pacing
@@ -18,34 +19,34 @@ from buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot
 from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from buffer.versions import VersionTable
+from protocol.messages import Ledger, TaskKind, Ticket, WeightVersion
 from protocol.messages import Segment as SegmentMessage
-from protocol.messages import TaskKind, Ticket, WeightVersion
 
 
 @dataclass(slots=True)
 class Recount:
-    """One pass over all stored segments of one task kind."""
+    """Result of one pass over all stored segments of one task kind."""
 
     running: int = 0
     """Rollouts at an actor."""
     finished: int = 0
-    """Rollouts that no longer run, are not settled, and have nothing in a batch."""
+    """Rollouts that no longer run, are not settled, and have no segment in a batch."""
     rollouts_waiting: int = 0
     rollouts_in_flight: int = 0
-    """At an actor, or with a segment leased to a teacher or the learner."""
+    """Rollouts at an actor, or with a segment leased to a teacher or the learner."""
     segments_waiting: int = 0
     segments_in_flight: int = 0
     tokens_unscored: int = 0
-    """Open tokens by where they are, as the next three."""
+    """Open tokens by state, as in the next three fields."""
     tokens_scoring: int = 0
     tokens_scored: int = 0
     tokens_in_batch: int = 0
     top_k_bytes: int = 0
-    """Payloads of teachers' top-k sets."""
+    """Size of the teachers' top-k sets."""
 
     @property
     def held(self) -> KindHeld:
-        """For the ledger."""
+        """The amounts that the ledger needs."""
         return KindHeld(
             rollouts=Held(self.rollouts_waiting, self.rollouts_in_flight),
             segments=Held(self.segments_waiting, self.segments_in_flight),
@@ -54,17 +55,24 @@ class Recount:
 
 
 class Lifecycle:
-    """Accepts, scores, leases, trains, masks and drops. `rollouts` are those that are not settled, by id."""
+    """Accepts, scores, leases, trains, masks and drops, and owns the books that this changes."""
 
-    def __init__(self, book: LedgerBook, pacing: Pacing, tasks: TaskBook, *, whole_groups: bool) -> None:
-        """`whole_groups`: the samples of a task leave in one batch."""
+    def __init__(self, config: BufferConfig, start: WeightVersion, carried: Ledger | None) -> None:
+        """`start`: version of the weights that the run (re)starts from. `carried`: ledger of the run before a
+        restart."""
         self.rollouts: dict[str, Rollout] = {}
+        """Rollouts that are not settled, by id."""
         self.unready = 0
-        """Train samples with a ticket that are neither settled nor whole: of these more may come."""
-        self._book = book
-        self._pacing = pacing
-        self._tasks = tasks
-        self._whole_groups = whole_groups
+        """Train samples with a ticket that are neither settled nor whole, so that more of them may arrive."""
+        self._whole_groups = config.release == "rollout"
+        """The samples of a task leave in one batch."""
+        self._max_staleness = config.max_staleness
+        self.book = LedgerBook(carried)
+        self.versions = VersionTable(start)
+        self.pacing = Pacing(batch_rollouts=config.batch_rollouts, max_staleness=config.max_staleness, start=start)
+        self.tasks = TaskBook(
+            config.task_queue, config.max_attempts, whole_groups=self._whole_groups, epoch=start.epoch
+        )
         self._ended = EndedRollouts()
         self._finished_rollouts = 0
         self._finished_tokens = 0
@@ -72,19 +80,19 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------- tickets and arrival
 
     def open(self, slot: Slot, ticket: Ticket, actor: str) -> Rollout:
-        """A ticket leaves for an actor: the slot's next attempt begins."""
+        """Begin the slot's next attempt: its ticket leaves for an actor."""
         rollout = Rollout(slot, ticket, actor)
         slot.rollout = rollout
         self.rollouts[ticket.rollout_id] = rollout
         return rollout
 
     def slot_issued(self, slot: Slot) -> None:
-        """A sample gets its first ticket."""
+        """Note that a sample gets its first ticket."""
         if slot.task.task.kind == "train":
             self.unready += 1
 
     def accept(self, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]) -> Segment:
-        """Store a segment that passed `buffer.validation`; the final one closes the rollout."""
+        """Store a segment that passed `buffer.validation`. The final one closes the rollout."""
         ids_N, logprobs_N, loss_mask_N = arrays
         n_sampled = int(loss_mask_N.sum())
         sampled_N = np.flatnonzero(loss_mask_N)
@@ -92,7 +100,7 @@ class Lifecycle:
         if rollout.kind == "train" and n_sampled:
             top_range = (message.start + int(sampled_N[0]), message.start + int(sampled_N[-1]) + 1)
         segment = Segment(message, n_sampled, len(rollout.affinity), top_range)
-        counts = self._book.of(rollout.kind)
+        counts = self.book.of(rollout.kind)
         if not rollout.segments:
             counts.rollouts.accept()
         counts.segments.accept()
@@ -119,8 +127,8 @@ class Lifecycle:
         return segment
 
     def close(self, rollout: Rollout, reason: str = "") -> None:
-        """No further segment will come, because it is whole or for this `reason`. What was accepted stays; with nothing
-        open left the rollout is settled."""
+        """Expect no further segment, because the rollout is whole or for the given reason. Accepted segments stay. A
+        rollout with nothing open is settled."""
         rollout.closed = True
         rollout.cut_reason = reason
         self._after_change(rollout)
@@ -139,30 +147,30 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------- scoring
 
     def pool_scored(self, rollout: Rollout, segment: Segment) -> None:
-        """One more pool has scored the segment."""
+        """Note that one more pool has scored the segment."""
         segment.unscored_pools -= 1
         if segment.unscored_pools == 0:
             self._make_scored(rollout, segment)
             self._after_change(rollout)
 
     def mask_segment(self, rollout: Rollout, segment: Segment, reason: str) -> None:
-        """An UNSCORED segment will never be scored: its sampled tokens are masked."""
+        """Mask the sampled tokens of an UNSCORED segment that will never be scored."""
         self._mask_tokens(rollout, segment, segment.start, segment.end, reason)
         self._settle_segment(rollout, segment)
         self._after_change(rollout)
 
     # ------------------------------------------------------------------------------------------------- release
 
-    def mask_stale(self, rollout: Rollout, version: WeightVersion, versions: VersionTable, max_staleness: int) -> None:
-        """The hard check, on all that the rollout could let go: tokens further than `max_staleness` are masked."""
-        if all(versions.distance(v, version) <= max_staleness for v in rollout.offered_versions):
+    def mask_stale(self, rollout: Rollout, version: WeightVersion) -> None:
+        """The hard check: of all that the rollout could release, mask the tokens that are too stale for `version`."""
+        if all(self.versions.distance(v, version) <= self._max_staleness for v in rollout.offered_versions):
             return
         segments = rollout.offered_segments()
         rollout.n_offered_tokens = 0
         rollout.offered_versions.clear()
         for segment in segments:
             for span in segment.spans:
-                if versions.distance(span.version, version) > max_staleness:
+                if self.versions.distance(span.version, version) > self._max_staleness:
                     self._mask_tokens(rollout, segment, span.start, span.end, STALE)
             if segment.n_open == 0:
                 self._settle_segment(rollout, segment)
@@ -171,7 +179,7 @@ class Lifecycle:
         self._after_change(rollout)
 
     def lease(self, rollout: Rollout) -> tuple[Segment, ...]:
-        """Everything the rollout could let go leaves in a batch."""
+        """Put everything that the rollout could release into a batch, and return it."""
         segments = tuple(rollout.offered_segments())
         for segment in segments:
             segment.state = SegmentState.IN_BATCH
@@ -182,15 +190,15 @@ class Lifecycle:
         return segments
 
     def give_back(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
-        """The batch was lost with its learner: its segments wait again."""
+        """Let the segments of a batch that was lost with its learner wait again."""
         for segment in segments:
             segment.state = SegmentState.SCORED
             rollout.n_in_batch -= 1
             self._offer(rollout, segment)
 
     def train(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
-        """Open tokens of these segments were trained (evaluation: delivered)."""
-        tokens = self._book.of(rollout.kind).tokens
+        """Count the open tokens of these segments as trained (evaluation: delivered)."""
+        tokens = self.book.of(rollout.kind).tokens
         for segment in segments:
             n = rollout.tokens.settle(segment.start, segment.end)
             tokens.train(n)
@@ -201,24 +209,23 @@ class Lifecycle:
         self._after_change(rollout)
 
     def mask_leased(self, rollout: Rollout, segments: Iterable[Segment], reason: str) -> None:
-        """The learner left the rollout's part out of its step."""
+        """Mask leased segments, e.g. because the learner left the rollout out of its step."""
         for segment in segments:
             self._mask_tokens(rollout, segment, segment.start, segment.end, reason)
             self._settle_segment(rollout, segment)
         self._after_change(rollout)
 
     def deliver(self, rollout: Rollout) -> None:
-        """A whole evaluation rollout goes to the learner."""
-        segments = self.lease(rollout)
-        self.train(rollout, segments)
+        """Hand a whole evaluation rollout to the learner."""
+        self.train(rollout, self.lease(rollout))
 
     # -------------------------------------------------------------------------------------------------- the end
 
     def drop(self, rollout: Rollout, reason: str) -> None:
-        """The attempt is over, and what is open of it is lost. The slot stays: see `slot_over` and `TaskBook`."""
+        """End the attempt and drop whatever is open of it. The slot stays: see `slot_over` and `TaskBook`."""
         rollout.closed = True
         rollout.drop_reason = reason
-        tokens = self._book.of(rollout.kind).tokens
+        tokens = self.book.of(rollout.kind).tokens
         for segment in rollout.segments:
             if not segment.state.settled:
                 n = rollout.tokens.settle(segment.start, segment.end)
@@ -228,21 +235,21 @@ class Lifecycle:
         self._end(rollout)
 
     def slot_over(self, slot: Slot) -> None:
-        """The sample is settled for good: its place in the pacing is free, its task may be done."""
+        """Settle the sample for good: its place in the pacing is free, and its task may be done."""
         self.slot_freed(slot)
-        self._tasks.slot_settled(slot, slot.fate or Fate("dropped", RUN_ENDED))
+        self.tasks.slot_settled(slot, slot.fate or Fate("dropped", RUN_ENDED))
 
     def slot_freed(self, slot: Slot) -> None:
-        """Nothing more is to come of the slot: its place in the pacing is free."""
+        """Expect nothing more from the slot, and free its place in the pacing."""
         slot.settled = True
         slot.rollout = None
         if slot.task.task.kind == "train":
             if not slot.ready:
                 self.unready -= 1
-            self._pacing.settle()
+            self.pacing.settle()
 
     def recount(self) -> dict[TaskKind, Recount]:
-        """Count what is stored, segment by segment, without looking at the books."""
+        """Count what is stored, segment by segment, independently of the ledger."""
         counts: dict[TaskKind, Recount] = {"train": Recount(), "eval": Recount()}
         for rollout in self.rollouts.values():
             count = counts[rollout.kind]
@@ -304,14 +311,14 @@ class Lifecycle:
         n = rollout.tokens.settle(start, end)
         if n == 0:
             return
-        self._book.of(rollout.kind).tokens.mask(n, reason)
+        self.book.of(rollout.kind).tokens.mask(n, reason)
         segment.n_open -= n
         segment.masked_reason = segment.masked_reason or reason
         rollout.masked_reason = rollout.masked_reason or reason
 
     def _settle_segment(self, rollout: Rollout, segment: Segment) -> None:
-        """Its last open token is gone."""
-        counts = self._book.of(rollout.kind).segments
+        """Enter what happened to a segment that has no open token left."""
+        counts = self.book.of(rollout.kind).segments
         segment.top_k.clear()
         was = segment.state
         if segment.n_trained > 0:
@@ -342,9 +349,9 @@ class Lifecycle:
             self.slot_over(slot)
 
     def _end(self, rollout: Rollout) -> None:
-        """Enter the rollout's fate and forget all but how many segments it had."""
+        """Enter the rollout's fate, and forget everything but its number of segments."""
         if rollout.segments:
-            counts = self._book.of(rollout.kind).rollouts
+            counts = self.book.of(rollout.kind).rollouts
             if rollout.n_trained_tokens > 0:
                 counts.train()
             elif rollout.drop_reason is not None:

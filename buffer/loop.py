@@ -1,11 +1,11 @@
-"""The buffer's loop, between the wire (`protocol.server`), the core (`buffer.core`) and the journal.
+"""The buffer's loop: connects the wire (`protocol.server`), the core (`buffer.core`) and the journal.
 
     poll the server -> entries   \\
     every tick_s    -> a tick     }  one turn -> core.apply -> journal.write -> server.send
-    SIGTERM         -> give up   /      (when the learner has left, or does not leave)
+    SIGTERM         -> give up   /      (once the learner has left, or stays too long)
 
 Nothing is sent before the turn that caused it is in the journal. While the journal cannot be written, segments and
-tasks are dropped unread: they have acknowledgements of their own, so their senders keep them and send them again.
+tasks are discarded unread: they have acknowledgements of their own, so their senders keep them and send them again.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from protocol.ratelimit import RateLimitedLog
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 
 DRAIN_S: Final = 30.0
-"""After the end: workers may have a checkpoint to finish or an engine to stop before they say goodbye."""
+"""Time for workers to say goodbye after the end: they may have a checkpoint to finish or an engine to stop."""
 DRAIN_TERMINATED_S: Final = 5.0
-"""The same after SIGTERM: whoever sent it waits, and kills in the end."""
+"""The same after SIGTERM, whose sender waits and finally kills."""
 LEARNER_LEAVES_S: Final = 60.0
-"""After SIGTERM a learner that is connected has this long to leave first: where a whole group of processes is told to
-end (systemd, Slurm), it needs the buffer for its last checkpoint. A second SIGTERM ends the wait."""
+"""After SIGTERM, a connected learner has this much time to leave first: where a whole process group is terminated
+(systemd, Slurm), it needs the buffer for its last checkpoint. A second SIGTERM ends the wait."""
 REPLAY_S: Final = 5.0
-"""CPU seconds that the core may have spent on turns before an image spares the next process to spend them again; more
-when images are so large that they would cost more than a tenth of it."""
+"""CPU seconds that a restart may need to replay the journal's turns. After as many, a new image takes their place."""
 IMAGE_SHARE: Final = 10
+"""Images take at most a tenth of the time spent on turns: where they are large, they are made less often."""
 STATUS_EVERY_S: Final = 30.0
-"""Seconds between two lines of log on how things stand."""
+"""Seconds between two status lines in the log."""
 
 log = logging.getLogger(__name__)
 
 
 class SigtermCount:
-    """While entered, SIGTERMs are counted instead of obeyed. Does nothing outside the main thread, where signals
+    """Context in which SIGTERMs are counted instead of obeyed. Does nothing outside the main thread, where signals
     cannot be handled."""
 
     def __init__(self) -> None:
@@ -70,13 +70,13 @@ class SigtermCount:
 
 
 def refusal_in(message: Message) -> str:
-    """What of a peer's data this answer refuses, and why; empty when nothing."""
+    """Describe what this answer refuses of a peer's data, and why; empty if nothing is refused."""
     match message:
         case SegmentAck(rollout_id, index, "rejected", reason):
             return f"segment {index} of {rollout_id}: {reason}"
         case ScoresAck(leases, statuses, reasons) if "rejected" in statuses:
             refused = [f"{lease}: {why}" for lease, why in zip(leases, reasons, strict=True) if why is not None]
-            return f"grades of leases {', '.join(refused)}"
+            return f"scores of leases {', '.join(refused)}"
         case Refused(code, text, got, expected):
             return f"{code}: {text}; got {got}, expected {expected}"
         case _:
@@ -100,12 +100,12 @@ class BufferLoop:
         self._put_off_total = 0
         self._refusals = RateLimitedLog(log)
         self._held_back: dict[str, str] = {}
-        """Teachers, as last logged."""
+        """Teachers with an open circuit breaker, as last logged."""
         self._applied_s = 0.0
-        """CPU time of the core since the last image."""
+        """CPU time that the core has spent since the last image."""
         self._image_s = 0.0
         self._give_up_s: float | None = None
-        """When the learner that is still there after SIGTERM is waited for no longer."""
+        """Deadline after SIGTERM for a learner that is still connected."""
         self.terminated = False
         """SIGTERM came before the learner had finished the run."""
 
@@ -113,7 +113,7 @@ class BufferLoop:
         return f"BufferLoop({self._server!r}, {self._core!r}, {self._journal!r}, put_off={self._put_off_total})"
 
     def run(self) -> None:
-        """Both phases."""
+        """Run until the run is over and all peers have left."""
         while self._core.state.phase == "running":
             self._turn()
             if self._sigterms.count and self._core.state.phase == "running" and not self._learner_may_leave():
@@ -122,7 +122,7 @@ class BufferLoop:
         self._drain()
 
     def _learner_may_leave(self) -> bool:
-        """Is there a learner to wait for before the run is given up?"""
+        """Return True while there is a learner to wait for before the run is given up."""
         if self._sigterms.count > 1 or all(peer.role != "learner" for peer in self._server.peers):
             return False
         now_s = time.monotonic()
@@ -130,11 +130,11 @@ class BufferLoop:
         return now_s < self._give_up_s
 
     def snapshot(self) -> Snapshot:
-        """Everything at this moment."""
+        """Snapshot of the core at this moment."""
         return self._core.snapshot(self._clock())
 
-    def tell_all(self, shutdown: Shutdown) -> None:
-        """Past the core, which may be broken."""
+    def shut_down_peers(self, shutdown: Shutdown) -> None:
+        """Send all peers a Shutdown without the core, which may be broken."""
         for role, name in self._server.peers:
             self._server.send(role, name, shutdown)
 
@@ -144,7 +144,7 @@ class BufferLoop:
         while self._server.peers and time.monotonic() < deadline_s and self._sigterms.count <= expected_sigterms:
             self._turn()
         if self._server.peers:
-            log.warning("leaving although still connected: %s", ", ".join(map(str, self._server.peers)))
+            log.warning("leaving while these are still connected: %s", ", ".join(map(str, self._server.peers)))
 
     def _turn(self) -> None:
         """One poll and, when it is time, one tick."""
@@ -166,14 +166,18 @@ class BufferLoop:
             self._next_status_s = time.monotonic() + STATUS_EVERY_S
             log.info("%r", self)
         if tick_s is not None:
-            self._tell_held_back()
+            self._log_breakers()
 
-    def _tell_held_back(self) -> None:
+    def _log_breakers(self) -> None:
         former, self._held_back = self._held_back, self._core.state.held_back
         for name in self._held_back.keys() - former.keys():
-            log.warning("%s is given no work for a while: failed %s", name, in_one_line(self._held_back[name]))
+            log.warning(
+                "%s: circuit open, the teacher receives no work for a while: it failed %s",
+                name,
+                in_one_line(self._held_back[name]),
+            )
         for name in former.keys() - self._held_back.keys():
-            log.info("%s is given work as others are again, or has left", name)
+            log.info("%s: circuit closed, the teacher receives work again (or has left)", name)
 
     def _take(self, turn: Turn) -> None:
         if turn.empty:
@@ -195,13 +199,13 @@ class BufferLoop:
         image = make_image(self._core, self._server.book, now_s)
         journal.put_image(image)
         self._applied_s, self._image_s = 0.0, time.thread_time() - began_cpu_s
-        log.info("an image of %d KiB in %.2f s", len(image) >> 10, time.monotonic() - began_s)
+        log.info("wrote an image of %d KiB in %.2f s", len(image) >> 10, time.monotonic() - began_s)
 
     def _send(self, messages: Sequence[Outgoing]) -> None:
         for role, name, message, arrays in messages:
             self._server.send(role, name, message, arrays)
             if refused := refusal_in(message):
-                self._refusals.warning(f"refused from {role} {name}: {in_one_line(refused)}")
+                self._refusals.warning(f"refused a message of {role} {name}: {in_one_line(refused)}")
 
     # -------------------------------------------------------------------------------------------------- entries
 
@@ -235,5 +239,5 @@ class BufferLoop:
 
 
 def is_new_work(message: object) -> bool:
-    """Large, and kept by its sender until it is acknowledged: may be put off."""
+    """Return True for a message that may be put off: it is large, and its sender keeps it until it is acknowledged."""
     return isinstance(message, (Segment, TasksOffered)) and bool(ack_keys(message))

@@ -1,4 +1,4 @@
-"""Flow control of train tickets: how many may be out, and which weights each must wait for."""
+"""Flow control of train tickets: how many may be out, and which weights each one must wait for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from protocol.messages import WeightVersion
 
 
 class Pacing:
-    """Keeps what is sampled within what `max_staleness` steps can train, so that almost nothing is thrown away.
+    """Limits sampling to what can be trained within `max_staleness` steps, so that almost nothing is thrown away.
 
     S = max_staleness, B = batch_rollouts, t = optimizer steps the learner has trained on the surviving branch.
 
@@ -15,16 +15,17 @@ class Pacing:
 
     room    A ticket may be issued only while   live < (S + 1) * B.
 
-    weights The n-th ticket will be trained in about step n // B (n counts from the start, without those that are
+    weights The n-th ticket will be trained in about step n // B (n counts from the start, without rollouts that are
             dropped for good), so its actor must have at least the weights of step
 
                 start + n // B - S      but never below t - S, nor above t.
 
-            n is taken as  B * (t - start) + live  at issue: the number of tickets issued before, as long as each
-            batch holds exactly B rollouts and none is dropped. Counted like this, rollouts that are dropped or
-            masked, and batches that are larger or smaller, cannot push the demanded version out of reach.
-            (Below t - S it would be stale in the next batch. Above t no actor could start.) For S = 0 this is t
-            itself: the synchronous schedule.
+            (Below t - S the rollout would be stale in the next batch. Above t no actor could start.) For S = 0 this
+            is t itself: the synchronous schedule.
+
+            n is taken as  B * (t - start) + live  when the ticket is issued. This is the number of tickets issued
+            before, as long as each batch holds exactly B rollouts and none is dropped. Because n is recomputed each
+            time, dropped or masked rollouts and batches of another size cannot push the version out of reach.
 
     A ticket that is issued again keeps its place in `live` and its n.
     """
@@ -58,7 +59,7 @@ class Pacing:
         return WeightVersion(self._start.epoch, self._trained_step)
 
     def issue(self) -> int:
-        """Take one place; returns n. Raises RuntimeError when there is none: ask `free` first."""
+        """Take one place and return n. Raises RuntimeError if there is none: check `free` first."""
         if self.free <= 0:
             raise RuntimeError(f"no ticket may be issued: {self!r}; expected the caller to ask `free` first")
         n = self._batch_rollouts * (self._trained_step - self._start.step) + self._live
@@ -66,23 +67,23 @@ class Pacing:
         return n
 
     def settle(self) -> None:
-        """A rollout with a ticket was trained, masked or dropped for good."""
+        """Free the place of a rollout that was trained, masked or dropped for good."""
         if self._live <= 0:
             raise RuntimeError(f"more rollouts settled than issued: {self!r}")
         self._live -= 1
 
     def trained(self, version: WeightVersion) -> None:
-        """The learner made `version` out of a batch."""
+        """Note that the learner trained a batch into `version`."""
         if version.epoch == self._start.epoch:
             self._trained_step = max(self._trained_step, version.step)
 
     def restart(self, version: WeightVersion) -> None:
-        """A learner of a higher epoch goes on from `version`. Live rollouts keep their places."""
+        """Continue from `version`, with a learner of a higher epoch. Live rollouts keep their places."""
         self._start = version
         self._trained_step = version.step
 
     def min_version(self, n: int) -> WeightVersion:
-        """Weights that the n-th ticket must wait for."""
+        """Version of the weights that the n-th ticket must wait for."""
         step = self._start.step + n // self._batch_rollouts - self._max_staleness
         lowest = max(self._start.step, self._trained_step - self._max_staleness)
         return WeightVersion(self._start.epoch, min(max(step, lowest), self._trained_step))

@@ -18,7 +18,7 @@ from protocol.messages import ForgottenPeers, Message, PeerView, Role, ScoreCred
 
 
 class Outgoing(NamedTuple):
-    """A message to send: to whom, what, and its frames."""
+    """A message to send to one peer, and its frames."""
 
     role: Role
     name: str
@@ -27,29 +27,29 @@ class Outgoing(NamedTuple):
 
 
 class Outbox:
-    """Collects what one event wants sent."""
+    """Collects the messages that one event causes."""
 
     def __init__(self) -> None:
         self._messages: list[Outgoing] = []
         self.learner: str | None = None
-        """Name of the learner that is connected."""
+        """Name of the connected learner."""
 
     def send(self, role: Role, name: str, message: Message, arrays: tuple[Array, ...] = ()) -> None:
         self._messages.append(Outgoing(role, name, message, arrays))
 
     def send_learner(self, message: Message, arrays: tuple[Array, ...] = ()) -> None:
-        """To the learner if one is connected: it is told again, or asks again, when it comes back."""
+        """Send to the learner if one is connected. One that comes back is sent the same again, or asks for it."""
         if self.learner is not None:
             self.send("learner", self.learner, message, arrays)
 
     def take(self) -> list[Outgoing]:
-        """Empty it."""
+        """Return the collected messages, and forget them."""
         messages, self._messages = self._messages, []
         return messages
 
 
 class Lease:
-    """One score job at one teacher."""
+    """A score job granted to one teacher."""
 
     __slots__ = ("granted_s", "hedge", "job", "lease_id", "teacher")
 
@@ -59,11 +59,11 @@ class Lease:
         self.teacher = teacher
         self.granted_s = granted_s
         self.hedge = hedge
-        """Granted while the job was out at another teacher."""
+        """True if the job was already out at another teacher."""
 
 
 class Peer:
-    """One name of one role. A new incarnation replaces the record and takes over its totals."""
+    """A peer, known by role and name. A new incarnation replaces the record and takes over its totals."""
 
     def __init__(self, role: Role, name: str, incarnation: str, now_s: float, former: Peer | None = None) -> None:
         self.role: Role = role
@@ -98,19 +98,19 @@ class Peer:
         )
 
     def held_back(self, now_s: float) -> str:
-        """Why it is given no work although it is there; empty: it is."""
+        """Reason why a connected peer receives no work; empty if it does."""
         return ""
 
 
 class ActorPeer(Peer):
-    """Holds tickets. Credit counts rollouts."""
+    """An actor, which holds tickets. Its credit counts rollouts."""
 
     def __init__(self, name: str, incarnation: str, now_s: float, former: Peer | None = None) -> None:
         super().__init__("actor", name, incarnation, now_s, former)
         self.rollouts: dict[str, Rollout] = {}
-        """Running there, by id."""
+        """Rollouts that run at this actor, by id."""
         self.taken_back: list[str] = []
-        """Rollouts taken from it while it was silent: cancelled when the same incarnation is heard again."""
+        """Rollouts taken from it while it was silent. They are cancelled if the same incarnation is heard again."""
         self._credit = TicketCredit(n=0, seq=-1, tickets_received_total=0)
         self._sent_total = 0
         self._counts_meet = True
@@ -121,7 +121,7 @@ class ActorPeer(Peer):
 
     @property
     def free(self) -> int:
-        """Tickets it may be sent now."""
+        """Number of tickets that it may be sent now."""
         if not self._counts_meet:
             return 0
         return self._credit.n - (self._sent_total - self._credit.tickets_received_total)
@@ -135,7 +135,7 @@ class ActorPeer(Peer):
             self._counts_meet = True
 
     def lost(self) -> list[Rollout]:
-        """It was declared lost: it holds nothing any more. Returns what it held."""
+        """Take back all rollouts of an actor that was declared lost, and return them."""
         self._counts_meet = False
         rollouts = list(self.rollouts.values())
         self.rollouts.clear()
@@ -148,7 +148,7 @@ class ActorPeer(Peer):
 
 
 class TeacherPeer(Peer):
-    """Holds score leases. Credit counts context tokens."""
+    """A teacher, which holds score leases. Its credit counts context tokens."""
 
     def __init__(
         self, name: str, pool: str, incarnation: str, now_s: float, breaker: Breaker, former: Peer | None = None
@@ -160,7 +160,7 @@ class TeacherPeer(Peer):
         self._credit = ScoreCredit(tokens=0, seq=-1, items_received_total=0)
         self._sent_total = 0
         self._on_their_way: deque[tuple[int, int]] = deque()
-        """(how many items had been sent before this one, its context tokens)"""
+        """(number of items sent before this one, its context tokens)"""
         self._tokens_on_their_way = 0
         self._counts_meet = True
 
@@ -171,7 +171,7 @@ class TeacherPeer(Peer):
     def held_back(self, now_s: float) -> str:
         if not self.alive:
             return ""
-        return self.breaker.told(now_s) or ("leaving" if self.stats.get("draining") else "")
+        return self.breaker.reason(now_s) or ("leaving" if self.stats.get("draining") else "")
 
     @property
     def free_tokens(self) -> int:
@@ -180,7 +180,8 @@ class TeacherPeer(Peer):
         return self._credit.tokens - self._tokens_on_their_way
 
     def has_room(self, context_tokens: int) -> bool:
-        """May an item of this length be leased to it? One that is longer than its credit goes alone."""
+        """Return True if an item of this length may be leased to it. An item longer than its credit is sent by
+        itself."""
         return context_tokens <= self.free_tokens or (self.free_tokens > 0 and not self.leases)
 
     def give_credit(self, credit: ScoreCredit) -> None:
@@ -194,7 +195,7 @@ class TeacherPeer(Peer):
             self._tokens_on_their_way -= self._on_their_way.popleft()[1]
 
     def lost(self) -> None:
-        """It was declared lost: nothing is on its way any more."""
+        """Forget what was on its way to a teacher that was declared lost."""
         self._counts_meet = False
         self._on_their_way.clear()
         self._tokens_on_their_way = 0
@@ -207,15 +208,17 @@ class TeacherPeer(Peer):
 
 
 class PeerTable:
-    """A peer is entered when it says Hello and is gone when it is lost; under the same name it may come back."""
+    """All peers that are connected, and the last of those that were: a run of weeks has workers that come for an hour.
+
+    A peer is entered when it says Hello and is gone when it is lost. It may come back under the same name."""
 
     remembered: ClassVar[int] = 256
-    """Actors and teachers that are gone. Of those that left before them only sums are kept."""
+    """Number of gone actors and teachers to remember. Of those that left earlier only sums are kept."""
 
     def __init__(self) -> None:
         self._peers: dict[tuple[Role, str], Peer] = {}
         self._gone: dict[tuple[Role, str], None] = {}
-        """In the order in which they went."""
+        """Keys of peers that are gone, in the order in which they left."""
         self.forgotten: dict[Role, ForgottenPeers] = {}
 
     def __iter__(self) -> Iterator[Peer]:
@@ -225,18 +228,18 @@ class PeerTable:
         return self._peers.get((role, name))
 
     def enter(self, peer: Peer) -> None:
-        """It is there, in place of any other of its name."""
+        """Add a connected peer, in place of any other of its name."""
         key = peer.role, peer.name
         self._peers[key] = peer
         self._gone.pop(key, None)
 
     def remove(self, peer: Peer) -> None:
-        """Nothing of it shall be left."""
+        """Forget a peer completely."""
         del self._peers[peer.role, peer.name]
 
     def gone(self, peer: Peer) -> Peer | None:
-        """An actor or teacher that holds nothing any more. Returns a peer that is forgotten in its stead. (A learner is
-        never told here: another that knows its batches must find it.)"""
+        """Note that an actor or teacher is gone and holds nothing. Returns the peer that is forgotten in its place, if
+        any. Not for learners: a restarted learner that knows the same batches must find its record."""
         self._gone[peer.role, peer.name] = None
         if len(self._gone) <= self.remembered:
             return None

@@ -30,15 +30,16 @@ HEDGE_QUANTILE: Final = 0.95
 LONGEST_BACKOFF: Final = 60.0
 """Longest time without work after a breaker opened, in units of breaker_backoff_s."""
 MIN_TIMES: Final = 16
-"""Of fewer lease times nobody can say what is usual."""
+"""Lease times that are needed to say what is usual."""
 
 Waste: TypeAlias = Literal["original_late", "hedge_late", "hedge_failed", "hedge_unwanted"]
-"""Why a lease was for nothing. `original_late`: the hedge answered first. `hedge_late`: it did not. `hedge_failed`: it
-failed, ran out, or its teacher was lost. `hedge_unwanted`: nobody wanted the scores any more."""
+"""Reason why a lease was wasted. `original_late`: the hedge answered first. `hedge_late`: the original did.
+`hedge_failed`: the hedge failed, ran out, or its teacher was lost. `hedge_unwanted`: its scores were no longer
+wanted."""
 
 
 class LeaseTimes:
-    """The last WINDOW lease times of a pool, seconds."""
+    """The last WINDOW lease times of a pool, in seconds."""
 
     __slots__ = ("_in_order", "_sorted")
 
@@ -56,13 +57,14 @@ class LeaseTimes:
             del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
 
     def quantile(self, q: float) -> float | None:
-        """The least of the times that at least the share `q` of them does not exceed; None of fewer than MIN_TIMES."""
+        """Smallest time that at least the share `q` of the times does not exceed; None if there are fewer than
+        MIN_TIMES."""
         n = len(self._sorted)
         return None if n < MIN_TIMES else self._sorted[max(0, math.ceil(q * n) - 1)]
 
 
 class HedgeBudget:
-    """Which of a pool's last WINDOW leases were hedges."""
+    """Limits the share of hedges among a pool's last WINDOW leases."""
 
     __slots__ = ("_n_hedges", "_recent")
 
@@ -77,26 +79,26 @@ class HedgeBudget:
             self._n_hedges -= self._recent.popleft()
 
     def allows(self, share: float) -> bool:
-        """One more hedge?"""
+        """Return True if one more hedge keeps within this share."""
         return self._n_hedges + 1 <= share * len(self._recent)
 
 
 class HedgeCounts:
-    """Since the start, over all pools."""
+    """Hedges since the start, over all pools."""
 
     def __init__(self) -> None:
         self.sent = 0
         self.won = 0
-        """The hedge's scores were the ones that counted."""
+        """Hedges whose scores arrived first."""
         self.wasted: dict[Waste, int] = {"original_late": 0, "hedge_late": 0, "hedge_failed": 0, "hedge_unwanted": 0}
 
 
 MAX_PASSED_OVER = 32
-"""Jobs that no teacher with room may take looked past in one go."""
+"""Limit on the jobs passed over in one go because no teacher with room may take them."""
 
 
 class Pool:
-    """The queue of one pool, and its teachers."""
+    """Queue and teachers of one pool."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -105,7 +107,7 @@ class Pool:
         self.times = LeaseTimes()
         self.budget = HedgeBudget()
         self.unhedged: dict[int, Lease] = {}
-        """Leases that are out, of jobs that were not hedged; oldest first."""
+        """Leases out for jobs that were not hedged, oldest first."""
 
     def granted(self, lease: Lease) -> None:
         self.budget.granted(hedge=lease.hedge)
@@ -126,25 +128,28 @@ class Pool:
             yield lease
 
     def something_is_due(self, now_s: float, config: BufferConfig) -> bool:
-        """May time alone have made something possible: a hedge, or a probe?"""
-        probes = any(t.breaker.is_open and t.breaker.lets(now_s) for t in self.teachers.values())
+        """Return True if the passing of time has made a hedge or a probe possible."""
+        probes = any(t.breaker.is_open and t.breaker.allows(now_s) for t in self.teachers.values())
         return probes or next(self.overdue(now_s, config), None) is not None
 
 
 class TeacherHealth:
-    """Owner of what is held against teachers."""
+    """Decides whether a failed lease is the fault of its teacher or of the item, and informs the circuit breakers.
+
+    A lease that another teacher answered first (`superseded`) is watched until its deadline: late scores mean that the
+    teacher is slow, no scores that it is failing."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._config = config
         self._superseded: dict[int, tuple[TeacherPeer, str]] = {}
-        """Lease -> who has it, and of which item."""
+        """Lease id -> its teacher and item."""
         self._breakers: dict[str, Breaker] = {}
-        """Of the newest process of each teacher, there or not."""
+        """Breaker of the newest process of each teacher, connected or not."""
         self.opened_total = 0
         self.probes_total = 0
 
     def new_breaker(self, name: str) -> Breaker:
-        """For a new process of this teacher."""
+        """Make the breaker for a new process of this teacher."""
         config = self._config
         breaker = self._breakers[name] = Breaker(
             failures=config.breaker_failures,
@@ -157,7 +162,7 @@ class TeacherHealth:
         self.probes_total += lease.teacher.breaker.sent(lease.lease_id)
 
     def failed(self, now_s: float, lease: Lease) -> None:
-        """It failed, or its deadline passed."""
+        """Handle a lease that failed or whose deadline passed."""
         job = lease.job
         others = job.failed_by - {lease.teacher.name}
         job.failed_by.add(lease.teacher.name)
@@ -165,43 +170,43 @@ class TeacherHealth:
         if not others:
             self._against(now_s, lease.teacher, lease.lease_id, job.item)
             return
-        lease.teacher.breaker.came_to_nothing(lease.lease_id)
+        lease.teacher.breaker.inconclusive(lease.lease_id)
         for name in sorted(job.failed_by & self._breakers.keys()):
             self._breakers[name].pardon(job.item)
 
     def superseded(self, lease: Lease) -> None:
-        """Another teacher answered first."""
+        """Watch a lease that another teacher answered first."""
         self._superseded[lease.lease_id] = (lease.teacher, lease.job.item)
 
     def watches(self, lease_id: int) -> bool:
         return lease_id in self._superseded
 
     def answered_late(self, teacher: TeacherPeer, lease_id: int) -> None:
-        """Scores for a lease that is over."""
+        """Handle scores for a lease that is over."""
         if self._superseded.get(lease_id, (None, ""))[0] is teacher:
             del self._superseded[lease_id]
-            teacher.breaker.came_to_nothing(lease_id)
+            teacher.breaker.inconclusive(lease_id)
 
     def failed_late(self, now_s: float, teacher: TeacherPeer, lease_id: int) -> None:
-        """A failure for a lease that is over; another teacher could score the item."""
+        """Handle a failure for a lease that is over: another teacher could score the item."""
         watched, item = self._superseded.get(lease_id, (None, ""))
         if watched is teacher:
             del self._superseded[lease_id]
             self._against(now_s, teacher, lease_id, item)
 
     def ran_out(self, now_s: float, lease_id: int) -> None:
-        """The deadline of a superseded lease passed, and no answer came."""
+        """Handle a superseded lease whose deadline passed without an answer."""
         teacher, item = self._superseded.pop(lease_id)
         self._against(now_s, teacher, lease_id, item)
 
     def lost(self, teacher: TeacherPeer) -> None:
-        """What it had may never have reached it."""
+        """Stop watching a lost teacher's leases: it may never have received them."""
         for lease_id in [i for i, (watched, _) in self._superseded.items() if watched is teacher]:
             del self._superseded[lease_id]
-            teacher.breaker.came_to_nothing(lease_id)
+            teacher.breaker.inconclusive(lease_id)
 
     def forgotten(self, name: str) -> None:
-        """This teacher left so long ago that nothing is held against it any more."""
+        """Forget the breaker of a teacher that left long ago."""
         del self._breakers[name]
 
     def _against(self, now_s: float, teacher: TeacherPeer, lease_id: int, item: str) -> None:

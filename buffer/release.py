@@ -1,17 +1,17 @@
-"""Batches: which scored tokens leave for the learner, when, and the lease on them until they are trained.
+"""Batches: which scored tokens leave for the learner and when, and the lease on them until they are trained.
 
-While the learner waits (`want` .. `form`), the desk keeps for every sample the weight of what it could let go, updated
-for the one sample that an event touches. Samples are looked through only when the weights add up to a batch.
+While the learner waits (`want` .. `form`), the weight of what each sample could release is kept up to date; an event
+changes the weight of one sample. The samples are searched only when the weights add up to a batch.
 
     weight of a whole rollout of which nothing left before   1
     weight of any other piece                                its open tokens / mean sampled tokens of finished rollouts
 
-What a sample could let go, by `release` (for max_staleness 0 always whole rollouts, as the schedule demands):
+A sample could release, depending on `release` (always whole rollouts if max_staleness is 0, as the schedule demands):
 
-    rollout    all of it when it is whole and so is every other unsettled sample of its group. Rollouts of the group
-               that were masked whole go along, with nothing to train: advantages are relative to all rewards
+    rollout    all of it, when it and every other unsettled sample of its group are whole. Rollouts of the group that
+               were masked as a whole go along with nothing to train: advantages are relative to all rewards
     segment    its scored prefix
-    deadline   all of it when it is whole; its scored prefix when the oldest token of that would be stale in the next
+    deadline   all of it, when it is whole; its scored prefix, when the oldest token of that would be stale in the next
                batch, or when the learner has waited for `idle_release_s`
 """
 
@@ -28,24 +28,22 @@ from buffer.history import Runs
 from buffer.ledger import NON_FINITE, TOO_LARGE
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
-from buffer.task_book import TaskBook
 from buffer.tokens import Array
-from buffer.versions import VersionTable
 from protocol.messages import BatchItem, Settled, TopKPiece, WeightVersion
 
 _ROUNDING = 1e-9
-"""Weights of the pieces of a rollout add up to 1 but for rounding."""
+"""Tolerance, as the weights of a rollout's pieces add up to 1 except for rounding."""
 
 
 class Piece(NamedTuple):
-    """Segments of one rollout, leased together."""
+    """Segments of one rollout that are leased together."""
 
     rollout: Rollout
     segments: tuple[Segment, ...]
 
 
 class LeasedBatch(NamedTuple):
-    """What the learner holds; kept whole, so that a repeated request gets the same."""
+    """A batch that the learner holds, kept complete so that a repeated request gets the same answer."""
 
     batch_id: int
     version: WeightVersion
@@ -60,20 +58,21 @@ class LeasedBatch(NamedTuple):
 class BatchDesk:
     """Owner of the learner's request and of its batch leases."""
 
-    def __init__(self, config: BufferConfig, life: Lifecycle, tasks: TaskBook, versions: VersionTable) -> None:
+    def __init__(self, config: BufferConfig, life: Lifecycle) -> None:
         self._config = config
         self._life = life
-        self._tasks = tasks
-        self._versions = versions
+        self._tasks = life.tasks
+        self._versions = life.versions
         self.wanted: WeightVersion | None = None
-        """The learner waits for a batch of this step."""
+        """Version for which the learner waits for a batch."""
         self.leased: dict[int, LeasedBatch] = {}
         self.trained: Runs[int] = Runs()
-        """Every batch that was trained, and in which epoch."""
+        """Epoch in which each trained batch was trained, by batch id."""
         self._wanted_since_s = 0.0
         self._idle = False
         self._weights: dict[int, float] = {}
-        """While wanted: weight of what could leave, by slot order (release `rollout`: by that of its group's first)."""
+        """While a batch is wanted: weight of what could leave, by slot order (release `rollout`: of its group's first
+        slot)."""
         self._candidates: dict[int, Slot] = {}
         self._total = 0.0
         self._weighed_with_mean: float | None = None
@@ -85,7 +84,7 @@ class BatchDesk:
     # ------------------------------------------------------------------------------------------------- request
 
     def want(self, now_s: float, version: WeightVersion) -> None:
-        """The learner waits for the batch of `version.step`."""
+        """Note that the learner waits for the batch of `version.step`."""
         if self.wanted == version:
             return
         self.wanted = version
@@ -103,7 +102,8 @@ class BatchDesk:
         return next((batch for batch in self.leased.values() if batch.version == version), None)
 
     def tick(self, now_s: float) -> None:
-        """After `idle_release_s` of waiting, scored prefixes count as well. Weigh anew when the mean has changed."""
+        """Let scored prefixes count after `idle_release_s` of waiting. Weigh all again if the mean length has
+        changed."""
         if self.wanted is None:
             return
         may_idle = self._config.release == "deadline" and self._config.max_staleness > 0
@@ -113,7 +113,7 @@ class BatchDesk:
             self._weigh_all()
 
     def touch(self, slot: Slot) -> None:
-        """What the slot could let go may have changed."""
+        """Weigh a slot again, because what it could release may have changed."""
         if self.wanted is None:
             return
         if self._config.release == "rollout":
@@ -130,8 +130,8 @@ class BatchDesk:
     # ------------------------------------------------------------------------------------------------- forming
 
     def form(self, nothing_follows: Callable[[], bool]) -> LeasedBatch | None:
-        """Lease a batch to the learner if one is due. `nothing_follows`: can no more come, so that a smaller one will
-        do? Asked again after the hard check, which may have settled rollouts and made room for others."""
+        """Lease a batch to the learner if one is due. `nothing_follows()`: nothing more can arrive, so that a smaller
+        batch is enough. It is called again after the hard check, which may settle rollouts and make room for others."""
         version = self.wanted
         if version is None or not self._weights:
             return None
@@ -147,7 +147,8 @@ class BatchDesk:
         return batch
 
     def settle(self, batch: LeasedBatch, version: WeightVersion, masked: Collection[str]) -> dict[int, int]:
-        """The learner trained it into `version`, all but the rollouts `masked`. Returns trained tokens by distance."""
+        """Count a batch as trained into `version`, except for the rollouts `masked`. Returns trained tokens by
+        staleness."""
         del self.leased[batch.batch_id]
         self.trained.put(batch.batch_id, version.epoch)
         left_out: dict[int, int] = {}
@@ -161,7 +162,7 @@ class BatchDesk:
         return {d: n - left_out.get(d, 0) for d, n in batch.staleness.items() if n > left_out.get(d, 0)}
 
     def give_back_all(self) -> None:
-        """The learner is gone: what it held waits again, and nobody waits for it."""
+        """Let everything that a lost learner held wait again, and forget its request."""
         for batch in self.leased.values():
             for piece in batch.pieces:
                 self._life.give_back(piece.rollout, piece.segments)
@@ -184,7 +185,7 @@ class BatchDesk:
                 groups_seen.add(task_id)
 
     def _weight(self, slot: Slot, version: WeightVersion) -> float:
-        """Of what the slot could let go; for release `rollout`, of its group."""
+        """Weight of what the slot could release (release `rollout`: its group)."""
         if self._config.release != "rollout":
             rollout = slot.rollout
             return self._rollout_weight(rollout) if rollout and self._may_leave(rollout, version) else 0.0
@@ -209,8 +210,8 @@ class BatchDesk:
         return oldest >= self._config.max_staleness
 
     def _choose(self, version: WeightVersion, enough: float) -> tuple[list[Rollout], float]:
-        """Oldest first until it is enough, or no more fits into one message. Tokens that are too stale for `version`
-        are masked on the way."""
+        """Choose rollouts, oldest first, until they are enough or no more fits into one message. Tokens that are too
+        stale for `version` are masked on the way."""
         chosen: list[Rollout] = []
         total, room = 0.0, Room()
         for order in sorted(self._candidates):
@@ -221,7 +222,7 @@ class BatchDesk:
             rollouts = _whole_group(slot.task) if by_group else [slot.rollout] if slot.rollout else []
             leaving: list[Rollout] = []
             for rollout in rollouts:
-                self._life.mask_stale(rollout, version, self._versions, self._config.max_staleness)
+                self._life.mask_stale(rollout, version)
                 if rollout.n_offered_tokens > 0 and (by_group or self._may_leave(rollout, version)):
                     leaving.append(rollout)
             leaving = self._sendable(slot.task, leaving)
@@ -232,8 +233,8 @@ class BatchDesk:
         return chosen, total
 
     def _sendable(self, task: TaskRecord, leaving: list[Rollout]) -> list[Rollout]:
-        """Those that leave together, without what no message could hold: that is masked, else it would be in the way of
-        all others for ever."""
+        """The rollouts that can leave together. Those that no message could hold are masked, or they would block all
+        others forever."""
         kept = [rollout for rollout in leaving if fits_alone([size_of(rollout)])]
         self._mask_too_large(rollout for rollout in leaving if rollout not in kept)
         if fits_alone(_sizes(task, kept)):
@@ -278,7 +279,7 @@ class BatchDesk:
     def _count_staleness(
         self, version: WeightVersion, rollout: Rollout, segments: Iterable[Segment], staleness: dict[int, int]
     ) -> None:
-        """Add the open tokens of `segments` to the histogram; none may be too far."""
+        """Add the open tokens of `segments` to the histogram. None may be too stale."""
         for segment in segments:
             for span in segment.spans:
                 n = rollout.tokens.n_open(span.start, span.end)
@@ -290,12 +291,12 @@ class BatchDesk:
                 staleness[distance] = staleness.get(distance, 0) + n
 
     def _witnesses(self, pieces: Iterable[Piece]) -> list[Rollout]:
-        """Rollouts of the groups in `pieces` that have nothing to train, but a reward."""
+        """Rollouts of the groups in `pieces` that have a reward but nothing to train."""
         groups = {piece.rollout.slot.task.task.task_id: piece.rollout.slot.task for piece in pieces}
         return [witness for task in groups.values() for witness in _witnesses_of(task)]
 
     def _settled_with(self, pieces: Iterable[Piece]) -> tuple[Settled, ...]:
-        """Samples settled since the last trained batch, and those that will be with this one."""
+        """Samples settled since the last trained batch, and those that this batch will settle."""
         settled = {(sample.task_id, sample.sample_index): sample for sample in self._tasks.to_report()}
         for rollout, _ in pieces:
             task = rollout.slot.task
@@ -305,14 +306,14 @@ class BatchDesk:
                 if fate is not None:
                     key = (task.task.task_id, slot.sample_index)
                     settled[key] = Settled(*key, *fate)
-        told = {(one.task_id, one.sample_index) for batch in self.leased.values() for one in batch.settled}
-        return tuple(sample for key, sample in settled.items() if key not in told)
+        reported = {(one.task_id, one.sample_index) for batch in self.leased.values() for one in batch.settled}
+        return tuple(sample for key, sample in settled.items() if key not in reported)
 
 
 def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:
-    """The wire form of these segments of a rollout with all before them: the item and its four or five arrays.
+    """The wire form of these segments of a rollout and everything before them: the item and its four or five arrays.
 
-    When nothing open follows them the item reaches to the rollout's end, so that it carries reward and finish."""
+    If nothing open follows them the item extends to the rollout's end, so that it carries reward and finish reason."""
     last = segments[-1] if segments else None
     n_segments = len(rollout.segments)
     if last is not None and not (rollout.closed and all(s.state.settled for s in rollout.segments[last.index + 1 :])):
@@ -345,7 +346,7 @@ def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchIte
 
 
 def _top_k(segments: Iterable[Segment]) -> tuple[tuple[TopKPiece, ...], list[bytes]]:
-    """What teachers sent for the segments, and its frames."""
+    """Top-k pieces of the segments, and their payloads."""
     pieces: list[TopKPiece] = []
     payloads: list[bytes] = []
     for segment in segments:
@@ -356,7 +357,7 @@ def _top_k(segments: Iterable[Segment]) -> tuple[tuple[TopKPiece, ...], list[byt
 
 
 def _whole_group(task: TaskRecord) -> list[Rollout]:
-    """The unsettled rollouts of a task when all of them are whole and none is leased; else nothing."""
+    """The unsettled rollouts of a task if all of them are whole and none is leased, otherwise none."""
     if not task.all_issued:
         return []
     rollouts: list[Rollout] = []
@@ -374,7 +375,7 @@ def _witnesses_of(task: TaskRecord) -> list[Rollout]:
 
 
 def _sizes(task: TaskRecord, leaving: list[Rollout]) -> list[Size]:
-    """Of these rollouts of a task, and of what goes along with them."""
+    """Sizes of these rollouts of a task, and of what goes along with them."""
     return [size_of(rollout) for rollout in (*leaving, *_witnesses_of(task))] if leaving else []
 
 
@@ -384,6 +385,6 @@ def _fate_if_trained(slot: Slot) -> Fate | None:
 
 
 def _leaves_nothing(slot: Slot) -> bool:
-    """Settled, or will be when the leased batches are trained."""
+    """Return True if the slot is settled, or will be when the leased batches are trained."""
     rollout = slot.rollout
     return slot.settled or (rollout is not None and rollout.closed and rollout.n_unsettled == rollout.n_in_batch)

@@ -1,4 +1,4 @@
-"""Records of what the buffer holds: tasks, their samples, the attempts at a sample, and the segments of an attempt.
+"""Records that the buffer holds: tasks, their samples, the attempts at a sample, and the segments of an attempt.
 
     TaskRecord  1 -- group_size  Slot  1 -- 0..1 at a time  Rollout (one attempt)  1 -- n  Segment  1 -- n  ScoreJob
 
@@ -26,23 +26,23 @@ from protocol.messages import Segment as SegmentMessage
 
 
 class Fate(NamedTuple):
-    """What became of an attempt or a sample, as `protocol.messages.Settled` says."""
+    """Outcome of an attempt or a sample, as in `protocol.messages.Settled`."""
 
     fate: Literal["trained", "masked", "dropped"]
     reason: str
 
 
 class SegmentState(enum.IntEnum):
-    """Where a segment is in its life."""
+    """State of a segment."""
 
     UNSCORED = 0
-    """Waits for teachers, or is leased to some."""
+    """Waiting for teachers, or leased to some."""
     SCORED = 1
-    """May leave for the learner."""
+    """Ready to leave for the learner."""
     IN_BATCH = 2
     """Leased to the learner."""
     TRAINED = 3
-    """Settled, as the next two: at least one token was trained."""
+    """Settled, as are the next two states: at least one token was trained."""
     MASKED = 4
     """No token was or will be trained, by decision."""
     DROPPED = 5
@@ -75,18 +75,18 @@ class ScoreJob:
         self.pool_index = pool_index
         """Index into the task's `teachers`."""
         self.attempts = 0
-        """Leases granted so far, hedges not counted."""
+        """Leases granted so far, not counting hedges."""
         self.lease_id: int | None = None
-        """Of the only lease, or of the older one of two."""
+        """Id of the only lease, or of the older one of two."""
         self.hedge_id: int | None = None
-        """Of the other one."""
+        """Id of the younger one of two leases."""
         self.hedged = False
-        """There was one, once: there is no second."""
+        """True once a hedge was granted: there is at most one per job."""
         self.failed_by: set[str] = set()
-        """Teachers that said they cannot, sent bad scores, or let the lease run out."""
+        """Teachers that reported a failure, sent bad scores, or let the lease run out."""
         self.failed_at_s = 0.0
         self.cancelled = False
-        """No longer wanted: the attempt ended, or another pool found the segment unscorable."""
+        """True if no longer wanted: the attempt ended, or another pool could not score the segment."""
 
     @property
     def pool(self) -> str:
@@ -94,7 +94,7 @@ class ScoreJob:
 
     @property
     def item(self) -> str:
-        """What is scored, for all pools alike."""
+        """Name of the segment to score, the same for all pools."""
         return f"{self.rollout.rollout_id}/{self.segment.index}"
 
 
@@ -130,15 +130,17 @@ class Segment:
         """Sampled tokens that are not trained, masked or dropped."""
         self.n_trained = 0
         self.masked_reason: str | None = None
-        """Of its first masked token."""
+        """Reason of its first masked token."""
         self.state = SegmentState.UNSCORED
         self.unscored_pools = n_pools
         self.jobs: list[ScoreJob] = []
-        """While UNSCORED. They lead back here: kept longer, they would leave each rollout to the garbage collector."""
+        """Jobs while UNSCORED. They refer back to the segment: kept longer, they would leave every rollout to the
+        cyclic garbage collector."""
         self.top_start, self.top_end = top_range
-        """Where top-k sets are of use: the narrowest range with all tokens that may be trained, or an empty one."""
+        """Range for which top-k sets are requested: the narrowest with all tokens that may be trained, or an empty
+        one."""
         self.top_k: dict[int, bytes] = {}
-        """Pool index -> payload of that range, where its teacher sent one. Until the segment is settled."""
+        """Top-k payload of that range by pool index, if the teacher sent one; kept until the segment is settled."""
 
     def __repr__(self) -> str:
         return f"Segment({self.index}, [{self.start}, {self.end}), {self.state.name}, open={self.n_open})"
@@ -184,18 +186,18 @@ class Rollout:
         self.ticket = ticket
         self.actor = actor
         self.deadline_s = 0.0
-        """The ticket is taken back then, unless a segment comes."""
+        """Time at which the ticket is taken back, unless a segment arrives."""
         n_pools = len(slot.task.task.teachers)
         self.tokens = TokenStore(n_pools)
         self.segments: list[Segment] = []
         self.held: dict[int, tuple[SegmentMessage, tuple[Array, ...]]] = {}
         """Segments that arrived ahead of a missing one, by index: neither acknowledged nor counted yet."""
         self.affinity: list[str | None] = [None] * n_pools
-        """The teacher of each pool that scored it last."""
+        """For each pool, the teacher that scored this rollout last."""
         self.closed = False
-        """No more segments: final, or cut off where it stands."""
+        """True if no more segments follow: final, or cut off where it stands."""
         self.cut_reason = ""
-        """Why it was cut off."""
+        """Reason why it was cut off."""
         self.final = False
         self.finish_reason: str | None = None
         self.reward: float | None = None
@@ -203,20 +205,20 @@ class Rollout:
         self.n_sampled = 0
         self.n_trained_tokens = 0
         self.n_unsettled = 0
-        """Segments, as the next two."""
+        """Number of segments, as in the next two fields."""
         self.n_unscored = 0
         self.n_in_batch = 0
         self.masked_reason: str | None = None
-        """Of its first masked token."""
+        """Reason of its first masked token."""
         self.drop_reason: str | None = None
         self.front = 0
-        """Leading segments none of which is UNSCORED."""
+        """Number of leading segments none of which is UNSCORED."""
         self.offer_from = 0
         """No segment before this one is SCORED."""
         self.n_offered_tokens = 0
-        """Open tokens of SCORED segments before `front`: what could leave now."""
+        """Open tokens of SCORED segments before `front`: those that could leave now."""
         self.offered_versions: set[WeightVersion] = set()
-        """Their versions (at least)."""
+        """Versions of those tokens. May contain more."""
 
     def __repr__(self) -> str:
         return (
@@ -229,7 +231,7 @@ class Rollout:
         return self.ticket.rollout_id
 
     def score_item(self, lease_id: int, segment: Segment) -> tuple[ScoreItem, Int32s]:
-        """What a teacher gets to score a segment: the item and its frame."""
+        """Item and frame that are sent to a teacher to score a segment."""
         start, end = segment.start, segment.end
         item = ScoreItem(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end)
         ids_N, record = self.tokens.ids(end), self.slot.task
@@ -240,7 +242,7 @@ class Rollout:
         return item, np.concatenate([record.teacher_prompt_T, ids_N[n_prompt:]])
 
     def context_tokens(self, segment: Segment) -> int:
-        """Length of that frame."""
+        """Length of the frame of `score_item`."""
         record = self.slot.task
         other = 0 if record.teacher_prompt_T is None else len(record.teacher_prompt_T) - len(record.prompt_T)
         return segment.end + other
@@ -255,17 +257,17 @@ class Rollout:
 
     @property
     def whole(self) -> bool:
-        """Nothing more will come, from its actor or from teachers."""
+        """True if nothing more will arrive from its actor or from teachers."""
         return self.closed and self.n_unscored == 0
 
     @property
     def untouched(self) -> bool:
-        """No token was trained or is in a batch."""
+        """True if no token was trained or is in a batch."""
         return self.n_trained_tokens == 0 and self.n_in_batch == 0
 
     @property
     def fate(self) -> Fate:
-        """What has become of it, once nothing is open."""
+        """Outcome, once nothing is open."""
         reason = self.drop_reason or self.masked_reason or self.cut_reason
         if self.n_trained_tokens > 0:
             return Fate("trained", reason)
@@ -276,7 +278,7 @@ class Rollout:
         return [s for s in self.segments[self.offer_from : self.front] if s.state is SegmentState.SCORED]
 
     def spans(self, n_segments: int) -> tuple[VersionSpan, ...]:
-        """Version spans of the first segments, neighbours of one version joined."""
+        """Version spans of the first segments. Adjacent spans of one version are joined."""
         joined: list[VersionSpan] = []
         for segment in self.segments[:n_segments]:
             for span in segment.spans:
@@ -288,7 +290,7 @@ class Rollout:
 
 
 class Slot:
-    """One sample of a task, over all attempts at it."""
+    """One sample of a task, through all attempts at it."""
 
     __slots__ = (
         "attempt",
@@ -308,23 +310,23 @@ class Slot:
         self.task = task
         self.sample_index = sample_index
         self.epoch = epoch
-        """The learner's, when it got its first ticket."""
+        """Epoch of the learner when the first ticket was issued."""
         self.order = order
-        """Rises with issue; a later attempt keeps it. Batches take the lowest first."""
+        """Number in the order of first tickets. Later attempts keep it, and batches take the lowest first."""
         self.n = n
         """Place in the learner's schedule (`buffer.pacing`); 0 for evaluation."""
         self.attempt = 0
         self.rollout: Rollout | None = None
-        """The attempt that runs or waits; None while it is to be issued again, and when settled."""
+        """The attempt that runs or waits; None while a new ticket is to be issued, and when settled."""
         self.ready = False
-        """Its rollout is whole."""
+        """True if its rollout is whole."""
         self.settled = False
-        """Trained, masked or dropped for good."""
+        """True if trained, masked or dropped for good."""
         self.fate: Fate | None = None
-        """Of its last attempt, when that is over."""
+        """Outcome of its last attempt, once that is over."""
         self.witness: Rollout | None = None
-        """Of a group that leaves as a whole: a rollout that was masked whole. It goes along without a token to train,
-        as its reward belongs to the group's mean."""
+        """Release `rollout` only: the rollout, if it was masked as a whole. It goes along with its group without a
+        token to train, because its reward belongs to the group's mean."""
 
     def __lt__(self, other: Slot) -> bool:
         return self.order < other.order
@@ -336,20 +338,20 @@ class TaskRecord:
     __slots__ = ("min_version", "n_settled", "prompt_T", "slots", "task", "teacher_prompt_T", "to_issue")
 
     def __init__(self, task: Task, prompts_T: Int32s, *, min_version: WeightVersion) -> None:
-        """`prompts_T`: the frame of the task, of one prompt or of two."""
+        """`prompts_T`: the task's frame: the student's prompt, then the teachers' prompt if they have another."""
         self.task = task
         n_prompt = len(prompts_T) - task.teacher_prompt_tokens
         self.prompt_T = prompts_T[:n_prompt]
         self.teacher_prompt_T = prompts_T[n_prompt:] if task.teacher_prompt_tokens else None
-        """What teachers read in place of the prompt; None: the same."""
+        """Prompt that teachers read instead of the student's; None if they read the same."""
         self.min_version = min_version
-        """For evaluation: the version published when it was offered."""
+        """Evaluation tasks only: the version that was published when the task was offered."""
         self.to_issue = deque(range(task.group_size))
-        """Samples that have had no ticket, ascending."""
+        """Samples that never had a ticket, ascending."""
         self.slots: list[Slot] = []
-        """Samples that have had one, in the order of their tickets."""
+        """Samples that had one, in the order of their tickets."""
         self.n_settled = 0
-        """Samples, those included that were settled before a restart and have no slot here."""
+        """Settled samples, including those that were settled before a restart and have no slot here."""
 
     @property
     def all_issued(self) -> bool:

@@ -1,16 +1,17 @@
-"""Score leases: which teacher scores which segment next, and what happens when it does not.
+"""Score leases: which teacher scores which segment next, and what happens if it fails to.
 
     segment accepted -> one ScoreJob per pool of its task, queued by (evaluation first, ticket order, index)
     credit + queue   -> lease: to the teacher that had the rollout last if it has room, else to the one with most room
-    lease overdue    -> once per job, a second lease to another teacher (`buffer.pools`); the first answer counts
+    lease overdue    -> hedge: once per job, a second lease to another teacher (`buffer.pools`); the first answer counts
     Scores           -> the job is done; after the last pool the segment is SCORED
     ScoreFailed, bad scores, lease over, teacher lost
-                     -> unless it is out at another teacher, queued again; after `max_score_attempts` leases the job is
-                        given up (the caller masks)
+                     -> queued again, unless it is out at another teacher; after `max_score_attempts` leases the job is
+                        given up, and the caller masks its tokens
 
-A job is leased to two teachers at most. A teacher that failed a job gets it again only when all teachers of the pool
-have failed it, or after `lease_s`; one that fails job after job is held back (`buffer.pools`). The queue is
-served strictly in order: a long item that fits nowhere waits for room and is not overtaken, so that it cannot starve.
+A job is leased to at most two teachers at a time. A teacher that failed a job gets it again only when all teachers of
+the pool have failed it, or after `lease_s`. One that fails job after job receives no work for a while
+(`buffer.breaker`). The queue is served strictly in order: a long item waits for a teacher with enough room and is not
+overtaken, so that it cannot starve.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from buffer.validation import score_refusal, top_k_refusal
 from protocol.messages import ScoreItem, Scores, ScoreWork
 
 MAX_ANSWER_RUNS = 65_536
-"""Of leases in a row that were answered alike, kept so that repeated Scores get the same answer."""
+"""Limit on runs of leases with equal answers, which are kept so that repeated Scores get the same answer."""
 
 
 ScoreStatus: TypeAlias = Literal["accepted", "expired", "rejected"]
 
 
 class Answer(NamedTuple):
-    """Status and reason for a ScoresAck."""
+    """Status and reason of one lease in a ScoresAck."""
 
     status: ScoreStatus
     reason: str | None = None
@@ -64,13 +65,13 @@ class ScoreDesk:
         self._pools: dict[str, Pool] = {}
         self._leases: dict[int, Lease] = {}
         self._by_deadline: deque[tuple[float, int]] = deque()
-        """Begins with a lease that is out, or was when time was last looked at."""
+        """(deadline, lease id), ascending. Leases that ended are removed when they reach the front."""
         self._answers: Runs[Answer] = Runs()
-        """By lease."""
+        """Answers by lease id."""
         self._dirty: dict[str, None] = {}
-        """Pools in which something may be leased."""
+        """Names of pools in which a lease may have become possible."""
         self._unpardoned: dict[str, None] = {}
-        """Pools with jobs that wait for a teacher that has not failed them; looked at again as time goes by."""
+        """Names of pools with jobs that wait for a teacher that has not failed them; tried again as time passes."""
         self._next_lease_id = 1
         self._n_queued = 0
         self._health = TeacherHealth(config)
@@ -82,7 +83,7 @@ class ScoreDesk:
 
     @property
     def counts(self) -> dict[str, int]:
-        """For the snapshot's `queues`."""
+        """Counts for the snapshot's `queues`."""
         return {
             "hedges_sent_total": self._hedges.sent,
             "hedges_won_total": self._hedges.won,
@@ -100,7 +101,7 @@ class ScoreDesk:
         }
 
     def new_breaker(self, name: str) -> Breaker:
-        """For a new process of this teacher."""
+        """Make the breaker for a new process of this teacher."""
         return self._health.new_breaker(name)
 
     # ------------------------------------------------------------------------------------------------ teachers
@@ -110,13 +111,13 @@ class ScoreDesk:
         self._dirty[teacher.pool] = None
 
     def teacher_lost(self, now_s: float, teacher: TeacherPeer) -> list[ScoreJob]:
-        """Its leases go back to the queue; returns the jobs given up."""
+        """Queue the teacher's leases again. Returns the jobs given up."""
         self._pool(teacher.pool).teachers.pop(teacher.name, None)
         self._health.lost(teacher)
         return [job for lease in list(teacher.leases.values()) for job in self._fail(now_s, lease, blame=False)]
 
     def teacher_forgotten(self, teacher: TeacherPeer) -> None:
-        """It was lost long ago."""
+        """Forget a teacher that was lost long ago."""
         self._health.forgotten(teacher.name)
 
     def credit_changed(self, teacher: TeacherPeer) -> None:
@@ -132,15 +133,15 @@ class ScoreDesk:
             self._queue(job)
 
     def cancel(self, segment: Segment) -> None:
-        """Its scores are no longer wanted: leases end, queued jobs are skipped."""
+        """End the leases of a segment whose scores are no longer wanted. Its queued jobs are skipped."""
         for job in segment.jobs:
             job.cancelled = True
             for lease in self._out(job):
-                lease.teacher.breaker.came_to_nothing(lease.lease_id)
+                lease.teacher.breaker.inconclusive(lease.lease_id)
                 self._end(lease, "hedge_unwanted" if lease.hedge else None)
 
     def dispatch(self, now_s: float) -> list[Work]:
-        """Lease what can be leased."""
+        """Grant all leases that are possible."""
         work: list[Work] = []
         for pool_name in self._dirty:
             pool = self._pools[pool_name]
@@ -154,7 +155,7 @@ class ScoreDesk:
     def scores(
         self, now_s: float, teacher: TeacherPeer, message: Scores, arrays: tuple[Array, ...]
     ) -> tuple[list[Answer], list[ScoreJob], list[ScoreJob]]:
-        """Scores came. Returns the answers, the jobs done and the jobs given up."""
+        """Take in scores. Returns the answers, the jobs done and the jobs given up."""
         answers: list[Answer] = []
         done: list[ScoreJob] = []
         given_up: list[ScoreJob] = []
@@ -179,7 +180,7 @@ class ScoreDesk:
     def failed(
         self, now_s: float, teacher: TeacherPeer, lease_ids: tuple[int, ...]
     ) -> tuple[list[Answer], list[ScoreJob]]:
-        """The teacher could not score these. Returns the answers and the jobs given up."""
+        """Handle leases that the teacher could not score. Returns the answers and the jobs given up."""
         answers: list[Answer] = []
         given_up: list[ScoreJob] = []
         for lease_id in lease_ids:
@@ -193,8 +194,8 @@ class ScoreDesk:
         return answers, given_up
 
     def expire(self, now_s: float) -> list[ScoreJob]:
-        """Leases past their deadline end; returns the jobs given up. What time has made possible is done by the next
-        `dispatch`."""
+        """End leases past their deadline. Returns the jobs given up. The next `dispatch` grants what the passing of
+        time has made possible."""
         given_up: list[ScoreJob] = []
         while self._by_deadline:
             deadline_s, lease_id = self._by_deadline[0]
@@ -258,7 +259,8 @@ class ScoreDesk:
         ]
 
     def _choose(self, now_s: float, pool: Pool, job: ScoreJob) -> TeacherPeer | None:
-        """The teacher for this job, or None while none that may take it has room. Not one that has it already."""
+        """The teacher for this job, other than one that already has it; None while no teacher that may take it has
+        room."""
         teachers = pool.teachers
         holder = self._leases[job.lease_id].teacher if job.lease_id is not None else None
         context_tokens = job.rollout.context_tokens(job.segment)
@@ -270,7 +272,7 @@ class ScoreDesk:
         for name, teacher in teachers.items():
             if (not forgiven and name in job.failed_by) or not teacher.has_room(context_tokens):
                 continue
-            if teacher is holder or not teacher.breaker.lets(now_s):
+            if teacher is holder or not teacher.breaker.allows(now_s):
                 continue
             if name == favourite:
                 return teacher
@@ -303,7 +305,8 @@ class ScoreDesk:
         return lease if lease is not None and lease.teacher is teacher else None
 
     def _keep_scores(self, lease: Lease, arrays: tuple[Array, ...], n_expected: int) -> RejectReason | None:
-        """`arrays`: the log-probs, and behind them the top-k payload where there is one."""
+        """Store scores, or return why they are refused. `arrays`: the log-probs, then the top-k payload if there is
+        one."""
         if len(arrays) != n_expected:
             return RejectReason.SCORE_LENGTH
         segment, tokens, pool_index = lease.job.segment, lease.job.rollout.tokens, lease.job.pool_index
@@ -325,13 +328,13 @@ class ScoreDesk:
         return answer
 
     def _scored(self, now_s: float, lease: Lease) -> None:
-        """Its scores are kept; if the job is out at another teacher too, that was for nothing."""
+        """End a lease whose scores were stored. A second lease of the same job was wasted."""
         job, pool = lease.job, self._pools[lease.teacher.pool]
         pool.times.add(now_s - lease.granted_s)
         lease.teacher.breaker.succeeded()
         for other in self._out(job):
             if other is not lease:
-                pool.times.add(now_s - other.granted_s)  # it takes at least that long
+                pool.times.add(now_s - other.granted_s)  # a lower bound
                 self._health.superseded(other)
                 self._end(other, "hedge_late" if other.hedge else "original_late")
         self._end(lease)
@@ -340,14 +343,14 @@ class ScoreDesk:
             job.rollout.affinity[job.pool_index] = lease.teacher.name
 
     def _fail(self, now_s: float, lease: Lease, *, blame: bool) -> list[ScoreJob]:
-        """End a lease without scores. Unless another one is out, queue its job again, or return it as given up.
-        `blame`: try another teacher."""
+        """End a lease without scores. Unless another one is out, queue its job again or return it as given up.
+        `blame`: the teacher failed, so try another one."""
         self._end(lease, "hedge_failed" if lease.hedge else None)
         job = lease.job
         if blame:
             self._health.failed(now_s, lease)
         else:
-            lease.teacher.breaker.came_to_nothing(lease.lease_id)
+            lease.teacher.breaker.inconclusive(lease.lease_id)
         if job.lease_id is not None:
             return []
         if job.attempts >= self._config.max_score_attempts:
@@ -356,11 +359,11 @@ class ScoreDesk:
         return []
 
     def _out(self, job: ScoreJob) -> list[Lease]:
-        """Its leases, the older one first."""
+        """Leases of the job that are out, the older one first."""
         return [self._leases[lease_id] for lease_id in (job.lease_id, job.hedge_id) if lease_id is not None]
 
     def _end(self, lease: Lease, waste: Waste | None = None) -> None:
-        """It is no longer out; of two the other one is then the only one."""
+        """Remove a lease. If there were two, the other one remains."""
         job = lease.job
         del self._leases[lease.lease_id]
         del lease.teacher.leases[lease.lease_id]

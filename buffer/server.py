@@ -1,18 +1,17 @@
-"""The buffer's process: begins with nothing or with what the process before it left, runs the loop, says how it ended.
+"""The buffer's process: starts from nothing or from its predecessor's journal, runs the loop, and reports the outcome.
 
-Three phases, each of them tested:
-    running     until the learner says RunFinished, or SIGTERM comes (then the run has failed; a learner that is
-                connected may leave first, within LEARNER_LEAVES_S)
-    draining    everybody was told Shutdown; late messages are still answered, until all have said goodbye, for at most
-                DRAIN_S (DRAIN_TERMINATED_S after a SIGTERM; a SIGTERM while draining ends it)
-    gone        ledger.json is written. It is written when the loop breaks by an error, too, and the peers are told.
+It has three phases:
+    running     until the learner sends RunFinished, or SIGTERM arrives (then the run has failed; a connected learner
+                may leave first, within LEARNER_LEAVES_S)
+    draining    all peers were sent Shutdown. Late messages are still answered until all peers have said goodbye, for at
+                most DRAIN_S (DRAIN_TERMINATED_S after a SIGTERM; a SIGTERM while draining ends it)
+    gone        ledger.json is written. If the loop breaks with an error, it is written too, and the peers are notified
 
-A process that dies in the first two is to be started again, with the same arguments: it goes on from RUN/journal, at
-the address where its peers look for it.
+A process that dies in the first two phases is started again with the same arguments. It then continues from RUN/journal
+at the address where its peers look for it.
 
-Files in the run folder: `buffer.json` (BufferAddress) once the server listens and `ledger.json` (the final Snapshot) at
-the end, both written atomically; `journal/` until ledger.json is there.
-"""
+Files in the run folder: `buffer.json` (BufferAddress) once the server listens, `ledger.json` (the final Snapshot) at
+the end, both written atomically, and `journal/` until ledger.json is there."""
 
 from __future__ import annotations
 
@@ -40,23 +39,23 @@ from protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersio
 from protocol.server import Server
 
 JOURNAL: Final = "journal"
-"""Folder in the run folder."""
+"""Name of the journal's folder in the run folder."""
 REBIND_S: Final = 10.0
-"""How long a restored buffer tries to get its former address back."""
+"""Time for which a restored buffer tries to get its former address back."""
 
 log = logging.getLogger(__name__)
 
 
 class BufferAddress(msgspec.Struct, frozen=True):
-    """buffer.json"""
+    """Content of buffer.json."""
 
     address: str
     """ZeroMQ endpoint to connect to."""
     pid: int
     run_id: str
-    """The file of a former run in the same folder is not to be believed."""
+    """Run that wrote the file. The file of a former run in the same folder does not count."""
     incarnation: str = ""
-    """The process that listens: a launcher waits for the one that it started last."""
+    """Process that listens. A launcher waits for the one that it started last."""
 
 
 def main(
@@ -72,14 +71,13 @@ def main(
     vocab_size: int | None = None,
 ) -> int:
     """Run the buffer until its run is over. Returns an ExitCode: OK after RunFinished(ok=True) with a ledger that
-    balances, TERMINATED after SIGTERM, FAILED otherwise. Raises what breaks the core, after saying so to all peers, and
-    `buffer.journal.recovery.JournalError` when there is a journal of this run that it cannot go on with.
+    balances, TERMINATED after SIGTERM, FAILED otherwise. Raises any error of the core, after notifying all peers, and
+    `buffer.journal.recovery.JournalError` if there is a journal of this run from which it cannot continue.
 
-    `incarnation`: of this process, written into buffer.json. `bind`: in place of config.bind. `version`: the weights
-    the run (re)starts from; `carried`: the ledger of the checkpoint it restarts from; neither is looked at when there
-    is a journal of this run. `vocab_fingerprint`: of the run's tokenizer; None = the learner's. `vocab_size`: token ids
-    from it on are rejected; None = only negative ones are.
-    """
+    `incarnation`: id of this process, for buffer.json. `bind`: used in place of config.bind. `version`: the weights
+    that the run (re)starts from; `carried`: the ledger of the checkpoint that it restarts from; both are ignored if
+    there is a journal of this run. `vocab_fingerprint`: of the run's tokenizer; None: the learner's. `vocab_size`:
+    token ids at or above it are rejected; None: only negative ones are."""
     beginning = Beginning(
         release=release_hash(),
         run_id=run_id,
@@ -98,12 +96,12 @@ def main(
         server = _listen(bind, run_dir, beginning, started)
         with SigtermCount() as sigterms:
             loop = BufferLoop(server, started, sigterms, tick_s=config.tick_s)
-            _tell_address(run_dir, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
+            _write_address(run_dir, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
             log.info("listening at %s", server.address)
             try:
                 loop.run()
             except BaseException as error:
-                loop.tell_all(Shutdown(False, f"the buffer broke: {type(error).__name__}: {error}"[:500]))
+                loop.shut_down_peers(Shutdown(False, f"the buffer broke: {type(error).__name__}: {error}"[:500]))
                 _write_ledger(run_dir, loop.snapshot(), broken=True)
                 raise
             final = loop.snapshot()
@@ -119,7 +117,7 @@ def main(
 
 
 def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Started) -> Server:
-    """A restored buffer listens where it did before, or its peers would not find it."""
+    """Start the server. A restored buffer listens where it did before, or its peers would not find it."""
     config = beginning.config
 
     def listen(endpoint: str) -> Server:
@@ -138,7 +136,7 @@ def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Star
 
 
 def _listen_anew(listen: Callable[[str], Server], bind: str) -> Server:
-    """Where the port is ours to choose, one that will be free when this process is started again."""
+    """Listen at `bind`. If the port is free to choose, take one that will still be free after a restart."""
     host, _, port = bind.rpartition(":")
     for chosen in lasting_ports() if port in ("0", "*") else ():
         with contextlib.suppress(AddressUnusable):
@@ -147,7 +145,7 @@ def _listen_anew(listen: Callable[[str], Server], bind: str) -> Server:
 
 
 def _listen_again(listen: Callable[[str], Server], former: str) -> Server:
-    """The process before this one may not be quite gone."""
+    """Listen at the former address. The process before this one may still be exiting."""
     deadline_s = time.monotonic() + REBIND_S
     while True:
         try:
@@ -161,7 +159,7 @@ def _listen_again(listen: Callable[[str], Server], former: str) -> Server:
 
 
 def _ended_before(run_dir: Path, run_id: str) -> Snapshot | None:
-    """The last word of a process of this run that died after it had said it, and removed its journal."""
+    """The final snapshot of a process of this run that died after it had written it and removed its journal."""
     ledger = run_dir / "ledger.json"
     if (run_dir / JOURNAL).exists() or not ledger.exists() or _former_address(run_dir, run_id) is None:
         return None
@@ -174,28 +172,28 @@ def _write_ledger(run_dir: Path, final: Snapshot, *, broken: bool = False) -> No
     except OSError:
         if not broken:
             raise
-        log.exception("no ledger.json")  # what broke the loop is the news
+        log.exception("ledger.json was not written")  # the error that broke the loop is raised
 
 
-def _tell_address(run_dir: Path, told: BufferAddress, started: Started) -> None:
+def _write_address(run_dir: Path, address: BufferAddress, started: Started) -> None:
     try:
-        write_atomic(run_dir / "buffer.json", as_json(told))
+        write_atomic(run_dir / "buffer.json", as_json(address))
     except OSError as error:
-        if started.book is None or _former_address(run_dir, told.run_id) != told.address:
+        if started.book is None or _former_address(run_dir, address.run_id) != address.address:
             raise
-        log.warning("buffer.json keeps a former process id: %s", error)  # the disk is full, and the address is there
+        log.warning("buffer.json keeps a former process id: %s", error)  # e.g. a full disk; the address is right
 
 
 def _former_address(run_dir: Path, run_id: str) -> str | None:
     file = run_dir / "buffer.json"
     if not file.exists():
         return None
-    told = msgspec.json.decode(file.read_bytes(), type=BufferAddress)
-    return told.address if told.run_id == run_id else None
+    former = msgspec.json.decode(file.read_bytes(), type=BufferAddress)
+    return former.address if former.run_id == run_id else None
 
 
 def exit_code(final: Snapshot, *, terminated: bool) -> ExitCode:
-    """How the process ends, after what its last snapshot says."""
+    """Exit code of the process, from its final snapshot."""
     if not final.ledger.balanced:
         log.error("the ledger does not balance: %s", final.ledger)
         return ExitCode.FAILED
@@ -206,7 +204,7 @@ def exit_code(final: Snapshot, *, terminated: bool) -> ExitCode:
 
 
 def without_infinities(snapshot: Snapshot) -> Snapshot:
-    """JSON has no form for NaN and infinities: gauges of peers that are neither number are left out of the file."""
+    """Remove gauges of peers that are NaN or infinite, which JSON cannot express."""
 
     def clean(peer: PeerView) -> PeerView:
         return msgspec.structs.replace(peer, stats={k: v for k, v in peer.stats.items() if math.isfinite(v)})
@@ -215,5 +213,5 @@ def without_infinities(snapshot: Snapshot) -> Snapshot:
 
 
 def as_json(content: msgspec.Struct) -> bytes:
-    """For people to read, too."""
+    """Encode as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(content), indent=1)

@@ -1,15 +1,14 @@
-"""The buffer's core: events and a clock reading in, messages out. No socket, thread, sleep or wall clock in here.
+"""The state of the buffer: events and clock readings in, messages out. No socket, thread, sleep or wall clock in here.
 
     LearnerStarted --> LearnerDesk --> go_back --> Lifecycle, TaskBook
     TasksOffered --> LearnerDesk --> TaskBook --(pacing, credit)--> TicketDesk --> Tickets
     Segment      --> Arrivals --> Lifecycle, ScoreDesk --(credit)--> ScoreWork
-    Scores       --> ScoreDesk --> Arrivals --> Lifecycle
+    Scores       --> Arrivals --> ScoreDesk, Lifecycle
     BatchWanted  --> LearnerDesk --> BatchDesk --(release policy, hard check)--> Batch
     BatchTrained --> LearnerDesk --> BatchDesk --> Lifecycle
 
-`Lifecycle` alone changes what becomes of segments, rollouts and samples, and keeps the books. `VersionTable` knows
-which versions exist and how far apart they are. After each event `_pump` hands out whatever it made possible.
-"""
+Only `Lifecycle` changes the state of segments, rollouts and samples, together with the ledger. After each event,
+`_pump` sends whatever the event made possible."""
 
 from __future__ import annotations
 
@@ -21,17 +20,13 @@ from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
 from buffer.learner_desk import LearnerDesk
-from buffer.ledger import RUN_ENDED, FailureBook, LedgerBook, RejectReason
+from buffer.ledger import RUN_ENDED, RejectReason
 from buffer.lifecycle import Lifecycle
-from buffer.pacing import Pacing
 from buffer.peers import ActorPeer, Outbox, Outgoing, Peer, PeerTable, TeacherPeer
 from buffer.release import BatchDesk
-from buffer.scoring import Answer, ScoreDesk, ScoreStatus
-from buffer.task_book import TaskBook
+from buffer.scoring import Answer, ScoreDesk
 from buffer.tickets import TicketDesk
 from buffer.tokens import Array
-from buffer.validation import SegmentChecker
-from buffer.versions import VersionTable
 from protocol import messages as m
 from protocol.flow import SENDERS
 from protocol.messages import Message, Role, WeightVersion
@@ -39,15 +34,16 @@ from protocol.messages import Message, Role, WeightVersion
 __all__ = ["BufferState", "Outgoing"]
 
 Handler: TypeAlias = Callable[[float, Any, Any, tuple[Array, ...]], None]
-"""(now_s, peer, message, arrays); peer and message are of the kinds that the table names."""
+"""(now_s, peer, message, arrays). The types of peer and message depend on the handler."""
 
 
 class BufferState:
-    """Owner of every task, ticket, rollout, lease and batch, and of the ledger. `now_s` is any clock that never falls.
+    """Owner of every task, ticket, rollout, lease and batch, and of the ledger. `now_s` is any clock that never goes
+    back.
 
-    Messages of a peer may come twice, late and out of order; each is understood once. Messages to a peer are taken to
-    arrive once per incarnation (`protocol.flow`); what dies with a peer comes back when it is declared lost, or by
-    lease and ticket timeouts.
+    Messages from a peer may arrive twice, late and out of order, and each takes effect once. Messages to a peer are
+    assumed to arrive once per incarnation (`protocol.flow`). Work that dies with a peer is recovered when the peer is
+    declared lost, or by lease and ticket timeouts.
     """
 
     def __init__(
@@ -58,85 +54,57 @@ class BufferState:
         carried: m.Ledger | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`version`: weights the run (re)starts from. `carried`: ledger of the run before a restart.
-        `vocab_size`: token ids at or above it are rejected; None = only negative ones are."""
+        """`version`: weights that the run (re)starts from. `carried`: ledger of the run before a restart.
+        `vocab_size`: token ids at or above it are rejected; None: only negative ones are."""
         self._config = config
         self._phase: Literal["running", "finished", "failed"] = "running"
         self._phase_reason = ""
-        self._intake_trouble = ""
-        """Why nothing new is taken in; empty: it is."""
+        self.intake_trouble = ""
+        """Reason why no new work is accepted at the moment; empty if it is."""
         self._peers = PeerTable()
         self._teacher_weights: dict[str, m.WeightsRef] = {}
-        """Newest for the teachers of a pool; they begin with their own."""
+        """Newest weights for the teachers of a pool, which start with their own."""
         out = self._out = Outbox()
-        book = self._book = LedgerBook(carried)
-        versions = self._versions = VersionTable(version)
-        pacing = self._pacing = Pacing(
-            batch_rollouts=config.batch_rollouts, max_staleness=config.max_staleness, start=version
-        )
-        groups = config.release == "rollout"
-        tasks = self._tasks = TaskBook(config.task_queue, config.max_attempts, whole_groups=groups, epoch=version.epoch)
-        life = self._life = Lifecycle(book, pacing, tasks, whole_groups=groups)
-        tickets = self._tickets = TicketDesk(config, life, tasks, pacing, out)
-        scoring = self._scoring = ScoreDesk(config, book)
-        batches = self._batches = BatchDesk(config, life, tasks, versions)
+        life = self._life = Lifecycle(config, version, carried)
+        tickets = self._tickets = TicketDesk(config, life, out)
+        scoring = self._scoring = ScoreDesk(config, life.book)
+        batches = self._batches = BatchDesk(config, life)
         evals = self._evals = EvalDesk(life)
-        checker = SegmentChecker(config, versions, vocab_size)
-        failures = self._failures = FailureBook(carried)
-        arrivals = self._arrivals = Arrivals(
-            config, book, life, tasks, tickets, scoring, batches, evals, checker, failures, out
-        )
+        arrivals = self._arrivals = Arrivals(config, life, tickets, scoring, batches, evals, out, vocab_size)
         self._learner = LearnerDesk(
-            config,
-            book=book,
-            versions=versions,
-            pacing=pacing,
-            tasks=tasks,
-            life=life,
-            tickets=tickets,
-            batches=batches,
-            evals=evals,
-            arrivals=arrivals,
-            out=out,
-            vocab_size=vocab_size,
-            snapshot=self.snapshot,
+            config, life, tickets, batches, evals, arrivals, out, vocab_size, snapshot=self.snapshot
         )
 
     def __repr__(self) -> str:
         return (
-            f"BufferState({self._phase}, {self._versions!r}, {self._pacing!r}, {self._tasks!r}, {self._tickets!r},"
-            f" {self._scoring!r}, {self._batches!r}, {self._evals!r})"
+            f"BufferState({self._phase}, {self._life.versions!r}, {self._life.pacing!r}, {self._life.tasks!r},"
+            f" {self._tickets!r}, {self._scoring!r}, {self._batches!r}, {self._evals!r})"
         )
 
     @property
     def published(self) -> WeightVersion:
-        """Newest version the learner said is out (for Welcome)."""
+        """Newest version that the learner has published (for Welcome)."""
         return self._learner.published
 
     @property
     def weights(self) -> m.WeightsRef | None:
-        """Newest snapshot to catch up from (for Welcome)."""
+        """Newest weight snapshot to catch up from (for Welcome)."""
         return self._learner.weights
 
     @property
     def held_back(self) -> dict[str, str]:
-        """Teachers that failed too often to be given work as others are, and the items that they failed."""
+        """Teachers with an open circuit breaker, and the items that they failed."""
         return self._scoring.held_back
 
     @property
-    def intake_trouble(self) -> str:
-        """Why nothing new is taken in; empty: it is."""
-        return self._intake_trouble
-
-    @property
     def phase(self) -> Literal["running", "finished", "failed"]:
-        """No longer running after RunFinished: everybody has been sent Shutdown."""
+        """No longer `running` after RunFinished: all peers have been sent Shutdown."""
         return self._phase
 
     # -------------------------------------------------------------------------------------------------- events
 
     def peer_joined(self, now_s: float, role: Role, name: str, incarnation: str, pool: str = "") -> list[Outgoing]:
-        """A peer said Hello, for the first time or again after a reconnect. The Welcome is the server's."""
+        """Handle a Hello, the first one or one after a reconnect. The server sends the Welcome."""
         former = self._peers.find(role, name)
         if former is not None and former.alive and former.incarnation != incarnation:
             self._lose(now_s, former, for_good=True)
@@ -167,8 +135,8 @@ class BufferState:
         return self._out.take()
 
     def peer_lost(self, now_s: float, role: Role, name: str) -> list[Outgoing]:
-        """A peer was silent for too long. A learner's batch stays leased until it says Goodbye or another incarnation
-        of it joins: it may only be cut off, and say later that it has trained the batch."""
+        """Handle a peer that was silent for too long. A learner's batch stays leased until it says Goodbye or another
+        incarnation joins: the learner may only be cut off, and report later that it has trained the batch."""
         peer = self._peers.find(role, name)
         if peer is not None and peer.alive:
             self._lose(now_s, peer, for_good=False)
@@ -178,7 +146,7 @@ class BufferState:
     def handle(
         self, now_s: float, role: Role, name: str, message: Message, arrays: Sequence[Array] = ()
     ) -> list[Outgoing]:
-        """Any message but Hello from a joined peer. Messages a peer of that role cannot send are answered Refused."""
+        """Handle any message but Hello. Messages that a peer of this role cannot send are answered with Refused."""
         peer = self._peers.find(role, name)
         if peer is None or not peer.alive:
             got = f"{type(message).__name__} from {role} {name}"
@@ -199,43 +167,43 @@ class BufferState:
         return self._out.take()
 
     def tick(self, now_s: float) -> list[Outgoing]:
-        """Leases, ticket timeouts, idle release."""
+        """Check for overdue leases, overdue tickets and idle release."""
         if self._phase == "running":
             self._arrivals.jobs_given_up(self._scoring.expire(now_s))
-            while not self._intake_trouble and (rollout := self._tickets.overdue(now_s)) is not None:
+            while not self.intake_trouble and (rollout := self._tickets.overdue(now_s)) is not None:
                 self._arrivals.fail(rollout, "ticket_timeout", tell_actor=True)
             self._batches.tick(now_s)
             self._pump(now_s)
         return self._out.take()
 
     def intake_changed(self, now_s: float, trouble: str) -> list[Outgoing]:
-        """New segments and tasks cannot be kept safe at the moment because of `trouble`, and are not brought here: no
-        new ticket is issued, and no ticket runs out. Empty: it is over."""
-        if self._intake_trouble and not trouble:
+        """Stop issuing tickets while new segments and tasks are not accepted because of `trouble`. Empty: resume. In
+        the meantime no ticket times out, because the server discards the segments that would show progress."""
+        if self.intake_trouble and not trouble:
             self._tickets.all_heard(now_s)
-        self._intake_trouble = trouble
+        self.intake_trouble = trouble
         self._pump(now_s)
         return self._out.take()
 
     def give_up(self, reason: str) -> list[Outgoing]:
-        """The buffer itself must end the run (SIGTERM): as if the learner had said RunFinished(ok=False)."""
+        """End the run because of SIGTERM, as if the learner had sent RunFinished(ok=False)."""
         if self._phase == "running":
             self._end(ok=False, reason=reason)
         return self._out.take()
 
     def snapshot(self, now_s: float) -> m.Snapshot:
-        """Everything at this moment, frozen."""
+        """Immutable view of everything at this moment."""
         counts = self._life.recount()
         train, evaluation = counts["train"], counts["eval"]
         return m.Snapshot(
             time_s=now_s,
             phase=self._phase,
             phase_reason=self._phase_reason,
-            version=self._pacing.trained_version,
+            version=self._life.pacing.trained_version,
             published=self.published,
-            ledger=self._book.frozen(train.held, evaluation.held),
+            ledger=self._life.book.frozen(train.held, evaluation.held),
             queues={
-                "tasks_queued": self._tasks.n_queued,
+                "tasks_queued": self._life.tasks.n_queued,
                 "tickets_outstanding": train.running + evaluation.running,
                 "rollouts_waiting": train.finished,
                 "tokens_unscored": train.tokens_unscored,
@@ -243,8 +211,8 @@ class BufferState:
                 "tokens_scored": train.tokens_scored,
                 "tokens_in_batch": train.tokens_in_batch,
                 "top_k_bytes": train.top_k_bytes,
-                "tickets_free": self._pacing.free,
-                "rollouts_live": self._pacing.live,
+                "tickets_free": self._life.pacing.free,
+                "rollouts_live": self._life.pacing.live,
                 "rollouts_reissued_total": self._arrivals.reissued_total,
                 "rollouts_given_up_total": self._arrivals.given_up_total,
                 **self._scoring.counts,
@@ -254,27 +222,27 @@ class BufferState:
             peers=tuple(
                 peer.view(now_s, len(self._batches.leased) if peer.role == "learner" else None) for peer in self._peers
             ),
-            intake_trouble=self._intake_trouble,
+            intake_trouble=self.intake_trouble,
             forgotten=dict(self._peers.forgotten),
-            failures=self._failures.records,
+            failures=self._life.book.failures.records,
         )
 
     # ------------------------------------------------------------------------------------------------ handlers
 
     @cached_property
     def _handlers(self) -> dict[type[Any], Handler]:
-        """By the type of message. Who may send which is `protocol.flow.SENDERS`, for the wire and for the core."""
-        learner = self._learner
+        """Handlers by type of message. `protocol.flow.SENDERS` says which roles may send it."""
+        learner, arrivals = self._learner, self._arrivals
         return {
             m.Heartbeat: self._heartbeat,
             m.Goodbye: self._goodbye,
             m.SnapshotWanted: self._snapshot_wanted,
             m.TicketCredit: self._ticket_credit,
-            m.Segment: self._segment,
-            m.RolloutFailed: self._rollout_failed,
+            m.Segment: arrivals.segment,
+            m.RolloutFailed: arrivals.rollout_failed,
             m.ScoreCredit: self._score_credit,
-            m.Scores: self._scores,
-            m.ScoreFailed: self._score_failed,
+            m.Scores: arrivals.scores,
+            m.ScoreFailed: arrivals.score_failed,
             m.LearnerStarted: learner.started,
             m.TasksOffered: learner.tasks_offered,
             m.BatchWanted: learner.batch_wanted,
@@ -301,34 +269,11 @@ class BufferState:
         actor.give_credit(message)
         self._tickets.credit_changed(actor)
 
-    def _segment(self, now_s: float, actor: ActorPeer, message: m.Segment, arrays: tuple[Array, ...]) -> None:
-        self._arrivals.segment(now_s, actor, message, arrays)
-
-    def _rollout_failed(
-        self, now_s: float, actor: ActorPeer, message: m.RolloutFailed, arrays: Sequence[Array]
-    ) -> None:
-        self._arrivals.rollout_failed(actor, message)
-
     def _score_credit(
         self, now_s: float, teacher: TeacherPeer, message: m.ScoreCredit, arrays: Sequence[Array]
     ) -> None:
         teacher.give_credit(message)
         self._scoring.credit_changed(teacher)
-
-    def _scores(self, now_s: float, teacher: TeacherPeer, message: m.Scores, arrays: tuple[Array, ...]) -> None:
-        answers, done, given_up = self._scoring.scores(now_s, teacher, message, arrays)
-        teacher.done_total += len(done)
-        teacher.tokens_total += sum(job.segment.n_sampled for job in done)
-        self._arrivals.jobs_done(done)
-        self._arrivals.jobs_given_up(given_up)
-        self._acknowledge_scores(teacher, message.leases, answers)
-
-    def _score_failed(
-        self, now_s: float, teacher: TeacherPeer, message: m.ScoreFailed, arrays: Sequence[Array]
-    ) -> None:
-        answers, given_up = self._scoring.failed(now_s, teacher, message.leases)
-        self._arrivals.jobs_given_up(given_up)
-        self._acknowledge_scores(teacher, message.leases, answers)
 
     def _post_weight_plan(self, now_s: float, peer: Peer, message: m.PostWeightPlan, arrays: Sequence[Array]) -> None:
         for name in message.plan.members:
@@ -354,7 +299,7 @@ class BufferState:
         self._batches.forget_request()
         for rollout in list(self._life.rollouts.values()):
             self._arrivals.abandon(rollout, RUN_ENDED)
-        for slot in self._tasks.clear():
+        for slot in self._life.tasks.clear():
             self._life.slot_over(slot)
         self._evals.clear()
         for other in self._peers:
@@ -362,30 +307,30 @@ class BufferState:
                 self._send_shutdown(other)
 
     def _handle_late(self, peer: Peer, message: Message) -> None:
-        """After RunFinished: what waits for an answer gets one, and everybody is told again that it is over."""
+        """Answer a message that arrives after RunFinished: messages that need an answer get one, others a Shutdown."""
         match message:
             case m.Segment():
-                self._book.reject(RejectReason.RUN_OVER)
+                self._life.book.reject(RejectReason.RUN_OVER)
                 reason = RejectReason.RUN_OVER.value
                 ack = m.SegmentAck(message.rollout_id, message.index, "rejected", reason)
                 self._out.send("actor", peer.name, ack)
             case m.RolloutFailed():
                 self._out.send("actor", peer.name, m.RolloutFailedAck(message.rollout_id))
             case m.Scores() | m.ScoreFailed():
-                self._acknowledge_scores(peer, message.leases, [Answer("expired")] * len(message.leases))
+                self._arrivals.acknowledge_scores(peer, message.leases, [Answer("expired")] * len(message.leases))
             case _:
                 self._send_shutdown(peer)
 
     # ----------------------------------------------------------------------------------------------- internals
 
     def _pump(self, now_s: float) -> None:
-        """Hand out what the event made possible: score leases, a batch, tickets; and ask for tasks."""
+        """Send what the event made possible: score leases, a batch and tickets. Ask for tasks if needed."""
         if self._phase != "running":
             return
         for work in self._scoring.dispatch(now_s):
             self._out.send("teacher", work.teacher.name, work.message, work.arrays)
         self._learner.form_batch(now_s)
-        if not self._intake_trouble:
+        if not self.intake_trouble:
             self._tickets.dispatch(now_s)
         self._learner.ask_for_tasks()
 
@@ -397,10 +342,10 @@ class BufferState:
         return Peer(role, name, incarnation, now_s, former)
 
     def _lose(self, now_s: float, peer: Peer, *, for_good: bool) -> None:
-        """Tickets and leases of the peer go back. `for_good`: this process of it will not be heard again."""
+        """Take back the tickets and leases of a peer. `for_good`: this process of it will not be heard again."""
         peer.alive = False
         if peer.role == "launcher":
-            self._peers.remove(peer)  # each link of those who look has a name of its own, and did nothing
+            self._peers.remove(peer)  # every link of a launcher has a name of its own, and its record holds nothing
             return
         if self._phase != "running":
             return
@@ -426,11 +371,6 @@ class BufferState:
     def _send_shutdown(self, peer: Peer) -> None:
         self._out.send(peer.role, peer.name, m.Shutdown(self._phase == "finished", self._phase_reason))
 
-    def _acknowledge_scores(self, teacher: Peer, leases: tuple[int, ...], answers: Sequence[Answer]) -> None:
-        statuses: tuple[ScoreStatus, ...] = tuple(answer.status for answer in answers)
-        reasons = tuple(answer.reason for answer in answers)
-        self._out.send("teacher", teacher.name, m.ScoresAck(leases, statuses, reasons))
-
 
 _ANSWERED_ALWAYS = (m.Heartbeat, m.Goodbye, m.SnapshotWanted, m.BatchTrained)
-"""Messages that are handled in the usual way after RunFinished too."""
+"""Messages that are handled after RunFinished as before."""

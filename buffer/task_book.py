@@ -1,4 +1,4 @@
-"""The task queue: what was offered, whose sample gets the next ticket, which samples are settled."""
+"""The task queue: which tasks were offered, which sample gets the next ticket, which samples are settled."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ TaskKey: TypeAlias = tuple[TaskKind, int]
 
 
 class TaskBook:
-    """Evaluation samples go first, then samples to be tried again, then the next of the stream, by task id.
+    """Tickets go to evaluation samples first, then to samples to be tried again, then to the rest by task id.
 
-    A task offered again is a duplicate, unless a learner went back to a checkpoint that does not know it as done
-    (`go_back`). Each train sample that is settled is reported to the learner once.
+    A task that is offered again is a duplicate, unless a learner went back to a checkpoint in which it is not done
+    (`go_back`). Each settled train sample is reported to the learner once.
     """
 
     def __init__(self, capacity: int, max_attempts: int, *, whole_groups: bool, epoch: int = 0) -> None:
-        """`whole_groups`: a task's samples are trained in one batch; so they are reported together."""
+        """`whole_groups`: a task's samples are trained in one batch, and so they are reported together."""
         self.stream_ended = False
-        """The learner said that no train task follows."""
+        """True once the learner said that no train task follows."""
         self._epoch = epoch
-        """The learner's."""
+        """Epoch of the learner."""
         self._capacity = capacity
         self._max_attempts = max_attempts
         self._whole_groups = whole_groups
         self._active: dict[TaskKey, TaskRecord] = {}
         self._done: dict[TaskKind, Runs[bool]] = {"train": Runs(), "eval": Runs()}
-        """By task id: the learner numbers train tasks in order, and those of an evaluation too."""
+        """Ids of done tasks. The learner numbers train tasks in order, and those of an evaluation too."""
         self._known: dict[int, OpenTask] = {}
-        """What a checkpoint says of train tasks that have not been offered here since."""
+        """State, from a checkpoint, of train tasks that have not been offered since."""
         self._unreported: dict[tuple[int, int], Settled] = {}
-        """Settled train samples that no trained batch has told of, oldest first; by task id and sample index."""
+        """Settled train samples that no trained batch has reported, oldest first, by task id and sample index."""
         self._queues: dict[TaskKind, list[TaskRecord]] = {"train": [], "eval": []}
-        """Tasks with samples that have had no ticket, by task id."""
+        """Tasks with samples that never had a ticket, sorted by task id."""
         self._again: dict[TaskKind, list[Slot]] = {"train": [], "eval": []}
         self._next_order = 0
 
@@ -55,7 +55,7 @@ class TaskBook:
 
     @property
     def tasks_wanted(self) -> int:
-        """Train tasks the queue has room for; 0 once the stream ended."""
+        """Number of train tasks that the queue has room for; 0 once the stream ended."""
         return 0 if self.stream_ended else max(0, self._capacity - len(self._queues["train"]))
 
     @property
@@ -64,21 +64,21 @@ class TaskBook:
 
     @property
     def next_train_group(self) -> int | None:
-        """Samples of the next train task that never had a ticket; None when no task is queued."""
+        """Number of samples without a ticket in the next train task; None if no task is queued."""
         queue = self._queues["train"]
         return len(queue[0].to_issue) if queue else None
 
     @property
     def train_records(self) -> list[TaskRecord]:
-        """Train tasks that are offered and not settled."""
+        """Train tasks that were offered and are not settled."""
         return [record for (kind, _), record in self._active.items() if kind == "train"]
 
     def new_learner(self) -> None:
-        """Another learner process takes over; it will say again when the stream ends."""
+        """Prepare for a new learner process, which will say again when the stream ends."""
         self.stream_ended = False
 
     def offer(self, task: Task, prompts_T: Int32s, min_version: WeightVersion) -> TaskRecord | None:
-        """Queue a task with its frame; None for one that is known."""
+        """Queue a task with its frame. Returns its record, or None if the task is known."""
         key: TaskKey = (task.kind, task.task_id)
         if task.task_id in self._done[task.kind]:
             return None
@@ -93,10 +93,10 @@ class TaskBook:
         return None if former is not None else record
 
     def next_slot(self, may_start: Callable[[int], bool], issue: Callable[[], int]) -> tuple[Slot, bool] | None:
-        """The sample that gets the next ticket, and whether it is its first; None if there is none.
+        """The sample that gets the next ticket, and True if it is its first one; None if there is no sample.
 
-        `may_start(n)`: may the next train task, with n samples to go, get a ticket? `issue()`: take a place in the
-        pacing and return its n."""
+        `may_start(n)`: True if the next train task, with n samples to go, may get a ticket. `issue()` takes a place in
+        the pacing and returns its n."""
         for kind in ("eval", "train"):
             if self._again[kind]:
                 return heapq.heappop(self._again[kind]), False
@@ -118,7 +118,7 @@ class TaskBook:
         return None
 
     def try_again(self, slot: Slot) -> bool:
-        """Queue the slot's next attempt; False when it has none left."""
+        """Queue the slot's next attempt. Returns False if none is left."""
         if slot.attempt + 1 >= self._max_attempts:
             return False
         slot.attempt += 1
@@ -136,21 +136,21 @@ class TaskBook:
             self._finish(record)
 
     def to_report(self) -> list[Settled]:
-        """Settled train samples that no trained batch has told of, oldest first."""
+        """Settled train samples that no trained batch has reported, oldest first."""
         return list(self._unreported.values())
 
     def reported(self, samples: Iterable[Settled]) -> None:
-        """The learner knows that these are settled."""
+        """Note that the learner knows these to be settled."""
         for sample in samples:
             self._unreported.pop((sample.task_id, sample.sample_index), None)
 
     # ------------------------------------------------------------------------------------------ back to a checkpoint
 
     def go_back(self, epoch: int, next_task_id: int, known: Sequence[OpenTask]) -> None:
-        """A learner goes on from a checkpoint: `known` are its open tasks, and below `next_task_id` all others are
-        done. What was settled since, and what was not reported, is not done. For the records that are active
-        `fit` is to be called. Samples get no first ticket before the learner has offered their task again: so the
-        order is that of its stream."""
+        """Return to a checkpoint: `known` are its open tasks, and all others below `next_task_id` are done. What was
+        settled since then, or was not reported, is no longer done. The caller calls `fit` for each active record.
+        Samples get no first ticket before the learner has offered their task again, so that the order is that of its
+        stream."""
         self._epoch = epoch
         self._queues["train"].clear()
         self._unreported.clear()
@@ -163,8 +163,8 @@ class TaskBook:
         done.append_range(first, next_task_id - 1, True)
 
     def fit(self, record: TaskRecord, known: OpenTask) -> None:
-        """Samples that have no slot are settled or to be issued, as `known` says. Those trained in part, of which
-        nothing is held here, end as they are."""
+        """Settle or issue again the samples without a slot, as `known` says. Partly trained samples of which nothing is
+        held here end as they are."""
         slots = {slot.sample_index: slot for slot in record.slots}
         partial = {sample.sample_index for sample in known.partial}
         for index in partial - slots.keys():
@@ -178,7 +178,7 @@ class TaskBook:
             self._finish(record)
 
     def forget_attempt(self, slot: Slot) -> None:
-        """The slot is not to be tried again, if it waits for that."""
+        """Remove the slot from those that wait for another attempt."""
         again = self._again["train"]
         if slot in again:
             again.remove(slot)
@@ -187,7 +187,8 @@ class TaskBook:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def abandon_evaluations(self) -> None:
-        """The learner process that asked for them is gone; what ran of them has been dropped."""
+        """Forget all evaluation tasks: the learner that asked for them is gone, and their rollouts have been
+        dropped."""
         self._queues["eval"].clear()
         self._again["eval"].clear()
         for key in [key for key in self._active if key[0] == "eval"]:
@@ -195,7 +196,7 @@ class TaskBook:
         self._done["eval"] = Runs()
 
     def clear(self) -> list[Slot]:
-        """The run is over: no further ticket. Returns the samples that waited for another attempt."""
+        """End the run: no further tickets. Returns the samples that waited for another attempt."""
         waiting = [slot for slots in self._again.values() for slot in slots]
         for slots in self._again.values():
             slots.clear()

@@ -1,4 +1,4 @@
-"""Tickets: which actor gets the next one, and which have been out for too long."""
+"""Tickets: which actor gets the next one, and which rollouts have been silent for too long."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections import OrderedDict
 from buffer.batch_size import in_messages
 from buffer.config import BufferConfig
 from buffer.lifecycle import Lifecycle
-from buffer.pacing import Pacing
 from buffer.peers import ActorPeer, Outbox
 from buffer.rollouts import Rollout, make_ticket
-from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from protocol.messages import Ticket, Tickets
 
 
 class TicketDesk:
-    """Owner of the actors' credit and of ticket timeouts. Actors with credit take turns, one ticket each."""
+    """Issues tickets and watches for timeouts. Actors with credit take turns, one ticket each."""
 
-    def __init__(self, config: BufferConfig, life: Lifecycle, tasks: TaskBook, pacing: Pacing, outbox: Outbox) -> None:
+    def __init__(self, config: BufferConfig, life: Lifecycle, outbox: Outbox) -> None:
         self._config = config
         self._life = life
-        self._tasks = tasks
-        self._pacing = pacing
+        self._tasks = life.tasks
+        self._pacing = life.pacing
         self._outbox = outbox
         self._actors: dict[str, ActorPeer] = {}
         self._ready: OrderedDict[str, ActorPeer] = OrderedDict()
-        """Actors that may have credit left, next in turn first."""
+        """Actors that may have credit left, the next in turn first."""
         self._running: OrderedDict[str, Rollout] = OrderedDict()
-        """Rollouts at actors, by id, silent for longest first (the timeout is the same for all)."""
+        """Rollouts at actors, by id, the longest silent first (the timeout is the same for all)."""
 
     def __repr__(self) -> str:
         return f"TicketDesk(running={len(self._running)}, ready={list(self._ready)})"
@@ -49,19 +47,20 @@ class TicketDesk:
             self._ready.setdefault(actor.name, actor)
 
     def may_start(self, n_samples: int) -> bool:
-        """May the next train task, `n_samples` of which have no ticket, get one? Groups that must leave together are
-        not begun before there is room for all, or half a group could wait for places that it holds itself."""
+        """Return True if the next train task, with `n_samples` still to issue, may get a ticket. A group that must
+        leave together is started only if there is room for all of it: half a group could wait for places that it holds
+        itself."""
         return self._pacing.free >= (n_samples if self._config.release == "rollout" else 1)
 
     def may_grow(self) -> bool:
-        """Could a train ticket be issued now or after the next task is offered, given actors?"""
+        """Return True if a train ticket could be issued now, or after the next task is offered, given enough actors."""
         n_samples = self._tasks.next_train_group
         if n_samples is not None:
             return self.may_start(n_samples)
         return not self._tasks.stream_ended and self._pacing.free > 0
 
     def dispatch(self, now_s: float) -> None:
-        """Issue what credit and pacing allow."""
+        """Issue as many tickets as credit and pacing allow."""
         tickets: dict[str, list[tuple[Ticket, Array]]] = {}
         while self._ready:
             name, actor = next(iter(self._ready.items()))
@@ -87,24 +86,24 @@ class TicketDesk:
                 self._outbox.send("actor", name, Tickets(part), prompts)
 
     def heard(self, now_s: float, rollout: Rollout) -> None:
-        """A ticket left, or a segment came of it."""
+        """Restart the timeout of a rollout: its ticket left, or a segment arrived."""
         rollout.deadline_s = now_s + self._config.ticket_timeout_s
         self._running[rollout.rollout_id] = rollout
         self._running.move_to_end(rollout.rollout_id)
 
     def all_heard(self, now_s: float) -> None:
-        """For a while actors could not be heard: that is not their silence."""
+        """Restart all timeouts, because for a while segments were not accepted."""
         for rollout in list(self._running.values()):
             self.heard(now_s, rollout)
 
     def returned(self, rollout: Rollout) -> None:
-        """The rollout no longer runs at its actor."""
+        """Note that the rollout no longer runs at its actor."""
         self._running.pop(rollout.rollout_id, None)
         actor = self._actors.get(rollout.actor)
         if actor is not None:
             actor.rollouts.pop(rollout.rollout_id, None)
 
     def overdue(self, now_s: float) -> Rollout | None:
-        """A rollout of which nothing was heard for `ticket_timeout_s`; None when there is none (left)."""
+        """A rollout that was silent for `ticket_timeout_s`, or None."""
         rollout = next(iter(self._running.values()), None)
         return rollout if rollout is not None and rollout.deadline_s <= now_s else None

@@ -20,11 +20,11 @@ _FIRST_CAPACITY_TOKENS = 64
 
 
 class TokenStore:
-    """Columns ids, behaviour log-probs, loss mask, open mask and teacher log-probs [P, T].
+    """Columns of ids, behaviour log-probs, loss mask, open mask [T each] and teacher log-probs [P, T].
 
-    `open` is the loss mask less the tokens that were trained, masked or dropped: what may still be trained.
-    Memory doubles when full, so that appending costs O(tokens appended) on the average. What was handed out stays
-    valid: ids, log-probs and loss mask are only ever appended to, and the others are copied.
+    A token is open if it may still be trained: sampled, and neither trained, masked nor dropped. Capacity doubles when
+    full, so that appending costs O(tokens appended) on average. Views that were handed out stay valid: ids, log-probs
+    and loss mask are only ever appended to, and the other columns are copied.
     """
 
     __slots__ = ("_ids_T", "_logprobs_T", "_loss_mask_T", "_n_pools", "_open_T", "_teacher_logprobs_PT", "length")
@@ -42,13 +42,13 @@ class TokenStore:
         return f"TokenStore(length={self.length}, open={int(self._open_T[: self.length].sum())})"
 
     def contents(self) -> tuple[int, Int32s, Float32s, Bytes, Bytes, Float32s]:
-        """For an image: number of pools, and the columns as far as they are filled."""
+        """Contents for an image: number of pools, and the filled part of each column."""
         end = self.length
         columns = self._ids_T[:end], self._logprobs_T[:end], self._loss_mask_T[:end], self._open_T[:end]
         return self._n_pools, *columns, np.ascontiguousarray(self._teacher_logprobs_PT[:, :end])
 
     def fill(self, contents: Sequence[Any]) -> None:
-        """Into a store that `__init__` has not seen: what `contents` gave."""
+        """Fill a store that was made without `__init__` with what `contents` returned."""
         n_pools, ids_T, logprobs_T, loss_mask_T, open_T, teacher_logprobs_PT = contents
         self.length = len(ids_T)
         self._n_pools = n_pools
@@ -61,7 +61,7 @@ class TokenStore:
         self._teacher_logprobs_PT[:, : self.length] = teacher_logprobs_PT
 
     def append(self, ids_N: Int32s, logprobs_N: Float32s, loss_mask_N: Bytes) -> None:
-        """Add one segment's tokens; its sampled tokens are open."""
+        """Add the tokens of one segment. Its sampled tokens are open."""
         start, end = self.length, self.length + len(ids_N)
         if end > len(self._ids_T):
             self._grow(end)
@@ -84,7 +84,7 @@ class TokenStore:
         return _read_only(self._loss_mask_T[:end])
 
     def teacher_logprobs(self, end: int) -> Float32s:
-        """[P, end], a copy; 0 where not scored."""
+        """[P, end], a copy; 0 for tokens without a score."""
         return _read_only(self._teacher_logprobs_PT[:, :end].copy())
 
     def open_mask(self, start: int, end: int) -> Bytes:
@@ -92,20 +92,20 @@ class TokenStore:
         return self._open_T[start:end].copy()
 
     def sampled_mask(self, start: int, end: int) -> Bytes:
-        """[end - start], view: 1 where the student wrote the token."""
+        """[end - start], a view: 1 where the student wrote the token."""
         return self._loss_mask_T[start:end]
 
     def set_scores(self, pool_index: int, start: int, end: int, scores_N: Float32s) -> None:
-        """Keep a teacher's log-probs of the sampled tokens of [start, end); the others stay 0."""
+        """Store a teacher's log-probs of the sampled tokens in [start, end). Other tokens keep 0."""
         np.multiply(scores_N, self._loss_mask_T[start:end], out=self._teacher_logprobs_PT[pool_index, start:end])
 
     def n_open(self, start: int, end: int) -> int:
-        """Open tokens in [start, end)."""
+        """Number of open tokens in [start, end)."""
         return int(np.count_nonzero(self._open_T[start:end]))
 
     def settle(self, start: int, end: int) -> int:
-        """Close the open tokens of [start, end); returns how many there were."""
-        n = int(np.count_nonzero(self._open_T[start:end]))
+        """Close the open tokens in [start, end) and return their number."""
+        n = self.n_open(start, end)
         self._open_T[start:end] = 0
         return n
 

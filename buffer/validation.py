@@ -1,10 +1,11 @@
-"""What is checked before a segment, a teacher's scores or a task enter the books.
+"""Checks on segments, teachers' scores and tasks before they are accepted.
 
-Each check names the first thing that is wrong, or None. Legend: N = tokens of the segment.
+Each check returns the first thing that is wrong, or None. Legend: N = tokens of the segment.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,14 +21,14 @@ from protocol.messages import Task
 from protocol.topk_codec import HEADER_BYTES, check_payload
 
 LOGPROB_TOLERANCE = 1e-3
-"""A log-prob may be this much above 0 (rounding of a near-certain token); more cannot be one."""
+"""A log-prob may exceed 0 by this much (rounding of a near-certain token). A larger number is not a log-prob."""
 
 LOGPROB_ABSURD = 1e4
-"""No log-prob of a token is further from 0: such a number is a broken one, and the loss of it would be infinite."""
+"""A number further than this from 0 is broken, not a log-prob. It would make the loss infinite."""
 
 
 class SegmentChecker:
-    """The door for segments. `vocab_size` None: only negative token ids are refused."""
+    """Checks segments. `vocab_size` None: only negative token ids are refused."""
 
     def __init__(self, config: BufferConfig, versions: VersionTable, vocab_size: int | None) -> None:
         self._config = config
@@ -35,7 +36,7 @@ class SegmentChecker:
         self._vocab_size = vocab_size
 
     def refusal(self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]) -> RejectReason | None:
-        """`message` is the rollout's next segment: is it one that may be trained on?"""
+        """Check the rollout's next segment."""
         n = message.end - message.start
         if message.start != rollout.length:
             return RejectReason.OFFSET_GAP
@@ -74,7 +75,7 @@ class SegmentChecker:
         return None
 
     def _span_refusal(self, message: SegmentMessage, loss_mask_N: Array) -> RejectReason | None:
-        """Spans must be sorted, disjoint and inside, and hold every sampled token."""
+        """Check that spans are sorted, disjoint and inside the segment, and contain every sampled token."""
         at = message.start
         covered = 0
         for span in message.spans:
@@ -91,7 +92,7 @@ class SegmentChecker:
 
 
 def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> RejectReason | None:
-    """Are these log-probs of the segment's tokens?"""
+    """Check a teacher's log-probs of the segment's tokens."""
     n = segment.end - segment.start
     if not has_shapes((scores_N,), n, (np.float32,)):
         return RejectReason.SCORE_LENGTH
@@ -100,8 +101,8 @@ def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> Reject
 
 
 def top_k_refusal(segment: Segment, payload: bytes, max_bytes: int) -> RejectReason | None:
-    """Is this a payload for the segment's top-k range, of at most `max_bytes` per token? What its words say is not
-    looked at: the learner reads them."""
+    """Check a payload for the segment's top-k range, of at most `max_bytes` per token. Its contents are left to the
+    learner, which reads them."""
     n = segment.top_end - segment.top_start
     if len(payload) > HEADER_BYTES + n * max_bytes:
         return RejectReason.TOP_K_SIZE
@@ -113,19 +114,18 @@ def top_k_refusal(segment: Segment, payload: bytes, max_bytes: int) -> RejectRea
 
 
 def task_fault(task: Task, prompts_T: Array, vocab_size: int | None) -> tuple[str, str] | None:
-    """What is wrong with an offered task: (got, expected). `prompts_T`: its frame, the student's prompt and perhaps the
-    teachers'."""
+    """Check an offered task. Returns (got, expected) if something is wrong. `prompts_T`: its frame, the student's
+    prompt and perhaps the teachers'."""
     if not 0 <= task.teacher_prompt_tokens < max(1, len(prompts_T)):
         return (
             f"teacher_prompt_tokens {task.teacher_prompt_tokens} of {len(prompts_T)}",
-            "0, or fewer than there are: the student's prompt stands before them",
+            "0, or fewer than the frame has: the student's prompt comes before them",
         )
-    prompt_T = prompts_T
-    if prompt_T.ndim != 1 or prompt_T.dtype != np.int32 or len(prompt_T) == 0:
-        return f"prompt of dtype {prompt_T.dtype} and shape {prompt_T.shape}", "int32 [n_prompt], not empty"
-    if not ids_in_range(prompt_T, vocab_size):
+    if prompts_T.ndim != 1 or prompts_T.dtype != np.int32 or len(prompts_T) == 0:
+        return f"prompt of dtype {prompts_T.dtype} and shape {prompts_T.shape}", "int32 [n_prompt], not empty"
+    if not ids_in_range(prompts_T, vocab_size):
         return (
-            f"prompt ids from {prompt_T.min()} to {prompt_T.max()}",
+            f"prompt ids from {prompts_T.min()} to {prompts_T.max()}",
             f"0 up to {'any' if vocab_size is None else vocab_size - 1}",
         )
     if task.group_size < 1:
@@ -138,25 +138,26 @@ def task_fault(task: Task, prompts_T: Array, vocab_size: int | None) -> tuple[st
 
 
 def has_shapes(arrays: Sequence[Array], n: int, dtypes: Sequence[type]) -> bool:
-    """One array [n] of each dtype?"""
+    """Return True for one array [n] of each dtype."""
     if len(arrays) != len(dtypes):
         return False
     return all(a.shape == (n,) and a.dtype == dtype for a, dtype in zip(arrays, dtypes, strict=True))
 
 
 def ids_in_range(ids_N: Array, vocab_size: int | None) -> bool:
-    """`ids_N` is not empty."""
+    """Return True if all ids are valid. `ids_N` must not be empty."""
     return int(ids_N.min()) >= 0 and (vocab_size is None or int(ids_N.max()) < vocab_size)
 
 
 def _logprob_refusal(logprobs_N: Array, sampled_N: Array) -> RejectReason | None:
-    """Finite and of a sensible size everywhere (a NaN times a mask of 0 is still NaN), and not above 0 where sampled.
+    """Check that log-probs are finite and of a sensible size everywhere (NaN times a mask of 0 is still NaN), and not
+    above 0 where sampled.
 
-    The maximum finds NaN and +inf, the minimum finds -inf: two passes and no temporary for the usual, good case."""
+    The maximum finds NaN and +inf, the minimum finds -inf: two passes without a temporary array in the normal case."""
     if len(logprobs_N) == 0:
         return None
     highest, lowest = float(logprobs_N.max()), float(logprobs_N.min())
-    if highest != highest:
+    if math.isnan(highest):
         return RejectReason.NAN_LOGPROB
     if highest == np.inf or lowest == -np.inf:
         return RejectReason.INF_LOGPROB

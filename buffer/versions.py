@@ -1,7 +1,7 @@
-"""Which weight versions exist, and how many optimizer steps lie between two of them.
+"""The weight versions that exist, and the number of optimizer steps between two of them.
 
-Versions form a tree. Each epoch is a line of steps. It leaves an older line at its parent, the version of the
-checkpoint that its learner started from:
+Versions form a tree. Each epoch is a line of steps that branches off an older line at its parent, the version of the
+checkpoint from which its learner started:
 
     epoch 0   0 -- 1 -- 2 -- 3 -- 4 -- 5        (the learner died at 5)
     epoch 1             2 -- 3 -- 4             (its parent is (0, 2))
@@ -17,13 +17,13 @@ from protocol.messages import WeightVersion
 
 
 class VersionTable:
-    """The parent of each epoch, and how far the learner has shown that each came."""
+    """The parent of each epoch, and the highest step of it that the learner has reported."""
 
     def __init__(self, start: WeightVersion) -> None:
         self._first_epoch = start.epoch
         self._newest = start
         self._parents: dict[int, WeightVersion] = {start.epoch: start}
-        """Of the first epoch: the version that the buffer began with."""
+        """Parent by epoch. For the first epoch it is the version that the buffer began with."""
         self._reached: dict[int, int] = {start.epoch: start.step}
 
     def __repr__(self) -> str:
@@ -31,13 +31,13 @@ class VersionTable:
 
     @property
     def newest(self) -> WeightVersion:
-        """The newest version that a learner's message has named."""
+        """The newest version named in a learner's message."""
         return self._newest
 
     def fork(self, version: WeightVersion, parent: WeightVersion) -> None:
-        """A learner of a higher epoch goes on from `version`, the same weights as `parent`. Epochs between, of which
-        nothing was heard, made no tokens; they count as begun there too. Raises ValueError when the epoch does not
-        rise, or when the two are not one step of this run."""
+        """Start a new epoch at `version`, with the same weights as `parent`. Skipped epochs, which produced no tokens,
+        count as started there too. Raises ValueError if the epoch does not rise, or if the two are not the same step of
+        this run."""
         if version.epoch <= self._newest.epoch:
             raise ValueError(f"fork at {version}: expected an epoch above {self._newest.epoch}")
         if parent.step != version.step or not self._first_epoch <= parent.epoch <= self._newest.epoch:
@@ -54,16 +54,16 @@ class VersionTable:
         self._newest = version
 
     def reach(self, version: WeightVersion) -> None:
-        """A learner's message named `version`, of an epoch that is known."""
+        """Note that a learner's message named `version`, of a known epoch."""
         if version.step > self._reached[version.epoch]:
             self._reached[version.epoch] = version.step
         if version > self._newest:
             self._newest = version
 
     def refusal(self, version: WeightVersion) -> RejectReason | None:
-        """Why no engine can honestly have sampled under `version`; None if one can.
+        """Reason why no engine can have sampled under `version`, or None.
 
-        One step past what is known is possible: the learner broadcasts new weights before it tells the buffer."""
+        One step beyond the highest known one is possible: the learner broadcasts new weights before it reports them."""
         if version.epoch > self._newest.epoch:
             return RejectReason.FUTURE_VERSION
         if version.epoch < self._first_epoch or version.step < self._parents[version.epoch].step:
@@ -73,9 +73,10 @@ class VersionTable:
         return None
 
     def distance(self, sampled: WeightVersion, now: WeightVersion) -> int:
-        """Optimizer steps between two versions of this run: up to where their branches meet, and down again.
+        """Optimizer steps between two versions of this run: up to the version where their branches meet, and down
+        again.
 
-        An epoch is younger than its parent's, so the version with the higher epoch is the one to climb from."""
+        An epoch is younger than its parent's, so the search climbs from the version with the higher epoch."""
         a, b = sampled, now
         while a.epoch != b.epoch:
             if a.epoch > b.epoch:

@@ -1,4 +1,4 @@
-"""What the core refuses is told to the sender by an answer; the same answers become lines of the buffer's log."""
+"""What the core refuses is answered to its sender; the same answers become lines of the buffer's log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol import messages as m
     [
         (m.SegmentAck("train-0-0-0", 3, "rejected", "nan_logprob"), "segment 3 of train-0-0-0: nan_logprob"),
         (m.SegmentAck("train-0-0-0", 3, "accepted"), ""),
-        (m.ScoresAck((7, 8), ("accepted", "rejected"), (None, "nan_score")), "grades of leases 8: nan_score"),
+        (m.ScoresAck((7, 8), ("accepted", "rejected"), (None, "nan_score")), "scores of leases 8: nan_score"),
         (m.ScoresAck((7,), ("expired",), (None,)), ""),
         (m.Refused("malformed", "a task", "0", "1 or more"), "malformed: a task; got 0, expected 1 or more"),
         (m.HeartbeatReply(m.WeightVersion(0, 0)), ""),

@@ -314,7 +314,7 @@ class BufferModel:
 
     def forget(self, state: BufferState) -> None:
         """Attempts the buffer no longer holds; should it ever name one again, the lookup fails."""
-        slots = [slot for record in state._tasks.train_records for slot in record.slots]
+        slots = [slot for record in state._life.tasks.train_records for slot in record.slots]
         witnesses = {slot.witness.rollout_id for slot in slots if slot.witness is not None}
         live = state._life.rollouts.keys() | witnesses
         for rollout_id in [i for i in self.rollouts if i not in live]:
@@ -331,9 +331,9 @@ class BufferModel:
 
 def audit(state: BufferState) -> None:
     """Recount from scratch what the buffer counts incrementally, and check what must hold among its records."""
-    slots = [slot for (kind, _), task in state._tasks._active.items() if kind == "train" for slot in task.slots]
+    slots = [slot for (kind, _), task in state._life.tasks._active.items() if kind == "train" for slot in task.slots]
     live = [slot for slot in slots if not slot.settled]
-    assert state._pacing.live == len(live), f"{state._pacing} but {len(live)} live samples"
+    assert state._life.pacing.live == len(live), f"{state._life.pacing} but {len(live)} live samples"
     unready = [slot for slot in live if slot.rollout is None or not slot.rollout.whole]
     assert state._life.unready == len(unready), f"unready {state._life.unready}, recounted {len(unready)}"
     for rollout in state._life.rollouts.values():

@@ -12,9 +12,9 @@ def audit_samples(state: BufferState, learner: SimLearner) -> None:
     learner as settled; and one that it knows as settled is not open."""
     if state.phase != "running" or not learner.connected or learner.unacked or learner.batch is not None:
         return
-    if state._versions.newest.epoch != learner.version.epoch:
+    if state._life.versions.newest.epoch != learner.version.epoch:
         return  # it has not said yet what it goes on from
-    stream, book = learner.stream, state._tasks
+    stream, book = learner.stream, state._life.tasks
     open_here: set[Sample] = set()
     reported: set[Sample] = {(one.task_id, one.sample_index) for one in book.to_report()}
     for batch in state._batches.leased.values():
