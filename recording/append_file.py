@@ -1,6 +1,5 @@
-"""Files of reports that a full disk does not end the training with: rows that cannot be written are counted, and
-writing goes on, whole rows only, once it can.
-"""
+"""Append-only report files that survive a full disk: rows that cannot be written are counted, and writing continues
+with whole rows once there is room again."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S: Final = 60.0
-"""At most one error line in so long, however many rows fail."""
+LOG_EVERY_S: Final = 60.0
+"""Shortest time between two error lines, however many rows fail."""
 
 
 class Unwritten:
-    """Rows of reports that could not be written, by file. One thread."""
+    """Counts report rows that could not be written, by file, and logs them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._rows: Counter[str] = Counter()
         self._failing: set[str] = set()
-        self._told_s: float | None = None
-        self._told_rows = 0
-        self._told_of_failing = False
+        self._logged_s: float | None = None
+        self._logged_rows = 0
+        self._failure_logged = False
 
     @property
     def rows_total(self) -> int:
@@ -36,41 +35,41 @@ class Unwritten:
         return dict(self._rows)
 
     def count(self, file: str, rows: int, error: OSError) -> None:
-        """`rows` of `file` were not written, because of `error`."""
+        """Count `rows` of `file` that were not written because of `error`."""
         self._rows[file] += rows
         self._failing.add(file)
         now_s = time.monotonic()
-        if self._told_s is None or now_s - self._told_s >= TELL_EVERY_S:
-            self._told_s = now_s
-            self._told_of_failing = True
-            self._tell(f": {error}; training goes on, and later rows are written once there is room")
+        if self._logged_s is None or now_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            self._failure_logged = True
+            self._log(f": {error}; training goes on, and later rows are written once there is room")
 
     def written(self, file: str) -> None:
-        """`file` could be written to."""
+        """Note that `file` could be written to."""
         if file not in self._failing:
             return
         self._failing.discard(file)
-        if not self._failing and self._told_of_failing:
-            self._told_of_failing = False
-            self._tell("; all reports are written again")
+        if not self._failing and self._failure_logged:
+            self._failure_logged = False
+            self._log("; all reports are being written again")
 
     def close(self) -> None:
-        """The last word, if more rows were lost than have been told of."""
-        if self.rows_total > self._told_rows:
-            self._tell(" in all")
+        """Log the final count, if rows were lost since the last error line."""
+        if self.rows_total > self._logged_rows:
+            self._log(" in all")
 
-    def _tell(self, rest: str) -> None:
-        self._told_rows = self.rows_total
+    def _log(self, rest: str) -> None:
+        self._logged_rows = self.rows_total
         by_file = ", ".join(f"{file} {rows}" for file, rows in sorted(self._rows.items()))
         log.error("metrics not written: %d rows (%s)%s", self.rows_total, by_file, rest)
 
 
 class AppendFile:
-    """Grows by whole rows: what a failed write left of one is cut off again. Each row is with the system when `append`
-    returns. One thread; nobody else writes to the file."""
+    """A file that grows by whole rows: the rest of a row whose write failed is cut off again. A row has been passed to
+    the operating system when `append` returns. Not thread-safe, and the only writer of its file."""
 
     def __init__(self, path: Path, unwritten: Unwritten, *, first: bytes = b"") -> None:
-        """`first` has to be in the file before any row; it is tried again with each one until it is."""
+        """`first`: data that must precede all rows. If it cannot be written now, it is written with the next row."""
         self._path = path
         self._unwritten = unwritten
         self._owed = first
@@ -81,9 +80,10 @@ class AppendFile:
         self.append(b"", rows=0)
 
     def append(self, data: bytes, *, rows: int) -> bool:
-        """Write `data`, which is `rows` rows; False if it could not be (counted and told by `Unwritten`)."""
+        """Write `data`, which contains `rows` rows. Returns False if that failed; `Unwritten` counts and logs the
+        loss."""
         if self._closed:
-            raise ValueError(f"{self._path} is closed; expected no row after that")
+            raise ValueError(f"got a row for {self._path}, which is closed; expected none after close()")
         try:
             self._write(self._owed + data)
         except OSError as error:
@@ -99,11 +99,11 @@ class AppendFile:
             return
         try:
             os.close(descriptor)
-        except OSError as error:  # network file systems tell of a full disk here
+        except OSError as error:  # network file systems report a full disk here
             self._unwritten.count(self._path.name, 0, error)
 
     def _write(self, data: bytes) -> None:
-        """All of it or nothing. Raises OSError."""
+        """Write all of `data` or nothing. Raises OSError."""
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -119,7 +119,7 @@ class AppendFile:
             try:
                 self._cut(self._descriptor)
             except OSError:
-                raise error from None  # cut before the next row
+                raise error from None  # _torn: it is cut before the next row
             raise
         self._whole_bytes += len(data)
 

@@ -1,12 +1,12 @@
-"""A file of recorded batches: what the learner was given to train, as it came off the wire. No torch, no pickle.
+"""File format of recorded batches: the learner's training data as it came off the wire. No torch, no pickle.
 
     MAGIC, then records:    head (kind, sizes, CRC)    MessagePack header    blob
-    begin      RecordHeader: what the file is a record of; always the first
-    resumed    Resumed: a learner went on from a checkpoint; batches above of the branch that it left do not count
-    batch      BatchRecord: one optimizer step; the blob holds the frames of its items, compressed item by item
+    begin      RecordHeader: describes the recorded run; always the first record
+    resumed    Resumed: a learner resumed from a checkpoint; earlier batches on the branch that it left do not count
+    batch      BatchRecord: one optimizer step; the blob contains the frames of its items, compressed item by item
 
-Frames are kept generically, as dtype, shape and bytes: what a later version sends beside an item is carried along. A
-record is whole or it is not there: its CRC covers head, header and blob.
+Frames are stored generically, as dtype, shape and bytes, so that frames that a later version adds are kept. A record is
+either complete or ignored: its CRC covers head, header and blob.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from protocol.messages import BatchItem, Settled, WeightVersion
 FORMAT: Final = 1
 MAGIC: Final = b"stillhouse batches\n"
 HEAD: Final = struct.Struct("<BIQI")
-"""Kind, bytes of the header, bytes of the blob, CRC-32 of all but itself."""
+"""Head of a record: kind, bytes of the header, bytes of the blob, CRC-32 of everything but itself."""
 MAX_HEADER_BYTES: Final = 64 << 20
-"""More is not a header but damage: it would be read into memory."""
+"""Longest header. A larger size means damage, and would be read into memory."""
 COMPRESSION_LEVEL: Final = 1
-"""zlib's fastest. Saves a third; higher levels take longer and save hardly more (log-probs are noise)."""
+"""zlib's fastest level. It saves a third; higher levels take longer and save hardly more (log-probs are noise)."""
 _BEGIN, _RESUMED, _BATCH = 0, 1, 2
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -39,60 +39,60 @@ Writer: TypeAlias = Literal["student", "teacher"]
 
 
 class RecordError(ValueError):
-    """This file cannot be used as a record; the message says why and what to do."""
+    """The file cannot be used as a recording. The message says why and what to do."""
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file is a record of."""
+    """First record: describes the run whose batches the file contains."""
 
     format: int
     run: str
-    """Name of the run; a learner that goes on adds to the file of its own run only."""
+    """Name of the run. A learner that resumes appends only to the file of its own run."""
     vocab_fingerprint: str
-    """Token ids mean nothing under another vocabulary."""
+    """Fingerprint of the vocabulary, without which token ids mean nothing."""
     writer: Writer
-    """teacher: of the teachers' checkpoint, which was never trained (`python -m launch.write`)."""
+    """`teacher`: written by the teachers' checkpoint, which was never trained (`python -m launch.write`)."""
     config_digest: str
     config: dict[str, Any]
-    """The run's configuration as plain values: what a replay begins with."""
+    """The run's configuration as plain values, from which a replay starts."""
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A learner went on from a checkpoint. Batches of the branch that it left do not count."""
+    """A learner resumed from a checkpoint. Batches on the branch that it left do not count."""
 
     version: WeightVersion
-    """What it began with: a new epoch."""
+    """Version with which it started, in a new epoch."""
     parent: WeightVersion | None = None
-    """The version of that checkpoint. None: written by a release that did not say."""
+    """Version of that checkpoint. None: recorded by a release that did not store it."""
 
 
 class ItemRecord(msgspec.Struct, frozen=True):
-    """One item of a batch, and where its frames lie in the blob."""
+    """One item of a batch, and the location of its frames in the blob."""
 
     item: BatchItem
     offline: bool
-    """Mixed in from another recording (`learner.offline`), not from the buffer."""
+    """True if it was mixed in from another recording (`learner.offline`)."""
     frames: tuple[tuple[str, tuple[int, ...]], ...]
-    """dtype and shape of each."""
+    """dtype and shape of each frame."""
     start: int
     stored_bytes: int
     compressed: bool
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """One step's batch, but for the buffer's snapshot."""
+    """The batch of one step, without the buffer's snapshot."""
 
     batch_id: int
     version: WeightVersion
-    """Of the weights that it was trained against."""
+    """Version of the weights that the step started from."""
     staleness: dict[int, int]
     tasks_done: tuple[int, ...]
-    """Tasks all of whose samples are settled with this step."""
+    """Tasks whose last sample is settled with this step."""
     items: tuple[ItemRecord, ...]
     settled: tuple[Settled, ...] = ()
-    """Samples that are settled with this step, and were not before."""
+    """Samples that are settled with this step."""
     masked: tuple[str, ...] = ()
-    """Rollouts of the batch that the step left out."""
+    """Ids of rollouts in the batch that the step left out."""
 
 
 class Rollout(NamedTuple):
@@ -108,7 +108,7 @@ _KINDS: Final[tuple[type[Kept], ...]] = (RecordHeader, Resumed, BatchRecord)
 
 
 class Found(NamedTuple):
-    """One whole record of a file."""
+    """One complete record of a file."""
 
     kept: Kept
     blob_at: int
@@ -117,19 +117,21 @@ class Found(NamedTuple):
 
 
 class Branches:
-    """Forks are entered in the order of the file. A learner's first epoch has none."""
+    """The branch of versions that a run kept, according to its files: the path from the first epoch to the newest one,
+    through the checkpoints from which later epochs started. Forks are entered in the order of the file."""
 
     def __init__(self) -> None:
         self._newest = 0
         self._parents: dict[int, WeightVersion] = {}
 
     def fork(self, version: WeightVersion, parent: WeightVersion | None) -> None:
-        """A learner began with `version`, of a new epoch, from the checkpoint `parent`; None: of the epoch before."""
+        """Enter a learner that started at `version`, in a new epoch, from the checkpoint `parent`; None: one of the
+        epoch before."""
         self._parents[version.epoch] = parent or WeightVersion(self._newest, version.step)
         self._newest = version.epoch
 
     def keeps(self, version: WeightVersion, *, made: int = 0) -> bool:
-        """Are the weights of so many steps after `version`, in its epoch, those of the branch that was gone on with?"""
+        """Return True if the weights `made` steps after `version`, in its epoch, are on the branch that was kept."""
         epoch, last_step = self._newest, math.inf
         while epoch != version.epoch:
             parent = self._parents.get(epoch)
@@ -162,7 +164,7 @@ def encode_batch(
     settled: tuple[Settled, ...] = (),
     masked: tuple[str, ...] = (),
 ) -> bytes:
-    """The bytes of one batch record; for the arguments see BatchRecord."""
+    """Encode one batch record. The arguments are those of BatchRecord."""
     items: list[ItemRecord] = []
     blobs: list[bytes] = []
     at = 0
@@ -179,7 +181,7 @@ def encode_batch(
 
 
 def decode_frames(record: ItemRecord, stored: bytes) -> tuple[Array, ...]:
-    """The read-only arrays of an item from its part of the blob. Raises RecordError."""
+    """Decode an item's frames, as read-only arrays, from its part of the blob. Raises RecordError."""
     try:
         raw = zlib.decompress(stored) if record.compressed else stored
         dtypes = [np.dtype(name) for name, _ in record.frames]
@@ -199,14 +201,17 @@ def decode_frames(record: ItemRecord, stored: bytes) -> tuple[Array, ...]:
 
 
 def scan(stream: BinaryIO, size: int, name: str) -> Iterator[Found]:
-    """Every whole record of a file, its CRC checked. A last one that is torn (its writer was killed, or the power
-    failed) is left out: the `end` of the one before it is less than `size`. Raises RecordError for anything else."""
+    """Yield every complete record of a file, after checking its CRC. A torn last record (its writer was killed, or the
+    power failed) is left out: the `end` of the one before it is less than `size`. Raises RecordError for other
+    damage."""
     stream.seek(0)
     magic = stream.read(len(MAGIC))
     if magic != MAGIC:
         if MAGIC.startswith(magic):
-            return  # torn in its first bytes
-        raise RecordError(f"{name} is no file of recorded batches: it begins with {magic[:16]!r}; expected {MAGIC!r}")
+            return  # torn within the magic
+        raise RecordError(
+            f"{name} is not a file of recorded batches: it begins with {magic[:16]!r}; expected {MAGIC!r}"
+        )
     at = len(MAGIC)
     while size - at >= HEAD.size:
         head = stream.read(HEAD.size)
@@ -218,9 +223,9 @@ def scan(stream: BinaryIO, size: int, name: str) -> Iterator[Found]:
         header = stream.read(header_bytes) if whole else b""
         if not whole or _checksum(stream, blob_bytes, zlib.crc32(header, zlib.crc32(head[:-4]))) != crc:
             if end == size:
-                return  # the last one: what the disk made of it when the power failed
+                return  # the last record, incompletely written when the power failed
             raise RecordError(
-                f"{name} is damaged at byte {at}, with {size - end} bytes behind it; what stands before can be saved "
+                f"{name} is damaged at byte {at}, with {size - end} bytes after it; the part before it can be saved "
                 f"by cutting the file there: truncate -s {at} FILE"
             )
         yield Found(_decode(kind, header, at, name), end - blob_bytes, end)
@@ -243,9 +248,9 @@ def _checksum(stream: BinaryIO, n_bytes: int, crc: int) -> int:
 
 def _decode(kind: int, header: bytes, at: int, name: str) -> Kept:
     if kind == _BEGIN:
-        told = msgspec.msgpack.decode(header, type=_FormatOnly).format
-        if told != FORMAT:
-            raise RecordError(f"{name} has format {told}, this version reads {FORMAT}; record it again")
+        found = msgspec.msgpack.decode(header, type=_FormatOnly).format
+        if found != FORMAT:
+            raise RecordError(f"{name} has format {found}, this version reads {FORMAT}; record it again")
     try:
         return msgspec.msgpack.decode(header, type=_KINDS[kind])
     except msgspec.MsgspecError as error:

@@ -1,8 +1,7 @@
-"""Reads a file of recorded batches back: the batches of the branch that was kept, in any order, and single items.
+"""Reads files of recorded batches: the batches of the branch that was kept, in any order, and single items.
 
-Opening reads the whole file once (every checksum is looked at) and remembers where things are; batches and items are
-read from the disk when they are asked for. The file may still be written to: what comes later is not seen.
-"""
+Opening a file reads all of it once, checks every checksum and remembers the offsets; batches and items are read from
+the disk on request. The file may still be written to: records added after it was opened are not seen."""
 
 from __future__ import annotations
 
@@ -29,17 +28,17 @@ from recording.writer import record_path
 
 
 class Kept(NamedTuple):
-    """A batch of the branch that was kept."""
+    """A batch on the branch that was kept."""
 
     record: BatchRecord
     blob_at: int
 
 
 class Recording:
-    """An open file of recorded batches. One thread. A context manager."""
+    """An open file of recorded batches. A context manager; not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RecordError: no such file, not one of ours, another format, damaged, or without a batch."""
+        """Raises RecordError for a missing file, another format, a damaged file, or one without a batch."""
         self.path = record_path(path)
         if not self.path.is_file():
             raise RecordError(f"no file {str(self.path)!r}; expected one that a run wrote with learner.record")
@@ -66,25 +65,25 @@ class Recording:
                 case BatchRecord():
                     found_batches.append(Kept(kept, found.blob_at))
         self.torn_bytes = size - whole
-        """Of a last record that was not finished."""
+        """Size of an unfinished last record."""
         if header is None:
-            raise RecordError(f"{self.path} ends before its header does; nothing was recorded")
+            raise RecordError(f"{self.path} ends within its header; nothing was recorded")
         # A batch of step n makes version n + 1, and is kept with it.
         batches = {b.record.version.step: b for b in found_batches if branches.keeps(b.record.version, made=1)}
         self.abandoned = len(found_batches) - len(batches)
-        """Batches of branches that a later learner did not go on from."""
+        """Number of batches on branches that were abandoned."""
         if not batches:
-            raise RecordError(f"{self.path} holds no batch; the run that wrote it made no step")
+            raise RecordError(f"{self.path} contains no batch; the run that wrote it made no step")
         self.header = header
         self.batches: Sequence[Kept] = tuple(batches[step] for step in sorted(batches))
-        """In the order of their steps."""
+        """Batches in the order of their steps."""
 
     def expect_top_k(self, divergence: str) -> None:
-        """Raises RecordError where no teacher sent top-k sets, which this divergence needs."""
+        """Raise RecordError if the file has no top-k sets, which this divergence needs."""
         if not any(one.item.top_k for batch in self.batches for one in batch.record.items):
             raise RecordError(
-                f"{self.path} holds no top-k sets, which the divergence {divergence!r} needs; expected a file of a run "
-                "with teacher.top_k, e.g. 256, or a divergence of sampled tokens (k1, k2, k3, seq_kd)"
+                f"{self.path} holds no top-k sets, which the divergence {divergence!r} needs; expected the file of a "
+                "run with teacher.top_k, e.g. 256, or a divergence of sampled tokens (k1, k2, k3, seq_kd)"
             )
 
     def __repr__(self) -> str:
@@ -92,25 +91,25 @@ class Recording:
 
     @property
     def first_step(self) -> int:
-        """Optimizer steps that were made before the first batch."""
+        """Number of optimizer steps before the first batch."""
         return self.batches[0].record.version.step
 
     @property
     def missing(self) -> int:
-        """Steps between the first and the last batch of which there is none: they could not be written."""
+        """Number of steps between the first and the last batch that could not be recorded."""
         steps = [kept.record.version.step for kept in self.batches]
         return steps[-1] - steps[0] + 1 - len(steps)
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of whose batches these are, and of every batch all but the bytes of its frames."""
+        """SHA-256 (hex) of the header and of all batches, without the bytes of their frames."""
         whole = hashlib.sha256(msgspec.msgpack.encode(self.header))
         for kept in self.batches:
             whole.update(msgspec.msgpack.encode(kept.record))
         return whole.hexdigest()
 
     def expect_vocabulary(self, fingerprint: str) -> None:
-        """Raises RecordError unless the file's token ids are of this vocabulary."""
+        """Raise RecordError unless the file's token ids belong to this vocabulary."""
         if self.header.vocab_fingerprint != fingerprint:
             raise RecordError(
                 f"{self.path} was recorded with another vocabulary (fingerprint {self.header.vocab_fingerprint[:12]}, "
@@ -146,14 +145,14 @@ class Recording:
 
 
 def read_header(path: Path) -> RecordHeader:
-    """What a file is a record of, without reading the rest. Raises RecordError."""
+    """Read the header of a file, and nothing else. Raises RecordError."""
     path = record_path(path)
     if not path.is_file():
         raise RecordError(f"no file {str(path)!r}; expected one that a run wrote with learner.record")
     with path.open("rb") as stream:
         first = next(scan(stream, path.stat().st_size, str(path)), None)
     if first is None or not isinstance(first.kept, RecordHeader):
-        raise RecordError(f"{path} ends before its header does; nothing was recorded")
+        raise RecordError(f"{path} ends within its header; nothing was recorded")
     return first.kept
 
 

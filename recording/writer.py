@@ -1,6 +1,6 @@
-"""Appends every batch that a learner trained to a file (`recording.format`). One thread, the loop's.
+"""Appends every batch that a learner trains to a file (`recording.format`). Used by the learner's loop thread only.
 
-Recording never ends the training: a batch that cannot be written is counted by reason, and the reader of the file sees
+Recording never ends the training: a batch that cannot be written is counted by reason, and a reader of the file sees
 that its step is missing.
 """
 
@@ -34,11 +34,11 @@ from recording.format import (
 log = logging.getLogger(__name__)
 
 DEFAULT_NAME: Final = "batches.record"
-"""In a folder."""
+"""File name used when a folder is given."""
 
 
 class BatchRecorder:
-    """Owner of one file of recorded batches."""
+    """Writes one file of recorded batches."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class BatchRecorder:
         parent: WeightVersion | None = None,
         max_bytes: int = 0,
     ) -> None:
-        """`resume`: the version that the learner begins with, `parent`: that of the checkpoint (as in LearnerStarted);
-        its run's file is gone on with, and batches of the branch that was left no longer count. `max_bytes`: the file
-        grows no further; 0 = it may.
+        """`resume`: version with which a resumed learner starts, and `parent`: that of its checkpoint (as in
+        LearnerStarted). The run's file is then continued, and batches on the abandoned branch no longer count.
+        `max_bytes`: largest size of the file; 0: no limit.
 
-        Raises RecordError: without `resume` for a file that is not empty, with it for one of another run or of another
-        vocabulary, or a damaged one."""
+        Raises RecordError, without `resume` for a file that is not empty, with it for a damaged file or one of another
+        run or vocabulary."""
         path = record_path(path)
         self._path = path
         self._max_bytes = max_bytes
@@ -73,7 +73,7 @@ class BatchRecorder:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Running totals of this process, for the metrics."""
+        """Totals of this process, for the metrics."""
         skipped = {f"record/skipped_{reason}_total": float(n) for reason, n in self._skipped.items()}
         return {"record/batches_total": float(self._batches_total), **skipped}
 
@@ -86,8 +86,8 @@ class BatchRecorder:
         arrays: Sequence[Array],
         offline: Sequence[Rollout] = (),
     ) -> None:
-        """Record what one step trained: the buffer's batch less the rollouts `masked`, and what was mixed into it; and
-        what became of samples."""
+        """Record one step: the buffer's batch, the rollouts of it that the step left out (`masked`), those that were
+        mixed in (`offline`), and which samples and tasks were settled."""
         rollouts = [*rollouts_of(batch, arrays), *offline]
         data = encode_batch(
             batch.batch_id,
@@ -109,8 +109,8 @@ class BatchRecorder:
             self._skipped["unwritable"] += 1
 
     def sync(self) -> None:
-        """What was recorded survives the loss of power from here on. Called before a checkpoint: a learner that goes
-        on from that finds all that led to it."""
+        """Flush to the disk, so that what was recorded survives a power failure. Call it before a checkpoint is
+        written: a learner that resumes from that then finds every batch that led to it."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY)
             try:
@@ -118,30 +118,31 @@ class BatchRecorder:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            log.error("%s may not survive the loss of power: %s", self._path, error)
+            log.error("%s may not survive a power failure: %s", self._path, error)
 
     def close(self) -> None:
         self._file.close()
 
 
 def record_path(path: Path) -> Path:
-    """The file that is meant: a folder means one in it."""
+    """The recording that `path` names; for a folder, the one in it."""
     return path / DEFAULT_NAME if path.is_dir() else path
 
 
 def rollouts_of(batch: Batch, arrays: Sequence[Array]) -> Iterator[Rollout]:
-    """The items of a batch, each with its own frames, however many the protocol gives it."""
+    """The items of a batch, each with its own frames, whose number the protocol defines."""
     at = 0
     for item in batch.items:
         n_frames = len(frame_specs(msgspec.structs.replace(batch, items=(item,))))
         yield Rollout(item, tuple(arrays[at : at + n_frames]))
         at += n_frames
     if at != len(arrays):
-        raise ValueError(f"{len(arrays)} frames for items that have {at}")
+        raise ValueError(f"got {len(arrays)} frames, expected {at} for these items")
 
 
 def _cut_torn_record(path: Path, header: RecordHeader) -> bool:
-    """Remove what follows the last whole record of the run's own file; False when not even its header was whole."""
+    """Cut off what follows the last complete record of the run's own file. Returns False if not even the header was
+    complete."""
     with path.open("r+b") as stream:
         size = path.stat().st_size
         last: Found | None = None
@@ -151,7 +152,7 @@ def _cut_torn_record(path: Path, header: RecordHeader) -> bool:
             last = found
         whole = last.end if last is not None else 0
         if whole < size:
-            log.warning("%s: %d bytes of a record that was not finished are cut off", path, size - whole)
+            log.warning("%s: cutting off %d bytes of an unfinished record", path, size - whole)
             stream.truncate(whole)
     return last is not None
 

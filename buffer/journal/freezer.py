@@ -1,17 +1,16 @@
-"""An object graph as bytes and back, for a fixed list of classes. No pickle: nothing is imported or called by name.
+"""Converts an object graph of listed classes to bytes and back. No pickle: nothing is imported or called by name.
 
     bytes = MessagePack [[[class name, field names] ...], [[class index, field values ...] ...]]
 
-Objects of the listed classes keep their identity: they stand in the second list, numbered in the order in which they
-are reached from the root, and are referred to by number. Numbers, strings and None stand for themselves; all else is
+Objects of the listed classes keep their identity: they are in the second list, numbered in the order in which they are
+reached from the root, and are referred to by number. Numbers, strings and None stand for themselves. Everything else is
 a list that begins with a letter:
 
     o object    l list    t tuple    q deque    d dict    D OrderedDict    s set (sorted)    n named tuple
     S message struct    e enum    a array    b bytes    m bound method of a listed object
 
-Equal graphs give equal bytes. Mutable containers must have one owner: one met twice is an error, as is any class that
-is not listed.
-"""
+Equal graphs give equal bytes. A mutable container must have one owner: meeting it twice is an error, and so is any
+class that is not listed."""
 
 from __future__ import annotations
 
@@ -30,23 +29,23 @@ _ATOMS = frozenset((type(None), bool, int, float, str))
 
 
 class FreezeError(Exception):
-    """The graph holds something that has no form here: a bug."""
+    """The graph contains something that cannot be converted, which is a bug."""
 
 
 class ThawError(Exception):
-    """These bytes are not of the classes expected."""
+    """The bytes are not an object graph of the expected classes."""
 
 
 class Custom(NamedTuple):
-    """A class that says itself what it holds: `get` its contents, `fill` a new instance with them."""
+    """Conversion of a class that defines its own: `get` returns its contents, `fill` puts them into a new instance."""
 
     get: Callable[[Any], Sequence[Any]]
     fill: Callable[[Any, Sequence[Any]], None]
 
 
 class Freezer:
-    """`classes`: of objects with identity; a dict's value is how to get at the contents (None: all attributes but
-    cached properties). `values`: named tuples, message structs and enums, which are compared by value."""
+    """Converts graphs of the listed classes. `classes`: objects with identity, and how to access their contents (None:
+    all attributes except cached properties). `values`: named tuples, message structs and enums, compared by value."""
 
     def __init__(self, classes: dict[type[Any], Custom | None], values: Iterable[type[Any]]) -> None:
         self._custom = classes
@@ -57,12 +56,12 @@ class Freezer:
         self._enums = {k for k in self._values.values() if issubclass(k, enum.Enum)}
 
     def freeze(self, root: object) -> bytes:
-        """Raises FreezeError."""
+        """Convert a graph to bytes. Raises FreezeError."""
         with _no_garbage_collection():
             return _Writing(self).write(root)
 
     def thaw(self, body: bytes) -> Any:
-        """The root, new. Raises ThawError."""
+        """Rebuild a graph and return its root. Raises ThawError."""
         try:
             with _no_garbage_collection():
                 return self._thawed(body)
@@ -95,7 +94,7 @@ class Freezer:
         return self._values[name]
 
     def letter(self, kind: type[Any]) -> str:
-        """Of a listed value class; empty for others."""
+        """Letter for a listed value class; empty for other classes."""
         return "n" if kind in self._tuples else "S" if kind in self._structs else "e" if kind in self._enums else ""
 
 
@@ -161,7 +160,7 @@ class _Writing:
 
     def _container(self, kind: type[Any], v: Any) -> list[Any]:
         if id(v) in self._owned:
-            raise FreezeError(f"a {kind.__name__} with two owners: {str(v)[:200]}")
+            raise FreezeError(f"a {kind.__name__} has two owners, expected one: {str(v)[:200]}")
         self._owned.add(id(v))
         if kind in (dict, OrderedDict):
             items = [self.value(part) for pair in v.items() for part in pair]
@@ -228,7 +227,7 @@ class _Reading:
 
 
 def _field_names(obj: object) -> tuple[str, ...]:
-    """All attributes that hold something, but for cached properties: those are made again."""
+    """Names of all attributes except cached properties, which are computed again."""
     kind = type(obj)
     slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
     names = [*slots, *getattr(obj, "__dict__", ())]
@@ -237,7 +236,8 @@ def _field_names(obj: object) -> tuple[str, ...]:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """It looks through all of a million new objects again and again, and finds no garbage."""
+    """Context without the cyclic garbage collector, which would scan a million new objects repeatedly and find
+    nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

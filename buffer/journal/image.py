@@ -120,7 +120,7 @@ _freezer = Freezer(_CLASSES, _VALUES)
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
-    """`newest_s`: reading of the core's clock."""
+    """Content of an image. `newest_s`: reading of the core's clock."""
 
     newest_s: float
     core: bytes
@@ -128,12 +128,12 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
 
 
 def make_image(core_: core.Core, book: SessionBook, newest_s: float) -> bytes:
-    """Raises FreezeError for a core of which this module does not know all classes."""
+    """Encode the core and the sessions. Raises FreezeError for an object of a class that is not listed above."""
     return msgspec.msgpack.encode(Image(newest_s, _freezer.freeze(core_), book.image()))
 
 
 def restore_image(body: bytes, book: SessionBook) -> tuple[core.Core, float]:
-    """The core and its clock; the sessions go into `book`. Raises ThawError or msgspec.DecodeError."""
+    """Decode the core and its clock; the sessions go into `book`. Raises ThawError or msgspec.DecodeError."""
     image = msgspec.msgpack.decode(body, type=Image)
     book.restore(image.book)
     return _freezer.thaw(image.core), image.newest_s

@@ -1,20 +1,19 @@
-"""The journal: turns are written here before anything that they caused is sent.
+"""The journal: every turn is written here before anything that it caused is sent.
 
-    write(turn)      commits it, with all that waits. Never raises for a disk that is full or broken:
+`write(turn)` commits a turn, together with all that wait. It never raises for a full or broken disk. The states are:
 
-    taking      all is well
-    trouble     A commit failed. The reserve, a file that only takes up space, is given up, and with its space turns are
-                still written. The owner must stop taking in new work; what is small (scores, trained batches, credit)
-                goes on.
-    in memory   The reserve is used up too, or no help (read-only, broken): turns wait in memory. What was sent in the
-                meantime is known to the peers only. Should the buffer die now, the next one refuses those peers
-                (`peer_ahead`) instead of doing anything twice.
-    blocked     As many bytes wait as may: the owner must not go on.
+    normal      Turns are committed.
+    trouble     A commit failed. The reserve, a file that only occupies space, is deleted, and turns are still written
+                in its space. The owner must accept no new work; small messages (scores, trained batches, credit) go on.
+    in memory   The reserve is used up too, or does not help (read-only or broken disk): turns wait in memory. What was
+                sent in the meantime is known to the peers only. If the buffer dies now, its successor refuses those
+                peers (`peer_ahead`) rather than do anything twice.
+    blocked     The limit of waiting bytes is reached: the owner must stop.
 
-Trouble ends when everything is written and the reserve is whole again.
+Trouble ends when everything is written and the reserve is complete again.
 
-When the log has grown past `log_bytes`, and past twice the image, `wants_image` is true: the owner puts an image in
-place of the log.
+When the log has grown past `log_bytes` and past twice the size of the image, `wants_image` is true, and the owner
+replaces the log by a new image.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ from buffer.journal.store import Store, StoreUnwritable
 
 RETRY_S: Final = 0.5
 IMAGE_SHARE: Final = 2
-"""The log may grow to this many times the image before there is a new one: what images cost stays in proportion."""
+"""The log may grow to this many times the size of the image before a new one is made, which bounds the cost of
+images."""
 
 log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Of one run, in `folder`. Raises StoreCorrupt and StoreUnwritable at the start only."""
+    """The journal of one run, in `folder`. Raises StoreCorrupt and StoreUnwritable only when it is opened."""
 
     def __init__(self, folder: Path, *, sync: Sync, log_bytes: int, reserve_bytes: int, memory_bytes: int) -> None:
         self._folder = folder
@@ -60,12 +60,12 @@ class Journal:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the disk; empty: nothing."""
+        """Description of what is wrong with the disk; empty if nothing is."""
         return self._trouble
 
     @property
     def waiting_bytes(self) -> int:
-        """Turns that are in memory only."""
+        """Size of the turns that are in memory only."""
         return self._waiting_bytes
 
     @property
@@ -77,54 +77,54 @@ class Journal:
         return self.store.log_bytes >= self._next_image_at and not self._trouble
 
     def image_read(self, n_bytes: int) -> None:
-        """The journal began with an image of this size."""
+        """Note the size of the present image."""
         self._image_bytes = n_bytes
         self._next_image_at = max(self._log_bytes, IMAGE_SHARE * n_bytes)
 
     def write(self, body: bytes, now_s: float) -> None:
-        """Commit a turn, if that is possible now. `now_s`: any clock."""
+        """Commit a turn, or keep it in memory if that is impossible now. `now_s`: any clock."""
         self._waiting.append(body)
         self._waiting_bytes += len(body)
         if self._waiting_bytes == len(body) or now_s >= self._retry_at_s:
             self._commit(now_s)
 
     def mend(self, now_s: float) -> None:
-        """Try again, when it is time, to write what waits and to get out of trouble."""
+        """Periodically retry to write the waiting turns and to restore the reserve."""
         if self._trouble and now_s >= self._retry_at_s:
             self._retry_at_s = now_s + RETRY_S
             if (not self._waiting or self._commit(now_s)) and self._keep_reserve():
-                log.warning("the journal can be written again; new work is taken in")
+                log.warning("the journal can be written again; new work is accepted")
                 self._trouble = ""
 
     def put_image(self, body: bytes) -> None:
-        """Of the state after all turns so far."""
+        """Replace the log by an image of the state after all turns so far."""
         try:
             self.store.put_image(body)
             self.image_read(len(body))
         except StoreUnwritable as error:
-            log.warning("no image of %d bytes: %s; the log grows on", len(body), error)
+            log.warning("an image of %d bytes could not be written: %s; the log keeps growing", len(body), error)
             self._next_image_at = self.store.log_bytes + self._log_bytes // 4
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the store. May be called twice."""
         self.store.close()
 
     def remove(self) -> None:
-        """The run is over, and what became of everything is written elsewhere."""
+        """Delete the journal of a finished run."""
         self.close()
-        gone = self._folder.with_name(f"{self._folder.name}.gone")  # at once or not at all, should we die now
+        gone = self._folder.with_name(f"{self._folder.name}.gone")  # atomic: a crash leaves a whole journal or none
         shutil.rmtree(gone, ignore_errors=True)
         self._folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def _commit(self, now_s: float) -> bool:
-        """With the reserve's space, if need be."""
+        """Commit the waiting turns, in the space of the reserve if necessary. Returns False if that fails too."""
         while True:
             try:
                 self.store.append(self._waiting)
             except StoreUnwritable as error:
                 if not self._trouble:
-                    log.error("the journal cannot be written: %s; no new work is taken in until it can", error)
+                    log.error("the journal cannot be written: %s; no new work is accepted until it can", error)
                 self._trouble = str(error)
                 self._retry_at_s = now_s + RETRY_S
                 if not self._reserve.exists():
@@ -136,13 +136,13 @@ class Journal:
                 return True
 
     def _keep_reserve(self) -> bool:
-        """Take up the space that turns will need when there is no other. False: there is none now either."""
+        """Occupy the space that turns will need when the disk is full. Returns False if it is full already."""
         try:
             with self._reserve.open("ab") as file:
                 if os.fstat(file.fileno()).st_size < self._reserve_bytes:
                     os.posix_fallocate(file.fileno(), 0, self._reserve_bytes)
         except OSError as error:
-            log.debug("no reserve: %s", error)
+            log.debug("no disk space could be reserved: %s", error)
             self._reserve.unlink(missing_ok=True)
             return False
         return True

@@ -1,4 +1,4 @@
-"""How a buffer's process begins: with nothing, or with what the one before it left in the journal."""
+"""Start of a buffer process: from nothing, or from the journal that its predecessor left."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MEMORY_BYTES: Final = 64 << 20
 
 
 class JournalError(Exception):
-    """The journal that is there cannot be gone on with. Says what to do."""
+    """The buffer cannot continue from the journal that is there. The message says what to do."""
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first state of a run is made of, and who may go on with it."""
+    """Everything that the first state of a run is made of, and which a process that continues it must match."""
 
     release: str
     run_id: str
@@ -52,20 +52,20 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(NamedTuple):
-    """What the buffer's loop goes on from."""
+    """Starting point of the buffer's loop."""
 
     core: Core
     book: SessionBook | None
-    """The peers of the process before this one; None when there was none."""
+    """Sessions of the process before this one; None if there was none."""
     newest_s: float | None
-    """The core's clock, where it stopped."""
+    """Reading of the core's clock at which it stopped."""
     journal: Journal | None
 
 
 def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Started:
-    """Restore what `folder` holds of this run, or begin there. A journal of another run (the folder was resumed from a
-    checkpoint since) is removed. `goes_on`: a buffer of this run was there before, so that to begin would be to forget
-    what peers were told, and to give out the same numbers again. Raises JournalError."""
+    """Restore this run's journal from `folder`, or start a new one. The journal of another run is removed: the run was
+    resumed from a checkpoint since then. `goes_on`: a buffer of this run existed before, so that starting anew would
+    forget what was acknowledged to peers, and would use the same ids again. Raises JournalError."""
     config = beginning.config
     if not config.journal:
         if goes_on:
@@ -82,7 +82,7 @@ def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Start
                 return _restored(journal, _beginning(found, folder), beginning, folder)
             if goes_on:
                 raise JournalError(
-                    f"the journal is gone: a buffer of this run has died, and {folder} holds nothing of it; resume the "
+                    f"the journal is gone: a buffer of this run has died, and {folder} contains nothing of it; resume the "
                     "run from its last checkpoint"
                 )
             journal.store.begin(msgspec.msgpack.encode(beginning))
@@ -94,13 +94,14 @@ def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Start
         raise JournalError(f"the journal is damaged: {error}; {_remedy(folder)}") from error
     except StoreUnwritable as error:
         raise JournalError(
-            f"the journal cannot be opened: {error}; expected a folder {folder} that can be written and that no other "
-            "buffer has open (or set buffer.journal=false: then a buffer that dies ends the run)"
+            f"the journal cannot be opened: {error}; expected a writable folder {folder} that no other buffer has "
+            "open (or set buffer.journal=false: the death of the buffer then ends the run)"
         ) from error
 
 
 class CoreClock:
-    """Seconds that never fall and never jump: they go on where the process before stopped, as if no time had passed."""
+    """A clock, in seconds, that never goes back: it continues where the process before stopped, as if no time had
+    passed."""
 
     def __init__(self, newest_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -121,15 +122,15 @@ def _open(folder: Path, config: BufferConfig) -> Journal:
 
 
 def _forget_other_run(folder: Path, run_id: str) -> None:
-    """Without opening what a loss of power may have damaged: a run that was resumed does not need it."""
-    told = folder / "run_id"
+    """Remove another run's journal without opening it: a power failure may have damaged it, and it is not needed."""
+    owner = folder / "run_id"
     try:
-        if told.exists() and told.read_text() != run_id:
-            log.warning("the journal of %s is removed: this is %s", told.read_text(), run_id)
+        if owner.exists() and owner.read_text() != run_id:
+            log.warning("removing the journal of the run %s: this is the run %s", owner.read_text(), run_id)
             shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # plans with keys pass through it
-        if not told.exists():
-            told.write_text(run_id)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # weight plans, which contain keys, pass through it
+        if not owner.exists():
+            owner.write_text(run_id)
     except OSError as error:
         raise StoreUnwritable(str(error)) from error
 
@@ -138,26 +139,27 @@ def _beginning(body: bytes, folder: Path) -> Beginning:
     try:
         return msgspec.msgpack.decode(body, type=Beginning)
     except msgspec.DecodeError as error:
-        raise JournalError(f"the journal is another release's: {error}; {_remedy(folder)}") from error
+        raise JournalError(f"the journal was written by another release: {error}; {_remedy(folder)}") from error
 
 
 def _expect_same(former: Beginning, beginning: Beginning, folder: Path) -> None:
     if former.release != beginning.release:
         raise JournalError(
-            f"the journal was written by release {former.release} of the buffer's code, this is {beginning.release}, "
-            f"and the same turns may mean something else to it; go on with that release, or: {_remedy(folder)}"
+            f"the journal was written by release {former.release} of the buffer's code, this is "
+            f"{beginning.release}, which may read the same turns differently; continue with that release, or: "
+            f"{_remedy(folder)}"
         )
     was, now = msgspec.structs.asdict(former.config), msgspec.structs.asdict(beginning.config)
     differ = [f"{key} was {was[key]}, is {now[key]}" for key in was if was[key] != now[key]]
     if differ:
         raise JournalError(
-            f"buffer settings of this run have changed: {'; '.join(differ)}; start it with those it had, or: "
+            f"buffer settings of this run have changed: {'; '.join(differ)}; start it with the former ones, or: "
             f"{_remedy(folder)}"
         )
 
 
 def _remedy(folder: Path) -> str:
-    return f"remove {folder} and resume the run from its last checkpoint (what was not trained by then is done again)"
+    return f"remove {folder} and resume the run from its last checkpoint (what was not trained by then is repeated)"
 
 
 def _restored(journal: Journal, former: Beginning, beginning: Beginning, folder: Path) -> Started:
@@ -174,7 +176,7 @@ def _restored(journal: Journal, former: Beginning, beginning: Beginning, folder:
     except (ThawError, msgspec.DecodeError, RemoteProtocolError) as error:
         raise StoreCorrupt(f"{journal.store.path}: {type(error).__name__}: {error}") from error
     log.info(
-        "restored in %.2f s: an image of %d KiB and %d KiB of turns; %d peers are expected back",
+        "restored in %.2f s from an image of %d KiB and %d KiB of turns; %d peers are expected back",
         time.monotonic() - began_s,
         (0 if image is None else len(image)) >> 10,
         journal.store.log_bytes >> 10,

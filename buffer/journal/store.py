@@ -1,13 +1,13 @@
-"""Where the journal lies: one LMDB database, of one process at a time.
+"""Storage of the journal: one LMDB database, used by one process at a time.
 
-    meta          what the run began with
+    meta          the run's starting point
     image, i...   the state at one moment, in parts, and the number of the first turn that is not in it
-    l...          the turns since, in parts, numbered without a gap
+    l...          the turns since, in parts, numbered without gaps
 
-A commit hands its pages to the kernel before it returns: what was committed survives the death of the process.
-`sync="disk"` also waits for the disk, so that it survives the loss of power. Every part carries a CRC. LMDB writes
-beside what is there and then turns one of two root pages over, so that a process that dies leaves the commit before.
-"""
+A commit hands its pages to the kernel before it returns: committed data survives the death of the process.
+`sync="disk"` also waits for the disk, so that they survive a power failure. Every part carries a CRC. LMDB writes new
+pages beside the old ones and then replaces one of two root pages, so that a process that dies in between leaves the
+previous commit."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ import lmdb
 from buffer.config import Sync
 
 PART_BYTES: Final = 32 << 10
-"""A part needs as many free pages in a row. Where images came in parts of 4 MiB, there was seldom a row as long as the
-last one, and the file grew with each."""
+"""Largest part. Each needs a contiguous run of free pages: with parts of 4 MiB there was seldom a run as long as the
+last image had taken, and the file grew with every image."""
 MAP_BYTES: Final = 16 << 30
-"""Address space, not memory. Doubles when the database needs more."""
+"""Initial size of the memory map: address space, not memory. Doubled when the database needs more."""
 
 _META: Final = b"meta"
 _IMAGE: Final = b"image"
 _HEAD: Final = struct.Struct(">IB")
-"""Before each part: its CRC, and whether it is the last of its turn."""
+"""Header of a part: its CRC, and a flag for the last part of a turn."""
 
 
 class StoreUnwritable(Exception):
-    """Nothing of the transaction was written: disk full, file too large, read-only, broken."""
+    """The transaction was not written: disk full, file too large, read-only or broken."""
 
 
 class StoreCorrupt(Exception):
-    """What was committed cannot be read back."""
+    """Committed data cannot be read back."""
 
 
 class Store:
-    """Opens or makes the database in `folder`. Raises StoreCorrupt; StoreUnwritable also when another process has
-    it."""
+    """Opens or creates the database in `folder`. Raises StoreCorrupt, or StoreUnwritable, e.g. when another process
+    has it open."""
 
     def __init__(self, folder: Path, *, sync: Sync) -> None:
         self.path = folder / "data.mdb"
@@ -54,7 +54,7 @@ class Store:
         self._next_part = 0
         self._n_image_parts = 0
         self.log_bytes = 0
-        """In the log, framing left out."""
+        """Size of the log, without framing."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock_fd = os.open(folder / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -71,7 +71,7 @@ class Store:
 
     @property
     def file_bytes(self) -> int:
-        """On the disk."""
+        """Size on the disk."""
         return self.path.stat().st_blocks * 512
 
     def _opened(self) -> Any:
@@ -86,7 +86,7 @@ class Store:
             raise StoreUnwritable(f"{self.path}: {error}") from error
         except lmdb.Error as error:
             raise StoreCorrupt(f"{self.path}: {error}") from error
-        # A page behind the file's end would be a bus error: zeros are found out by checksum.
+        # Reading a page beyond the end of the file would be a bus error. Zeros are detected by their checksum.
         expected_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
         if self.path.stat().st_size < expected_bytes:
             os.truncate(self.path, expected_bytes)
@@ -95,32 +95,32 @@ class Store:
     # -------------------------------------------------------------------------------------------------- writing
 
     def begin(self, meta: bytes) -> None:
-        """Forget everything, and note what the run begins with."""
+        """Delete everything, and store the run's starting point."""
         self._transact([(_META, _part(meta, last=True))], delete=(b"",))
         self._next_part = self._n_image_parts = self.log_bytes = 0
 
     def append(self, bodies: Sequence[bytes]) -> None:
-        """Commit turns, all or none."""
+        """Commit turns: all of them or none."""
         parts = [part for body in bodies for part in _parts(body)]
         self._transact([(_key(b"l", self._next_part + i), part) for i, part in enumerate(parts)])
         self._next_part += len(parts)
         self.log_bytes += sum(map(len, bodies))
 
     def put_image(self, body: bytes) -> None:
-        """In place of the former image and of all turns."""
+        """Replace the former image and all turns by a new image."""
         parts = [(_key(b"i", i), part) for i, part in enumerate(_parts(body))]
-        told = _part(struct.pack(">QQ", len(parts), self._next_part), last=True)
-        self._transact([(_IMAGE, told), *parts], delete=(b"i", b"l"))
+        head = _part(struct.pack(">QQ", len(parts), self._next_part), last=True)
+        self._transact([(_IMAGE, head), *parts], delete=(b"i", b"l"))
         self.log_bytes = 0
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the database. May be called twice."""
         self._env.close()
         with suppress(OSError):
             os.close(self._lock_fd)
 
     def _transact(self, pairs: Sequence[tuple[bytes, bytes]], delete: Sequence[bytes] = ()) -> None:
-        """`delete`: what begins with these, before `pairs` are put."""
+        """Put `pairs` in one transaction, after deleting all keys with the prefixes in `delete`."""
         while True:
             try:
                 with self._env.begin(write=True) as transaction:
@@ -131,7 +131,7 @@ class Store:
                 return
             except lmdb.MapFullError:
                 self._env.set_mapsize(2 * self._env.info()["map_size"])
-            except lmdb.PanicError as error:  # it does not trust itself any more: ask the file
+            except lmdb.PanicError as error:  # the environment is unusable now: open the file again
                 self._env.close()
                 self._env = self._opened()
                 raise StoreUnwritable(str(error)) from error
@@ -141,15 +141,16 @@ class Store:
     # -------------------------------------------------------------------------------------------------- reading
 
     def meta(self) -> bytes | None:
-        """None: nothing was begun here."""
+        """The run's starting point; None in a new database."""
         part = self._get(_META)
         return None if part is None else self._checked(part, "meta")[1]
 
     def image(self) -> bytes | None:
-        told = self._get(_IMAGE)
-        if told is None:
+        """The image; None if there is none."""
+        head = self._get(_IMAGE)
+        if head is None:
             return None
-        n_parts, self._next_part = struct.unpack(">QQ", self._checked(told, "the image")[1])
+        n_parts, self._next_part = struct.unpack(">QQ", self._checked(head, "the image")[1])
         parts: list[bytes] = []
         for i in range(n_parts):
             part = self._get(_key(b"i", i))
@@ -159,7 +160,7 @@ class Store:
         return b"".join(parts)
 
     def turns(self) -> Iterator[bytes]:
-        """Read `image` first: it says which turn is the first."""
+        """All turns after the image. Call `image` first: it determines the first turn."""
         parts: list[bytes] = []
         n_parts = self._count(b"l")
         for i in range(self._next_part, self._next_part + n_parts):

@@ -124,7 +124,7 @@ def test_losses_are_told_once_in_a_while_and_in_all_at_the_end(
         " 101 rows (learner.json 1, metrics.jsonl 100)",
         " 106 rows (learner.json 1, metrics.jsonl 105) in all",
     ]
-    assert told[2].endswith("all reports are written again")
+    assert told[2].endswith("all reports are being written again")
 
 
 def test_a_really_full_disk_loses_whole_rows_only(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(encode_header(header())[:-3])
     with pytest.raises(RecordError, match="before its header"):
         Recording(tmp_path / "empty")
-    with pytest.raises(RecordError, match="holds no batch"):
+    with pytest.raises(RecordError, match="contains no batch"):
         Recording(record(tmp_path / "begun", []))
     with pytest.raises(RecordError, match="format 99, this version reads 1"):
         Recording(record(tmp_path / "new", BATCHES, format=99))
