@@ -83,9 +83,9 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     """Write everything to RUN/journal before acknowledging it, so that a buffer that dies is restarted and continues
     where it was. Off: the death of the buffer ends the run."""
     journal_sync: Sync = "process"
-    """What acknowledged data must survive. `process`: the death of the buffer process. `disk`: a power failure too, at
-    the cost of one disk flush per turn of the buffer's loop. With `process`, a power failure may lose the last moments;
-    this is detected, and the run resumes from its last checkpoint."""
+    """Failure that acknowledged data must survive. `process`: the death of the buffer process. `disk`: a power failure,
+    at the cost of one disk flush per turn of the buffer's loop. With `process`, a power failure may lose the last
+    moments; this is detected, and the run resumes from its last checkpoint."""
     journal_log_mb: PositiveInt = 256
     """Size of the journal, in MiB, at which it is replaced by an image of the present state (later if the image is
     large)."""

@@ -142,7 +142,7 @@ class EvalDesk:
         return message, tuple(array for result in results for array in result.arrays)
 
     def _forget_old(self) -> None:
-        """Of the evaluations whose results were all sent, keep only the newest."""
+        """Forget all but the newest of the evaluations whose results were all sent."""
         done = [e for e in self._evaluations.values() if e.outstanding == 0 and not e.unsent]
         for evaluation in done[:-KEPT_EVALUATIONS]:
             del self._evaluations[evaluation.eval_id]

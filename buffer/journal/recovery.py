@@ -82,8 +82,8 @@ def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Start
                 return _restored(journal, _beginning(found, folder), beginning, folder)
             if goes_on:
                 raise JournalError(
-                    f"the journal is gone: a buffer of this run has died, and {folder} contains nothing of it; resume the "
-                    "run from its last checkpoint"
+                    f"the journal is gone: a buffer of this run has died, and {folder} contains nothing of it; "
+                    "resume the run from its last checkpoint"
                 )
             journal.store.begin(msgspec.msgpack.encode(beginning))
             return Started(beginning.core(), None, None, journal)

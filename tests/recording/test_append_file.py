@@ -109,7 +109,7 @@ def test_losses_are_told_once_in_a_while_and_in_all_at_the_end(
     unwritten = Unwritten()
     for _ in range(100):
         unwritten.count("metrics.jsonl", 1, FULL)
-    now_s = append_file.TELL_EVERY_S
+    now_s = append_file.LOG_EVERY_S
     unwritten.count("learner.json", 1, FULL)
     unwritten.written("metrics.jsonl")
     unwritten.written("learner.json")
