@@ -84,7 +84,7 @@ def test_damage_with_records_behind_it_is_an_error_and_says_where(tmp_path: Path
 
 def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "text").write_text('{"prompt": "1+1="}\n' * 10)
-    with pytest.raises(RecordError, match="no file of recorded batches"):
+    with pytest.raises(RecordError, match="not a file of recorded batches"):
         Recording(tmp_path / "text")
     with pytest.raises(RecordError, match=r"no file .*learner\.record"):
         Recording(tmp_path / "nothing")
