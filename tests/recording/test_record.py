@@ -89,7 +89,7 @@ def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"no file .*learner\.record"):
         Recording(tmp_path / "nothing")
     (tmp_path / "empty").write_bytes(encode_header(header())[:-3])
-    with pytest.raises(RecordError, match="before its header"):
+    with pytest.raises(RecordError, match="within its header"):
         Recording(tmp_path / "empty")
     with pytest.raises(RecordError, match="contains no batch"):
         Recording(record(tmp_path / "begun", []))
