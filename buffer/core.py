@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -23,26 +23,26 @@ from protocol.server import FromPeer
 from protocol.session import SessionBook
 
 
-class Joined(NamedTuple):
+class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
     """A peer was admitted with a new session."""
 
     hello: Hello
 
 
-class Left(NamedTuple):
+class Left(msgspec.Struct, frozen=True, array_like=True, tag="left"):
     """A session ended: silence, Goodbye, too far behind, or replaced (a Joined of the same peer then follows)."""
 
     role: Role
     name: str
 
 
-class GivenUp(NamedTuple):
+class GivenUp(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
     """The buffer itself ends the run."""
 
     reason: str
 
 
-class IntakeChanged(NamedTuple):
+class IntakeChanged(msgspec.Struct, frozen=True, array_like=True, tag="intake"):
     """New work is no longer accepted because of `trouble`. Empty: it is accepted again."""
 
     trouble: str
@@ -70,35 +70,15 @@ class Turn:
         return self.now_s if self.tick_s is None else max(self.now_s, self.tick_s)
 
 
-class _Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
-    hello: Hello
-
-
-class _Left(msgspec.Struct, frozen=True, array_like=True, tag="left"):
-    role: Role
-    name: str
-
-
 class _Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
     role: Role
     name: str
     frames: list[bytes]
 
 
-class _GivenUp(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
-    reason: str
-
-
-class _IntakeChanged(msgspec.Struct, frozen=True, array_like=True, tag="intake"):
-    trouble: str
-
-
-_Written: TypeAlias = _Joined | _Left | _Said | _GivenUp | _IntakeChanged
-
-
 class _Turn(msgspec.Struct, frozen=True, array_like=True):
     now_s: float
-    entries: list[_Written]
+    entries: list[Joined | Left | _Said | GivenUp | IntakeChanged]
     tick_s: float | None = None
     refused: dict[str, int] | None = None
 
@@ -109,42 +89,24 @@ _decoder = msgspec.msgpack.Decoder(_Turn)
 
 def encode_turn(turn: Turn) -> bytes:
     """Encode a turn as MessagePack. Messages of peers are kept as their frames on the wire."""
-    return _encode(_Turn(turn.now_s, [_written(e) for e in turn.entries], turn.tick_s, turn.refused))
+    entries = [_said(entry) if isinstance(entry, FromPeer) else entry for entry in turn.entries]
+    return _encode(_Turn(turn.now_s, entries, turn.tick_s, turn.refused))
 
 
 def decode_turn(body: bytes) -> Turn:
     """Raises msgspec.DecodeError or RemoteProtocolError if `body` is not a turn."""
     turn = _decoder.decode(body)
-    return Turn(turn.now_s, tuple(_entry(written) for written in turn.entries), turn.tick_s, turn.refused)
+    entries = [
+        FromPeer(entry.role, entry.name, Received(*decode(entry.frames))) if isinstance(entry, _Said) else entry
+        for entry in turn.entries
+    ]
+    return Turn(turn.now_s, tuple(entries), turn.tick_s, turn.refused)
 
 
-def _written(entry: Entry) -> _Written:
-    match entry:
-        case FromPeer(role, name, received):
-            # Not `codec.encode`, which would validate again what the server has already validated.
-            return _Said(role, name, [_encode(received.message), *[array.tobytes() for array in received.arrays]])
-        case Joined(hello):
-            return _Joined(hello)
-        case Left(role, name):
-            return _Left(role, name)
-        case GivenUp(reason):
-            return _GivenUp(reason)
-        case IntakeChanged(trouble):
-            return _IntakeChanged(trouble)
-
-
-def _entry(written: _Written) -> Entry:
-    match written:
-        case _Said(role, name, frames):
-            return FromPeer(role, name, Received(*decode(frames)))
-        case _Joined(hello):
-            return Joined(hello)
-        case _Left(role, name):
-            return Left(role, name)
-        case _GivenUp(reason):
-            return GivenUp(reason)
-        case _IntakeChanged(trouble):
-            return IntakeChanged(trouble)
+def _said(entry: FromPeer) -> _Said:
+    # Not `codec.encode`, which would validate again what the server has already validated.
+    message, arrays = entry.received
+    return _Said(entry.role, entry.name, [_encode(message), *[array.tobytes() for array in arrays]])
 
 
 class Core:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from buffer.batch_size import Room, Size, fits_alone, size_of
@@ -25,24 +26,22 @@ class Result(NamedTuple):
     size: Size
 
 
+@dataclass(slots=True)
 class Evaluation:
     """State of one evaluation."""
 
-    __slots__ = ("eval_id", "failed", "on_the_way", "outstanding", "results", "subscribed", "unsent")
-
-    def __init__(self, eval_id: str) -> None:
-        self.eval_id = eval_id
-        self.subscribed = False
-        """The learner asked for results as they arrive."""
-        self.outstanding = 0
-        """Rollouts that are neither whole nor given up."""
-        self.failed = 0
-        self.results: dict[str, Result] = {}
-        """Results that were delivered but not confirmed, by rollout id."""
-        self.on_the_way: dict[str, None] = {}
-        """Ids of results sent since the learner last joined. The link delivers these, however slow it is."""
-        self.unsent: dict[str, Rollout] = {}
-        """Whole rollouts that were not delivered, because the learner has not asked yet."""
+    eval_id: str
+    subscribed: bool = False
+    """The learner asked for results as they arrive."""
+    outstanding: int = 0
+    """Rollouts that are neither whole nor given up."""
+    failed: int = 0
+    results: dict[str, Result] = field(default_factory=dict[str, Result])
+    """Results that were delivered but not confirmed, by rollout id."""
+    on_the_way: dict[str, None] = field(default_factory=dict[str, None])
+    """Ids of results sent since the learner last joined. The link delivers these, however slow it is."""
+    unsent: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    """Whole rollouts that were not delivered, because the learner has not asked yet."""
 
 
 class EvalDesk:

@@ -99,7 +99,8 @@ class Lifecycle:
         top_range = (message.start, message.start)
         if rollout.kind == "train" and n_sampled:
             top_range = (message.start + int(sampled_N[0]), message.start + int(sampled_N[-1]) + 1)
-        segment = Segment(message, n_sampled, len(rollout.affinity), top_range)
+        n_pools = len(rollout.affinity)
+        segment = Segment(message.index, message.start, message.end, message.spans, n_sampled, n_pools, *top_range)
         counts = self.book.of(rollout.kind)
         if not rollout.segments:
             counts.rollouts.accept()

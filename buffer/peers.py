@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from buffer.breaker import Breaker
@@ -48,18 +49,16 @@ class Outbox:
         return messages
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """A score job granted to one teacher."""
 
-    __slots__ = ("granted_s", "hedge", "job", "lease_id", "teacher")
-
-    def __init__(self, lease_id: int, job: ScoreJob, teacher: TeacherPeer, granted_s: float, *, hedge: bool) -> None:
-        self.lease_id = lease_id
-        self.job = job
-        self.teacher = teacher
-        self.granted_s = granted_s
-        self.hedge = hedge
-        """True if the job was already out at another teacher."""
+    lease_id: int
+    job: ScoreJob
+    teacher: TeacherPeer
+    granted_s: float
+    hedge: bool
+    """True if the job was already out at another teacher."""
 
 
 class Peer:

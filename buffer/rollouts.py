@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -53,40 +54,27 @@ class SegmentState(enum.IntEnum):
         return self >= SegmentState.TRAINED
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ScoreJob:
     """One segment to be scored by one pool. Leased to one teacher at a time, and to a second one as a hedge."""
 
-    __slots__ = (
-        "attempts",
-        "cancelled",
-        "failed_at_s",
-        "failed_by",
-        "hedge_id",
-        "hedged",
-        "lease_id",
-        "pool_index",
-        "rollout",
-        "segment",
-    )
-
-    def __init__(self, rollout: Rollout, segment: Segment, pool_index: int) -> None:
-        self.rollout = rollout
-        self.segment = segment
-        self.pool_index = pool_index
-        """Index into the task's `teachers`."""
-        self.attempts = 0
-        """Leases granted so far, not counting hedges."""
-        self.lease_id: int | None = None
-        """Id of the only lease, or of the older one of two."""
-        self.hedge_id: int | None = None
-        """Id of the younger one of two leases."""
-        self.hedged = False
-        """True once a hedge was granted: there is at most one per job."""
-        self.failed_by: set[str] = set()
-        """Teachers that reported a failure, sent bad scores, or let the lease run out."""
-        self.failed_at_s = 0.0
-        self.cancelled = False
-        """True if no longer wanted: the attempt ended, or another pool could not score the segment."""
+    rollout: Rollout
+    segment: Segment
+    pool_index: int
+    """Index into the task's `teachers`."""
+    attempts: int = 0
+    """Leases granted so far, not counting hedges."""
+    lease_id: int | None = None
+    """Id of the only lease, or of the older one of two."""
+    hedge_id: int | None = None
+    """Id of the younger one of two leases."""
+    hedged: bool = False
+    """True once a hedge was granted: there is at most one per job."""
+    failed_by: set[str] = field(default_factory=set[str])
+    """Teachers that reported a failure, sent bad scores, or let the lease run out."""
+    failed_at_s: float = 0.0
+    cancelled: bool = False
+    """True if no longer wanted: the attempt ended, or another pool could not score the segment."""
 
     @property
     def pool(self) -> str:
@@ -98,49 +86,33 @@ class ScoreJob:
         return f"{self.rollout.rollout_id}/{self.segment.index}"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Segment:
     """Tokens [start, end) of a rollout, as accepted."""
 
-    __slots__ = (
-        "end",
-        "index",
-        "jobs",
-        "masked_reason",
-        "n_open",
-        "n_sampled",
-        "n_trained",
-        "spans",
-        "start",
-        "state",
-        "top_end",
-        "top_k",
-        "top_start",
-        "unscored_pools",
-    )
+    index: int
+    start: int
+    end: int
+    spans: tuple[VersionSpan, ...]
+    n_sampled: int
+    unscored_pools: int
+    top_start: int
+    top_end: int
+    """Range for which top-k sets are requested: the narrowest with all tokens that may be trained, or an empty one."""
+    n_open: int = field(init=False)
+    """Sampled tokens that are not trained, masked or dropped."""
+    n_trained: int = 0
+    masked_reason: str | None = None
+    """Reason of its first masked token."""
+    state: SegmentState = SegmentState.UNSCORED
+    jobs: list[ScoreJob] = field(default_factory=list[ScoreJob])
+    """Jobs while UNSCORED. They refer back to the segment: kept longer, they would leave every rollout to the cyclic
+    garbage collector."""
+    top_k: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """Top-k payload of that range by pool index, if the teacher sent one; kept until the segment is settled."""
 
-    def __init__(
-        self, message: SegmentMessage, n_sampled: int, n_pools: int, top_range: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.index = message.index
-        self.start = message.start
-        self.end = message.end
-        self.spans = message.spans
-        self.n_sampled = n_sampled
-        self.n_open = n_sampled
-        """Sampled tokens that are not trained, masked or dropped."""
-        self.n_trained = 0
-        self.masked_reason: str | None = None
-        """Reason of its first masked token."""
-        self.state = SegmentState.UNSCORED
-        self.unscored_pools = n_pools
-        self.jobs: list[ScoreJob] = []
-        """Jobs while UNSCORED. They refer back to the segment: kept longer, they would leave every rollout to the
-        cyclic garbage collector."""
-        self.top_start, self.top_end = top_range
-        """Range for which top-k sets are requested: the narrowest with all tokens that may be trained, or an empty
-        one."""
-        self.top_k: dict[int, bytes] = {}
-        """Top-k payload of that range by pool index, if the teacher sent one; kept until the segment is settled."""
+    def __post_init__(self) -> None:
+        self.n_open = self.n_sampled
 
     def __repr__(self) -> str:
         return f"Segment({self.index}, [{self.start}, {self.end}), {self.state.name}, open={self.n_open})"
@@ -150,75 +122,53 @@ class Segment:
         return any([job.lease_id is not None for job in self.jobs])  # noqa: C419 (half the time of a generator)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Rollout:
     """One attempt at a slot: a ticket given to an actor, and what came back."""
 
-    __slots__ = (
-        "actor",
-        "affinity",
-        "closed",
-        "cut_reason",
-        "deadline_s",
-        "drop_reason",
-        "final",
-        "finish_reason",
-        "front",
-        "held",
-        "masked_reason",
-        "n_in_batch",
-        "n_offered_tokens",
-        "n_sampled",
-        "n_trained_tokens",
-        "n_turns",
-        "n_unscored",
-        "n_unsettled",
-        "offer_from",
-        "offered_versions",
-        "reward",
-        "segments",
-        "slot",
-        "ticket",
-        "tokens",
+    slot: Slot
+    ticket: Ticket
+    actor: str
+    deadline_s: float = 0.0
+    """Time at which the ticket is taken back, unless a segment arrives."""
+    tokens: TokenStore = field(init=False)
+    segments: list[Segment] = field(default_factory=list[Segment])
+    held: dict[int, tuple[SegmentMessage, tuple[Array, ...]]] = field(
+        default_factory=dict[int, tuple[SegmentMessage, tuple[Array, ...]]]
     )
+    """Segments that arrived ahead of a missing one, by index: neither acknowledged nor counted yet."""
+    affinity: list[str | None] = field(init=False)
+    """For each pool, the teacher that scored this rollout last."""
+    closed: bool = False
+    """True if no more segments follow: final, or cut off where it stands."""
+    cut_reason: str = ""
+    """Reason why it was cut off."""
+    final: bool = False
+    finish_reason: str | None = None
+    reward: float | None = None
+    n_turns: int = 1
+    n_sampled: int = 0
+    n_trained_tokens: int = 0
+    n_unsettled: int = 0
+    """Number of segments, as in the next two fields."""
+    n_unscored: int = 0
+    n_in_batch: int = 0
+    masked_reason: str | None = None
+    """Reason of its first masked token."""
+    drop_reason: str | None = None
+    front: int = 0
+    """Number of leading segments none of which is UNSCORED."""
+    offer_from: int = 0
+    """No segment before this one is SCORED."""
+    n_offered_tokens: int = 0
+    """Open tokens of SCORED segments before `front`: those that could leave now."""
+    offered_versions: set[WeightVersion] = field(default_factory=set[WeightVersion])
+    """Versions of those tokens. May contain more."""
 
-    def __init__(self, slot: Slot, ticket: Ticket, actor: str) -> None:
-        self.slot = slot
-        self.ticket = ticket
-        self.actor = actor
-        self.deadline_s = 0.0
-        """Time at which the ticket is taken back, unless a segment arrives."""
-        n_pools = len(slot.task.task.teachers)
+    def __post_init__(self) -> None:
+        n_pools = len(self.slot.task.task.teachers)
         self.tokens = TokenStore(n_pools)
-        self.segments: list[Segment] = []
-        self.held: dict[int, tuple[SegmentMessage, tuple[Array, ...]]] = {}
-        """Segments that arrived ahead of a missing one, by index: neither acknowledged nor counted yet."""
-        self.affinity: list[str | None] = [None] * n_pools
-        """For each pool, the teacher that scored this rollout last."""
-        self.closed = False
-        """True if no more segments follow: final, or cut off where it stands."""
-        self.cut_reason = ""
-        """Reason why it was cut off."""
-        self.final = False
-        self.finish_reason: str | None = None
-        self.reward: float | None = None
-        self.n_turns = 1
-        self.n_sampled = 0
-        self.n_trained_tokens = 0
-        self.n_unsettled = 0
-        """Number of segments, as in the next two fields."""
-        self.n_unscored = 0
-        self.n_in_batch = 0
-        self.masked_reason: str | None = None
-        """Reason of its first masked token."""
-        self.drop_reason: str | None = None
-        self.front = 0
-        """Number of leading segments none of which is UNSCORED."""
-        self.offer_from = 0
-        """No segment before this one is SCORED."""
-        self.n_offered_tokens = 0
-        """Open tokens of SCORED segments before `front`: those that could leave now."""
-        self.offered_versions: set[WeightVersion] = set()
-        """Versions of those tokens. May contain more."""
+        self.affinity = [None] * n_pools
 
     def __repr__(self) -> str:
         return (
@@ -289,44 +239,30 @@ class Rollout:
         return tuple(joined)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Slot:
     """One sample of a task, through all attempts at it."""
 
-    __slots__ = (
-        "attempt",
-        "epoch",
-        "fate",
-        "n",
-        "order",
-        "ready",
-        "rollout",
-        "sample_index",
-        "settled",
-        "task",
-        "witness",
-    )
-
-    def __init__(self, task: TaskRecord, sample_index: int, order: int, n: int, epoch: int) -> None:
-        self.task = task
-        self.sample_index = sample_index
-        self.epoch = epoch
-        """Epoch of the learner when the first ticket was issued."""
-        self.order = order
-        """Number in the order of first tickets. Later attempts keep it, and batches take the lowest first."""
-        self.n = n
-        """Place in the learner's schedule (`buffer.pacing`); 0 for evaluation."""
-        self.attempt = 0
-        self.rollout: Rollout | None = None
-        """The attempt that runs or waits; None while a new ticket is to be issued, and when settled."""
-        self.ready = False
-        """True if its rollout is whole."""
-        self.settled = False
-        """True if trained, masked or dropped for good."""
-        self.fate: Fate | None = None
-        """Outcome of its last attempt, once that is over."""
-        self.witness: Rollout | None = None
-        """Release `rollout` only: the rollout, if it was masked as a whole. It goes along with its group without a
-        token to train, because its reward belongs to the group's mean."""
+    task: TaskRecord
+    sample_index: int
+    order: int
+    """Number in the order of first tickets. Later attempts keep it, and batches take the lowest first."""
+    n: int
+    """Place in the learner's schedule (`buffer.pacing`); 0 for evaluation."""
+    epoch: int
+    """Epoch of the learner when the first ticket was issued."""
+    attempt: int = 0
+    rollout: Rollout | None = None
+    """The attempt that runs or waits; None while a new ticket is to be issued, and when settled."""
+    ready: bool = False
+    """True if its rollout is whole."""
+    settled: bool = False
+    """True if trained, masked or dropped for good."""
+    fate: Fate | None = None
+    """Outcome of its last attempt, once that is over."""
+    witness: Rollout | None = None
+    """Release `rollout` only: the rollout, if it was masked as a whole. It goes along with its group without a token to
+    train, because its reward belongs to the group's mean."""
 
     def __lt__(self, other: Slot) -> bool:
         return self.order < other.order

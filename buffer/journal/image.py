@@ -7,9 +7,12 @@ way. The release is identified by a hash of the source of everything that either
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import msgspec
@@ -39,7 +42,8 @@ from buffer import (
     versions,
 )
 from buffer.journal.freezer import Custom, Freezer
-from protocol import messages
+from protocol.messages import learner as learner_messages
+from protocol.messages import shared, workers
 from protocol.session import BookImage, SessionBook
 
 _NO_STATE: Final = ("loop.py", "server.py")
@@ -47,76 +51,27 @@ _NO_STATE: Final = ("loop.py", "server.py")
 _PROTOCOL: Final = ("codec", "flow", "handshake", "session", "topk_codec")
 """Modules of `protocol` that they do depend on, besides `protocol.messages`."""
 
-_CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(
-    (
-        core.Core,
-        state.BufferState,
-        arrivals.Arrivals,
-        breaker.Breaker,
-        history.EndedRollouts,
-        evals.EvalDesk,
-        evals.Evaluation,
-        ledger.FailureBook,
-        pools.HedgeBudget,
-        pools.HedgeCounts,
-        pools.LeaseTimes,
-        learner_desk.LearnerDesk,
-        ledger.LedgerBook,
-        ledger.KindCounts,
-        ledger.UnitCounts,
-        lifecycle.Lifecycle,
-        peers.Outbox,
-        pacing.Pacing,
-        peers.PeerTable,
-        peers.Peer,
-        peers.ActorPeer,
-        peers.TeacherPeer,
-        peers.Lease,
-        release.BatchDesk,
-        rollouts.Rollout,
-        rollouts.ScoreJob,
-        rollouts.Segment,
-        rollouts.Slot,
-        rollouts.TaskRecord,
-        history.Runs,
-        scoring.ScoreDesk,
-        pools.Pool,
-        pools.TeacherHealth,
-        task_book.TaskBook,
-        tickets.TicketDesk,
-        validation.SegmentChecker,
-        versions.VersionTable,
-    )
-)
+_STATE: Final = (
+    arrivals, batch_size, breaker, config, core, evals, history, learner_desk, ledger, lifecycle, pacing, peers, pools,
+    release, rollouts, scoring, state, task_book, tickets, tokens, validation, versions,
+)  # fmt: skip
+_WIRE: Final = (learner_messages, shared, workers)
+
+
+def _defined_in(modules: Iterable[ModuleType], *, values: bool) -> list[type[Any]]:
+    """Classes that the modules define: those compared by value (named tuples, structs, enums), or the others."""
+    kinds = [
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__
+    ]
+    return [kind for kind in kinds if issubclass(kind, (tuple, msgspec.Struct, enum.Enum)) == values]
+
+
+_CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(_defined_in(_STATE, values=False))
 _CLASSES[tokens.TokenStore] = Custom(tokens.TokenStore.contents, tokens.TokenStore.fill)
-
-_VALUES: tuple[type[Any], ...] = (
-    config.BufferConfig,
-    batch_size.Size,
-    evals.Result,
-    release.LeasedBatch,
-    release.Piece,
-    rollouts.SegmentState,
-    scoring.Answer,
-    rollouts.Fate,
-    messages.BatchItem,
-    messages.ForgottenPeers,
-    messages.OpenTask,
-    messages.PartialSample,
-    messages.RolloutFailures,
-    messages.ScoreCredit,
-    messages.Segment,
-    messages.Settled,
-    messages.TicketCredit,
-    messages.Task,
-    messages.Ticket,
-    messages.VersionSpan,
-    messages.WeightVersion,
-    messages.WeightsRef,
-)
-
-
-_freezer = Freezer(_CLASSES, _VALUES)
+_freezer = Freezer(_CLASSES, _defined_in((*_STATE, *_WIRE), values=True))
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
