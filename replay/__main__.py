@@ -4,9 +4,8 @@
     python -m replay FILE --resume [--run-dir DIR]
     python -m replay FILE --compare k1,k2,k3
 
-The configuration is that of the run that was recorded, under what is said here. Exit codes as of launch.run; Ctrl-C
-ends after the step under way and its checkpoint, a second one at once.
-"""
+The configuration is that of the recorded run, with the keys given here laid over it. Exit codes are those of
+launch.run. Ctrl-C ends after the step under way and its checkpoint; a second one ends at once."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from engines.registry import EMBEDDED
 from launch.checks import preflight
 from launch.checks.preflight import replace
 from launch.config.command_line import CommandLine, parse_arguments, resolve_config
+from launch.config.renamed import gone
 from launch.config.run import RunConfig
 from launch.config.tree import Plain, get, merge
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
@@ -38,34 +38,35 @@ usage: python -m replay FILE [--objective NAME] [--epochs N] [--order recorded|s
        python -m replay FILE --compare NAME,NAME[,...] [--batches N]
 
 Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (python -m launch.write).
-Keys are those of launch/cluster.py and begin with what the recorded run had; for a file that the teacher wrote, with
-learner.objective.divergence seq_kd and .importance none. Evaluations run in this process; --learner.eval_every 0: none.
+Keys are those of launch/cluster.py. Their defaults are the values of the recorded run; for a file that the teacher
+wrote, learner.objective.divergence is seq_kd and .importance is none. Evaluations run in this process;
+--learner.eval_every 0 turns them off.
 
-  --epochs N        times that every batch is trained [1]
-  --order ORDER     of the batches: recorded, or shuffled by --seed [recorded]
-  --resume          go on from the last checkpoint in DIR [runs/latest], to the outcome of an undisturbed replay
-  --objective NAME  the same as --learner.objective.divergence NAME
+  --epochs N        number of times that every batch is trained [1]
+  --order ORDER     order of the batches: recorded, or shuffled by --seed [recorded]
+  --resume          continue from the last checkpoint in DIR [runs/latest]; the outcome is that of an undisturbed replay
+  --objective NAME  short for --learner.objective.divergence NAME
   --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
-  --batches N       so many of them [{COMPARED_BATCHES}]
+  --batches N       number of batches for --compare [{COMPARED_BATCHES}]
 """
 _OWN: Final = ("epochs", "order", "objective", "compare", "batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The command line."""
+    """The parsed command line."""
 
     file: Path
     epochs: int | None
     order: Order | None
-    """None: as a new replay has it, or as the one that is gone on with."""
+    """None: not given, as for `epochs`."""
     compare: tuple[str, ...]
     batches: int
     line: CommandLine
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Run the command and return its exit code."""
     with lasting_output():
         return _main(arguments)
 
@@ -81,7 +82,7 @@ def _main(arguments: Sequence[str]) -> int:
             config, plan = prepare(asked, recording) if folder is None else prepare_resumed(asked, recording, folder)
             for note in notes(recording):
                 print(f"stillhouse: {note}", file=sys.stderr)
-            from replay import run as replaying  # torch, and only now: what is wrong above is said at once
+            from replay import run as replaying  # imports torch: errors above are reported without that delay
 
             if asked.compare:
                 return replaying.compare_estimators(recording, config, asked.compare, asked.batches)
@@ -101,11 +102,11 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Asked:
-    """Raises ConfigError with all that is wrong."""
+    """Parse the command line. Raises ConfigError with all mistakes."""
     words, own, others, mistakes = list(arguments), dict[str, str](), list[str](), list[str]()
     file = words.pop(0) if words and not words[0].startswith("--") else None
     if file is None:
-        mistakes.append("expected the file of recorded batches first; --help says more")
+        mistakes.append("expected the file of recorded batches first; see --help")
     while words:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
@@ -120,7 +121,7 @@ def parse(arguments: Sequence[str]) -> Asked:
     try:
         line = parse_arguments(others)
         if line.resume and "compare" in own:
-            mistakes.append("--resume: nothing is trained by --compare, so there is nothing to go on with")
+            mistakes.append("--resume: --compare trains nothing, so there is nothing to resume")
     except ConfigError as error:
         line = CommandLine()
         mistakes += error.mistakes
@@ -145,75 +146,80 @@ def parse(arguments: Sequence[str]) -> Asked:
 
 
 def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
-    """A new one: what the recorded run had, under what is said now. Raises ConfigError."""
-    config = resolve_config(asked.line, _base(recording.header))
+    """Configuration and plan of a new replay: those of the recorded run, with the given keys on top. Raises
+    ConfigError."""
+    base = _base(recording.header)
+    if old := list(gone(base)):
+        where = f"{recording.path} was recorded by another release; replay it with that release, or record again"
+        raise ConfigError(*old, where)
+    config = resolve_config(asked.line, base)
     if asked.compare:
         config = replace(config, learner=replace(config.learner, eval_every=0))
     plan = ReplayPlan.of(recording, epochs=asked.epochs or 1, order=asked.order or "recorded")
     as_recorded = plan.epochs == 1 and plan.order == "recorded" and recording.header.writer == "student"
     steps_given = any(key.name == "steps" for key, _ in asked.line.overrides)
-    if not (as_recorded or steps_given):  # else the schedule of the learning rate is that of the recorded run
+    if not (as_recorded or steps_given):  # otherwise keep the recorded learning rate schedule
         config = replace(config, steps=plan.epochs * plan.batches)
-    if not config.learner.eval_every:  # then neither the teacher nor the prompts have to be on this machine
+    if not config.learner.eval_every:  # then neither teacher nor prompts need to be on this machine
         tasks = replace(config.learner.tasks, prompts="", eval_prompts="")
         config = replace(
             config,
             models=replace(config.models, teacher=config.models.student),
             learner=replace(config.learner, tasks=tasks),
         )
-    return looked_at(config), plan
+    return checked(config), plan
 
 
 def prepare_resumed(asked: Asked, recording: Recording, folder: Path) -> tuple[RunConfig, ReplayPlan]:
-    """The one in `folder`: its plan and its configuration. Raises ConfigError for anything else."""
+    """Configuration and plan of the replay in `folder`. Raises ConfigError if other ones are asked for."""
     plan = read_plan(folder)
     check_file(plan, recording)
     check_asked(plan, epochs=asked.epochs, order=asked.order)
-    config = looked_at(resolve_config(asked.line))
+    config = checked(resolve_config(asked.line))
     check_config(config, folder)
     return config, plan
 
 
-def looked_at(config: RunConfig) -> RunConfig:
-    """With models and prompts as preflight finds them. Raises ConfigError."""
-    checked = preflight.check(config)
-    for warning in checked.warnings:
+def checked(config: RunConfig) -> RunConfig:
+    """The configuration with models and prompts as preflight resolves them. Raises ConfigError."""
+    result = preflight.check(config)
+    for warning in result.warnings:
         print(f"stillhouse: warning: {warning}", file=sys.stderr)
-    return checked.config
+    return result.config
 
 
 def notes(recording: Recording) -> list[str]:
-    """What one should know of a file before believing in what is made of it."""
-    told: list[str] = []
+    """Facts about a recording that a user should know before relying on its results."""
+    texts: list[str] = []
     if recording.torn_bytes:
-        told.append(f"{recording.torn_bytes} bytes at its end are of a record that was not finished, and left out")
+        texts.append(f"{recording.torn_bytes} bytes at its end belong to an unfinished record, and are left out")
     if recording.abandoned:
-        told.append(f"{recording.abandoned} batches are of a branch that its run did not go on from, and left out")
+        texts.append(f"{recording.abandoned} batches are on a branch that the run abandoned, and are left out")
     if recording.missing:
-        told.append(f"{recording.missing} steps are missing: the disk was full, or learner.record_max_bytes reached")
+        texts.append(f"{recording.missing} steps are missing: the disk was full or learner.record_max_bytes reached")
     if recording.first_step:
-        told.append(f"it begins at step {recording.first_step}; --student can name the checkpoint of that step")
+        texts.append(f"it begins at step {recording.first_step}; --student can name the checkpoint of that step")
     if _average(recording.header).get("decay"):
-        told.append("its teachers were the student's average; evaluations compare with the model that they began with")
-    return [f"{recording.path}: {text}" for text in told]
+        texts.append("its teachers were the student's moving average; evaluations compare with their first model")
+    return [f"{recording.path}: {text}" for text in texts]
 
 
 def _base(header: RecordHeader) -> Plain:
-    """The configuration to begin with. Engines are the embedded ones, nothing is recorded again."""
+    """Configuration to start from. Engines are the embedded ones, and nothing is recorded again."""
     here: Plain = {
-        "actors": 1,  # of a run that workers joined there may be none in its own configuration
+        "actors": 1,  # a run that workers joined may have none in its configuration
         "learner": {"record": "", "frozen": False, "ema": {"decay": 0.0}},
         "weights": {"backend": "gloo"},
         "actor": {"engine": EMBEDDED, "urls": []},
         "teacher": {"engine": EMBEDDED, "urls": []},
     }
-    recorded = copy.deepcopy(header.config)  # overrides are laid into what comes out of this
+    recorded = copy.deepcopy(header.config)  # the overrides are merged into this copy
     pools = cast(dict[str, Any], recorded.get("pools") or {})
-    if not pools:  # the evaluations'
+    if not pools:  # the teachers that evaluations need
         here["teachers"] = 0 if get(recorded, "learner.tasks.routes") == {} else 1
     here["pools"] = {name: {"engine": EMBEDDED, "urls": []} for name in pools}
-    if pools:
-        recorded = {name: value for name, value in recorded.items() if name != "teachers"}  # it is counted again
+    if pools:  # the number of teachers is derived from them
+        recorded = {name: value for name, value in recorded.items() if name != "teachers"}
     if header.writer == "student":
         return merge(recorded, here)
     learner = cast(dict[str, Any], recorded.get("learner", {}))
@@ -233,7 +239,7 @@ def _base(header: RecordHeader) -> Plain:
 
 
 def _average(header: RecordHeader) -> dict[str, Any]:
-    """learner.ema."""
+    """Section learner.ema of the recorded configuration."""
     return cast(dict[str, dict[str, Any]], header.config).get("learner", {}).get("ema", {})
 
 

@@ -1,5 +1,5 @@
-"""Estimators side by side on identical data: the gradient that each gives of the same recorded batches, at the same
-weights. No step is made.
+"""Compares estimators on identical data: the gradient of each on the same recorded batches, at the same weights. No
+step is made.
 
     g_b       gradient of batch b, before clipping              mean = average of g_b over the batches
     norm      |mean|                                            cosine = angle between two means
@@ -20,19 +20,20 @@ from replay.training import ReplayBatch
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one estimator makes of the batches. NaN where it cannot be said: the noise of one batch, the cosine of 0."""
+    """Result for one estimator. NaN where undefined: the noise of a single batch, the cosine with a zero vector."""
 
     name: str
     norm: float
     noise: float
     cosine: float
-    """With the first estimator."""
+    """Cosine with the mean gradient of the first estimator."""
 
 
 def compare(
     names: Sequence[str], batches: Sequence[ReplayBatch], gradient_of: Callable[[str, ReplayBatch], list[Tensor]]
 ) -> list[Estimate]:
-    """`gradient_of(name, batch)`: by parameter. One sum of gradients per estimator is kept in memory."""
+    """Compare the estimators. `gradient_of(name, batch)` returns one tensor per parameter. One sum of gradients per
+    estimator is kept in memory."""
     if not batches:
         raise ValueError("nothing to compare: got no batches, expected at least one")
     sums: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""What a replay was begun with, kept in its folder, and whether it may go on with what is asked for now. No torch.
+"""The plan of a replay, kept in its folder: which batches it trains, and in which order. No torch.
 
-A replay that goes on gives what it would have given undisturbed. So it goes on with the same batches in the same order
-under the same configuration, or not at all; only when it keeps checkpoints, and how many, may change.
+A resumed replay gives the same result as an undisturbed one. So it must have the same batches in the same order and the
+same configuration; only when checkpoints are written, and how many are kept, may change.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAY_CHANGE: Final = ("learner.checkpoint_every", "learner.keep_checkpoints", "le
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """replay_plan.json: which batches are trained, and in which order."""
+    """Content of replay_plan.json."""
 
     file: str
     recording: str
-    """Recording.digest: the file may be elsewhere by now."""
+    """`Recording.digest`, because the file may have been moved."""
     run: str
     batches: int
     epochs: int
@@ -55,21 +55,21 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_plan(folder: Path) -> ReplayPlan:
-    """Raises ConfigError: no replay's folder."""
+    """Read the plan of a replay. Raises ConfigError if the folder has none."""
     file = folder / PLAN_FILE
     if not file.is_file():
         raise ConfigError(
-            f"--resume: {folder} holds no replay (no {PLAN_FILE} in it); expected the folder of one (--run-dir DIR). A "
-            "run is gone on with by launch/cluster.py --resume"
+            f"--resume: {folder} holds no replay (no {PLAN_FILE} in it); expected the folder of one (--run-dir DIR). "
+            "To resume a run, use launch/cluster.py --resume"
         )
     try:
         return msgspec.json.decode(file.read_bytes(), type=ReplayPlan)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--resume: {file} is not a replay's plan of this version: {error}") from error
+        raise ConfigError(f"--resume: {file} is not a plan of this version: {error}") from error
 
 
 def check_file(plan: ReplayPlan, recording: Recording) -> None:
-    """Raises ConfigError for a file with other batches than the replay was begun with."""
+    """Raise ConfigError if the file contains other batches than those with which the replay was started."""
     if recording.digest != plan.recording:
         raise ConfigError(
             f"--resume: got {recording.path} ({len(recording.batches)} batches of the run {recording.header.run}), "
@@ -79,10 +79,10 @@ def check_file(plan: ReplayPlan, recording: Recording) -> None:
 
 
 def check_asked(plan: ReplayPlan, *, epochs: int | None, order: Order | None) -> None:
-    """What the command line says of the order, None where it says nothing. Raises ConfigError."""
+    """Raise ConfigError if the command line asks for another order. None: not given."""
     pairs = {"epochs": (epochs, plan.epochs), "order": (order, plan.order)}
     mistakes = [
-        f"--{name}: got {got}, expected {was}, as the replay was begun (or leave it out)"
+        f"--{name}: got {got}, expected {was}, as when the replay was started (or leave it out)"
         for name, (got, was) in pairs.items()
         if got not in (None, was)
     ]
@@ -91,12 +91,12 @@ def check_asked(plan: ReplayPlan, *, epochs: int | None, order: Order | None) ->
 
 
 def check_config(config: RunConfig, folder: Path) -> None:
-    """`config`: with paths resolved, as that in the folder. Raises ConfigError naming what differs."""
+    """Raise ConfigError with all keys that differ from the folder's config.yaml. Both have resolved paths."""
     if mistakes := list(_differences(config, read_config(folder / "config.yaml"))):
         raise ConfigError(
             *mistakes,
-            f"--resume: {folder} goes on as it was begun, so that it gives what it would have given undisturbed; begin "
-            "another replay for other settings. Nothing was changed",
+            f"--resume: {folder} must be resumed with the settings with which it was started, so that its "
+            "result is the same; start another replay for other settings. Nothing was changed",
         )
 
 
@@ -113,11 +113,11 @@ class Turn(NamedTuple):
 
     epoch: int
     batch: int
-    """Index in the recording."""
+    """Index of the batch in the recording."""
 
 
 def turns(n_batches: int, *, epochs: int, order: Order, seed: int) -> Iterator[Turn]:
-    """Every batch once per epoch; shuffled: in another order each time, the same for the same seed."""
+    """Every batch once per epoch. Shuffled: in a new order each time, determined by the seed."""
     for epoch in range(epochs):
         places = np.arange(n_batches)
         if order == "shuffled":

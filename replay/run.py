@@ -1,5 +1,4 @@
-"""What `replay` does once its command line is understood: a run folder, a trainer, evaluations in this process,
-or gradients side by side."""
+"""Runs a replay, with a run folder, a trainer and evaluations in this process, or compares gradients."""
 
 from __future__ import annotations
 
@@ -58,11 +57,11 @@ log = logging.getLogger(__name__)
 
 SUMMARY_FILE: Final = "replay.json"
 EVAL_FIELDS: Final = ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl", "n_greedy", "n_sampled", "tags")
-"""Of each EvaluationResult, what it carries."""
+"""Fields of each EvaluationResult that it contains."""
 
 
 class StopAsked(Exception):
-    """A signal came; the step under way is done."""
+    """A signal asked the replay to stop, and the step under way is done."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -70,19 +69,19 @@ class StopAsked(Exception):
 
 
 class Start(NamedTuple):
-    """What a replay begins with: the student as given, or a checkpoint."""
+    """Starting point of a replay: the given student, or a checkpoint."""
 
     trainer: Trainer
     progress: ReplayProgress
     rng: RngState | None
-    """None: as the seed says."""
+    """None: as set by the seed."""
 
 
 def train(
     recording: Recording, config: RunConfig, plan: ReplayPlan, *, run_dir: Path | None, name: str, resume: bool
 ) -> int:
-    """Train, evaluate, keep checkpoints in a run folder; `resume`: go on in the one at `run_dir`, of which plan and
-    configuration have been looked at. The exit code."""
+    """Train, evaluate and write checkpoints in a run folder. Returns the exit code. `resume`: continue in the folder
+    `run_dir`, whose plan and configuration have been checked."""
     torch.set_num_threads(config.launch.threads_per_worker)
     torch.manual_seed(config.seed)
     began_s = time.monotonic()
@@ -109,7 +108,7 @@ def train(
             evaluate=_evaluations(config, tokenizer, trainer, stack, stop),
             save_checkpoint=_checkpoints(config, tokenizer, trainer, folder),
             progress=start.progress,
-            after_step=lambda step, progress: _after_step(step, progress, config, stop),
+            after_step=lambda step, figures: _after_step(step, figures, replay.progress.epoch, config, stop),
         )
         code, reason = 0, "all batches trained"
         try:
@@ -128,8 +127,8 @@ def train(
 
 
 def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> Start:
-    """`folder`: of the replay to go on with, whose last checkpoint it is that can be read; where there is none, it
-    begins again. Raises ConfigError where there are some, and none can be read."""
+    """Load the last readable checkpoint in `folder`, or start anew if there is none. Raises ConfigError if there are
+    checkpoints but none can be read."""
     try:
         found = go_on_from(folder / CHECKPOINTS) if folder is not None else None
     except CheckpointError as error:
@@ -150,11 +149,11 @@ def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path |
     state = load_checkpoint(checkpoint)
     trainer.load_state_dict(state.optimizer)
     trainer.critic.load_state_dict(state.value_head)
-    return Start(trainer, ReplayProgress.of_state(state.tasks), state.rng)
+    return Start(trainer, msgspec.convert(state.tasks, ReplayProgress), state.rng)
 
 
 def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[str], n_batches: int) -> int:
-    """Print what each divergence makes of the first batches, under the student as it is given."""
+    """Print the gradient of each divergence on the first batches, for the given student."""
     mistakes: list[str] = []
     compared: dict[str, LearnerConfig] = {}
     for name in names:
@@ -203,7 +202,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
 
 
 def _with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
-    """The same with another divergence; the configured one keeps its options. Raises ValueError."""
+    """The objective with another divergence; the configured one keeps its options. Raises ValueError."""
     if name == objective.divergence.name:
         return objective
     return msgspec.structs.replace(objective, divergence=DIVERGENCE.make(name))
@@ -212,7 +211,7 @@ def _with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
 def _evaluations(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, stack: ExitStack, stop: list[int]
 ) -> Callable[[int], EvaluationResult] | None:
-    """`evaluate(step)`; both models are loaded only when there are evaluations."""
+    """The function `evaluate(step)`. Both models are loaded only if there are evaluations."""
     if not config.learner.eval_every:
         return None
     tasks = config.learner.tasks
@@ -240,7 +239,7 @@ def _checkpoints(
             version=WeightVersion(0, step),
             optimizer=trainer.state_dict(),
             value_head=trainer.critic.state_dict(),
-            tasks=progress.state(),
+            tasks=msgspec.to_builtins(progress),
             ledger=None,
             rng=capture_rng(),
             metrics=dict(figures.as_dict()),
@@ -252,12 +251,11 @@ def _checkpoints(
     return save
 
 
-def _after_step(step: int, progress: ReplayProgress, config: RunConfig, stop: list[int]) -> None:
-    figures = progress.last
+def _after_step(step: int, figures: StepMetrics | None, epoch: int, config: RunConfig, stop: list[int]) -> None:
     if figures is not None and step % max(1, min(20, config.steps // 10)) == 0:
         kl = "" if figures.reverse_kl is None else f"reverse KL {figures.reverse_kl:.4f}, "
         _say(
-            f"step {step}/{config.steps}, epoch {progress.epoch}: loss {figures.loss:.4f}, {kl}log-prob "
+            f"step {step}/{config.steps}, epoch {epoch}: loss {figures.loss:.4f}, {kl}log-prob "
             f"{figures.logprob:.4f}, gradient {figures.grad_norm:.3g}"
         )
     _raise_if_asked(stop)
@@ -265,7 +263,7 @@ def _after_step(step: int, progress: ReplayProgress, config: RunConfig, stop: li
 
 @contextlib.contextmanager
 def _stop_asked() -> Generator[list[int]]:
-    """While entered, the first SIGINT or SIGTERM is noted in the list; after it they do what they always do."""
+    """Context in which the first SIGINT or SIGTERM is entered in the list. Later ones have their usual effect."""
     asked: list[int] = []
     former = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
@@ -310,7 +308,7 @@ def _end(
     reason: str,
     began_s: float,
 ) -> None:
-    """replay.json, run.json, and the last line."""
+    """Write replay.json and run.json, and print the last line."""
     account = {
         "file": str(recording.path),
         "run": recording.header.run,
@@ -330,7 +328,7 @@ def _end(
 
 
 def _vocab(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Ids that it has."""
+    """Number of token ids in the vocabulary."""
     return vocab_tokens(tokenizer.get_vocab())
 
 

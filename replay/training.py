@@ -1,17 +1,15 @@
-"""Trains from a file of recorded batches: the same step, metrics and checkpoints as a run, without anybody to wait for.
+"""Trains from a file of recorded batches, with the same step, metrics and checkpoints as a run.
 
     recording --order--> batches --Trainer.step--> metrics, and now and then an evaluation or a checkpoint
 
-In recorded order, from the same student and under the same settings, the updates are those of the run that was
-recorded, bit for bit where the machine is the same. One thread; nothing here waits.
-"""
+In recorded order, from the same student and with the same settings, the updates are those of the recorded run, bit for
+bit on the same machine. One thread, which never waits for another process."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,15 +29,15 @@ log = logging.getLogger(__name__)
 
 
 class ReplayBatch(NamedTuple):
-    """What one step trains."""
+    """Items that one step trains."""
 
     own: list[TrainItem]
     offline: list[TrainItem]
-    """Mixed in when the batch was recorded."""
+    """Items that were mixed in when the batch was recorded."""
 
 
 def read_batch(recording: Recording, batch: Kept) -> ReplayBatch:
-    """Raises RecordError, and BatchError for what a live learner would refuse too."""
+    """Read one batch. Raises RecordError, or BatchError for a batch that a live learner would refuse too."""
     rollouts = recording.rollouts(batch)
     own = [rollout for rollout in rollouts if not rollout.offline]
     return ReplayBatch(
@@ -48,50 +46,19 @@ def read_batch(recording: Recording, batch: Kept) -> ReplayBatch:
     )
 
 
-@dataclass
-class ReplayProgress:
-    """Figures so far, of the replay that this one goes on with too."""
+class ReplayProgress(msgspec.Struct):
+    """Figures so far, including those of the replay that this one resumes. Kept in checkpoints."""
 
-    evaluations: list[EvaluationResult] = field(default_factory=list[EvaluationResult])
+    evaluations: list[EvaluationResult] = []
     """Without the samples, which are in a file."""
     reverse_kl_first: float | None = None
     reverse_kl_last: float | None = None
-    last: StepMetrics | None = None
-    """Of the last step of this process; None before it."""
     tokens_trained: int = 0
     epoch: int = 0
 
-    def state(self) -> dict[str, Any]:
-        """Of what is carried over, as JSON types."""
-        return msgspec.to_builtins(
-            _ProgressState(
-                tuple(self.evaluations), self.reverse_kl_first, self.reverse_kl_last, self.tokens_trained, self.epoch
-            )
-        )
-
-    @classmethod
-    def of_state(cls, state: dict[str, Any]) -> ReplayProgress:
-        """Raises msgspec.ValidationError for what is none."""
-        told = msgspec.convert(state, _ProgressState)
-        return cls(
-            evaluations=list(told.evaluations),
-            reverse_kl_first=told.reverse_kl_first,
-            reverse_kl_last=told.reverse_kl_last,
-            tokens_trained=told.tokens_trained,
-            epoch=told.epoch,
-        )
-
-
-class _ProgressState(msgspec.Struct, frozen=True):
-    evaluations: tuple[EvaluationResult, ...]
-    reverse_kl_first: float | None
-    reverse_kl_last: float | None
-    tokens_trained: int
-    epoch: int
-
 
 class Replay:
-    """Runs the steps `trainer.steps_done` .. `steps`, or until the batches end."""
+    """Runs the steps from `trainer.steps_done` to `steps`, or until the batches end."""
 
     def __init__(
         self,
@@ -104,10 +71,10 @@ class Replay:
         evaluate: Callable[[int], EvaluationResult] | None,
         save_checkpoint: Callable[[int, StepMetrics, ReplayProgress], None],
         progress: ReplayProgress | None = None,
-        after_step: Callable[[int, ReplayProgress], None] = lambda step, progress: None,
+        after_step: Callable[[int, StepMetrics | None], None],
     ) -> None:
-        """`evaluate(step)` gives the figures of the present weights (None: nobody can); `save_checkpoint(step, figures,
-        progress)` keeps the weights. `progress`: of the replay that is gone on with."""
+        """`evaluate(step)` evaluates the present weights (None: no evaluations). `save_checkpoint(step, figures,
+        progress)` saves them. `progress`: that of the replay that is resumed."""
         self._recording = recording
         self._trainer = trainer
         self._metrics = metrics
@@ -118,9 +85,11 @@ class Replay:
         self._after_step = after_step
         self._clock = WaitClock()
         self.progress = progress or ReplayProgress()
+        self._last: StepMetrics | None = None
+        """Figures of the last step of this process; None before it."""
 
     def run(self, order: Iterator[Turn]) -> None:
-        """Train one batch per turn; evaluations as in a run, at both ends and every `eval_every` steps. `order` begins
+        """Train one batch per turn, and evaluate as in a run: at both ends and every `eval_every` steps. `order` starts
         with the turn of the trainer's next step."""
         every = self._config.eval_every
         if every and self._trainer.steps_done % every == 0:  # a checkpoint is written before the evaluation of its step
@@ -136,12 +105,12 @@ class Replay:
         self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Of the present weights, if a step was made."""
-        if self.progress.last is None:
+        """Write a checkpoint of the present weights, if a step was made."""
+        if self._last is None:
             return
         with self._clock.waiting("checkpoint"):
             try:
-                self._save_checkpoint(self._trainer.steps_done, self.progress.last, self.progress)
+                self._save_checkpoint(self._trainer.steps_done, self._last, self.progress)
             except OSError as error:
                 log.error("the checkpoint of step %d could not be written: %s", self._trainer.steps_done, error)
 
@@ -153,7 +122,7 @@ class Replay:
         step, progress, figures = self._trainer.steps_done, self.progress, outcome.figures
         progress.epoch = turn.epoch
         if figures is not None:
-            progress.last = figures
+            self._last = figures
             progress.tokens_trained += figures.tokens
             if progress.reverse_kl_first is None:
                 progress.reverse_kl_first = figures.reverse_kl
@@ -170,13 +139,13 @@ class Replay:
             tasks_done=kept.record.tasks_done,
             others={"replay/epoch": turn.epoch, "replay/recorded_step": kept.record.version.step},
         )
-        self._after_step(step, progress)
+        self._after_step(step, self._last)
         every = self._config.checkpoint_every
         if every and step % every == 0 and step < self._steps:
             self.checkpoint()
 
     def _evaluate_now(self) -> None:
-        """Unless these weights have been evaluated."""
+        """Evaluate the present weights, unless that was done."""
         step, done = self._trainer.steps_done, self.progress.evaluations
         if self._evaluate is None or (done and done[-1].step == step):
             return

@@ -61,7 +61,7 @@ def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGE
         (["FILE", "--learner.lrr=1"], r"learner.lrr: unknown key; did you mean learner.lr"),
         (["FILE", "--resume", "--run-dir=gone"], "gone holds no replay"),
         (["FILE", "--resume"], "runs/latest is not there"),
-        (["FILE", "--resume", "--compare=k1,k2"], "nothing to go on with"),
+        (["FILE", "--resume", "--compare=k1,k2"], "nothing to resume"),
         (["FILE", "--objective", "k9"], "divergence = 'k9'"),
         (["FILE", "--learner.objective.importance=seldom"], "importance = 'seldom'"),
         (["FILE", "--student=/nowhere"], "models.student: no folder"),
@@ -102,6 +102,19 @@ def test_the_recorded_runs_configuration_is_what_a_replay_begins_with(tmp_path: 
     assert [(row["replay/epoch"], row["replay/recorded_step"]) for row in rows] == [
         (epoch, step) for epoch in (0, 1) for step in (0, 1, 2)
     ]
+
+
+def test_a_recording_with_a_key_of_an_older_release_is_refused_by_the_key_and_its_new_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = plain()
+    config["learner"]["publish"] = {"verify": "reload"}
+    batches = [[rollout(f"r{i}", 8) for i in range(4)]]
+    file = record(tmp_path / "r", batches, vocab_fingerprint=FINGERPRINT, config=config)
+    assert replay.main([str(file), f"--run-dir={tmp_path / 'run'}"]) == 2
+    err = capsys.readouterr().err
+    assert "learner.publish" in err and "weights" in err and str(file) in err, err
+    assert not (tmp_path / "run").exists()
 
 
 def test_estimators_are_compared_on_the_same_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

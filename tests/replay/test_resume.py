@@ -13,7 +13,6 @@ import pytest
 from learner.reports.metrics import read_metrics
 from replay import __main__ as replay
 from replay import run as replaying
-from replay.training import ReplayProgress
 from tests.replay.test_command import recorded
 
 STEPS = 6
@@ -44,7 +43,7 @@ def run(file: Path, folder: Path, *flags: str) -> int:
 def run_until(monkeypatch: pytest.MonkeyPatch, step: int, end: After, file: Path, folder: Path, *flags: str) -> None:
     """A replay that ends in the middle, when this step was made."""
 
-    def after_step(at: int, progress: ReplayProgress, *_: Any) -> None:
+    def after_step(at: int, *_: Any) -> None:
         if at == step:
             end()
 
@@ -123,7 +122,7 @@ def begun(tmp_path: Path) -> tuple[Path, Path]:
         ),
         (("--learner.lr=0.5", "--steps=9"), "learner.lr: got 0.5, expected 0.001"),
         (("--learner.eval_every=1",), "learner.eval_every: got 1, expected 0"),
-        (("--epochs=2",), "--epochs: got 2, expected 1, as the replay was begun"),
+        (("--epochs=2",), "--epochs: got 2, expected 1, as when the replay was started"),
         (("--order=shuffled",), "--order: got shuffled, expected recorded"),
     ],
 )
@@ -155,4 +154,4 @@ def test_a_runs_folder_is_no_replays(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder.mkdir()
     (folder / "run.json").write_text("{}")
     assert run(file, folder, "--resume") == 2
-    assert "A run is gone on with by launch/cluster.py --resume" in capsys.readouterr().err
+    assert "To resume a run, use launch/cluster.py --resume" in capsys.readouterr().err
