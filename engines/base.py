@@ -199,3 +199,37 @@ class TakesSnapshots(Protocol):
         """Replace the weights. Raises weights.sink.SnapshotRefused when the file is missing, damaged, or of another
         architecture; the weights are then unchanged."""
         ...
+
+
+def check_ids(what: str, ids_N: Int32s, vocab_size: int) -> None:
+    """Raises ValueError for an id outside the vocabulary, which would kill a server or read past an embedding."""
+    if int(ids_N.min()) < 0 or int(ids_N.max()) >= vocab_size:
+        outside = ids_N[(ids_N < 0) | (ids_N >= vocab_size)]
+        raise ValueError(f"{what}: token id {outside[0]} is outside the vocabulary [0, {vocab_size})")
+
+
+def check_prompt(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises ValueError for a prompt that is empty or has ids outside the vocabulary, and for max_new_tokens < 1."""
+    ids, what = request.prompt_ids, f"request {request.request_id!r}"
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"{what}: prompt of shape {ids.shape}; expected at least one token, [n]")
+    check_ids(what, ids, vocab_size)
+    if request.max_new_tokens < 1:
+        raise ValueError(f"{what}: max_new_tokens {request.max_new_tokens}; expected at least 1")
+
+
+def check_scoring(requests: Sequence[ScoreRequest], top_k: int, *, vocab_size: int, max_tokens: int) -> None:
+    """Raises ValueError for ids outside the vocabulary, start outside [1, len], more than `max_tokens` tokens, or top_k
+    outside [0, vocab_size]."""
+    if not 0 <= top_k <= vocab_size:
+        raise ValueError(f"top_k {top_k}; expected 0 (off) to {vocab_size} (vocabulary)")
+    for index, request in enumerate(requests):
+        ids, length = request.token_ids, len(request.token_ids)
+        if ids.ndim != 1 or not 1 <= request.start <= length:
+            raise ValueError(
+                f"request {index}: start {request.start} with token ids of shape {ids.shape}; expected ids [end] and "
+                "1 <= start <= end (the first token has no context)"
+            )
+        if length > max_tokens:
+            raise ValueError(f"request {index}: {length} tokens; this teacher takes up to {max_tokens}")
+        check_ids(f"request {index}", ids, vocab_size)

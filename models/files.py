@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -59,6 +59,23 @@ def model_file(path: str | Path, filename: str) -> Path | None:
         return None
     except (OSError, HfHubHTTPError) as error:
         raise TokenizerError(f"{filename} of {name!r} cannot be downloaded: {first_line(error)}") from error
+
+
+def stop_ids(path: str | Path, *found: object) -> tuple[int, ...]:
+    """All ids in `found`, each an id, a list of ids or None, ascending. Raises TokenizerError when there is none: every
+    rollout would run into its length limit."""
+    ids: set[int] = set()
+    for value in found:
+        listed = cast("list[object]", value if isinstance(value, list | tuple) else [] if value is None else [value])
+        if not all(isinstance(item, int) for item in listed):
+            raise TokenizerError(f"eos_token_id must be an id or a list of ids, got {value!r}")
+        ids.update(cast("list[int]", listed))
+    if not ids:
+        raise TokenizerError(
+            f"{str(path)!r} names no end-of-sequence token: expected eos_token_id in generation_config.json or "
+            "config.json, or an eos_token in tokenizer_config.json"
+        )
+    return tuple(sorted(ids))
 
 
 def first_line(error: Exception) -> str:

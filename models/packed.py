@@ -142,7 +142,8 @@ def packed_attention(
             f"{type(module).__name__} passes an attention mask, dropout {dropout}, a position bias or a batch of "
             f"{query.shape[0]}; packed attention has none of these"
         )
-    _refuse_unseen_window(module, sliding_window, packed_layout)
+    if reason := unseen_window(module, sliding_window, packed_layout.buckets[0].longest):
+        raise PackingError(reason)
     shape = _Shape(scaling, sliding_window, softcap, s_aux)
     parts = [
         _attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), bucket, shape)
@@ -206,17 +207,19 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask_LL: Tensor 
     return weights[..., :longest] @ value
 
 
-def _refuse_unseen_window(module: torch.nn.Module, sliding_window: int | None, layout: Layout) -> None:
-    """Some architectures put the window into the mask only, which packed attention never sees."""
+def unseen_window(module: torch.nn.Module, sliding_window: int | None, longest: int) -> str:
+    """The reason why `longest` tokens cannot be run, else empty: some architectures put their sliding window only into
+    the mask, which our attention functions never see."""
     config: Any = getattr(module, "config", None)
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     kind = getattr(module, "layer_type", None)
     windowed = kind == "sliding_attention" or (kind is None and getattr(config, "layer_types", None) is None)
-    if sliding_window is None and windowed and window is not None and layout.buckets[0].longest > window:
-        raise PackingError(
-            f"{type(module).__name__} has a sliding window of {window} tokens that it does not pass to its attention "
-            f"function; a sequence of {layout.buckets[0].longest} tokens cannot be run packed"
-        )
+    if sliding_window is not None or not windowed or window is None or longest <= window:
+        return ""
+    return (
+        f"{type(module).__name__} has a sliding window of {window} tokens that it does not pass to its attention "
+        f"function; {longest} tokens cannot be run, {window} could"
+    )
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)

@@ -47,13 +47,18 @@ class Layout:
         return f"Layout({len(self.lengths)} sequences, {sum(self.lengths)} tokens, {len(self.buckets)} buckets)"
 
 
+def shortest_beside(longest: int) -> int:
+    """Shortest sequence that shares a bucket with a longest one."""
+    return min(math.ceil(longest * _BUCKET_SLACK), longest - _BUCKET_SLACK_TOKENS)
+
+
 def make_layout(lengths: Sequence[int], device: torch.device) -> Layout:
     """Buckets over sequences that are sorted from long to short."""
     buckets: list[Bucket] = []
     first, start = 0, 0
     while first < len(lengths):
         longest = lengths[first]
-        floor = min(math.ceil(longest * _BUCKET_SLACK), longest - _BUCKET_SLACK_TOKENS)
+        floor = shortest_beside(longest)
         last = first
         while last < len(lengths) and lengths[last] >= floor:
             last += 1

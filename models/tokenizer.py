@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from models.files import TokenizerError, first_line, model_source
+from models.files import TokenizerError, first_line, model_source, stop_ids
 from protocol.handshake import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
@@ -52,14 +52,7 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
     `model.generate` does), and the tokenizer's own end-of-sequence token.
 
     Raises TokenizerError when there is none: every rollout would run into its length limit."""
-    ids = set(_as_ids(_generation_eos(path)))
-    ids.update(_as_ids(tokenizer.eos_token_id))
-    if not ids:
-        raise TokenizerError(
-            f"{str(path)!r} names no end-of-sequence token: expected eos_token_id in generation_config.json or "
-            "config.json, or an eos_token in tokenizer_config.json"
-        )
-    return tuple(sorted(ids))
+    return stop_ids(path, _generation_eos(path), tokenizer.eos_token_id)
 
 
 def token_map_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -115,16 +108,6 @@ def _generation_eos(path: str | Path) -> object:
         return getattr(AutoConfig.from_pretrained(name, local_files_only=local_only), "eos_token_id", None)
     except (OSError, ValueError):
         return None  # a folder with only a tokenizer, which may name the token
-
-
-def _as_ids(value: object) -> list[int]:
-    if value is None:
-        return []
-    if isinstance(value, int):
-        return [value]
-    if isinstance(value, Sequence) and all(isinstance(item, int) for item in value):
-        return list(value)
-    raise TokenizerError(f"eos_token_id must be an id or a list of ids, got {value!r}")
 
 
 def _with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from models.files import TokenizerError, model_file
+from models.files import TokenizerError, model_file, stop_ids
 from protocol.handshake import vocab_fingerprint
 
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -66,15 +66,8 @@ class FileTokenizer:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Same as `models.tokenizer.stop_token_ids`. Raises TokenizerError when there is none."""
         file = "generation_config.json" if model_file(self._path, "generation_config.json") else "config.json"
-        ids = set(_as_ids(_json(self._path, file).get("eos_token_id")))
         eos = self._tokenizer.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
-        ids.update(_as_ids(eos))
-        if not ids:
-            raise TokenizerError(
-                f"{str(self._path)!r} names no end-of-sequence token: expected eos_token_id in generation_config.json "
-                "or config.json, or an eos_token in tokenizer_config.json"
-            )
-        return tuple(sorted(ids))
+        return stop_ids(self._path, _json(self._path, file).get("eos_token_id"), eos)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -174,13 +167,3 @@ def _chat_template(path: str | Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", template)}.get("default")
     return template
-
-
-def _as_ids(value: object) -> list[int]:
-    if value is None:
-        return []
-    if isinstance(value, int):
-        return [value]
-    if isinstance(value, list) and all(isinstance(item, int) for item in value):
-        return value
-    raise TokenizerError(f"eos_token_id must be an id or a list of ids, got {value!r}")

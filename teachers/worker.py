@@ -61,7 +61,7 @@ from weights.sink import SnapshotRefused
 log = logging.getLogger(__name__)
 
 GATHER_S: Final = 0.005
-"""How long a single item waits for others to share its batch."""
+"""Longest time a single item waits for others to share its batch."""
 IDLE_WAIT_S: Final = 0.2
 """Longest single wait for work, and so the longest time until a request to stop is noticed."""
 CREDIT_REPEAT_S: Final = 2.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.base import EngineStats, GenerationRequest, Int32s
+from engines.base import EngineStats, GenerationRequest, check_prompt
 from engines.sglang.config import SGLangConfig
 from engines.sglang.features import Features
 from engines.sglang.http import ServerLink
@@ -22,27 +22,14 @@ from weights.manifest import Bucket
 def check_request(request: GenerationRequest, features: Features, vocab_size: int) -> None:
     """Raises ValueError for requests that the server would refuse or crash on, or for which its log-probs are not those
     of the distribution sampled from."""
-    ids, name = request.prompt_ids, request.request_id
-    if ids.ndim != 1 or not len(ids):
-        raise ValueError(f"request {name!r}: prompt of shape {ids.shape}; expected at least one token, [n]")
-    check_ids(f"request {name!r}", ids, vocab_size)
-    if len(ids) > features.max_prompt:
-        raise ValueError(
-            f"request {name!r}: a prompt of {len(ids)} tokens; the server takes up to {features.max_prompt}"
-        )
-    if request.max_new_tokens < 1:
-        raise ValueError(f"request {name!r}: max_new_tokens {request.max_new_tokens}; expected at least 1")
+    check_prompt(request, vocab_size)
+    name, length = request.request_id, len(request.prompt_ids)
+    if length > features.max_prompt:
+        raise ValueError(f"request {name!r}: a prompt of {length} tokens; the server takes up to {features.max_prompt}")
     outside = [token for token in request.stop_token_ids if not 0 <= token < vocab_size]
     if outside:
         raise ValueError(f"request {name!r}: stop token {outside[0]} is outside the vocabulary [0, {vocab_size})")
     _check_sampling(f"request {name!r}", request.sampling, features)
-
-
-def check_ids(what: str, ids_N: Int32s, vocab_size: int) -> None:
-    """Raises ValueError for an id outside the vocabulary, which would kill a server."""
-    if int(ids_N.min()) < 0 or int(ids_N.max()) >= vocab_size:
-        outside = ids_N[(ids_N < 0) | (ids_N >= vocab_size)]
-        raise ValueError(f"{what}: token id {outside[0]} is outside the vocabulary [0, {vocab_size})")
 
 
 def _check_sampling(what: str, sampling: Sampling, features: Features) -> None:

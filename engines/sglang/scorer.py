@@ -16,11 +16,10 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from engines.base import ScoreRequest, ScoreResult
+from engines.base import ScoreRequest, ScoreResult, check_scoring
 from engines.sglang.config import ServerLinkConfig
 from engines.sglang.features import Features, detect_features
 from engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
-from engines.sglang.requests import check_ids
 from engines.sglang.stream import StreamError
 
 log = logging.getLogger(__name__)
@@ -91,10 +90,7 @@ class SGLangScorer:
         if self._closed:
             raise RuntimeError("the scorer is closed")
         self.server.raise_if_lost()
-        if not 0 <= top_k <= self._vocab_size:
-            raise ValueError(f"top_k {top_k}; expected 0 (off) to {self._vocab_size} (vocabulary)")
-        for index, request in enumerate(requests):
-            self._check(index, request)
+        check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self.max_context)
         one_s = self._config.start_timeout_s + self._config.stall_timeout_s
         rounds = 1 + math.ceil(len(requests) / self._config.max_concurrent)
         asked_s = time.monotonic()
@@ -150,17 +146,6 @@ class SGLangScorer:
         meta = _DECODER.decode(text).meta_info
         self._cached_tokens += meta.cached_tokens
         return read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k, self._vocab_size)
-
-    def _check(self, index: int, request: ScoreRequest) -> None:
-        ids, length = request.token_ids, len(request.token_ids)
-        if ids.ndim != 1 or not 1 <= request.start <= length:
-            raise ValueError(
-                f"request {index}: start {request.start} with token ids of shape {ids.shape}; expected ids [end] and "
-                "1 <= start <= end (the first token has no context)"
-            )
-        if length > self.max_context:
-            raise ValueError(f"request {index}: {length} tokens; the server takes up to {self.max_context}")
-        check_ids(f"request {index}", ids, self._vocab_size)
 
 
 def decode_scores(reply: bytes, request: ScoreRequest, *, vocab_size: int) -> ScoreResult:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.base import EngineStats, GenerationDelta, GenerationRequest
+from engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt
 from engines.config import EngineConfig
 from engines.torch.decoders import build_decoder, vocabulary_rows
 from engines.torch.kv_cache import SlotCache
@@ -309,21 +309,14 @@ class TorchEngine:
         ids, name = request.prompt_ids, request.request_id
         if name in self._live:
             raise ValueError(f"request id {name!r} is in use; expected a new one")
-        if ids.ndim != 1 or not len(ids):
-            raise ValueError(f"request {name!r}: prompt of shape {ids.shape}; expected at least one token, [n]")
-        if int(ids.min()) < 0 or int(ids.max()) >= self._n_ids:
-            outside = ids[(ids < 0) | (ids >= self._n_ids)]
-            raise ValueError(f"request {name!r}: token id {outside[0]} is outside the vocabulary [0, {self._n_ids})")
+        check_prompt(request, self._n_ids)
         if len(ids) >= self._config.max_context:
             raise ValueError(
                 f"request {name!r}: a prompt of {len(ids)} tokens leaves no room for a token in a context of "
                 f"{self._config.max_context} (engine max_context)"
             )
-        if request.max_new_tokens < 1 or request.sample_offset < 0:
-            raise ValueError(
-                f"request {name!r}: max_new_tokens {request.max_new_tokens}, sample_offset {request.sample_offset}; "
-                "expected at least 1 and at least 0"
-            )
+        if request.sample_offset < 0:
+            raise ValueError(f"request {name!r}: sample_offset {request.sample_offset}; expected at least 0")
         check_sampling(request.sampling)
 
     def _refuse_closed(self) -> None:

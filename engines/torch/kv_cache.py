@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.torch.slots import RowWindow
 from engines.torch.step import Step
-from models.packed import packed_attention
+from models.packed import packed_attention, unseen_window
 
 IMPLEMENTATION = "stillhouse_decode"
 
@@ -220,7 +220,8 @@ def decode_attention(
             f"{type(module).__name__} passes an attention mask, dropout {dropout} or a position bias; attention over "
             "the slot cache has none of these"
         )
-    _refuse_unseen_window(module, sliding_window, slot_cache.max_context)
+    if reason := unseen_window(module, sliding_window, slot_cache.max_context):
+        raise UnsupportedModelError(f"max_context: {reason}")
     layer, step = _layer_index(module), slot_cache.step
     slot_cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     parts: list[Tensor] = []
@@ -251,19 +252,6 @@ def _layer_index(module: torch.nn.Module) -> int:
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{type(module).__name__}.layer_idx is {layer!r}; expected the layer's number")
     return layer
-
-
-def _refuse_unseen_window(module: torch.nn.Module, sliding_window: int | None, max_context: int) -> None:
-    """Some architectures put the window into the mask only, which attention over the slot cache never sees."""
-    config: Any = getattr(module, "config", None)
-    window: int | None = getattr(config, "sliding_window", None)
-    kind = getattr(module, "layer_type", None)
-    windowed = kind == "sliding_attention" or (kind is None and getattr(config, "layer_types", None) is None)
-    if sliding_window is None and windowed and window is not None and max_context > window:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has a sliding window of {window} tokens that it does not pass to its attention "
-            f"function; max_context {max_context} cannot be run, {window} could"
-        )
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, decode_attention)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engines.base import ScoreRequest, ScoreResult
+from engines.base import ScoreRequest, ScoreResult, check_scoring
 from engines.config import ScorerSettings
 from models.loading import load_causal_lm, resolve_device, resolve_dtype
 from models.logprobs import TokenScores, lm_head, token_scores
@@ -67,10 +67,8 @@ class TorchScorer:
         A request with start == len(token_ids) gets empty arrays. Raises ValueError for ids outside the vocabulary,
         start outside [1, len], more than max_context tokens, top_k outside [0, vocab_size].
         """
-        for index, request in enumerate(requests):
-            self._check(index, request)
-        if not 0 <= top_k <= self._vocab_size:
-            raise ValueError(f"top_k {top_k}; expected 0 (off) to {self._vocab_size} (vocabulary)")
+        # The last token is never an input, so a request may be one token longer than the context window.
+        check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self._max_context + 1)
         results = [ScoreResult.empty(top_k)] * len(requests)
         busy = [i for i, request in enumerate(requests) if request.start < len(request.token_ids)]
         inputs = [len(requests[i].token_ids) - 1 for i in busy]
@@ -128,22 +126,6 @@ class TorchScorer:
         )
         counts = [n - request.start + 1 for request, n in zip(requests, lengths, strict=True)]
         return _split(scores, counts)
-
-    def _check(self, index: int, request: ScoreRequest) -> None:
-        ids, length = request.token_ids, len(request.token_ids)
-        if ids.ndim != 1 or not 1 <= request.start <= length:
-            raise ValueError(
-                f"request {index}: start {request.start} with token ids of shape {ids.shape}; expected ids [end] and "
-                "1 <= start <= end (the first token has no context)"
-            )
-        if length - 1 > self._max_context:
-            raise ValueError(f"request {index}: {length} tokens; the teacher's context is {self._max_context}")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocab_size:
-            raise ValueError(
-                f"request {index}: token id {low if low < 0 else high} outside the teacher's vocabulary of "
-                f"{self._vocab_size}; student and teacher must share one token-to-id map"
-            )
 
 
 def chunk_rows(vocab_size: int, device_type: str) -> int:

@@ -23,12 +23,7 @@ import torch
 from torch import Tensor
 
 from engines.torch.slots import RowWindow, row_windows
-from models.packed_layout import Bucket, Layout
-
-_BUCKET_SLACK = 0.8
-"""A bucket takes prompts down to this share of its longest one: at most a fifth of it is padding..."""
-_BUCKET_SLACK_TOKENS = 8
-"""...or down to this many tokens shorter, so that very short prompts do not each get a kernel call."""
+from models.packed_layout import Bucket, Layout, shortest_beside
 
 Int64s = npt.NDArray[np.int64]
 
@@ -105,8 +100,7 @@ def _padded_lengths(lengths: Sequence[int]) -> list[int]:
     padded: list[int] = []
     for length in lengths:
         longest = padded[-1] if padded else length
-        fits = length >= min(longest * _BUCKET_SLACK, longest - _BUCKET_SLACK_TOKENS)
-        padded.append(longest if fits else length)
+        padded.append(longest if length >= shortest_beside(longest) else length)
     return padded
 
 

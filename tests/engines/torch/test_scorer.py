@@ -116,9 +116,9 @@ def test_scores_do_not_depend_on_what_else_is_in_the_batch(scorer: TorchScorer) 
     [
         (ScoreRequest(np.array([1, 2, 3], np.int32), 0), "start 0 .*no context"),
         (ScoreRequest(np.array([1, 2, 3], np.int32), 4), "start 4"),
-        (ScoreRequest(np.array([1, VOCAB, 3], np.int32), 1), f"token id {VOCAB} outside the teacher's vocabulary"),
-        (ScoreRequest(np.array([1, -1, 3], np.int32), 1), "token id -1 outside"),
-        (_request(CONTEXT + 2, 1), f"{CONTEXT + 2} tokens; the teacher's context is {CONTEXT}"),
+        (ScoreRequest(np.array([1, VOCAB, 3], np.int32), 1), f"token id {VOCAB} is outside the vocabulary"),
+        (ScoreRequest(np.array([1, -1, 3], np.int32), 1), "token id -1 is outside"),
+        (_request(CONTEXT + 2, 1), f"{CONTEXT + 2} tokens; this teacher takes up to {CONTEXT + 1}"),
     ],
 )
 def test_what_cannot_be_graded_is_refused(scorer: TorchScorer, request_: ScoreRequest, message: str) -> None:
