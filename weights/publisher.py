@@ -226,7 +226,11 @@ class Publisher:
     def _run(self) -> None:
         try:
             with self._streams.own():
-                self._work()
+                while (job := self._next_job()) != "stop":
+                    if job == "rebuild":
+                        self._rebuild()
+                    else:
+                        self._deliver()
         except BaseException as error:
             log.exception("the publisher failed")
             with self._changed:
@@ -236,15 +240,6 @@ class Publisher:
             with self._changed:
                 self._working = False
                 self._changed.notify_all()
-
-    def _work(self) -> None:
-        job = self._next_job()
-        while job != "stop":
-            if job == "rebuild":
-                self._rebuild()
-            else:
-                self._deliver()
-            job = self._next_job()
 
     def _next_job(self) -> Job:
         """Wait until something is due."""

@@ -100,7 +100,7 @@ def test_strided_arrays_are_sent_as_their_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "arrays", "told"),
+    ("message", "arrays", "expected"),
     [
         (SEGMENT[0], (), "got 0 arrays, expected 3"),
         (SEGMENT[0], (ids(4), logprobs(3), mask(3)), r"token ids: got int32 \[4\], expected int32 \[3\]"),
@@ -118,9 +118,9 @@ def test_strided_arrays_are_sent_as_their_elements() -> None:
     ],
 )
 def test_the_error_for_an_invalid_message_says_what_was_expected(
-    message: m.Message, arrays: tuple[Array, ...], told: str
+    message: m.Message, arrays: tuple[Array, ...], expected: str
 ) -> None:
-    with pytest.raises(EncodeError, match=told):
+    with pytest.raises(EncodeError, match=expected):
         encode(message, arrays)
 
 
@@ -133,7 +133,7 @@ def segment_with(**fields: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("frames", "told"),
+    ("frames", "expected"),
     [
         ([], "no frames"),
         ([b""], "unreadable header"),
@@ -154,13 +154,13 @@ def segment_with(**fields: Any) -> list[bytes]:
         ([msgspec.msgpack.encode(m.ScoresAck((1,), (), ()))], "0 statuses for 1 leases"),
     ],
 )
-def test_what_cannot_be_is_malformed(frames: list[Frame], told: str) -> None:
-    with pytest.raises(MalformedMessage, match=told):
+def test_what_cannot_be_is_malformed(frames: list[Frame], expected: str) -> None:
+    with pytest.raises(MalformedMessage, match=expected):
         decode(frames)
 
 
 @pytest.mark.parametrize(
-    ("frames", "told"),
+    ("frames", "expected"),
     [
         ([b"\x81" + bytes(codec.MAX_HEADER_BYTES)], "header of"),
         ([b""] * (codec.MAX_FRAMES + 1), "frames"),
@@ -168,8 +168,8 @@ def test_what_cannot_be_is_malformed(frames: list[Frame], told: str) -> None:
         ([b"", *[bytes(codec.MAX_FRAME_BYTES)] * 17], "in total"),
     ],
 )
-def test_size_limits_are_checked_before_anything_is_parsed(frames: list[Frame], told: str) -> None:
-    with pytest.raises(MessageTooLarge, match=told):
+def test_size_limits_are_checked_before_anything_is_parsed(frames: list[Frame], expected: str) -> None:
+    with pytest.raises(MessageTooLarge, match=expected):
         decode(frames)
 
 

@@ -94,7 +94,7 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
     good = m.Hello("actor", "actor-0", "first", RUN, VOCAB)
     bad = [msgspec.structs.replace(good, **{field: FORGED}) for field in ("name", "incarnation", "run_id", "pool")]
     bad.append(msgspec.structs.replace(good, vocab_fingerprint=FORGED))
-    told: list[m.Message] = []
+    received: list[m.Message] = []
     try:
         for hello in [*bad, good]:
             peer = new_socket(context, zmq.DEALER)
@@ -105,14 +105,14 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
             send_frames(peer, encode(m.Goodbye(FORGED)))
             deadline_s = time.monotonic() + WAIT_S
             while not peer.poll(1) and time.monotonic() < deadline_s:
-                told += [e.received.message for e in server.poll(0.01) if isinstance(e, FromPeer)]
+                received += [e.received.message for e in server.poll(0.01) if isinstance(e, FromPeer)]
             for _ in range(5):
-                told += [e.received.message for e in server.poll(0.01) if isinstance(e, FromPeer)]
+                received += [e.received.message for e in server.poll(0.01) if isinstance(e, FromPeer)]
             peer.close()
     finally:
         context.term()
         server.close()
-    assert m.RolloutFailed(SHOWN, "env_error", SHOWN, SHOWN) in told and m.Heartbeat(None, {SHOWN: 1.0}) in told
+    assert m.RolloutFailed(SHOWN, "env_error", SHOWN, SHOWN) in received and m.Heartbeat(None, {SHOWN: 1.0}) in received
     assert server.refused["malformed"] == 1, "the name; incarnation and pool become printable"
     lines = stream.getvalue().splitlines()
     assert lines and all("actor-0 ERROR" not in line and line.isprintable() for line in lines)

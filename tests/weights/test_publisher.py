@@ -1,6 +1,6 @@
 """The publisher against real actor processes: what happens to versions when actors come, die, hang and come back.
 
-No actor is told anything but plans; what an actor got is compared by a digest of names, dtypes, shapes and bytes.
+Actors receive only plans. The weights an actor got are compared by a digest of names, dtypes, shapes and bytes.
 """
 
 from __future__ import annotations

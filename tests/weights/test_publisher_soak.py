@@ -61,8 +61,8 @@ class Chaos:
             self.go_on(self.random.choice(sorted(self.stopped)))
         elif chance < 0.7 and self.dead:
             self.restart(self.random.choice(sorted(self.dead)))
-            told = self.random.random() < 0.5  # the buffer may not have noticed yet who died
-            self.publisher.membership(self.fleet.membership(without=sorted(self.dead) if told else ()))
+            noticed = self.random.random() < 0.5  # the buffer may not have noticed yet who died
+            self.publisher.membership(self.fleet.membership(without=sorted(self.dead) if noticed else ()))
         else:
             self.publish()
 

@@ -226,8 +226,8 @@ def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
     header = CollectiveTransport._header  # pyright: ignore[reportPrivateUsage]
 
     def other(host: CollectiveTransport, *args: Any) -> Any:
-        layout, told = header(host, *args)
-        return layout, msgspec.structs.replace(told, manifest_digest="00" * 32)
+        layout, sent = header(host, *args)
+        return layout, msgspec.structs.replace(sent, manifest_digest="00" * 32)
 
     monkeypatch.setattr(CollectiveTransport, "_header", other)
     assert host.publish(staged(V2)).lost == {SEAT: "refused"}

@@ -130,11 +130,11 @@ def test_the_first_version_of_each_plan_is_checked_whole_until_it_was() -> None:
 
 def test_and_then_the_canary_sings_with_every_so_many() -> None:
     schedule = CheckSchedule(SERVERS, 3)
-    told: list[Due] = []
+    due: list[Due] = []
     for plan in (1, 1, 1, 1, 1, 1, 1, 2, 2):
-        told.append(schedule.due(plan))
-        schedule.sent(plan, checked=told[-1] != NOTHING)
-    assert told == [WHOLE, NOTHING, NOTHING, SONG, NOTHING, NOTHING, SONG, WHOLE, NOTHING]
+        due.append(schedule.due(plan))
+        schedule.sent(plan, checked=due[-1] != NOTHING)
+    assert due == [WHOLE, NOTHING, NOTHING, SONG, NOTHING, NOTHING, SONG, WHOLE, NOTHING]
 
 
 def test_engines_are_never_asked_and_servers_not_when_it_is_off() -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from weights.buckets import BucketLayout, Layout, checksum
-from weights.group_host import GroupHost
+from weights.group_host import Channel, GroupHost
 from weights.group_operations import (
     BackendName,
     GroupOperations,
@@ -154,7 +154,7 @@ class CollectiveTransport(GroupHost):
         self._store = self._store or host_store(self._config.host, self._config.store_port)
         return self._store.port
 
-    def _open(self, seats: tuple[Seat, ...]) -> WeightGroup:
+    def _open(self, seats: tuple[Seat, ...]) -> Channel:
         if self._store is None:
             raise RuntimeError("a group is made from a plan that names its store")
         return WeightGroup(
@@ -168,7 +168,7 @@ class CollectiveTransport(GroupHost):
             interrupted=lambda: self._stop_reason(seats),
         )
 
-    def _layout_of(self, manifest: Manifest) -> Layout:
+    def _layout_of(self, manifest: Manifest) -> BucketLayout:
         return Layout(manifest, self._config.bucket_bytes)
 
 

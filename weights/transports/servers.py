@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from weights.buckets import BucketLayout, PackedLayout
-from weights.group_host import GroupHost
 from weights.group_operations import (
     WAIT_SLICE_S,
     BackendName,
@@ -34,7 +33,7 @@ from weights.group_operations import (
 from weights.manifest import Manifest, smallest_tensor_bucket
 from weights.roster import Seat
 from weights.sink import GroupBroken, Interrupted
-from weights.transport import Setup
+from weights.transports.collective import CollectiveTransport
 
 LATE_S: Final = 1.5
 """Time between the request to a server to join and its arrival at the store."""
@@ -107,16 +106,8 @@ class ServerGroup(GroupOperations):
         super().close()
 
 
-class ServerTransport(GroupHost):
+class ServerTransport(CollectiveTransport):
     """Broadcasts to SGLang servers. The store at which they wait must end with its group."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._store: Store | None = None
-
-    def close(self) -> None:
-        super().close()
-        self._store = None
 
     def _meet_at(self) -> int:
         self._store = None  # frees its port for the next one
