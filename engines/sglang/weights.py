@@ -105,7 +105,8 @@ class ServerWeights:
         SnapshotRefused when it cannot read the student."""
         if not self._known:
             log.info("%s: its weights are not this run's; loading %s", self._server.url, self._student)
-            self._load_from(self._student, _STUDENT, _bytes_in(Path(self._student)))
+            n_bytes = sum(file.stat().st_size for file in Path(self._student).glob("*.safetensors"))
+            self._load_from(self._student, _STUDENT, n_bytes)  # 0 bytes where only the server can see the folder
 
     def check(self, plan: WeightPlan) -> None:
         if plan.kind != "servers":
@@ -394,8 +395,3 @@ class ServerWeights:
         except (ServerUnavailable, RequestRefused, ValueError):
             return False
         return True
-
-
-def _bytes_in(folder: Path) -> int:
-    """Bytes of a folder's weights; 0 where only the server can see it."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
