@@ -1,40 +1,23 @@
-"""Advantages from rewards: one reward per rollout in, one advantage per rollout out, over the whole batch.
+"""Advantages from rewards, per rollout or per token, for every trained token of a batch.
 
-They are worked out once per batch, before it is divided into microbatches, so that packing cannot change them.
-Whitening happens here, that is BEFORE any divergence is subtracted: the coefficient of a divergence keeps its meaning
-whatever the spread of the rewards (see learner.objectives.batch_terms).
+They are computed once per batch, before it is divided into microbatches, so packing cannot change them. Whitening
+happens here, BEFORE any divergence is subtracted: the coefficient of a divergence keeps its meaning whatever the spread
+of the rewards (see `learner.objectives.losses.combined_advantage`). A rollout without a reward has the advantage 0 and
+is in no mean.
 
-A rollout without a reward (its environment did not judge it) has the advantage 0 and is in no mean.
+Advantages of single tokens need a value function. The sampled tokens of a rollout follow one another as if the
+environment's tokens were not there: a state is the context of a sampled token. A rollout's reward is paid at its last
+sampled token.
 
-Legend: R rollouts of the batch.
-
-Advantages per token from a learned value function: generalised advantage estimation, a value head and its loss.
-
-Sampled tokens of one rollout follow one another as if an environment's tokens were not there: a state is the context of
-a sampled token. The head of a run, its optimizer and its part of a step are in `learner.step.critic`.
-
-Legend: N trained tokens, R rollouts, L tokens of the longest rollout, H hidden size.
-
-Advantages of single tokens, from rewards and a value function: the members of registry.TOKEN_ADVANTAGES.
-
-Sampled tokens of one rollout follow one another as if an environment's tokens were not there: a state is the context of
-a sampled token. A rollout's reward is paid at its last one, behind which there is nothing.
-
-Legend: N trained tokens of the batch's judged rollouts, R rollouts.
-
-What rewards say of every trained token of a batch: one advantage per rollout, spread over its tokens, or advantages
-of the tokens themselves, which a value function is needed for and trained by.
-
-It is worked out once per batch, before it is divided into microbatches, so that packing cannot change it.
-
-Legend: R items (rollouts) of the batch, N trained tokens of it in the order of the items.
+Legend: R rollouts of the batch, N trained tokens of it in the order of the rollouts, L tokens of the longest rollout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,21 +33,21 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the rewards of a batch are known by."""
+    """Rewards of a batch, and how its rollouts are grouped."""
 
     reward_R: Tensor
     """float64; any finite number where not `rewarded_R`."""
     rewarded_R: Tensor
     """bool."""
     group_R: Tensor
-    """int64: rollouts of one prompt share a number in [0, R)."""
+    """int64 in [0, R): rollouts of one prompt have the same number."""
     tokens_R: Tensor
-    """int64: trained tokens of the batch."""
+    """int64: trained tokens of each rollout."""
     parts: tuple[str, ...] = ()
-    """Rollouts that have tokens to train here but go on in a later batch, so that their reward is not known yet."""
+    """Rollouts that continue in a later batch, so that their reward is not known yet."""
 
     def refuse_parts(self, name: str) -> None:
-        """Raises BatchError: half a rollout has no reward, and half a group no mean."""
+        """Raises BatchError if there are parts: half a rollout has no reward, and half a group no mean."""
         if self.parts:
             raise BatchError(
                 f"advantage = {name!r} needs whole rollouts, got parts of {list(self.parts)[:8]}; "
@@ -78,7 +61,7 @@ AdvantageFn: TypeAlias = Callable[[Rewards, Any], Tensor]
 
 
 def no_advantage(rewards: Rewards, options: Member) -> Tensor:
-    """0: rewards are not trained on."""
+    """0 everywhere: rewards are not trained on."""
     return torch.zeros_like(rewards.reward_R)
 
 
@@ -142,7 +125,7 @@ def gae(
         delta_t = reward_t + discount * value_{t+1} - value_t          value behind the last token: 0
         A_t     = delta_t + discount * decay * A_{t+1}                 return_t = A_t + value_t
 
-    reward_N: what is paid at a token (a rollout's reward at its last one). `sequence_N` int64 in [0, R); tokens of one
+    reward_N: reward paid at a token (a rollout's reward at its last one). `sequence_N` int64 in [0, R); tokens of one
     rollout stand in their order, next to one another or not. The loop is over L, for all rollouts at a time."""
     place_N, longest = _places(sequence_N, n_sequences)
     shape = (n_sequences, longest + 1)  # one more: nothing follows the last token
@@ -159,13 +142,13 @@ def gae(
 
 
 def whitened(advantage_N: Tensor) -> Tensor:
-    """Mean 0, standard deviation 1 over all tokens of the batch; give it the whole batch, before any divergence."""
+    """Mean 0 and standard deviation 1 over all tokens. It must get the whole batch, before any divergence."""
     centred_N = advantage_N - advantage_N.mean()
     return centred_N / (centred_N.square().mean().sqrt() + EPSILON)
 
 
 def _places(sequence_N: Tensor, n_sequences: int) -> tuple[Tensor, int]:
-    """Place of each token in its rollout, from 0, and the tokens of the longest."""
+    """Position of each token in its rollout, from 0, and the length of the longest rollout."""
     order_N = torch.argsort(sequence_N, stable=True)
     tokens_R = torch.bincount(sequence_N, minlength=n_sequences)
     firsts_R = tokens_R.cumsum(0) - tokens_R
@@ -176,12 +159,12 @@ def _places(sequence_N: Tensor, n_sequences: int) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """Of the whole batch; rollouts without a reward have no token here."""
+    """Tokens of the whole batch, except those of rollouts without a reward."""
 
     reward_N: Tensor
-    """float64: what is paid at the token."""
+    """float64: reward paid at the token."""
     value_N: Tensor
-    """float64: what the value function expects from there on, before the batch is trained."""
+    """float64: value of the token's context, before the batch is trained."""
     sequence_N: Tensor
     """int64 in [0, R); tokens of one rollout stand in their order."""
     n_sequences: int
@@ -190,9 +173,9 @@ class TokenRewards:
 
 class TokenAdvantages(NamedTuple):
     advantage_N: Tensor
-    """As it is to be used: whitened, if that is wanted."""
+    """The advantage to train with; a member whitens it if it should be white."""
     return_N: Tensor
-    """What the value function shall learn to expect."""
+    """Target of the value function."""
 
 
 TokenAdvantageFn: TypeAlias = Callable[[TokenRewards, Any], TokenAdvantages]
@@ -214,21 +197,21 @@ def gae_whitened(rewards: TokenRewards, options: TokenAdvantage) -> TokenAdvanta
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What a value function is trained towards. On the CPU."""
+    """Training targets of a value function. On the CPU."""
 
     old_N: Tensor
-    """float64: its values before the batch was trained."""
+    """float64: its values before the batch is trained."""
     return_N: Tensor
     """float64; any finite number where not judged."""
     judged_N: Tensor
-    """bool: the token's rollout has a reward. Others train no value."""
+    """bool: the token's rollout has a reward. Other tokens train no value."""
 
     def at(self, places: slice | Tensor) -> ValueTargets:
-        """Of some of the tokens."""
+        """The targets of some tokens."""
         return ValueTargets(self.old_N[places], self.return_N[places], self.judged_N[places])
 
     def followed_by(self, n_tokens: int) -> ValueTargets:
-        """And so many tokens that train no value."""
+        """The targets, and `n_tokens` more tokens that train no value."""
         old_N, return_N = (torch.cat([x, x.new_zeros(n_tokens)]) for x in (self.old_N, self.return_N))
         return ValueTargets(old_N, return_N, torch.cat([self.judged_N, self.judged_N.new_zeros(n_tokens)]))
 
@@ -237,51 +220,36 @@ class TokenSignal(NamedTuple):
     advantage_N: Tensor
     """float64; 0 where the token's rollout has no reward."""
     values: ValueTargets | None
-    """None: no value function is asked for."""
+    """None without a value function."""
 
 
 Values: TypeAlias = Callable[[], Tensor]
-"""The value of each trained token, [N] float64: a forward pass over the whole batch, so asked for only where needed."""
+"""Computes the value of each trained token, [N] float64. It takes a forward pass over the batch, so it is called only
+if needed."""
 
 
-class RewardSignal(Protocol):
-    def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
-        """Raises BatchError for parts of rollouts, where they have no reward yet."""
-        ...
-
-
-@dataclass(frozen=True)
-class OfRollouts:
-    advantage: AdvantageFn
-    options: Member
-
-    def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
-        return TokenSignal(self.advantage(rewards, self.options).repeat_interleave(rewards.tokens_R), None)
-
-
-@dataclass(frozen=True)
-class OfTokens:
-    advantage: TokenAdvantageFn
-    options: TokenAdvantage
-
-    def __call__(self, rewards: Rewards, values: Values) -> TokenSignal:
-        rewards.refuse_parts(self.options.name)
-        n_rollouts, tokens_R = len(rewards.tokens_R), rewards.tokens_R
-        sequence_N = torch.arange(n_rollouts).repeat_interleave(tokens_R)
-        paid_N = torch.zeros(len(sequence_N), dtype=torch.float64)
-        paid_N[tokens_R.cumsum(0)[tokens_R > 0] - 1] = rewards.reward_R[tokens_R > 0]
-        judged_N, old_N = rewards.rewarded_R[sequence_N], values()
-        told = self.advantage(
-            TokenRewards(paid_N[judged_N], old_N[judged_N], sequence_N[judged_N], n_rollouts), self.options
-        )
-        advantage_N, return_N = torch.zeros_like(old_N), old_N.clone()
-        advantage_N[judged_N], return_N[judged_N] = told.advantage_N, told.return_N
-        return TokenSignal(advantage_N, ValueTargets(old_N, return_N, judged_N))
+RewardSignal: TypeAlias = Callable[[Rewards, Values], TokenSignal]
+"""Raises BatchError for parts of rollouts whose reward is not known yet."""
 
 
 def make_signal(advantage: Member) -> RewardSignal:
     """Raises ValueError for a name that cannot be loaded."""
     function, options, _ = ADVANTAGE.load(advantage)
-    if isinstance(options, TokenAdvantage):
-        return OfTokens(function, options)
-    return OfRollouts(function, options)
+    return partial(_of_tokens if isinstance(options, TokenAdvantage) else _of_rollouts, function, options)
+
+
+def _of_rollouts(advantage: AdvantageFn, options: Member, rewards: Rewards, values: Values) -> TokenSignal:
+    return TokenSignal(advantage(rewards, options).repeat_interleave(rewards.tokens_R), None)
+
+
+def _of_tokens(advantage: TokenAdvantageFn, options: Member, rewards: Rewards, values: Values) -> TokenSignal:
+    rewards.refuse_parts(options.name)
+    n_rollouts, tokens_R = len(rewards.tokens_R), rewards.tokens_R
+    sequence_N = torch.arange(n_rollouts).repeat_interleave(tokens_R)
+    paid_N = torch.zeros(len(sequence_N), dtype=torch.float64)
+    paid_N[tokens_R.cumsum(0)[tokens_R > 0] - 1] = rewards.reward_R[tokens_R > 0]
+    judged_N, old_N = rewards.rewarded_R[sequence_N], values()
+    judged = TokenRewards(paid_N[judged_N], old_N[judged_N], sequence_N[judged_N], n_rollouts)
+    advantage_N, return_N = torch.zeros_like(old_N), old_N.clone()
+    advantage_N[judged_N], return_N[judged_N] = advantage(judged, options)
+    return TokenSignal(advantage_N, ValueTargets(old_N, return_N, judged_N))

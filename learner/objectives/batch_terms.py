@@ -1,29 +1,17 @@
-"""Bringing the costs of several domains to one size, from the whole batch and before its first microbatch.
+"""Terms of an objective that depend on the whole batch: advantages from rewards, the share of each rollout in the loss,
+each teacher's coefficient, and the scale of each domain's costs. They are computed before the first microbatch.
+
+Scaled by domain (`domain_scale = rms`; a domain is a tag), costs of different sizes pull equally hard:
 
     c_t     = sum over the token's teachers m of cost(mu_t, q_mt)
-    scale_d = max(1e-3, sqrt(mean of c_t^2 over the graded tokens t of domain d in the batch))
+    scale_d = max(1e-3, sqrt(mean of c_t^2 over the scored tokens t of domain d in the batch))
     A_t     = A_reward_t - sum over m of coef_m * cost_mt / scale_d(t)
 
-A domain is a tag. The size is measured with mu, the log-probs the tokens were sampled with: they are there before the
-student's forward pass, for all of the batch, so that neither packing nor the order of items changes a gradient. Within
-the staleness bound they are close to s; only the size is taken from them, the costs themselves are as configured.
-Coefficients are outside: they keep their meaning, and rewards are not scaled.
+The size is measured with mu, the log-probs at sampling: they are known for the whole batch before the student's forward
+pass, so neither packing nor the order of items changes a gradient, and within the staleness bound they are close to s.
+Only the size comes from them; the costs themselves are as configured. Coefficients and rewards are not scaled.
 
-Legend: N tokens of one item, M its teachers, R rollouts of the batch, D domains.
-
-One advantage per token out of rewards and several teachers.
-
-    A_t = A_reward_t - sum over the token's teachers m of coef_m * cost_mt
-
-A_reward comes in as it is to be used (already whitened, learner.objectives.advantages); what is subtracted is not
-whitened with it. A token that no teacher grades has A = A_reward: zero in pure distillation, the reward alone in mixed.
-
-Legend: N trained tokens of a microbatch, M teachers of the batch, D domains.
-
-What an objective needs to know of a whole batch before its first microbatch: advantages from rewards, what a token
-of each rollout counts, and each teacher's coefficient.
-
-Legend: R items (rollouts) of the batch, N trained tokens of it in the order of the items, M teachers of it.
+Legend: R items (rollouts) of the batch, N trained tokens of it in the order of the items, M teachers, D domains.
 """
 
 from __future__ import annotations
@@ -41,7 +29,7 @@ from learner.objectives.sampled import CostFn
 
 
 def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
-    """[R] float64: the scale of each rollout's domain; 1 for a domain without a graded token."""
+    """[R] float64: the scale of each rollout's domain; 1 for a domain without a scored token."""
     domains = {tag: d for d, tag in enumerate(dict.fromkeys(train_item.item.tag for train_item in items))}
     squares_D = torch.zeros(len(domains), dtype=torch.float64)
     tokens_D = torch.zeros(len(domains), dtype=torch.int64)
@@ -60,47 +48,46 @@ def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
 
 
 def teacher_coefs(teachers: Sequence[str], coef: float, own: Mapping[str, float]) -> list[float]:
-    """Coefficient of each teacher, in their order: its own one, else the common one."""
+    """Coefficient of each teacher: its own, else the common one."""
     return [own.get(name, coef) for name in teachers]
 
 
 def domain_sums(cost_N: Tensor, domain_N: Tensor, n_domains: int) -> tuple[Tensor, Tensor]:
-    """(sum of squared costs [D], tokens [D]), float64. They add up over microbatches."""
+    """(sum of squared costs [D], tokens [D]), float64. Both can be added up over microbatches."""
     squares_D = cost_N.new_zeros(n_domains, dtype=torch.float64).index_add_(0, domain_N, cost_N.double().square())
     return squares_D, torch.bincount(domain_N, minlength=n_domains)
 
 
 def domain_scales(squares_D: Tensor, tokens_D: Tensor, *, floor: float = 1e-3) -> Tensor:
-    """[D] root mean square of the cost per domain, at least `floor`; 1 where a domain has no token. Costs divided by it
-    pull equally hard in every domain, whatever teachers and texts make of the size of their log-probs. To be taken of
-    the whole batch (or of the steps before), never of a microbatch."""
+    """[D] root mean square of the cost per domain, at least `floor`; 1 where a domain has no token. It must
+    be computed from the whole batch, never from a microbatch."""
     rms_D = (squares_D / tokens_D.clamp(min=1)).sqrt().clamp(min=floor)
     return torch.where(tokens_D > 0, rms_D, 1.0)
 
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """On the CPU, float64; a microbatch takes the entries of its tokens, or of their rollouts."""
+    """On the CPU, float64. A microbatch takes the entries of its tokens or their rollouts."""
 
     tokens_R: Tensor
-    """int64: trained ones."""
+    """int64: trained tokens of each rollout."""
     reward_advantage_N: Tensor
     values: ValueTargets | None
-    """None: no value function is trained."""
+    """None without a value function."""
     share_R: Tensor
     cost_scale_R: Tensor
-    """Of the rollout's domain; 1 unless `domain_scale` says otherwise."""
+    """Scale of the costs of each rollout; 1 without `domain_scale`."""
     divisor: int
-    """Of the loss: trained tokens, or rollouts, of the whole batch."""
+    """Divisor of the loss: trained tokens, or rollouts, of the whole batch."""
     items_unrewarded: int
-    """Rollouts with trained tokens and without a reward."""
+    """Rollouts that have trained tokens but no reward."""
 
     def of(self, index: int) -> BatchTerms:
-        """The same batch as item `index` alone sees it."""
+        """The terms of item `index`, with its share of the batch."""
         return self.part(slice(index, index + 1))
 
     def part(self, place: slice) -> BatchTerms:
-        """The same batch as some of its items see it."""
+        """The terms of some items, with their shares of the batch."""
         begins, ends = (int(self.tokens_R[:r].sum()) for r in place.indices(len(self.tokens_R))[:2])
         tokens = slice(begins, ends)
         return replace(
@@ -116,9 +103,9 @@ class BatchTerms:
 def batch_terms(
     items: Sequence[TrainItem], objective: Objective, offline: Sequence[TrainItem] = (), *, values: Values
 ) -> BatchTerms:
-    """Of [*items, *offline]. Items that the student did not write have no part in the advantages from rewards; in the
-    mean over the batch they count like any other. `values`: of the trained tokens of `items`, called where the
-    advantage wants them. Raises BatchError when the advantage needs whole rollouts and got parts."""
+    """Terms of [*items, *offline]. Offline items have no part in the advantages from rewards; in the mean over the
+    batch they count like any other. `values` computes the values of the trained tokens of `items`, if the advantage
+    needs them. Raises BatchError if the advantage needs whole rollouts and got parts."""
     rewards, tokens_offline_R = _rewards(items), _tokens(offline)
     tokens_R, n_offline = torch.cat([rewards.tokens_R, tokens_offline_R]), int(tokens_offline_R.sum())
     shares = objective.aggregation(tokens_R, objective.aggregation_options)
@@ -158,5 +145,5 @@ def _rewards(items: Sequence[TrainItem]) -> Rewards:
 
 
 def _tokens(items: Sequence[TrainItem]) -> Tensor:
-    """Trained ones, int64."""
+    """Trained tokens of each item, int64."""
     return torch.tensor([train_item.n_trained for train_item in items], dtype=torch.int64)

@@ -1,12 +1,9 @@
-"""Settings of an objective: what is minimised, and how tokens are weighed. No torch here.
+"""Settings of the objectives: of the student's own tokens, and of offline data. No torch here.
 
-How the sampling temperature enters. Teachers score at temperature 1, so the two distributions are compared, and the
-student is trained, at temperature 1. `tasks.temperature` only decides which tokens get sampled: mu is the log-prob
-under the distribution really sampled from, s the one at temperature 1, and r = exp(s - mu) corrects the difference
-exactly (up to the cap). At the default of 1 a fresh token has r = 1.
-
-Settings of the rollouts that the teacher wrote and the student is trained on besides its own. No torch here.
-"""
+Teachers score at temperature 1, so the two distributions are compared, and the student is trained, at temperature 1.
+`tasks.temperature` only decides which tokens get sampled: mu is the log-prob under the distribution really sampled
+from, s the one at temperature 1, and r = exp(s - mu) corrects the difference exactly (up to the cap). At the default of
+1 a fresh token has r = 1."""
 
 from __future__ import annotations
 
@@ -22,37 +19,38 @@ from protocol.settings import Member, NonNegativeFloat, PositiveFloat, Settings,
 
 DomainScale: TypeAlias = Literal["none", "rms"]
 _NO_CORRECTION = ("none", "geometric", "geometric_masked", "gspo")
-"""Importance weights that do not turn samples of one distribution into those of another, token by token."""
+"""Importance weights that do not correct each token's distribution."""
 
 
 class ObjectiveConfig(Settings, frozen=True, kw_only=True):
-    """Divergence, importance weight and advantage are each a name and the options of the member with that name. All
-    members: docs/objectives.md; further ones by entry point or module:function."""
+    """The loss. Divergence, importance weight and advantage are each a name, with the options that this name has.
+    docs/objectives.md lists all names; packages add more by entry point, and module:function names a function."""
 
     divergence: Annotated[Member, DIVERGENCE] = Sampled()
-    """From the student's distribution to the teachers'. Of sampled tokens: k1, k2: s - q, the gradient of the reverse
-    KL; k3: 1 - exp(q - s), the gradient of the forward KL; seq_kd: -1, cross-entropy, for text that the teacher wrote.
+    """Divergence between student and teachers. On sampled tokens: k1, k2 (s - q, the gradient of the reverse KL), k3
+    (1 - exp(q - s), the gradient of the forward KL), seq_kd (-1, cross-entropy; only for text that the teacher wrote).
     Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd, multi_sample."""
     coef: NonNegativeFloat = 1.0
-    """Weight of the divergence against the rewards: A = A_reward - sum over its teachers of coef * cost. Between
-    distributions coef * divergence is added to the loss. 0: rewards only; with teachers = 0 nobody scores."""
+    """Weight of the divergence. On sampled tokens A = A_reward - sum over teachers of coef * cost; between
+    distributions coef * divergence is added to the loss. 0: train on rewards only; teachers = 0 then runs without
+    teachers."""
     teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Teacher pool -> its own coef, instead of the common one."""
+    """Teacher pool -> coefficient of this pool, in place of coef."""
     domain_scale: DomainScale = "none"
-    """For costs of sampled tokens. rms: the costs of each domain (tag) are divided by their root mean square over the
-    batch, so that teachers whose log-probs differ in size pull equally hard. none: as they are."""
+    """Scaling of the costs of sampled tokens. rms: divide the costs of each domain (tag) by their root mean square over
+    the batch, so that every domain pulls equally hard. none: leave them as they are."""
     importance: Annotated[Member, WEIGHT] = Capped()
-    """Weight of a token sampled by an older policy, from r = exp(s - mu). none: 1; truncated: min(r, cap); masked: r
-    inside [low, high], else 0; ppo: r where PPO's clip to [low, high] leaves a gradient, else 0; decoupled: ppo around
-    the policy that the step began with; of whole rollouts: sequence, sequence_masked, geometric, geometric_masked,
-    gspo."""
+    """Weight of a token that an older policy sampled, from r = exp(s - mu). none: 1. truncated: min(r, cap). masked: r
+    inside [low, high], else 0. ppo: r where PPO's clip to [low, high] leaves a gradient, else 0. decoupled: ppo around
+    the policy that the step started with. From the r of whole rollouts: sequence, sequence_masked, geometric,
+    geometric_masked, gspo."""
     advantage: Annotated[Member, ADVANTAGE] = Member(name="none")
-    """From the rewards: none; of whole rollouts grpo, reinforce_pp, reinforce_pp_baseline; of single tokens, by a
-    learned value function, gae (PPO's). All but none need buffer.release = rollout."""
+    """Advantage from rewards. none: rewards are not trained on. Per rollout: grpo, reinforce_pp, reinforce_pp_baseline.
+    Per token, with a learned value function: gae (as in PPO). All except none need buffer.release = rollout."""
     aggregation: str = "token_mean"
-    """From the losses of tokens to the loss of the batch: token_mean; sequence_mean, the mean over rollouts of their
-    token means; constant, the sum over the tokens divided by rollouts times tasks.max_new_tokens, which no length
-    changes (Dr. GRPO)."""
+    """Mean that makes the batch's loss from the losses of tokens. token_mean: over all tokens. sequence_mean: over
+    rollouts, of their token means. constant: the sum divided by rollouts x tasks.max_new_tokens, which does not depend
+    on the lengths (Dr. GRPO)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,11 +74,11 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def needs_top_k(self) -> bool:
-        """Whether the divergence is between distributions, for which teachers must send top-k sets."""
+        """True for a divergence between distributions: teachers must send top-k sets."""
         return isinstance(self.divergence, Distributions)
 
     def check_tasks(self, tasks: TaskConfig) -> None:
-        """Raises ValueError where tasks give nothing to learn from, or sample in a way that cannot be corrected."""
+        """Raises ValueError for tasks without anything to learn from, or with sampling that cannot be corrected."""
         for pool in self.teacher_coefs:
             if pool not in tasks.routes:
                 pools = ", ".join(tasks.routes)
@@ -89,19 +87,19 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 )
         if not tasks.routes and self.advantage.name == "none":
             raise ValueError(
-                "tasks.routes = {} with objective.advantage = 'none' leaves nothing to learn from, for no teacher "
+                "tasks.routes = {} with objective.advantage = 'none' leaves nothing to learn from: no teacher "
                 "scores anything; expected a pool in tasks.routes, or an advantage"
             )
         if tasks.top_p < 1.0 or tasks.top_k > 0:
             raise ValueError(
-                f"tasks.top_p = {tasks.top_p}, tasks.top_k = {tasks.top_k}: this never shows some tokens, so no "
+                f"tasks.top_p = {tasks.top_p}, tasks.top_k = {tasks.top_k}: some tokens are never sampled, so no "
                 "importance ratio recovers the student's distribution; train with top_p = 1 and top_k = 0"
             )
         if tasks.temperature != 1.0:
             self._check_temperature(tasks.temperature)
 
     def _check_temperature(self, temperature: float) -> None:
-        """mu must be comparable where it is compared."""
+        """Raises ValueError if something compares mu, at this temperature, with log-probs at temperature 1."""
         sampled = f"tasks.temperature = {temperature}"
         if self.domain_scale != "none":
             raise ValueError(
@@ -122,8 +120,8 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
 
 
 def check_seq_kd(divergence: Member, importance: Member) -> None:
-    """Raises ValueError: a correction back to the student's distribution takes all out of cross-entropy, because the
-    mean of grad s over the student's own tokens is 0."""
+    """Raises ValueError for seq_kd with an importance weight: corrected to the student's distribution, the gradient of
+    cross-entropy is 0, because grad s has mean 0 over the student's own tokens."""
     if divergence.name == "seq_kd" and importance.name != "none":
         raise ValueError(
             f"divergence = 'seq_kd' with importance = {importance.name!r}: cross-entropy is on the text as it stands; "
@@ -132,21 +130,21 @@ def check_seq_kd(divergence: Member, importance: Member) -> None:
 
 
 class OfflineConfig(Settings, frozen=True, kw_only=True):
-    """Off-policy data beside the student's own (docs/decisions/off-policy-data.md)."""
+    """Rollouts that a teacher wrote, mixed into the student's batches (docs/decisions/off-policy-data.md)."""
 
     file: str = ""
-    """Rollouts that the teacher wrote and scored, recorded by python -m launch.write. Empty: none."""
+    """File of rollouts that a teacher wrote and scored, recorded by python -m launch.write. Empty: none."""
     student_fraction: Share = 1.0
-    """lambda: of the trained tokens, the share that the student wrote itself; the rest is from `file`. 1: all. For 0,
-    the off-policy baseline, there is no run: python -m replay trains on the file alone."""
+    """Share of the trained tokens that the student wrote itself (lambda); the rest comes from `file`. 1: all. To train
+    on the file alone (0), use python -m replay."""
     divergence: Annotated[Member, DIVERGENCE] = Member(name="seq_kd")
-    """Cost of a token of `file`. seq_kd: -1, which makes it plain cross-entropy on the teacher's text; the others as in
-    learner.objective.divergence; those between distributions if `file` was written with teacher.top_k."""
+    """Divergence on the tokens of `file`. seq_kd: plain cross-entropy on the teacher's text. Others: as in
+    learner.objective.divergence; between distributions only if `file` was written with teacher.top_k."""
     importance: Annotated[Member, WEIGHT] = Member(name="none")
-    """Weight of a token of `file`, from r = exp(s - mu); mu is the teacher's log-prob, for it wrote the text. none:
-    expectations are over the teacher's tokens; with `truncated` k1 estimates the reverse KL on its text."""
+    """Importance weight of a token of `file`, from r = exp(s - mu), where mu is the teacher's log-prob. none:
+    expectations are over the teacher's tokens. truncated, with k1: estimates the reverse KL on the teacher's text."""
     coef: PositiveFloat = 1.0
-    """What a token of `file` weighs against one of the student."""
+    """Weight of a token of `file` relative to a token of the student."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +162,7 @@ class OfflineConfig(Settings, frozen=True, kw_only=True):
             )
         if self.student_fraction < 1.0 and not self.file:
             raise ValueError(
-                f"student_fraction = {self.student_fraction} without a file: expected one that the teacher wrote "
+                f"student_fraction = {self.student_fraction} without a file: expected one that a teacher wrote "
                 "(python -m launch.write), or a fraction of 1"
             )
         if self.file and self.student_fraction == 1.0:
@@ -174,5 +172,5 @@ class OfflineConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def objective(self) -> ObjectiveConfig:
-        """For these tokens alone: no rewards, one coefficient for all teachers."""
+        """The objective of these tokens: no rewards, one coefficient for all teachers."""
         return ObjectiveConfig(divergence=self.divergence, importance=self.importance, coef=self.coef)

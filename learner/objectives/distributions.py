@@ -43,7 +43,7 @@ MASS_ROUNDING = 1e-3
 class Bucketed(NamedTuple):
     divergence_C: Tensor
     slope_CB: Tensor
-    """p_b * dD/dp_b, up to a constant times p_b (which the gradient does not see)."""
+    """p_b * dD/dp_b, up to a constant times p_b (which does not change the gradient)."""
 
 
 DistributionFn: TypeAlias = Callable[[Tensor, Tensor, Any], Bucketed]
@@ -111,7 +111,7 @@ def multi_sample(student_CB: Tensor, teacher_CB: Tensor, options: MultiSample, *
 
 
 def by_autograd(divergence: Callable[[Tensor, Tensor, Any], Tensor]) -> DistributionFn:
-    """A member from a differentiable function of the same arguments -> divergence [C]: the slope is worked out."""
+    """Make a member from a differentiable function of the same arguments that returns the divergence [C]."""
 
     def member(student_CB: Tensor, teacher_CB: Tensor, options: Any) -> Bucketed:
         with torch.enable_grad():
@@ -124,8 +124,8 @@ def by_autograd(divergence: Callable[[Tensor, Tensor, Any], Tensor]) -> Distribu
 
 
 def log_tail(logprobs_CK: Tensor) -> Tensor:
-    """[C] log1p(-sum p) of a teacher's top-k set, where all it sent is the set; at least LOG_TAIL_FLOOR. In float64:
-    the sum is near 1 in the rule."""
+    """[C] log1p(-sum p): the log-mass outside a teacher's top-k set, at least LOG_TAIL_FLOOR. In float64, because the
+    sum is usually near 1."""
     mass_C = torch.logsumexp(logprobs_CK.double(), dim=1).clamp(max=0.0)
     tail_C = torch.where(mass_C > -math.log(2.0), (-torch.expm1(mass_C)).log(), torch.log1p(-mass_C.exp()))
     return tail_C.clamp(min=LOG_TAIL_FLOOR).to(logprobs_CK.dtype)

@@ -1,14 +1,14 @@
-"""Importance weights: how much a token counts that an older policy sampled. Pure functions; the registry is
+"""Importance weights: how much a token counts that an older policy sampled. Pure functions; their names are in
 `learner.objectives.registry.IMPORTANCE`.
 
     r_t = exp(s_t - mu_t)      s: log-prob under the policy being trained, mu: under the one that sampled the token
 
 A weight w_t multiplies A_t * grad s_t. Clipped surrogates are weights too: min(r A, clip(r) A) has the gradient
-r * A * grad s where the clip does not bind and none where it does, so its weight is r there and 0 else (the reported
-loss is then w A s, not the surrogate's value; the gradient is the surrogate's).
+r * A * grad s where the clip does not bind and none elsewhere, so its weight is r or 0. The reported loss is then w A s
+instead of the surrogate's value; the gradient is the surrogate's.
 
-Sequence-level members reduce over the trained tokens of one rollout that are in the batch. A microbatch never holds a
-part of a rollout, so packing does not change them.
+Sequence-level members reduce over the trained tokens of one rollout in the batch. A microbatch never holds part of a
+rollout, so packing does not change them.
 
 Legend: N trained tokens of a microbatch, R rollouts of the batch.
 """
@@ -28,31 +28,32 @@ from protocol.settings import Member
 
 @dataclass(frozen=True)
 class TokenRatios:
-    """What a weight may depend on. Nothing here has a gradient."""
+    """Inputs of a weight, without gradient."""
 
     student_N: Tensor
     """sg[s]."""
     behaviour_N: Tensor
     """mu."""
     advantage_N: Tensor
-    """A, reward and divergences together: a clip binds on one side only."""
+    """A, from rewards and divergences together. A clip binds on one side only, by the sign of A."""
     sequence_N: Tensor
     """int64: index of the token's rollout in the batch."""
     n_sequences: int
     """R."""
     proximal_N: Tensor | None = None
-    """Log-prob under the policy at the start of several updates on one batch; None: this is the first, it is s."""
+    """Log-prob under the policy at the start of several updates on one batch; None in the first update, where it is
+    s."""
 
     def ratio(self) -> Tensor:
         """r, [N]."""
         return torch.exp(self.student_N - self.behaviour_N)
 
     def sequence_log_ratio(self, *, mean: bool) -> Tensor:
-        """[N] sum (or mean) of s - mu over the rollout that a token belongs to, at each of its tokens."""
+        """[N] sum (or mean) of s - mu over the rollout of each token."""
         log_ratio_N = (self.student_N - self.behaviour_N).double()
         total_R = log_ratio_N.new_zeros(self.n_sequences).index_add_(0, self.sequence_N, log_ratio_N)
         if mean:
-            # Not bincount, which looks at the largest index: on a GPU the host would wait for it.
+            # bincount would read the largest index, and on a GPU the host would wait for it.
             tokens_R = torch.zeros_like(total_R).index_add_(0, self.sequence_N, torch.ones_like(log_ratio_N))
             total_R = total_R / tokens_R.clamp(min=1)
         return total_R[self.sequence_N].to(self.student_N.dtype)
@@ -63,7 +64,7 @@ class Weights(NamedTuple):
 
     weights_N: Tensor
     cut_N: Tensor
-    """bool: the weight is not the ratio itself (capped, or outside of the range)."""
+    """bool: the weight differs from r, because it was capped or is outside the range."""
 
 
 ImportanceFn: TypeAlias = Callable[[TokenRatios, Any], Weights]
@@ -82,7 +83,7 @@ def truncated(ratios: TokenRatios, options: Capped) -> Weights:
 
 
 def masked(ratios: TokenRatios, options: Bounded) -> Weights:
-    """w = r where low <= r <= high, else 0: tokens on which the two policies disagree teach nothing."""
+    """w = r where low <= r <= high, else 0: tokens on which the two policies disagree are not trained."""
     return _inside(ratios.ratio(), options)
 
 
@@ -93,7 +94,7 @@ def sequence(ratios: TokenRatios, options: Capped) -> Weights:
 
 
 def sequence_masked(ratios: TokenRatios, options: Bounded) -> Weights:
-    """w = product of r over the rollout where it is inside [low, high], else the whole rollout gives nothing."""
+    """w = product of r over the rollout where it is inside [low, high], else 0 for the whole rollout."""
     return _inside(torch.exp(ratios.sequence_log_ratio(mean=False)), options)
 
 
@@ -104,7 +105,7 @@ def geometric(ratios: TokenRatios, options: Capped) -> Weights:
 
 
 def geometric_masked(ratios: TokenRatios, options: Bounded) -> Weights:
-    """w = geometric mean of r over the rollout where it is inside [low, high], else the whole rollout gives nothing."""
+    """w = geometric mean of r over the rollout where it is inside [low, high], else 0 for the whole rollout."""
     return _inside(torch.exp(ratios.sequence_log_ratio(mean=True)), options)
 
 
@@ -132,13 +133,13 @@ def decoupled(ratios: TokenRatios, options: Decoupled) -> Weights:
 
 
 TOKEN_LOCAL = (no_weights, truncated, masked, ppo, decoupled)
-"""Members whose weight of a token depends on nothing of other tokens."""
+"""Members whose weight of a token does not depend on other tokens."""
 
 
 def context_weights(ratios: TokenRatios, cap: float) -> Tensor:
-    """w = min(product of r over the rollout's trained tokens BEFORE this one, cap), [N]: the weight of what depends on
-    the context alone, as a divergence between distributions at that context does. The token's own r has nothing to do
-    with it. A rollout's tokens stand in their order."""
+    """w = min(product of r over the rollout's trained tokens BEFORE this one, cap), [N]: the weight of
+    terms that depend on the context alone, such as a divergence between distributions. The token's own r is not part of
+    it. The tokens of a rollout must be in their order."""
     log_ratio_N = (ratios.student_N - ratios.behaviour_N).double()
     before_N = log_ratio_N.cumsum(0) - log_ratio_N
     n_tokens = len(log_ratio_N)

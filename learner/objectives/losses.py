@@ -1,24 +1,17 @@
-"""From losses of tokens to the loss of a batch: a share per rollout and one divisor, both of the WHOLE batch.
-
-    loss = sum_t share[rollout of t] * loss_t / divisor
-
-Neither knows of microbatches, so packing does not change the gradient; there is no mean of microbatch means.
-
-Legend: R rollouts of the batch.
-
-The objective on packed 1-D tensors: pure functions, no model.
+"""The objective on packed 1-D tensors: pure functions, no model.
 
     cost_t = cost(sg[s_t], q_t)                     per teacher      learner.objectives.sampled; k1: s - q
-    A_t    = A_reward - sum over the token's teachers of coef * cost_t       learner.objectives.batch_terms
-    w_t    = sg[weight of exp(s_t - mu_t)]                                    learner.objectives.importance
-    loss   = -sum_t share_t * w_t * A_t * s_t / divisor                      learner.objectives.losses
+    A_t    = A_reward - sum over the token's teachers of coef * cost_t
+    w_t    = sg[weight of exp(s_t - mu_t)]                           learner.objectives.importance
+    loss   = -sum_t share_t * w_t * A_t * s_t / divisor
 
-A divergence between distributions is no cost of a sampled token: then A = A_reward here, and it is added in
-`learner.step.step_loss`.
+s: the current student's log-prob of the sampled token (the only term with a gradient); mu: the log-prob that the engine
+reported when it sampled the token; q: a teacher's log-prob. The discount of costs is 0: a token answers only for
+itself. A token that no teacher scores has A = A_reward. With a divergence between distributions A = A_reward, too, and
+the divergence is added in `learner.step.step_loss`.
 
-s: the current student's log-prob of the sampled token (the only thing with a gradient); mu: as reported by the engine
-that sampled it; q: a teacher's. Discount 0 for costs: a token answers only for itself. Divisor: by default the trained
-tokens of the WHOLE batch, not of a microbatch, with share 1.
+An aggregation gives each rollout its share and the loss its divisor, both from the WHOLE batch. Neither depends on
+microbatches, so packing does not change the gradient; there is no mean of microbatch means.
 
 Legend: N trained tokens of a microbatch, M teachers of the batch, R rollouts of the batch.
 """
@@ -43,13 +36,13 @@ from protocol.settings import Member
 
 class Shares(NamedTuple):
     share_R: Tensor
-    """float64; what each trained token of a rollout counts."""
+    """float64: weight of each trained token of a rollout."""
     divisor: int
 
 
 class AggregationOptions(NamedTuple):
     max_new_tokens: int
-    """The most that a rollout may have."""
+    """Longest possible rollout, tokens."""
 
 
 AggregationFn: TypeAlias = Callable[[Tensor, AggregationOptions], Shares]
@@ -68,37 +61,37 @@ def sequence_mean(tokens_R: Tensor, options: AggregationOptions) -> Shares:
 
 
 def constant(tokens_R: Tensor, options: AggregationOptions) -> Shares:
-    """Sum over all trained tokens, divided by the rollouts with a trained token times max_new_tokens: the divisor knows
-    nothing of how long they became, so that long wrong answers are not favoured (Dr. GRPO; Liu et al. 2025)."""
+    """Sum over all trained tokens, divided by the rollouts with a trained token times max_new_tokens: the divisor
+    does not depend on the actual lengths, so long wrong answers are not favoured (Dr. GRPO; Liu et al. 2025)."""
     return Shares(torch.ones_like(tokens_R, dtype=torch.float64), int((tokens_R > 0).sum()) * options.max_new_tokens)
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a loss knows of the trained tokens of a microbatch, beside the student's log-probs."""
+    """Inputs of the loss for the trained tokens of a microbatch, except the student's log-probs."""
 
     behaviour_N: Tensor
     """mu."""
     teacher_MN: Tensor
     """q; any finite number where not routed."""
     routed_MN: Tensor
-    """bool: this teacher grades this token. A column of False: no teacher, the advantage is the reward's."""
+    """bool: this teacher scores this token."""
     coef_M: Tensor
     reward_advantage_N: Tensor
     """0 where rewards are not trained on."""
     share_N: Tensor
-    """What the token counts in the aggregation."""
+    """Weight of the token in the aggregation."""
     sequence_N: Tensor
     """int64: index of the token's rollout in the batch."""
     n_sequences: int
     """R."""
     cost_scale_N: Tensor | None = None
-    """What costs are divided by (learner.objectives.batch_terms); None = 1."""
+    """Divisor of the costs (learner.objectives.batch_terms); None = 1."""
     proximal_N: Tensor | None = None
-    """s at the first of several updates on one batch; None: this is the first."""
+    """s at the first of several updates on one batch; None in the first update."""
 
     def at(self, place: slice) -> TokenInputs:
-        """Of some of the tokens."""
+        """The inputs of some tokens."""
         return replace(
             self,
             behaviour_N=self.behaviour_N[place],
@@ -112,14 +105,14 @@ class TokenInputs:
         )
 
     def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
-        """`student_N` has no gradient; advantage 0 where it is not looked at."""
+        """`student_N` has no gradient. `advantage_N`: 0 where the weights do not depend on it."""
         advantage_N = torch.zeros_like(student_N) if advantage_N is None else advantage_N
         return TokenRatios(student_N, self.behaviour_N, advantage_N, self.sequence_N, self.n_sequences, self.proximal_N)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The members chosen from the registries, and their numbers."""
+    """The members that the configuration names, loaded, and their options."""
 
     cost: CostFn
     coef: float
@@ -127,7 +120,7 @@ class Objective:
     kl_student: KlStudent
     importance: ImportanceFn
     options: Member
-    """Of the importance weight."""
+    """Options of the importance weight."""
     signal: RewardSignal
     aggregation: AggregationFn
     aggregation_options: AggregationOptions
@@ -136,7 +129,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Everything per token; only `loss` has a gradient."""
+    """Terms of the loss per token. Only `loss` has a gradient."""
 
     loss: Tensor
     """Scalar: these tokens' share of the batch's loss (shares add up), the sum of slope * s."""
@@ -153,19 +146,19 @@ class LossTerms:
     advantage_N: Tensor
 
     def at(self, place: slice) -> LossTerms:
-        """Of some of the tokens; `loss` remains that of all."""
+        """The terms of some tokens. `loss` stays that of all tokens."""
         return LossTerms(self.loss, *(getattr(self, name)[place] for name in _PER_TOKEN))
 
     @staticmethod
     def joined(parts: Sequence[LossTerms]) -> LossTerms:
-        """Tokens one behind the other. No loss: it is the sum of what belongs to it, which may be more than these."""
+        """Concatenate the terms. The loss is NaN: the caller sums it up, and it may contain more than these terms."""
         columns = (torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN)
         return LossTerms(parts[0].loss.new_full((), torch.nan), *columns)
 
 
 def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective:
-    """Look the configured names up; `max_new_tokens` is the most that a rollout may have. Raises ValueError naming the
-    members there are."""
+    """Load the configured members. `max_new_tokens` is the longest possible rollout. Raises ValueError listing the
+    known names."""
     divergence = config.divergence
     importance, options, _ = WEIGHT.load(config.importance)
     return Objective(
@@ -188,12 +181,12 @@ def _cost(divergence: Member) -> CostFn:
 
 
 def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
-    """Of a sampled token, where the divergence is one between distributions."""
+    """Cost 0, for a divergence between distributions."""
     return torch.zeros_like(teacher)
 
 
 def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:
-    """The objective above. `student_N` may carry a gradient; `divisor` >= 1, of the whole batch."""
+    """The loss above. `student_N` may carry a gradient; `divisor` >= 1 is that of the whole batch."""
     current_N = student_N.detach()
     compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
     cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
@@ -223,5 +216,5 @@ _PER_TOKEN = tuple(field.name for field in fields(LossTerms) if field.name != "l
 
 
 def combined_advantage(reward_advantage_N: Tensor, cost_MN: Tensor, routed_MN: Tensor, coef_M: Tensor) -> Tensor:
-    """[N] the formula above; what `cost_MN` holds where a teacher is not routed is not looked at."""
+    """A_t [N], as in the module's formula. `cost_MN` is ignored where a teacher is not routed."""
     return reward_advantage_N - torch.where(routed_MN, coef_M[:, None] * cost_MN, 0.0).sum(dim=0)

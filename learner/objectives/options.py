@@ -1,9 +1,8 @@
-"""What each member of an objective reads, as sections of the configuration. No torch here.
+"""Options of each member of an objective, as sections of the configuration. No torch here.
 
-A class may serve several names. A package's own member brings a subclass of its group's base
-(`learner.objectives.registry`), which is `Sampled`, `Distributions`, `TokenAdvantage` or, for weights and advantages of
-rollouts, `Member` itself.
-"""
+One class may serve several names. The options of a package's member are a subclass of its group's base
+(`learner.objectives.registry`): `Sampled`, `Distributions`, `TokenAdvantage`, or `Member` for weights and for
+advantages of rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ class Sampled(Member, frozen=True, kw_only=True):
 
     name: str = "k1"
     kl_student: KlStudent = "current"
-    """The student's log-prob inside the cost: `current` = recomputed in this step, `behaviour` = as when sampled."""
+    """Log-prob of the student inside the cost. current: recomputed in this step. behaviour: reported when sampled."""
 
 
 class Distributions(Member, frozen=True, kw_only=True):
@@ -30,8 +29,8 @@ class Distributions(Member, frozen=True, kw_only=True):
 
     name: str = "reverse_kl"
     context_cap: NonNegativeFloat = 0.0
-    """Weight of a context, which no ratio of the sampled token can correct: the product of r over the rollout's trained
-    tokens before it, at most this. 0: each context counts as the student came upon it."""
+    """Cap on the weight of a token's context: the product of r over the rollout's earlier trained tokens, at most this.
+    The ratio of the sampled token itself cannot correct the context. 0: contexts are not weighted."""
 
 
 class Mixed(Distributions, frozen=True, kw_only=True):
@@ -43,8 +42,8 @@ class Mixed(Distributions, frozen=True, kw_only=True):
 class Jsd(Distributions, frozen=True, kw_only=True):
     name: str = "jsd"
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """The teacher's weight in the mixture that both are compared with. At 0 and 1 the divergence is 0: use forward_kl
-    or reverse_kl there."""
+    """Weight of the teacher in the mixture, in (0, 1). Near the ends the divergence vanishes; use forward_kl or
+    reverse_kl there."""
 
 
 class MultiSample(Distributions, frozen=True, kw_only=True):
@@ -58,8 +57,8 @@ class Capped(Member, frozen=True, kw_only=True):
 
     name: str = "truncated"
     cap: PositiveFloat = 2.0
-    """Largest weight. A fresh token has r = 1, so 2 leaves room for all but the tail of what a few steps of staleness
-    do, and bounds what one token can weigh. Lowering it towards 1 biases the reverse KL most."""
+    """Largest weight. A fresh token has r = 1; with a few steps of staleness, 2 cuts only the tail. A cap nearer to 1
+    biases the gradient of the reverse KL more."""
 
 
 class Bounded(Member, frozen=True, kw_only=True):
@@ -67,13 +66,13 @@ class Bounded(Member, frozen=True, kw_only=True):
 
     name: str = "masked"
     low: PositiveFloat = 0.5
-    """Lower bound of r, at most 1. This is not eps, the distance from 1 that other trainers take: their 0.2 is 0.8
-    here."""
+    """Lower bound of r, at most 1. Other trainers take the distance from 1 (eps): their 0.2 is 0.8 here."""
     high: PositiveFloat = 2.0
     """Upper bound of r, at least 1; an eps of 0.28 is 1.28 here."""
 
     def __post_init__(self) -> None:
-        """Bounds on one side of 1 would leave tokens of the present policy, where r = 1, without any gradient."""
+        """Raises ValueError for bounds on one side of 1: tokens of the current policy, with r = 1, would have no
+        gradient."""
         super().__post_init__()
         low, high = self.low, self.high
         got = f"low = {low:g}, high = {high:g}: expected low <= 1 <= high"
@@ -94,12 +93,11 @@ class Clipped(Bounded, frozen=True, kw_only=True):
 
     name: str = "ppo"
     low: PositiveFloat = 0.8
-    """Lower bound of r, at most 1. This is not eps, the distance from 1 that other trainers take: their 0.2 is 0.8
-    here."""
+    """Lower bound of r, at most 1. Other trainers take the distance from 1 (eps): their 0.2 is 0.8 here."""
     high: PositiveFloat = 1.2
     """Upper bound of r, at least 1; an eps of 0.28 is 1.28 here."""
     dual: NonNegativeFloat = 0.0
-    """Dual clip: where A < 0, r above this gives nothing (published: 3). 0 = off."""
+    """Dual clip: where A < 0, tokens with r above this are not trained (published: 3). 0: off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,16 +129,15 @@ class ValueConfig(Settings, frozen=True, kw_only=True):
     """A learned value function: one linear layer on the student's last hidden state, trained beside it."""
 
     coef: PositiveFloat = 0.5
-    """Weight of the value loss. The head has an optimizer of its own, so this matters only where through_backbone lets
-    the loss into the student's gradient too."""
+    """Weight of the value loss. The value head has its own optimizer, so this matters only with through_backbone."""
     lr: PositiveFloat = 1e-4
-    """Highest learning rate of the head; warm-up and schedule are the student's. One update moves a value by up to
+    """Peak learning rate of the value head, with the student's warm-up and schedule. One update moves a value by up to
     about lr * hidden size."""
     clip: NonNegativeFloat = 0.0
-    """A value that has moved by more than this since the batch came is trained no further towards the return (Schulman
-    et al. 2017). Acts from the second of several updates_per_batch on. 0 = off."""
+    """Largest useful change of a value within one batch (Schulman et al. 2017). It takes effect from the second of
+    several updates_per_batch. 0: off."""
     through_backbone: bool = False
-    """Let the value loss train the student's other layers as well. Without it only the head learns from it."""
+    """Let the value loss train the student's layers too. Off: it trains only the value head."""
 
 
 class TokenAdvantage(Member, frozen=True, kw_only=True):
@@ -148,8 +145,8 @@ class TokenAdvantage(Member, frozen=True, kw_only=True):
 
     name: str = "gae"
     discount: Share = 1.0
-    """Discount of what is paid one token later (gamma)."""
+    """Discount per token (gamma)."""
     decay: Share = 0.95
-    """GAE's lambda. 1: reward minus value, without bias; 0: the next token's value in place of all that follows."""
+    """Lambda of GAE. 1: reward minus value, unbiased. 0: the value of the next token replaces all later rewards."""
     value: ValueConfig = msgspec.field(default_factory=ValueConfig)
     """The value function."""

@@ -1,15 +1,15 @@
-"""The members of an objective by name: built-in ones, those of installed packages, and `module:function`.
+"""Members of an objective by name: built in, from installed packages, or `module:function`.
 
-A package adds its own in its pyproject.toml, under the group's entry points, and what it reads under the same name in
-`<group>.options` (docs/objectives.md has whole examples):
+A package registers a member under the group's entry points in its pyproject.toml, and the class of its options under
+the same name in `<group>.options` (docs/objectives.md has complete examples):
 
     [project.entry-points."stillhouse.divergences"]
     huber = "my_package.costs:huber"
     [project.entry-points."stillhouse.divergences.options"]
     huber = "my_package.options:Huber"
 
-No torch here: the launcher checks names and options before anything starts. A function's own attribute `options` does
-instead of the second entry, but then the launcher imports the function's module where options of it are given.
+No torch here: the launcher checks names and options before anything starts. An attribute `options` of the function can
+replace the second entry, but then the launcher must import the function's module when options are given.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Group(NamedTuple):
     """One registry: name -> `module:function`."""
 
     key: str
-    """Of an objective's section, for messages."""
+    """Key in the objective's section, for messages."""
     entry_points: str
     built_in: Mapping[str, str]
     base: type[Member] = Member
-    """What each of its members reads; options of a package's member are a subclass."""
+    """Base class of the members' options."""
     sections: Mapping[str, type[Member]] = {}
-    """Built-in members that read anything else."""
+    """Options of built-in members that need more than the base."""
 
     def section(self, name: str) -> type[Member]:
-        """Of a built-in one."""
+        """Options of a built-in member."""
         return self.sections.get(name, self.base)
 
 
@@ -75,7 +75,8 @@ DISTRIBUTION_DIVERGENCES = Group(
     Distributions,
     {"mixed": Mixed, "jsd": Jsd, "multi_sample": MultiSample},
 )
-"""Between whole distributions: `learner.objectives.distributions.DistributionFn`. They share the key with the costs."""
+"""Between whole distributions: `learner.objectives.distributions.DistributionFn`. They have the same key as the
+costs."""
 
 IMPORTANCE = Group(
     "importance",
@@ -100,7 +101,7 @@ IMPORTANCE = Group(
         "decoupled": Decoupled,
     },
 )
-"""How much a token of an older policy counts: `learner.objectives.importance.ImportanceFn`."""
+"""Weights of tokens from an older policy: `learner.objectives.importance.ImportanceFn`."""
 
 ADVANTAGES = Group(
     "advantage",
@@ -121,7 +122,7 @@ TOKEN_ADVANTAGES = Group(
     {"gae": f"{_HERE}.advantages:gae_whitened"},
     TokenAdvantage,
 )
-"""From rewards and a value function: `learner.objectives.advantages.TokenAdvantageFn`. They share the key."""
+"""From rewards and a value function: `learner.objectives.advantages.TokenAdvantageFn`. They have the same key."""
 
 AGGREGATIONS = Group(
     "aggregation",
@@ -132,16 +133,16 @@ AGGREGATIONS = Group(
 
 
 class Loaded(NamedTuple):
-    """A member as it is called."""
+    """A member, ready to be called."""
 
     function: Callable[..., Any]
     options: Member
     own_options: bool
-    """It reads more than each member of its group does."""
+    """True if it has more options than its group's base."""
 
 
 class Choice(Members):
-    """The members of one or two groups under one key. `module:function` is one of the first group."""
+    """The members of one or two groups under one key. A `module:function` belongs to the first group."""
 
     def __init__(self, *groups: Group) -> None:
         self._groups = groups
@@ -159,7 +160,7 @@ class Choice(Members):
         return section or group.base
 
     def group(self, name: str) -> Group:
-        """The one that has this name. Raises ValueError: none has."""
+        """The group with this name. Raises ValueError for an unknown name."""
         for group in self._groups:
             if name in group.built_in:
                 return group
@@ -171,7 +172,7 @@ class Choice(Members):
         return first
 
     def make(self, name: str, **options: Any) -> Member:
-        """The section of a member, its other options at their defaults. Raises ValueError."""
+        """The section of a member, with defaults for the options not given. Raises ValueError."""
         section = self.section(name, with_options=bool(options))
         try:
             return msgspec.convert({"name": name, **options}, section)
@@ -179,7 +180,7 @@ class Choice(Members):
             raise ValueError(f"{self._groups[0].key} = {name!r}: {error}") from error
 
     def check(self, member: Member) -> None:
-        """Raises ValueError for a section that is not what its name reads."""
+        """Raises ValueError for a section whose type does not fit its name."""
         group = self.group(member.name)
         expected = group.section(member.name) if member.name in group.built_in else group.base
         if not isinstance(member, expected):
@@ -188,11 +189,11 @@ class Choice(Members):
             )
 
     def load(self, member: Member) -> Loaded:
-        """Raises ValueError: it cannot be imported."""
+        """Raises ValueError for a member that cannot be imported."""
         group = self.group(member.name)
         function = find_member(group, member.name)
         section = _options_attribute(group, member.name, function)
-        if section is not None and type(member) is group.base:  # of which nothing was given
+        if section is not None and type(member) is group.base:  # no options were given
             member = msgspec.convert(msgspec.to_builtins(member), section)
         return Loaded(function, member, type(member) not in (group.base, Member))
 
@@ -209,10 +210,10 @@ def known_members(group: Group) -> dict[str, str]:
 
 
 def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> str:
-    """The `module:function` behind a name, without importing it. Raises ValueError naming the nearest known name;
-    `others` of the same key are named too."""
+    """The `module:function` of a name, without importing it. Raises ValueError with the nearest known name; `others`
+    are more names of the same key."""
     if name in group.built_in:
-        return group.built_in[name]  # without reading the entry points of all installed packages
+        return group.built_in[name]  # no need to read the entry points of all packages
     if ":" in name:
         return name
     known = known_members(group)
@@ -228,7 +229,7 @@ def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> st
 
 
 def find_member(group: Group, name: str) -> Callable[..., Any]:
-    """The function behind a name. Raises ValueError when it is unknown or cannot be imported."""
+    """The function of a name. Raises ValueError if it is unknown or cannot be imported."""
     path = check_member(group, name)
     member = _imported(group, name, path)
     if not callable(member):
@@ -245,7 +246,7 @@ def _imported(group: Group, name: str, path: str) -> Any:
 
 
 def _listed(group: Group, name: str) -> type[Member]:
-    """For lists of what there is: a package whose options cannot be imported is seen when it is chosen."""
+    """Options of a member, for listings. Options that fail to import are reported when the member is chosen."""
     try:
         return group.section(name) if name in group.built_in else _options_entry(group, name) or group.base
     except ValueError:
@@ -253,7 +254,7 @@ def _listed(group: Group, name: str) -> type[Member]:
 
 
 def _options_entry(group: Group, name: str) -> type[Member] | None:
-    """What an installed package says that its member reads; None: it says nothing. Raises ValueError."""
+    """Options class that a package registers for its member; None without one. Raises ValueError."""
     for entry in entry_points(group=f"{group.entry_points}.options", name=name):
         return _checked(group, name, _imported(group, name, entry.value))
     return None

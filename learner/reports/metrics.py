@@ -1,17 +1,17 @@
-"""What the learner records: TensorBoard events, and the same figures as JSON lines.
+"""The learner's metrics: TensorBoard events, and the same figures as JSON lines.
 
-`metrics.jsonl` has one object per line, `kind` says of what:
-    step     one optimizer step; `step` is the number it made (the first one makes 1)
+`metrics.jsonl` has one object per line, of one of these kinds:
+    step     one optimizer step; `step` is the number of steps made, so the first has 1
     eval     one evaluation, at `step`
-    resume   the learner began again from the checkpoint of version (`parent_epoch`, `step`), under the new `epoch`.
-             Lines above of the branch that it left are kept as they are; `read_metrics` leaves them out.
+    resume   the learner resumed from the checkpoint of version (`parent_epoch`, `step`), under the new `epoch`. Earlier
+             lines of the abandoned branch stay in the file; `read_metrics` leaves them out.
 Keys of a line are the TensorBoard tags (`train/loss`). Evaluation generations are in `samples.jsonl`.
 
-A number that is not finite is written as such: "NaN", "Infinity", "-Infinity" (strings, since JSON has no such
-numbers; `float()` reads them), NaN in TensorBoard; and it is counted in `health/nonfinite_total`.
+A non-finite number is written as the string "NaN", "Infinity" or "-Infinity" (JSON has no such numbers; `float()` reads
+them), as NaN in TensorBoard, and counted in `health/nonfinite_total`.
 
-Reports never end the training: rows that cannot be written (disk full) are counted, in `health/unwritten_rows_total` of
-the rows that can, and are not written later; what comes after them is.
+Reports never end the training: a row that cannot be written (disk full) is lost, and counted in
+`health/unwritten_rows_total` of later rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """What every line has."""
+    """Fields of every line."""
 
     kind: str
     step: int
@@ -57,14 +57,14 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class MetricsWriter:
-    """One per run folder, owned by one thread. A context manager; `close` is idempotent."""
+    """Writes the metrics of one run folder. Owned by one thread. A context manager; `close` is idempotent."""
 
     def __init__(
         self, folder: Path, *, resume: WeightVersion | None = None, parent: WeightVersion | None = None
     ) -> None:
-        """`resume` is the version that the learner begins with, of a new epoch: writing goes on in the files that are
-        there. `parent`: of the checkpoint; None = its epoch is the last one in the file. Raises FileExistsError if
-        there are metrics of a run and `resume` is None. What cannot be written is counted in `unwritten`."""
+        """`resume`: version that a resumed learner starts with, of a new epoch; new rows are appended to the existing
+        files. `parent`: version of its checkpoint; None = the last epoch in the file. Raises FileExistsError if there
+        are metrics of a run and `resume` is None. Failed writes are counted in `unwritten`."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics_file, samples_file = folder / METRICS_FILE, folder / SAMPLES_FILE
         if resume is None and metrics_file.exists() and metrics_file.stat().st_size:
@@ -75,7 +75,7 @@ class MetricsWriter:
         self._rates = TokenRates()
         self._nonfinite_total = 0
         self._epoch = resume.epoch if resume else 0
-        # Without its resume line the lines of two branches would be one to a reader: it is owed before any other.
+        # Written before any other row: without it a reader would take two branches for one.
         resumed = None
         if resume is not None:
             left = {} if parent is None else {"parent_epoch": parent.epoch}
@@ -88,7 +88,7 @@ class MetricsWriter:
 
     @property
     def nonfinite_total(self) -> int:
-        """Numbers written that were NaN or infinite."""
+        """Count of NaN and infinite numbers written."""
         return self._nonfinite_total
 
     def step(
@@ -106,11 +106,10 @@ class MetricsWriter:
     ) -> Row:
         """Record optimizer step `step`; returns its line.
 
-        `train`: figures of the step (reverse_kl, loss, ratio_mean, ratio_max, truncated_fraction, ess, ...), as
-        `train/<name>`. `staleness`: the batch's distance -> tokens. `waits`: wall time of this step. `snapshot`: the
-        buffer's; None where there is none (`replay.training`). `others`: further ones by their tags. `weights`: figures
-        of the last publication (broadcast_s, ...), as `weights/<name>`. `tasks_dropped`: prompts dropped by reason.
-        `tasks_done`: ids of the tasks that this step settled; in the line only, the account of what was consumed."""
+        `train`: figures of the step, as `train/<name>`. `staleness`: distance -> tokens of the batch. `waits`: wall
+        time of this step. `snapshot`: the buffer's; None without a buffer (`replay.training`). `weights`: figures of
+        the last publication, as `weights/<name>`. `tasks_dropped`: prompts dropped, by reason. `tasks_done`: ids of the
+        tasks that this step settled, for metrics.jsonl only. `others`: more figures, by their tags."""
         scalars = {
             **{f"train/{name}": value for name, value in train.items()},
             **_staleness_scalars(staleness),
@@ -128,7 +127,7 @@ class MetricsWriter:
 
     def evaluation(self, result: EvaluationResult) -> Row:
         """Record one evaluation, and its samples as text; returns its line. Figures of a tag are `eval/<tag>/<name>`.
-        What could not be measured is null in the line and left out of TensorBoard."""
+        Figures that could not be measured are null in the line and left out of TensorBoard."""
         plain = msgspec.to_builtins(result)
         figures = {name: value for name, value in plain.items() if name not in ("step", "samples", "tags")}
         figures |= {f"{tag}/{name}": value for tag, own in plain["tags"].items() for name, value in own.items()}
@@ -165,8 +164,8 @@ class MetricsWriter:
         }
 
     def _record(self, kind: str, step: int, scalars: Mapping[str, float], extra: Row, summaries: Sequence[Any]) -> Row:
-        """`summaries`: what TensorBoard gets besides the scalars. The line comes first, in one write: a killed learner
-        leaves whole ones and at most one torn one at the end."""
+        """`summaries`: for TensorBoard, in addition to the scalars. The line is written first and in one write, so a
+        killed learner leaves at most one torn line, at the end."""
         self._nonfinite_total += sum(not math.isfinite(value) for value in scalars.values())
         health = {
             "health/nonfinite_total": self._nonfinite_total,
@@ -183,7 +182,7 @@ class MetricsWriter:
 
 
 def newest_epoch(folder: Path) -> int | None:
-    """Of what a run wrote there; None: nothing yet."""
+    """Highest epoch in the metrics of a run folder; None without any."""
     file = folder / METRICS_FILE
     if not file.exists() or not file.stat().st_size:
         return None
@@ -191,8 +190,8 @@ def newest_epoch(folder: Path) -> int | None:
 
 
 def read_metrics(folder: Path) -> list[Row]:
-    """The step and eval lines of a run's folder that belong to the branch that was kept, in the order of writing; of
-    two of one kind and step (an evaluation repeated after a resume) the later one. A torn last line is left out."""
+    """Step and eval lines of the branch of versions that was kept, in the order of writing. Of two lines of one kind
+    and step (an evaluation repeated after a resume) only the later one. A torn last line is left out."""
     rows, branches = list[Row](), Branches()
     for row in _read_lines(folder / METRICS_FILE):
         version = WeightVersion(row["epoch"], row["step"])
@@ -210,7 +209,7 @@ def read_metrics(folder: Path) -> list[Row]:
 
 
 def _read_lines(file: Path) -> Iterator[Row]:
-    """Whole lines. One that is damaged is left out, and the log says which: reports never end the training."""
+    """Whole lines. Damaged ones are left out and logged, because reports never end the training."""
     damaged: list[int] = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -228,7 +227,7 @@ def _read_lines(file: Path) -> Iterator[Row]:
 
 
 def _histogram(tag: str, counts: Mapping[int, int]) -> list[Any]:
-    """Of TensorBoard: one bucket per distance, from half below to half above it. Nothing of no token."""
+    """A TensorBoard histogram with one bucket per distance, half a step to either side. Empty without tokens."""
     if not sum(counts.values()):
         return []
     distances = np.arange(min(counts), max(counts) + 1)
@@ -260,7 +259,7 @@ def _wait_scalars(waits: WaitReport) -> dict[str, float]:
 
 
 def _ledger_scalars(tokens: LedgerCounts) -> dict[str, float]:
-    """Running totals of the run, in sampled tokens."""
+    """Running totals, in sampled tokens."""
     scalars: dict[str, float] = {"tokens/accepted_total": tokens.accepted, "tokens/trained_total": tokens.trained}
     scalars.update({f"masked/{reason}_total": n for reason, n in tokens.masked.items()})
     scalars.update({f"dropped/{reason}_total": n for reason, n in tokens.dropped.items()})
@@ -268,7 +267,7 @@ def _ledger_scalars(tokens: LedgerCounts) -> dict[str, float]:
 
 
 def _samples_table(samples: tuple[EvalSample, ...]) -> str:
-    """Markdown, as TensorBoard shows it; four spaces keep the text as it is."""
+    """Markdown for TensorBoard; an indent of four spaces shows text verbatim."""
     parts: list[str] = []
     for sample in samples:
         reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
@@ -291,7 +290,7 @@ def _named(value: float) -> float | str:
 
 
 def _cut_torn_line(file: Path) -> int:
-    """Remove what follows the last line break, the rest of a line that a killed learner did not finish; bytes cut."""
+    """Cut an unfinished last line, left by a killed learner. Returns the number of bytes cut."""
     if not file.exists():
         return 0
     with file.open("r+b") as stream:

@@ -1,7 +1,5 @@
-"""What a step reports: sums per trained token, added up over microbatches, then means. No mean of means.
-
-No torch: sums arrive here as numbers.
-"""
+"""Metrics of a step: sums over trained tokens, added up over microbatches, then divided. No mean of means. No torch:
+sums arrive here as numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ class StepSums:
 
     tokens: int
     loss: float
-    """Already divided by the batch's trained tokens: shares add up to the loss."""
+    """Already divided by the divisor of the batch: the parts add up to the loss."""
     divergence: float
     reverse_kl: float
     scored: float
@@ -42,17 +40,17 @@ class StepSums:
 
 
 SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name != "tokens")
-"""Names of the sums beside the number of tokens, in the order in which a step reads them from the device."""
+"""Names of the sums other than `tokens`, in the order in which a step reads them from the device."""
 
 
 @dataclass(frozen=True)
 class OfflineMetrics:
-    """Of the trained tokens that the teacher wrote; no other figure of the step contains them but those that say so."""
+    """Figures of the trained tokens that a teacher wrote. Other figures do not include them unless they say so."""
 
     tokens: int
     items: int
     logprob: float
-    """Under the current student: minus the cross-entropy on the teacher's text."""
+    """Mean log-prob under the current student: minus the cross-entropy on the teacher's text."""
     reverse_kl: float
     """s - q over the teacher's own tokens: minus an estimate of the FORWARD KL."""
     weight_mean: float
@@ -65,31 +63,32 @@ class OfflineMetrics:
 
 @dataclass(frozen=True)
 class ValueMetrics:
-    """Of a value function, over the trained tokens of judged rollouts; None where the batch has none."""
+    """Figures of a value function, over the trained tokens of rollouts with a reward; None without any."""
 
     tokens: int
     loss: float | None
     """Mean of `value_loss`, without its coefficient, before the first update."""
     explained_variance: float | None
-    """1 - Var(return - value) / Var(return): 1 is perfect, 0 no better than a constant. None: returns do not vary."""
+    """1 - Var(return - value) / Var(return): 1 is perfect, 0 no better than a constant. None if the returns do not
+    vary."""
     return_mean: float | None
     mean: float | None
-    """Of the values."""
+    """Mean of the values."""
     grad_norm: float
-    """Of the head's gradient before clipping; the student's own is `StepMetrics.grad_norm`."""
+    """Norm of the value head's gradient, before clipping."""
 
 
 @dataclass(frozen=True)
 class UpdatesMetrics:
-    """Of a step that makes several updates of its batch. All but the counts: as the last update found it."""
+    """Figures of a step with several updates. Except for the counts, they are those of the last update."""
 
     made: int
     lost: int
-    """Not made: one of them was not finite."""
+    """Updates not made, because one was not finite."""
     ratio_max: float
     truncated_fraction: float
     logprob_shift: float
-    """Mean over the trained tokens of s then minus s at the first update."""
+    """Mean of s at the last update minus s at the first."""
     grad_norm: float
 
     @classmethod
@@ -101,53 +100,53 @@ class UpdatesMetrics:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Figures of one optimizer step, at its first update. Means are over its trained tokens unless said otherwise; logs
-    are natural. Tokens are those that the student wrote, as in the ledger; `offline` has the others."""
+    """Figures of one optimizer step, at its first update. Means are over the trained tokens that the student wrote,
+    unless said otherwise; logs are natural."""
 
     tokens: int
-    """Trained."""
+    """Trained tokens, as in the ledger."""
     tokens_unscored: int
-    """Trained tokens that no teacher graded: their advantage is 0."""
+    """Trained tokens that no teacher scored."""
     input_tokens: int
-    """Read by the model in one pass over the batch, context included, `offline` too."""
+    """Tokens that the model reads in one pass over the batch, including context and `offline`."""
     items: int
     items_idle: int
     """Items without a token to train."""
     items_unrewarded: int
-    """Items with a token to train and without a reward: no advantage comes from one."""
+    """Items that have a token to train but no reward."""
     microbatches: int
     loss: float
     divergence: float | None
-    """What is trained on, summed over a token's teachers without their coefficients, mean over the graded tokens: the
-    cost of the sampled tokens (k1: the same as reverse_kl), or the divergence between the distributions. None: no
-    token was graded."""
+    """Divergence that the loss uses, summed over a token's teachers without coefficients, mean over the scored tokens:
+    the cost of the sampled tokens (k1: the same as reverse_kl), or the divergence between the distributions. None if no
+    token was scored."""
     reverse_kl: float | None
-    """sg[s] - q summed over a token's teachers, mean over the graded tokens; always under the current student. None: no
-    token was graded."""
+    """s - q summed over a token's teachers, mean over the scored tokens, under the current student. None if no token
+    was scored."""
     ratio_mean: float
-    """r = exp(s - mu); 1 in expectation whatever the staleness, so a drift tells of an engine that reports other
-    log-probs than the learner computes."""
+    """Mean of r = exp(s - mu). It is 1 in expectation at any staleness, so a drift shows that an engine's log-probs
+    differ from the learner's."""
     ratio_max: float
     truncated_fraction: float
-    """Share of tokens whose weight is not r itself (capped or masked)."""
+    """Share of tokens whose weight was capped or masked."""
     weight_mean: float
     ess: float
     """Effective sample size of the ratios over the number of tokens, (sum r)^2 / (n sum r^2), in (0, 1]."""
     entropy: float
-    """Of the student at the trained positions, nats."""
+    """Mean entropy of the student at the trained positions, nats."""
     logprob: float
-    """Of the trained tokens under the current student."""
+    """Mean log-prob under the current student."""
     advantage_mean: float
     grad_norm: float
     """Before clipping."""
     lr: float
     step_s: float
     offline: OfflineMetrics | None = None
-    """None: nothing was mixed into the batch."""
+    """None without offline tokens."""
     value: ValueMetrics | None = None
-    """None: no value function is trained."""
+    """None without a value function."""
     updates: UpdatesMetrics | None = None
-    """None: one update per batch."""
+    """None with one update per batch."""
 
     @classmethod
     def of(
@@ -197,7 +196,8 @@ class StepMetrics:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """For `MetricsWriter.step` and JSON; `offline` as `offline_<name>` and so on. Without what is None."""
+        """Flat figures for the metrics: `offline` as `offline_<name>`, and so on. Figures that are None are left
+        out."""
         figures = asdict(self)
         for group in ("offline", "value", "updates"):
             figures |= {f"{group}_{name}": value for name, value in (figures.pop(group) or {}).items()}

@@ -1,4 +1,4 @@
-"""Where the learner's wall time goes: busy, or waiting for one named cause. The shares sum to 1."""
+"""Splits the learner's wall time: busy, or waiting for one named cause. The shares sum to 1."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias, get_args
 import msgspec
 
 WaitCause: TypeAlias = Literal["data", "scoring", "weights", "eval", "checkpoint"]
-"""data: no scored tokens, because none are generated yet; scoring: tokens are there, the teachers are not done;
-weights: publishing; eval: evaluation rollouts; checkpoint: writing one."""
+"""data: tokens are not generated yet; scoring: the teachers have not scored them yet; weights: publishing; eval:
+evaluation rollouts; checkpoint: writing one."""
 WAIT_CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
 
 
@@ -21,11 +21,11 @@ class WaitReport(msgspec.Struct, frozen=True):
     wall_s: float
     busy_s: float
     wait_s: dict[WaitCause, float]
-    """Every cause is there, 0 if it never came up."""
+    """All causes, 0 for those that did not occur."""
 
     @property
     def busy_fraction(self) -> float:
-        """1 for an empty stretch."""
+        """1 if no time has passed."""
         return self.busy_s / self.wall_s if self.wall_s > 0 else 1.0
 
     @property
@@ -39,10 +39,10 @@ class WaitReport(msgspec.Struct, frozen=True):
 
 
 class WaitClock:
-    """Every moment belongs to exactly one account: the innermost open wait, or busy. One thread only."""
+    """Every moment counts for exactly one account: the innermost open wait, or busy. One thread only."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        """Starts at once. `now_s` reads a monotonic clock in seconds."""
+        """Starts immediately. `now_s` reads a monotonic clock."""
         self._now_s = now_s
         self._open: list[WaitCause] = []
         self._since_s = now_s()
@@ -51,7 +51,7 @@ class WaitClock:
 
     @contextmanager
     def waiting(self, cause: WaitCause) -> Generator[None]:
-        """Time inside goes to `cause`; a wait inside a wait takes its time out of the outer one."""
+        """Time inside counts for `cause`. The time of a nested wait does not count for the outer one."""
         self._book()
         self._open.append(cause)
         depth = len(self._open)
@@ -63,20 +63,20 @@ class WaitClock:
             self._open.pop()
 
     def blame(self, cause: WaitCause) -> None:
-        """From now on the innermost open wait is put down to `cause`: while it waits, the learner may find out what
-        for. Raises ValueError when nothing is waited for."""
+        """Count the innermost open wait for `cause` from now on: the learner may find out the cause while it waits.
+        Raises ValueError without an open wait."""
         if not self._open:
             raise ValueError(f"cannot blame {cause!r}: the learner is busy, expected an open wait")
         self._book()
         self._open[-1] = cause
 
     def total(self) -> WaitReport:
-        """Since the clock was made."""
+        """Times since the clock was made."""
         self._book()
         return _report(self._total_s)
 
     def take(self) -> WaitReport:
-        """Since the last `take` (the first time: since the clock was made)."""
+        """Times since the last `take`, or since the clock was made."""
         self._book()
         taken_s, self._taken_s = self._taken_s, dict(self._total_s)
         return _report({account: total_s - taken_s[account] for account, total_s in self._total_s.items()})

@@ -1,11 +1,11 @@
-"""The value function of a trainer: its head and optimizer, and what they add to a step.
+"""The value function of a trainer: its head and optimizer, and its part of a step.
 
-    before the updates   v_t of the whole batch, without gradient     -> advantages, returns    objectives.reward_signal
+    before the updates   v_t of the whole batch, without gradient     -> advantages, returns    objectives.advantages
     in each microbatch   coef * sum_t share_t * value_loss_t / divisor    beside the student's loss, same divisor
-    after it             the head's own AdamW, learning rate and norm to clip at
+    after it             the head's own AdamW, learning rate and clipping norm
 
-The head reads the hidden state that predicts a token. It is the learner's alone: in its checkpoints, never in the
-weights that actors get, nor in what is exported.
+The head reads the hidden state that predicts a token. It belongs to the learner alone: it is in its checkpoints, but
+not in the weights sent to actors, nor in exports.
 
 Legend: N trained tokens of a microbatch, H hidden size.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,17 +32,17 @@ _HEAD, _OPTIMIZER = "head/", "optimizer/"
 
 
 class CriticStateError(ValueError):
-    """The saved value head is not one that this run can go on with; the message says why."""
+    """This run cannot use the saved value head; the message says why."""
 
 
 class ValueHead(torch.nn.Module):
     """One linear layer on the hidden state that predicts a token: the expected return from there on."""
 
     def __init__(self, hidden_size: int, *, through_backbone: bool = False) -> None:
-        """`through_backbone`: let the value loss train the model below, too. Starts at 0 everywhere."""
+        """Starts at 0 everywhere. `through_backbone` lets the value loss train the model, too."""
         super().__init__()
         self.through_backbone = through_backbone
-        # Drawn from no random generator: a run with a head goes on with the same numbers as one without.
+        # No random generator is used, so that a run with a head draws the same numbers as one without.
         self.linear = cast(torch.nn.Linear, torch.nn.utils.skip_init(torch.nn.Linear, hidden_size, 1))
         torch.nn.init.zeros_(self.linear.weight)
         torch.nn.init.zeros_(self.linear.bias)
@@ -75,36 +75,11 @@ class ValueTerms(NamedTuple):
         return cls(zero, zero.expand(len(states_NH)))
 
 
-class Critic(Protocol):
-    """A value function, or none."""
+class Critic:
+    """A value function. This base class is the case without one: its part of the loss is 0."""
 
     def values(self, states_NH: Tensor) -> Tensor:
         """[N] without gradient."""
-        ...
-
-    def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms: ...
-
-    def gradients(self) -> list[Tensor]: ...
-
-    def update(self, step: int) -> None:
-        """From the gradients that are there, clipped; at the learning rate of optimizer step `step`."""
-        ...
-
-    def zero_grad(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies on the CPU; empty where there is nothing."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken. Raises CriticStateError, changing nothing."""
-        ...
-
-
-class NoCritic:
-    """No value function: its part of the loss is 0."""
-
-    def values(self, states_NH: Tensor) -> Tensor:
         raise TypeError("learner.objective.advantage of single tokens without a value head")
 
     def loss(self, states_NH: Tensor, targets: ValueTargets | None, share_N: Tensor, divisor: int) -> ValueTerms:
@@ -113,23 +88,24 @@ class NoCritic:
     def gradients(self) -> list[Tensor]:
         return []
 
-    def update(self, step: int) -> None: ...
+    def update(self, step: int) -> None:
+        """Apply the gradients, clipped, at the learning rate of optimizer step `step`."""
 
     def zero_grad(self) -> None: ...
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Copies on the CPU; empty without a value function."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Resume from a `state_dict`. Raises CriticStateError, changing nothing."""
         if state:
-            log.warning(
-                "the checkpoint has a value head, which this run's learner.objective.advantage has no use for: left out"
-            )
+            log.warning("the checkpoint's value head is left out: this run's learner.objective.advantage uses none")
 
 
-class ValueCritic:
-    """A linear value head with an optimizer of its own, so that the student's gradient is neither clipped nor scaled
-    by how wrong the values are. No weight decay."""
+class ValueCritic(Critic):
+    """A linear value head with its own optimizer, so that errors of the values neither clip nor scale the student's
+    gradient. No weight decay."""
 
     def __init__(
         self,
@@ -141,7 +117,7 @@ class ValueCritic:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`config`: schedule, AdamW's numbers and the norm to clip at are the student's."""
+        """Schedule, AdamW's parameters and the clipping norm are the student's, from `config`."""
         value = advantage.value
         self.head = ValueHead(hidden_size, through_backbone=value.through_backbone).to(device, dtype)
         self._config = config
@@ -187,8 +163,8 @@ class ValueCritic:
         if not state:
             raise CriticStateError(
                 "the checkpoint has no value head, which learner.objective.advantage = "
-                f"{self._advantage.name!r} needs: the run was started with another advantage. Go on with that one, "
-                "or start a new run with the checkpoint as --student, whose head begins at 0"
+                f"{self._advantage.name!r} needs: the run was started with another advantage. Resume with that one, "
+                "or start a new run with the checkpoint as --student; its head starts at 0"
             )
         head = {name.removeprefix(_HEAD): tensor for name, tensor in state.items() if name.startswith(_HEAD)}
         moments = {name.removeprefix(_OPTIMIZER): t for name, t in state.items() if name.startswith(_OPTIMIZER)}
@@ -209,15 +185,15 @@ class ValueCritic:
 def make_critic(
     hidden_size: int, config: LearnerConfig, *, total_steps: int, dtype: torch.dtype, device: torch.device
 ) -> Critic:
-    """Where the configured advantage wants values; without torch's random generators."""
+    """A ValueCritic if the configured advantage needs values. Uses no random generator of torch."""
     advantage = config.objective.advantage
     if not isinstance(advantage, TokenAdvantage):
-        return NoCritic()
+        return Critic()
     return ValueCritic(hidden_size, config, advantage, total_steps=total_steps, dtype=dtype, device=device)
 
 
 def value_metrics(targets: ValueTargets, error_sum: float, grad_norm: float) -> ValueMetrics:
-    """Of a batch. `error_sum`: of `value_loss`, over its tokens."""
+    """Metrics of a batch. `error_sum` is the sum of `value_loss` over its tokens."""
     value_N, return_N = targets.old_N[targets.judged_N], targets.return_N[targets.judged_N]
     n = len(value_N)
     if not n:

@@ -1,9 +1,9 @@
 """The student's exponential moving average, as weights for its teachers (self-distillation).
 
     after each step         e <- decay * e + (1 - decay) * w        float32, on the CPU or beside the student
-    every so many steps     snapshot file -> TeacherWeights -> buffer -> the teachers, which read it between two batches
+    every `every` steps     snapshot file -> TeacherWeights -> buffer -> the teachers, which read it between two batches
 
-With adapters w are the merged weights: an average of products is not the product of averages.
+With adapters, w are the merged weights, because an average of products is not the product of averages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SNAPSHOTS_KEPT: Final = 2
 
 
 class StudentEma:
-    """Owns the average. One thread only; writing a snapshot holds the training up."""
+    """Owns the average. One thread only. Training waits while a snapshot is written."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StudentEma:
         folder: Path,
         send: Callable[[WeightsRef], None],
     ) -> None:
-        """Begins with `weights`. `folder`: of the snapshots. `send`: tells the teachers of one."""
+        """The average starts as `weights`. `folder` gets the snapshots; `send` announces one to the teachers."""
         self._config = config
         self._folder = folder
         self._send = send
@@ -49,7 +49,7 @@ class StudentEma:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For the metrics: snapshots that went out, those that could not be written, and the step of the newest."""
+        """Metrics: snapshots sent, snapshots that could not be written, and the step of the newest."""
         return {
             "ema_snapshots_total": float(self._sent_total),
             "ema_failures_total": float(self._failed_total),
@@ -57,20 +57,20 @@ class StudentEma:
         }
 
     def update(self, weights: Iterable[tuple[str, Weight]]) -> None:
-        """Take in the weights of one step more."""
+        """Add the weights of one more step."""
         with torch.no_grad():
             for name, weight in weights:
                 average = self._average[name]
                 average.lerp_(tensor_of(weight).to(average), 1.0 - self._config.decay)
 
     def step(self, version: WeightVersion, weights: Iterable[tuple[str, Weight]]) -> None:
-        """After each optimizer step: `update`, and `publish` when it is time."""
+        """To be called after each optimizer step: `update`, and `publish` when it is due."""
         self.update(weights)
         if version.step % self._config.every == 0:
             self.publish(version)
 
     def publish(self, version: WeightVersion) -> None:
-        """Write a snapshot and tell the teachers. One that cannot be written is counted: they keep what they have."""
+        """Write a snapshot and announce it. A failed write is counted, and the teachers keep their weights."""
         try:
             ref = write_snapshot(self._folder, version, self._average.items(), keep=SNAPSHOTS_KEPT)
         except OSError as error:
@@ -86,7 +86,7 @@ class StudentEma:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._average.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken. Raises ValueError, changing nothing, for other names or shapes."""
+        """Resume from a `state_dict`. Raises ValueError, changing nothing, for other names or shapes."""
         got = {name: tensor.shape for name, tensor in state.items()}
         wanted = {name: tensor.shape for name, tensor in self._average.items()}
         if got != wanted:

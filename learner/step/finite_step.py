@@ -1,9 +1,8 @@
-"""A step on what of a batch can be read and gives finite numbers.
+"""An optimizer step that leaves out rollouts it cannot read, or that give non-finite numbers.
 
-One rollout with an absurd number (a teacher's, an engine's, its own length) or a payload that cannot be read must not
-end a run, and must not come again and again to one learner after another: it is left out, named, and the buffer books
-it as masked. When nothing is left the step is skipped and counts, as loss scalers do it: the version rises, the weights
-stay.
+One rollout with an absurd number (from a teacher, an engine, or its own length) or an unreadable payload must not end a
+run, nor crash one learner after another. It is left out and named, and the buffer books it as masked. A step with
+nothing left is skipped and counted, as loss scalers do: the version rises, the weights stay.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ log = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """What became of a batch."""
+    """Result of a step."""
 
     figures: StepMetrics | None
-    """None: skipped, nothing was left to train."""
+    """None if the step was skipped."""
     masked: tuple[str, ...]
-    """Rollouts that were left out, in the order of the batch."""
+    """Ids of the rollouts left out, in the order of the batch."""
 
 
 def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> Outcome:
-    """One tick of the run's clock. An item that is left out stays as context of the batch, so that its group keeps its
-    size and its mean reward; one of `offline` (`Trainer.step`) just goes. Each try leaves out at least one more; where
-    only their sum is not finite, all."""
+    """Make or skip one step. An item that is left out stays in the batch without trained tokens, so that its group
+    keeps its size and mean reward; an item of `offline` is removed. Each attempt leaves out at least one more item, or
+    all of them if only their sum is not finite."""
     masked: set[str] = set()
     while True:
         left = [_as_context(train_item) if train_item.item.rollout_id in masked else train_item for train_item in items]

@@ -1,18 +1,11 @@
-"""One packed forward pass of the student over a microbatch: the hidden states that its trained tokens are predicted
-from, and the head as products take it.
+"""Forward passes of a step: the student over one packed microbatch, the inputs of its loss, and what a pass leaves
+behind.
 
-Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V rows of the head.
+Figures are not read from the device one by one: they stay there until a step reads those of all its microbatches in one
+transfer. The tokens themselves are read only if a figure is not finite, to trace it to the rollouts that caused it.
 
-Numbers that are not finite, traced to the rollouts they came from.
-
-Items of a batch that one loss is for, and what that loss is told of the tokens of each of their microbatches.
-
-Legend: N trained tokens (of a microbatch where one is given, else of the part, in the order of its items).
-
-What the forward pass of one microbatch leaves for the step: its loss, its figures, and what of it is not finite.
-
-Nothing here is read from the device one by one: `figures` stay there, and a step reads those of all its microbatches in
-one transfer. Only when that says that a number is not finite are the tokens looked at.
+Legend: T input tokens of a microbatch, N trained tokens of it (or of a part of the batch), H hidden size, V rows of the
+head.
 """
 
 from __future__ import annotations
@@ -41,15 +34,15 @@ from models.transfer import read, upload
 
 class States(NamedTuple):
     head: LmHead
-    """In bfloat16 where products are."""
+    """bfloat16 if matrix products are."""
     hidden_NH: Tensor
-    """For a product with `head`."""
+    """Input of the product with `head`."""
     exact_NH: Tensor
-    """The same, not rounded to the dtype of products."""
+    """The same states, not rounded to the dtype of products."""
 
 
 def predictor_states(model: PreTrainedModel, microbatch: Microbatch, *, bfloat16: bool) -> States:
-    """`bfloat16`: of matrix products; parameters stay as they are. Differentiable unless gradients are off."""
+    """Hidden states that predict the trained tokens. `bfloat16` is for matrix products; parameters are not changed."""
     head = lm_head(model)
     device = head.weight_VH.device
     with products(device.type, bfloat16=bfloat16):
@@ -63,14 +56,14 @@ def predictor_states(model: PreTrainedModel, microbatch: Microbatch, *, bfloat16
 
 
 class NonFiniteError(BatchError):
-    """The forward or backward pass gave NaN or infinity. `rollout_ids` are those that do so by themselves; empty when
-    only their sum does. The update did not happen."""
+    """The forward or backward pass gave NaN or infinity, and the update was not made. `rollout_ids` are the rollouts
+    that cause it alone; empty if only their sum does."""
 
 
 def refuse_nonfinite(
     value_N: Tensor, microbatch: Microbatch, items: Sequence[TrainItem], *, update: str, what: str
 ) -> None:
-    """Raises NonFiniteError naming the rollouts. `update`: which it is; `what` the values are."""
+    """Raises NonFiniteError naming the rollouts. `update` and `what` name the update and the values in the message."""
     finite_N = torch.isfinite(value_N)
     if bool(finite_N.all()):
         return
@@ -85,15 +78,15 @@ def refuse_nonfinite(
 
 @dataclass
 class BatchPart:
-    """One update after the other is made of it."""
+    """Items of a batch that share one loss. All updates of a step use it."""
 
     items: Sequence[TrainItem]
     batch: PackedBatch
     whole: BatchTerms
-    """Of the whole batch, as these items see it."""
+    """Terms of the whole batch, reduced to these items."""
     loss: StepLoss
     proximal_N: Tensor | None = None
-    """The student's log-probs at the first update; None until it is made, and where there is only one."""
+    """The student's log-probs at the first update; None before it, and if there is only one update."""
 
     def inputs(self, microbatch: Microbatch, device: torch.device) -> TokenInputs:
         whole, item_N = self.whole, upload(microbatch.item_N, device)
@@ -112,18 +105,18 @@ class BatchPart:
         )
 
     def values(self, microbatch: Microbatch) -> ValueTargets | None:
-        """None: no value function is trained."""
+        """None without a value function."""
         return None if self.whole.values is None else self.whole.values.at(torch.from_numpy(microbatch.token_N))
 
     def keep_proximal(self, student_N: Sequence[Tensor]) -> None:
-        """`student_N`: log-probs, one tensor per microbatch."""
+        """Keep the student's log-probs, given as one tensor per microbatch."""
         token_N = torch.cat([torch.from_numpy(microbatch.token_N) for microbatch in self.batch.microbatches])
         joined_N = torch.cat(list(student_N))
         self.proximal_N = torch.empty_like(joined_N)
         self.proximal_N[upload(token_N, joined_N.device)] = joined_N
 
     def alone(self, index: int, pack_tokens: int) -> BatchPart:
-        """Item `index` by itself, with its share of the batch."""
+        """A part with only item `index`, with its share of the batch."""
         begins, ends = (int(self.whole.tokens_R[:r].sum()) for r in (index, index + 1))
         item = self.items[index]
         proximal_N = None if self.proximal_N is None else self.proximal_N[begins:ends]
@@ -131,7 +124,7 @@ class BatchPart:
 
 
 N_FIGURES: Final = len(SUMS) + 2
-"""Sums for the metrics, and at the end whether the student's log-probs and the loss are finite (1.0)."""
+"""Number of figures per pass: the sums for the metrics, then two flags (1.0 if log-probs and loss are finite)."""
 
 
 class StepPass(NamedTuple):
@@ -141,11 +134,11 @@ class StepPass(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        """With its gradient: the student's and the value function's."""
+        """The differentiable loss of student and value function."""
         return self.student.loss + self.value.loss
 
     def left(self, microbatch: Microbatch) -> PassLeft:
-        """Without the graph of the forward pass."""
+        """What the step needs of this pass, without its graph."""
         terms = self.student.terms
         scored_N = self.inputs.routed_MN.any(dim=0)
         ratio_N = (terms.student_N - self.inputs.behaviour_N).double().exp()
@@ -171,18 +164,18 @@ class StepPass(NamedTuple):
 
 
 class PassLeft(NamedTuple):
-    """All on the device."""
+    """Results of a pass, on the device."""
 
     microbatch: Microbatch
     figures: Tensor
     """[N_FIGURES] float64."""
     student_N: Tensor
     per_token_N: Tensor
-    """What the student's loss is made of."""
+    """Contribution of each token to the student's loss."""
     value_error_N: Tensor
 
     def sums(self, figures: Sequence[float], items: Sequence[TrainItem], *, update: str) -> StepSums:
-        """`figures`: as read. Raises NonFiniteError naming the rollouts; `update`: which it is."""
+        """Sums from the figures read. Raises NonFiniteError naming the rollouts."""
         *sums, finite_logprobs, finite_loss = figures
         if not finite_logprobs:
             self._refuse(self.student_N, items, update, "student log-prob")
@@ -204,9 +197,9 @@ def batch_values(
     *,
     update: str,
 ) -> Tensor:
-    """Of every trained token of the batch, in the order of its items, [N] float64 on the CPU: one forward pass without
-    gradient and without the head's products, about a third of what a training pass takes in the layers. Raises
-    NonFiniteError: one value that is no number would be in the advantage of every token."""
+    """Values of all trained tokens, in the order of the items, [N] float64 on the CPU. It is one forward pass without
+    gradient and without the head. Raises NonFiniteError: one NaN value would spread to the advantage of every
+    token."""
     value_N = torch.empty(batch.n_trained, dtype=torch.float64)
     with torch.no_grad():
         made = [critic.values(states_of(microbatch)) for microbatch in batch.microbatches]

@@ -1,10 +1,10 @@
-"""LoRA by peft: adapters are put into the student's own layers, so that every forward has them, the packed one too.
+"""LoRA with peft: adapters are added to the student's own layers, so every forward pass uses them, packed ones too.
 
     trained, kept by the optimizer    lora_A, lora_B of each target                   float32
-    sent to actors                    W + alpha / rank * B A, under the student's names, worked out one matrix at a time
+    sent to actors                    W + alpha / rank * B A, under the student's names, computed one matrix at a time
     in a checkpoint                   the adapters in peft's format, and which student they belong to (base.json)
 
-There is no dropout: what is trained must be the policy that samples.
+There is no dropout, because the policy that is trained must be the one that samples.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ BASE: Final = "base.json"
 _ADAPTER: Final = "default"
 """Peft's name for the only adapter of a model."""
 _BASE_LAYER: Final = ".base_layer"
-"""What peft puts into the name of a parameter whose layer has an adapter."""
+"""Part that peft adds to the parameter names of a layer with an adapter."""
 _NAMES_IN_ERROR: Final = 8
 
 
 class LoraError(ValueError):
-    """These adapters cannot be put on this student, or do not belong to it."""
+    """These adapters do not fit this student."""
 
 
 class BaseModel(msgspec.Struct, frozen=True):
@@ -52,11 +52,12 @@ class BaseModel(msgspec.Struct, frozen=True):
 
 
 class Adapters:
-    """The adapters of one student. Puts them in on construction: B is 0, so that the student writes as before."""
+    """The adapters of one student. They are added on construction with B = 0, so the student's output does not
+    change."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, base: str) -> None:
-        """`base`: where the student was loaded from. Draws A from torch's global generator. Only the adapters have
-        gradients afterwards. Raises LoraError for targets that are not there or cannot have an adapter."""
+        """`base`: path of the student. Draws A from torch's global generator. Afterwards only the adapters have
+        gradients. Raises LoraError for targets that do not exist or cannot have an adapter."""
         _check_targets(model, config.targets)
         names = [name for name, _ in model.named_parameters()]
         self.base = BaseModel(base, fingerprint(model))
@@ -85,11 +86,12 @@ class Adapters:
 
     @property
     def n_trained(self) -> int:
-        """Numbers that are trained."""
+        """Number of trained parameters."""
         return sum(p.numel() for p in self._model.parameters() if p.requires_grad)
 
     def published(self) -> Iterator[tuple[str, Tensor | Merged]]:
-        """The student's parameters by its own names, in its own order; one with an adapter is added up when asked."""
+        """The student's parameters in their own order, by their own names. Adapters are added in when a weight is
+        read."""
         for name, parameter in self._model.named_parameters():
             if ".lora_" in name:
                 continue
@@ -106,14 +108,14 @@ class Adapters:
         tensors = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / ADAPTER_WEIGHTS)
         settings = self._wrapped.peft_config[_ADAPTER]
-        settings.inference_mode = True  # as peft's own files say: who loads them does not train
+        settings.inference_mode = True  # as in peft's own files: loading them must not start training
         settings.save_pretrained(str(folder))
         settings.inference_mode = False
         (folder / BASE).write_bytes(msgspec.json.encode(self.base))
 
     def load(self, folder: Path) -> None:
-        """Replace the adapters' values by saved ones. Raises LoraError when those are of another student or have other
-        names or shapes; nothing is changed then."""
+        """Load saved adapters. Raises LoraError, changing nothing, for adapters of another student or of other
+        shapes."""
         try:
             base = msgspec.json.decode((folder / BASE).read_bytes(), type=BaseModel)
             tensors = load_file(folder / ADAPTER_WEIGHTS)
@@ -130,13 +132,12 @@ class Adapters:
             differing = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
             raise LoraError(
                 f"{folder}: {len(differing)} of its {len(got)} adapter matrices do not fit learner.lora, e.g. "
-                f"{differing[:_NAMES_IN_ERROR]}; go on with the rank and targets that it was trained with"
+                f"{differing[:_NAMES_IN_ERROR]}; use the rank and targets that it was trained with"
             )
         set_peft_model_state_dict(self._wrapped, tensors)
 
     def merge(self) -> PreTrainedModel:
-        """Add the adapters into the weights for good, in place, and take them out: the student as actors have it. These
-        adapters are of no more use."""
+        """Add the adapters to the weights in place and remove them. This object cannot be used afterwards."""
         self._layers = {}
         return cast(PreTrainedModel, self._wrapped.merge_and_unload())  # pyright: ignore[reportCallIssue]
 
@@ -152,14 +153,13 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _delta(layer: LoraLayer) -> Tensor:
-    """What the adapter adds to the layer's weight, of its shape."""
+    """The adapter's contribution to the layer's weight, of the same shape."""
     with torch.no_grad():
         return cast(Any, layer).get_delta_weight(_ADAPTER)
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
-    """Each target must be the end of the name of a layer, and of such layers only as peft and the packed forward can
-    have with an adapter."""
+    """Raises LoraError unless each target ends the name of a layer, and only of layers that can have an adapter."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear | Conv1D)]
     ends = sorted({name.rpartition(".")[2] for name in linear})

@@ -1,13 +1,11 @@
-"""A trainer that trains nothing: the steps of a run whose student only writes (python -m launch.write).
-
-The student and what trains it, from the configuration: all weights, adapters, or nothing.
-"""
+"""The student and its trainer, from the configuration: trains all weights, adapters, or nothing."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +20,13 @@ from models.precision import turn_tf32_off
 
 
 class FrozenTrainer(Trainer):
-    """Weights stay as they are: no forward pass, no gradient. The clock goes on, and so does the run."""
+    """A trainer that trains nothing, for runs that only record rollouts (python -m launch.write). The clock
+    advances."""
 
     def step(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
-        """Figures as of a student that is the policy which sampled: s = mu. The entropy is estimated by -mu.
+        """Figures as if the student were the policy that sampled: s = mu. The entropy is estimated by -mu.
 
-        Raises EmptyBatchError and BatchError as a step does."""
+        Raises EmptyBatchError and BatchError like `Trainer.step`."""
         started_s = time.perf_counter()
         self._check_ids([*items, *offline])
         sums = StepSums.zero()
@@ -53,20 +52,16 @@ def _sums(train_item: TrainItem) -> StepSums:
     n = train_item.n_trained
     mu_N = train_item.behaviour_L[train_item.train_mask_L].astype(np.float64)
     q_MN = train_item.teacher_ML[:, train_item.train_mask_L].astype(np.float64)
-    return StepSums(
+    return replace(
+        StepSums.zero(),
         tokens=n,
-        loss=0.0,
-        divergence=0.0,
         reverse_kl=float((mu_N - q_MN).sum()),
         scored=float(n if len(q_MN) else 0),
         ratio=float(n),
         ratio_squared=float(n),
-        cut=0.0,
         weight=float(n),
         entropy=-float(mu_N.sum()),
         logprob=float(mu_N.sum()),
-        advantage=0.0,
-        value_error=0.0,
         ratio_max=1.0,
     )
 
@@ -83,14 +78,15 @@ def make_trainer(
     seed: int,
     checkpoint: Path | None = None,
 ) -> Trainer:
-    """The student as given, or as the checkpoint has it. With adapters the student is as given in any case. Raises
-    CheckpointError for a checkpoint of the other kind, and what loading raises."""
+    """A trainer of `student`, or of the checkpoint's weights. With adapters, the base is always `student`. Raises
+    CheckpointError if the checkpoint has all weights where adapters are expected or the reverse, and what loading
+    raises."""
     lora = learner.lora
     if checkpoint is not None and (checkpoint / ADAPTER_CONFIG).is_file() != (lora.rank > 0):
         holds = "all weights" if lora.rank else "adapters"
         raise CheckpointError(
-            f"{checkpoint} holds {holds}, but learner.lora.rank is {lora.rank}; a run goes on with the kind of weights "
-            "that it was started with"
+            f"{checkpoint} holds {holds}, but learner.lora.rank is {lora.rank}; resume with the kind of weights "
+            "that the run was started with"
         )
     source = str(checkpoint) if checkpoint is not None and not lora.rank else student
     device = resolve_device(learner.device)

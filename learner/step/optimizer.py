@@ -16,8 +16,8 @@ _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class AdamWState:
-    """`tensors`: "step/<parameter name>" [], "exp_avg/<...>" and "exp_avg_sq/<...>" of the parameter's shape, copies on
-    the CPU. A parameter that no forward pass has used yet (an idle expert) has none."""
+    """Copies on the CPU: "step/<parameter name>" [], "exp_avg/<...>" and "exp_avg_sq/<...>" of the parameter's shape. A
+    parameter that no forward pass has used yet (an idle expert) has none."""
 
     tensors: dict[str, Tensor]
     never_stepped: tuple[str, ...]
@@ -25,8 +25,9 @@ class AdamWState:
 
 
 def learning_rate(config: LearnerConfig, step: int, total_steps: int, *, highest: float | None = None) -> float:
-    """Of optimizer step `step` = 0, 1, ...: linear warm-up to lr over warmup_steps (step 0 is not at 0), then the
-    schedule, which reaches lr * min_lr_ratio at step total_steps - 1 and stays there. `highest`: another lr."""
+    """Learning rate of optimizer step `step` = 0, 1, ...: linear warm-up to lr over warmup_steps (step 0 is not at 0),
+    then the schedule, which reaches lr * min_lr_ratio at step total_steps - 1 and stays there. `highest` replaces
+    config.lr."""
     lr = config.lr if highest is None else highest
     if step < config.warmup_steps:
         return lr * (step + 1) / config.warmup_steps
@@ -38,7 +39,7 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int, *, highest
 
 
 def make_adamw(model: PreTrainedModel, config: LearnerConfig) -> torch.optim.AdamW:
-    """Weight decay on what has two dimensions or more; none on norms and biases."""
+    """AdamW with weight decay on parameters of two or more dimensions, not on norms and biases."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -62,7 +63,7 @@ def dump_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, *, steps_do
 
 
 def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: AdamWState) -> None:
-    """Replace the optimizer's state. Raises ValueError (changing nothing) for names or shapes that do not fit."""
+    """Replace the optimizer's state. Raises ValueError, changing nothing, for wrong names or shapes."""
     trained = _trained(model)
     stepped = {name: p for name, p in trained.items() if name not in state.never_stepped}
     wanted = {

@@ -6,8 +6,9 @@
 
     loss  = sum_t slope_t * s_t + sum_m weight_mt * D_mt       dz = slope (onehot - softmax(z)) + sum_m weight_m dD_m/dz
 
-What a run needs of this is chosen once, from its configuration (`make_step_loss`): where weights are a token's own,
-they are worked out with its logits; where they look at the whole rollout, one pass without gradient goes before.
+`make_step_loss` picks the parts once, from the configuration. If the weight of a token depends on that token alone, it
+is computed with its logits; if it depends on the whole rollout, a pass without gradient comes first. No [N, V] tensor
+ever exists.
 
 Legend: N trained tokens of a microbatch, C those of a chunk, V rows of the head, M teachers, R rows of one teacher, S
 draws per token.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,61 +39,48 @@ from models.transfer import upload
 
 
 class ChunkPart(NamedTuple):
-    """What one teacher's divergence adds at the R positions `rows_R` of a chunk; its columns are the vocabulary's."""
+    """One teacher's divergence at the positions `rows_R` of a chunk. Its columns are the vocabulary, without
+    padding."""
 
     rows_R: Tensor
     divergence_R: Tensor
     weight_R: Tensor
     grad_RV: Tensor
-    """Of weight * divergence, by the logits."""
+    """Gradient of weight * divergence by the logits."""
 
 
 ChunkParts: TypeAlias = Callable[[Tensor, slice], list[ChunkPart]]
-"""(logits of a chunk, where in N) -> what to add. Leaves the logits alone."""
+"""(logits of a chunk, its slice of N) -> parts to add. Must not change the logits."""
 
 
-class Between(Protocol):
-    """Divergences between distributions, or none."""
+class Between:
+    """Divergences between distributions. This base class is the case without any."""
 
     @property
     def needs_logprobs(self) -> bool:
-        """Its weights depend on the log-probs of the whole rollout."""
-        ...
+        """True if the weights depend on the log-probs of the whole rollout."""
+        return False
 
     def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
-        """The items with what their payloads say; random numbers are those of `step`. Raises UnreadableScores."""
-        ...
-
-    def prepare(
-        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
-    ) -> ChunkParts:
-        """For one microbatch. `student_N`: s where `needs_logprobs`."""
-        ...
-
-
-class SampledOnly:
-    """No divergence between distributions."""
-
-    needs_logprobs = False
-
-    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
+        """Decode the items' payloads, and draw the random numbers of `step`. Raises UnreadableScores."""
         return items
 
     def prepare(
         self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
     ) -> ChunkParts:
+        """Prepare one microbatch. `student_N`: s, if `needs_logprobs`."""
         return lambda z_CV, place: []
 
 
 @dataclass(frozen=True)
-class BetweenDistributions:
-    """sum over the token's teachers of coef * share * w * D / divisor. D is a function of the context alone, so that w
-    corrects the context (`learner.objectives.importance.context_weights`), never the token."""
+class BetweenDistributions(Between):
+    """sum over the token's teachers of coef * share * w * D / divisor. D depends on the context alone, so w
+    corrects the context (`learner.objectives.importance.context_weights`) and not the token."""
 
     divergence: DistributionFn
     options: Distributions
     vocab_tokens: int
-    """Ids that exist; rows of the head behind them are in neither distribution."""
+    """Number of token ids. Rows of the head past them are padding, and in neither distribution."""
     seed: int
 
     @property
@@ -101,7 +89,7 @@ class BetweenDistributions:
 
     @property
     def samples(self) -> int:
-        """S; 0 where the divergence draws none."""
+        """S; 0 for a divergence without draws."""
         return self.options.samples if isinstance(self.options, MultiSample) else 0
 
     def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
@@ -136,7 +124,7 @@ class BetweenDistributions:
             weight_N = weight_N * context_weights(inputs.ratios(student_N), self.options.context_cap).double()
         teachers = [TopKTeacher.of(rows, self.vocab_tokens, device) for rows in microbatch.top]
         uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
-        # Where rows begin and end is worked out on the host: asking a GPU would make it wait, chunk by chunk.
+        # Row ranges are computed on the host: reading them from a GPU would make the host wait for each chunk.
         places_M = [np.flatnonzero(routed_N) for routed_N in microbatch.routed_MN]
         rows_M = [upload(places_R, device) for places_R in places_M]
 
@@ -159,22 +147,22 @@ class BetweenDistributions:
         return parts
 
     def _given(self, uniform_CS: Tensor) -> Callable[[Tensor, Tensor], Bucketed]:
-        """The divergence with its options, and with its draws where it takes some."""
+        """The divergence with its options and draws bound."""
         draws: dict[str, Tensor] = {"uniform_CS": uniform_CS} if self.samples else {}
         return partial(self.divergence, options=self.options, **draws)
 
 
 class MicrobatchTerms(NamedTuple):
-    """`loss` has the gradient, in hidden states and head; the rest is for the metrics."""
+    """`loss` is differentiable in hidden states and head; the rest is for the metrics."""
 
     loss: Tensor
     terms: LossTerms
     entropy_N: Tensor
-    """Of the student at each position, nats, over all rows of the head."""
+    """Entropy of the student at each position, nats, over all rows of the head."""
 
 
 class StepLoss:
-    """Objective, divergences and how they are worked out together."""
+    """The loss of an objective: sampled tokens and divergences between distributions in one pass."""
 
     def __init__(self, objective: Objective, between: Between, *, chunk_tokens: int) -> None:
         self.objective = objective
@@ -193,7 +181,7 @@ class StepLoss:
         microbatch: Microbatch,
         divisor: int,
     ) -> MicrobatchTerms:
-        """`divisor` is of the whole batch."""
+        """`divisor` is that of the whole batch."""
         student_N = self._logprobs(head, hidden_NH, targets_N)
         parts = self._between.prepare(inputs, microbatch, student_N, divisor)
         chunks = _Chunks(targets_N, _terms_of(student_N, inputs, self.objective, divisor), parts)
@@ -208,10 +196,10 @@ class StepLoss:
 def make_step_loss(
     config: ObjectiveConfig, *, max_new_tokens: int, chunk_tokens: int, vocab_tokens: int, rows: int, seed: int
 ) -> StepLoss:
-    """`rows` of the student's head; `seed` of the run. Raises ValueError for names that cannot be loaded, and
-    for a divergence between distributions where the head has fewer rows than there are tokens."""
+    """`rows`: of the student's head. `seed`: the run's. Raises ValueError for names that cannot be loaded, and for a
+    divergence between distributions if the head has fewer rows than there are tokens."""
     objective = make_objective(config, max_new_tokens=max_new_tokens)
-    between: Between = SampledOnly()
+    between = Between()
     if config.needs_top_k:
         if not 1 <= vocab_tokens <= rows:
             raise ValueError(f"{vocab_tokens} tokens in the vocabulary, {rows} rows in the student's head")
@@ -221,11 +209,11 @@ def make_step_loss(
 
 
 _TermsOf: TypeAlias = Callable[[Tensor, slice], LossTerms]
-"""(log-probs of a chunk's tokens, where in N) -> their terms."""
+"""(log-probs of a chunk's tokens, their slice of N) -> their terms."""
 
 
 def _terms_of(student_N: Tensor | None, inputs: TokenInputs, objective: Objective, divisor: int) -> _TermsOf:
-    """From the chunk's own log-probs; or, where all are known, of the whole microbatch at once."""
+    """Terms from a chunk's log-probs; if all log-probs are known, computed once for the whole microbatch."""
     if student_N is None:
         return lambda logprobs_C, place: token_loss(logprobs_C, inputs.at(place), objective, divisor)
     whole = token_loss(student_N, inputs, objective, divisor)
@@ -237,7 +225,7 @@ def _not_made(head: LmHead, hidden_NH: Tensor, targets_N: Tensor) -> Tensor | No
 
 
 class _Chunks:
-    """The chunk loss for `one_pass_loss`. Keeps what the metrics need."""
+    """The chunk loss for `one_pass_loss`. Keeps terms and entropies for the metrics."""
 
     def __init__(self, targets_N: Tensor, terms_of: _TermsOf, parts: ChunkParts) -> None:
         self._targets_N = targets_N

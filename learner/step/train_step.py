@@ -5,10 +5,10 @@
                                            `updates_per_batch` times, from the first arrow on
 
 The loss is normalised over the whole batch, so neither `pack_tokens` nor the order of the items changes the gradient. A
-step either happens or raises and leaves weights and optimizer as they were. Of several updates on one batch that goes
-for the first; a later one that is not finite is not made, and ends the step with those before it (`updates_lost`).
+step happens completely, or raises and leaves weights and optimizer unchanged. With several updates per batch this holds
+for the first one; if a later one is not finite, the step ends with the updates made before it (`updates_lost`).
 
-Rollouts that the teacher wrote have an objective of their own (learner.offline): they are packed apart and share the
+Rollouts that a teacher wrote have their own objective (learner.offline). They are packed separately and share the
 divisor.
 
 Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V vocabulary, M teachers.
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 class _Update(NamedTuple):
     sums: list[StepSums]
-    """Of each part."""
+    """Sums of each part."""
     grad_norm: float
     value_grad_norm: float
 
@@ -78,11 +78,11 @@ class Trainer:
         vocab_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """`adapters`: put on `model` already; they alone are trained. `vocab_tokens`: ids that the tokenizer has, where
-        the model's embedding is padded past them. `seed`: of the run, for what is drawn. Raises ValueError: total_steps
-        below 1, no trainable parameter, parameters that are not float32 or float64 (they are the master weights:
-        AdamW's small updates vanish in bfloat16, which config.dtype is for), names of the objective that cannot be
-        loaded."""
+        """`adapters` are already on `model`; only they are trained. `vocab_tokens`: number of ids of the tokenizer, if
+        the model's embedding is padded past them. `seed`: the run's, for random draws.
+
+        Raises ValueError for total_steps below 1, a model without trainable parameters, parameters other than float32
+        and float64 (AdamW's small updates vanish in bfloat16), and names of the objective that cannot be loaded."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -112,19 +112,19 @@ class Trainer:
         self._optimizer = make_adamw(model, config)
         hidden_size, device = lm_head(model).weight_VH.shape[1], lm_head(model).weight_VH.device
         self.bfloat16: Final = resolve_dtype(config.dtype, device.type) == "bfloat16"
-        """Of matrix products; the parameters stay as they are."""
+        """True if matrix products are in bfloat16. Parameters are not."""
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self.critic = make_critic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
 
     @property
     def next_lr(self) -> float:
-        """Learning rate of the step to come."""
+        """Learning rate of the next step."""
         return learning_rate(self.config, self.steps_done, self.total_steps)
 
     def step(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
-        """Train every token that the items' masks name, in `config.updates_per_batch` optimizer updates at one learning
-        rate. `offline`: rollouts that the student did not write, under the objective of `config.offline`. The figures
-        are those of the first update, which is of the policy that the step began with, but for `updates`.
+        """Train the tokens selected by the items' masks, in `config.updates_per_batch` updates at one learning rate.
+        `offline`: rollouts that the student did not write, trained with `config.offline`. All figures except `updates`
+        are those of the first update, that is of the policy that the step started with.
 
         Raises EmptyBatchError when there is none, NonFiniteError when a number of the first update is not finite,
         BatchError for token ids outside the vocabulary; weights, optimizer and clock are then as before.
@@ -153,15 +153,15 @@ class Trainer:
         )
 
     def weights(self) -> Iterable[tuple[str, Weight]]:
-        """The student as actors shall have it, by the names of its architecture; adapters are merged in."""
+        """The student's weights for the actors, by the names of its architecture, with adapters merged in."""
         return self.model.named_parameters() if self.adapters is None else self.adapters.published()
 
     def skip(self) -> None:
-        """A step that could not be made counts all the same: the clock goes on, weights and moments stay."""
+        """Count a step that could not be made: the clock advances, weights and moments stay."""
         self.steps_done += 1
 
     def gradient(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> list[Tensor]:
-        """The gradient of the same step, before clipping, by parameter; no step is made."""
+        """The gradient of such a step, before clipping, by parameter. No step is made."""
         try:
             parts, update = self._parts(items, offline), self._update_name(1)
             self._sums(parts, self._accumulate(parts), (), update)
@@ -170,11 +170,11 @@ class Trainer:
             self._zero_grad()
 
     def state_dict(self) -> AdamWState:
-        """Optimizer moments by parameter name, and the clock. The weights are the model's own, `critic` has its own."""
+        """Optimizer moments by parameter name, and the clock. Weights and critic are saved separately."""
         return dump_adamw(self.model, self._optimizer, steps_done=self.steps_done)
 
     def load_state_dict(self, state: AdamWState) -> None:
-        """Go on where `state_dict` was taken. Raises ValueError naming parameters that are missing, unknown or of
+        """Resume from a `state_dict`. Raises ValueError naming parameters that are missing, unknown or of
         another shape."""
         load_adamw(self.model, self._optimizer, state)
         self.steps_done = state.steps_done
@@ -199,7 +199,7 @@ class Trainer:
         return parts
 
     def _updates(self, parts: Sequence[BatchPart]) -> list[_Update]:
-        """Those that were made. Raises NonFiniteError where the first is not finite."""
+        """The updates that were made. Raises NonFiniteError if the first is not finite."""
         asked, made = self.config.updates_per_batch, list[_Update]()
         try:
             while len(made) < asked:
@@ -228,12 +228,12 @@ class Trainer:
         return _Update(sums, norm_read, value_norm_read)
 
     def _update_name(self, number: int) -> str:
-        """For messages."""
+        """Name of an update, for messages."""
         return f"step {self.steps_done + 1}" if number == 1 else f"step {self.steps_done + 1}, update {number}"
 
     def _accumulate(self, parts: Sequence[BatchPart]) -> list[list[PassLeft]]:
-        """Add the gradients of all microbatches up, finite or not; what each part's passes left. The host only queues
-        work here: on a GPU it would wait for each microbatch if it looked at one."""
+        """Accumulate the gradients of all microbatches, finite or not; returns what the passes of each part left. The
+        host only queues work here: reading a result would make it wait for the GPU at each microbatch."""
         return [self._accumulate_part(part) for part in parts]
 
     def _accumulate_part(self, part: BatchPart) -> list[PassLeft]:
@@ -271,12 +271,12 @@ class Trainer:
         return StepPass(inputs, student, self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor))
 
     def _norms(self) -> tuple[Tensor, Tensor]:
-        """Of the student's gradient, which is clipped by it, and of the critic's. Scalars, not read."""
+        """Norms of the student's gradient (used to clip it) and of the critic's. Scalars on the device."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients), torch.nn.utils.get_total_norm(self.critic.gradients())
 
     def _nonfinite_gradient(self, parts: Sequence[BatchPart], update: str) -> NonFiniteError:
-        """Find the culprits: the backward pass once more, one item at a time. Slow, and only on the way out."""
+        """Find the rollouts that cause it, by a backward pass per item. Slow, and used only on this error."""
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         named += [("the value head", gradient) for gradient in self.critic.gradients()]
         parameters = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
