@@ -31,29 +31,29 @@ from protocol.topk_codec import TopK, decode_top_k
 
 
 class TopKError(ValueError):
-    """Sets that cannot be used, or are missing; the message names the teacher."""
+    """A teacher's top-k sets are missing or unusable; the message names the teacher."""
 
 
 @dataclass(frozen=True)
 class TopRows:
-    """One teacher's sets. Behind a row's `counts_R` its columns mean nothing."""
+    """One teacher's top-k sets. Columns past a row's `counts_R` are padding."""
 
     ids_RK: npt.NDArray[np.int64]
     logprobs_RK: npt.NDArray[np.float32]
     tail_R: npt.NDArray[np.float32]
     counts_R: npt.NDArray[np.int64]
     uniform_RS: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
-    """Random numbers of the rows (learner.objectives.distributions), where tokens are drawn; else none."""
+    """Random numbers per row, for a divergence that draws tokens (learner.objectives.distributions); else empty."""
 
     @classmethod
     def of(cls, top: TopK, rows: npt.NDArray[np.int64]) -> TopRows:
-        """Of these positions."""
+        """The sets of some positions."""
         ids_TK, logprobs_TK = top.padded()
         return cls(ids_TK[rows], logprobs_TK[rows], top.tail_T[rows], top.counts_T[rows])
 
     @classmethod
     def joined(cls, parts: Sequence[TopRows]) -> TopRows:
-        """One behind the other; K is the largest of them. No part: no rows."""
+        """Concatenated rows, padded to the largest K."""
         k = max((part.ids_RK.shape[1] for part in parts), default=1)
         n_rows = sum(len(part.counts_R) for part in parts)
         ids_RK = np.zeros((n_rows, k), np.int64)
@@ -76,8 +76,8 @@ def read_payloads(
     trained: npt.NDArray[np.int64],
     vocab_tokens: int,
 ) -> dict[str, TopRows]:
-    """Teacher -> the sets of the tokens at the offsets `trained`, which rise. Raises TopKError when one is missing, or
-    does not belong to its tokens or to the vocabulary."""
+    """Teacher -> top-k sets of the tokens at the ascending offsets `trained`. Raises TopKError if one is missing, or
+    does not fit its tokens or the vocabulary."""
     found: dict[str, list[TopRows]] = {name: [] for name in item.teachers}
     covered: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in item.teachers}
     at = 0
@@ -92,9 +92,9 @@ def read_payloads(
         found[name].append(TopRows.of(top, inside - piece.start))
         covered[name].append(inside)
     for name, offsets in covered.items():
-        told = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
-        if not np.array_equal(told, trained):
-            missing = np.setdiff1d(trained, told)
+        sent = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
+        if not np.array_equal(sent, trained):
+            missing = np.setdiff1d(trained, sent)
             raise TopKError(
                 f"teacher {name!r} sent no top-k set for {len(missing)} of the {len(trained)} tokens to be trained "
                 f"(first: {missing[:1].tolist()}); the divergence needs one for each: set teacher.top_k, e.g. to 256"
@@ -120,13 +120,13 @@ def _decoded(name: str, body: bytes, n_expected: int, vocab_tokens: int) -> TopK
 
 
 FRAMES_PER_ITEM = 4
-"""And one more where the item has top-k pieces."""
+"""Frames of an item; one with top-k pieces has one more."""
 _LOGPROB_ROUNDING = 1e-3
-"""A log-prob this far above 0 is rounding; further up it is not a log-prob."""
+"""A log-prob above 0 by at most this is rounded; above that it is an error."""
 
 
 class BatchError(ValueError):
-    """A batch that must not be trained: what is wrong, and with which rollouts. Nothing was changed."""
+    """A batch that must not be trained. Nothing was changed. `rollout_ids` are the rollouts at fault."""
 
     def __init__(self, message: str, rollout_ids: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -134,13 +134,12 @@ class BatchError(ValueError):
 
 
 class UnreadableScores(BatchError):
-    """What a teacher sent for `rollout_ids` cannot be read. Nothing else is wrong with the batch."""
+    """A teacher's payload for `rollout_ids` cannot be read; the rest of the batch is fine."""
 
 
 class EmptyBatchError(BatchError):
-    """No token of the batch is to be trained, so that there is no step to make. The buffer never sends such a batch
-    (items without a trainable token are settled there); the version rises without training only where
-    `learner.step.finite_step` says so."""
+    """The batch has no token to train. The buffer never sends such a batch: it settles items without a trainable token
+    itself."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,9 @@ class TrainItem:
     train_mask_L: npt.NDArray[np.bool_]
     teacher_ML: npt.NDArray[np.float32]
     payloads: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """Of `item.top_k`, one behind the other."""
+    """Payloads of `item.top_k`, concatenated."""
     top: Mapping[str, TopRows] = field(default_factory=dict[str, TopRows])
-    """Teacher -> its top-k sets of the trained tokens, once they are read; empty where nobody needs them."""
+    """Teacher -> top-k sets of the trained tokens, once decoded; empty if the objective does not use them."""
 
     @property
     def n_trained(self) -> int:
@@ -163,7 +162,7 @@ class TrainItem:
 
     @property
     def n_inputs(self) -> int:
-        """Tokens the model must read: all before the last trained one. 0 when nothing is trained."""
+        """Tokens that the model must read: all before the last trained one."""
         trained = np.flatnonzero(self.train_mask_L)
         return int(trained[-1]) if len(trained) else 0
 
@@ -181,11 +180,11 @@ class Microbatch:
     teacher_MN: npt.NDArray[np.float32]
     routed_MN: npt.NDArray[np.bool_]
     item_N: npt.NDArray[np.int64]
-    """Index of the token's item in the batch, so that a bad number can be traced to its rollout."""
+    """Index of the token's item in the batch."""
     token_N: npt.NDArray[np.int64]
     """Index of the token among the trained tokens of the batch, in the order of the items."""
     top: tuple[TopRows, ...]
-    """Per teacher the top-k sets of the tokens that `routed_MN` gives it, where they were read; else no rows."""
+    """Per teacher, the top-k sets of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class PackedBatch:
     """Trained tokens of all microbatches."""
     n_inputs: int
     n_items_idle: int
-    """Items without a trained token: nothing of them is computed."""
+    """Items without a trained token, for which nothing is computed."""
 
 
 def train_items(items: Sequence[BatchItem], arrays: Sequence[np.ndarray[Any, Any]]) -> list[TrainItem]:
@@ -254,7 +253,7 @@ def pack(items: Sequence[TrainItem], pack_tokens: int) -> PackedBatch:
 def _microbatch(
     members: Sequence[int], items: Sequence[TrainItem], teachers: Sequence[str], ends: npt.NDArray[np.int64]
 ) -> Microbatch:
-    """`ends`: trained tokens up to and with each item."""
+    """`ends`: cumulative number of trained tokens, per item."""
     lengths = [items[i].n_inputs for i in members]
     trained = [np.flatnonzero(items[i].train_mask_L) for i in members]
     firsts = np.cumsum([0, *lengths[:-1]])
@@ -287,7 +286,7 @@ def _select(items: Sequence[TrainItem], members: Sequence[int], trained: Sequenc
 
 
 def _check(train_item: TrainItem) -> None:
-    """Trained tokens only: what stands at other tokens is documented to be meaningless."""
+    """Check trained tokens only; values at other tokens are undefined."""
     item, mask_L = train_item.item, train_item.train_mask_L
     if not mask_L.any():
         return

@@ -1,12 +1,12 @@
-"""What a run with adapters leaves for those who have neither this project nor peft.
+"""Exports a run with adapters for use without this project.
 
     python -m learner.export CHECKPOINT OUT [--base STUDENT]
 
     OUT/merged/     the student with its adapters added in: a Hugging Face folder like any other
     OUT/adapter/    the adapters alone, in peft's format: PeftModel.from_pretrained(student, "OUT/adapter")
 
-The learner does so itself after its last step, into `export/` of the run folder. From a checkpoint it is done again at
-any time. OUT is replaced as a whole, and only once everything is written.
+The learner does this itself after its last step, into `export/` of the run folder. OUT is replaced as a whole, once
+everything is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Exported(NamedTuple):
 
 
 def export(adapters: Adapters, tokenizer: PreTrainedTokenizerBase, out: Path) -> Exported:
-    """Merges the adapters in place: nothing can be trained afterwards. Raises OSError; a former OUT then still is."""
+    """Write OUT. Merges the adapters in place, so nothing can be trained afterwards. Raises OSError and keeps the old
+    OUT."""
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -49,13 +50,13 @@ def export(adapters: Adapters, tokenizer: PreTrainedTokenizerBase, out: Path) ->
 
 
 def from_checkpoint(checkpoint: Path, out: Path, base: str | None = None) -> Exported:
-    """Raises CheckpointError for a folder that is no whole checkpoint with adapters, LoraError for another student."""
+    """Raises CheckpointError for anything but a complete checkpoint with adapters, LoraError for another student."""
     verify(checkpoint)
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         raise CheckpointError(f"{checkpoint} holds no adapters: it is a Hugging Face folder already")
-    told = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
+    adapter = json.loads((checkpoint / ADAPTER_CONFIG).read_text())
     student = base or msgspec.json.decode((checkpoint / BASE).read_bytes(), type=BaseModel).path
-    lora = LoraConfig(rank=told["r"], alpha=told["lora_alpha"], targets=tuple(sorted(told["target_modules"])))
+    lora = LoraConfig(rank=adapter["r"], alpha=adapter["lora_alpha"], targets=tuple(sorted(adapter["target_modules"])))
     model = load_causal_lm(student, device="cpu", dtype="float32", attention="packed", train=True)
     adapters = Adapters(model, lora, base=student)
     adapters.load(checkpoint)

@@ -1,4 +1,4 @@
-"""What reaches the learner from outside: the buffer's messages, sorted by kind until the loop reads them, and SIGTERM.
+"""Input of the learner's loop: the buffer's messages, sorted by kind until they are read, and SIGTERM.
 
 One thread only (the loop's). No message is dropped: one that the loop did not expect is logged and counted."""
 

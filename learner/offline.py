@@ -1,12 +1,12 @@
-"""Mixes rollouts that the teacher wrote into the student's batches, so that over the run lambda of the trained tokens
-are the student's own.
+"""Mixes rollouts that a teacher wrote into the student's batches, so that over the run a share lambda of the trained
+tokens are the student's own.
 
     after a batch with n tokens of the student:   owed += n * (1 - lambda) / lambda
     next rollout of the file, of m tokens:        taken while owed >= m / 2, owed -= m
 
-so what was taken differs from what is owed by half a rollout at most, at every step. Tokens are counted and not
-rollouts, because the buffer may hand a rollout out in pieces. No staleness applies to these: the policy that wrote them
-never changes, and the buffer's ledger knows nothing of them.
+So the tokens taken differ from those owed by at most half a rollout, at every step. Tokens are counted instead of
+rollouts, because the buffer may deliver a rollout in pieces. Staleness does not apply: the policy that wrote these
+rollouts never changes. The buffer's ledger does not count them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class OfflineMixer:
-    """Endless rollouts of one file, in a new order for every pass. Owned by one thread of the learner; owns the file
-    from here on."""
+    """Endless rollouts of one file, in a new order on every pass. Owned by one thread; owns the recording."""
 
     def __init__(self, recording: Recording, config: OfflineConfig, *, seed: int) -> None:
-        """Raises RecordError for a file that the teacher did not write, or without what the divergence needs."""
+        """Raises RecordError for a file that no teacher wrote, or that lacks the top-k sets which the divergence
+        needs."""
         if recording.header.writer != "teacher":
             raise RecordError(
                 f"{recording.path} was written by the student of the run {recording.header.run!r}; expected one that "
@@ -46,7 +46,7 @@ class OfflineMixer:
         self._seed = seed
         self._places = [(b, i) for b, batch in enumerate(recording.batches) for i in range(len(batch.record.items))]
         self._position = 0
-        """Items passed over so far, those of earlier passes included."""
+        """Items read so far, including earlier passes."""
         self._order: tuple[int, np.ndarray[Any, Any]] | None = None
         self._next: tuple[Rollout, TrainItem] | None = None
         self._student_tokens = 0
@@ -56,7 +56,7 @@ class OfflineMixer:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Running totals, for the metrics."""
+        """Running totals for the metrics."""
         skipped = {f"offline/skipped_{reason}_total": float(n) for reason, n in self._skipped.items()}
         return {
             "offline/rollouts_total": float(self._taken),
@@ -67,12 +67,12 @@ class OfflineMixer:
 
     @property
     def tokens_total(self) -> int:
-        """Taken from the file so far."""
+        """Tokens taken from the file so far."""
         return self._taken_tokens
 
     def take(self, student_tokens: int) -> list[tuple[Rollout, TrainItem]]:
-        """What goes with a batch in which so many tokens of the student are trained. Raises RecordError when nothing in
-        the file can be trained, or a rollout in it cannot be read."""
+        """Rollouts to add to a batch with `student_tokens` trained tokens. Raises RecordError if nothing in the file
+        can be trained, or a rollout cannot be read."""
         self._student_tokens += student_tokens
         taken: list[tuple[Rollout, TrainItem]] = []
         while True:
@@ -90,7 +90,7 @@ class OfflineMixer:
         self._recording.close()
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on, as JSON types."""
+        """State for `load_state`, as JSON types."""
         return {
             "format": STATE_FORMAT,
             "identity": self._identity,
@@ -102,8 +102,8 @@ class OfflineMixer:
         }
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Go on where `state` was taken. None: of a checkpoint without one; the file is begun. Another file is begun
-        too, and the counts go on."""
+        """Resume from `state`; None, from a checkpoint without it, starts at the beginning of the file. A different
+        file is read from its beginning, and the counts continue."""
         if state is None:
             return
         if state["format"] != STATE_FORMAT:
@@ -120,7 +120,7 @@ class OfflineMixer:
         return [self._recording.header.run, self._recording.header.config_digest, len(self._places), self._seed]
 
     def _read(self) -> tuple[Rollout, TrainItem]:
-        """The next rollout with something to train. `_position` is at it then."""
+        """The next rollout with tokens to train. Advances `_position` to it."""
         for _ in range(2 * len(self._places)):  # the only good one may come first in a pass and last in the next
             rollout = self._at(self._position)
             if rollout.offline:
@@ -147,13 +147,13 @@ class OfflineMixer:
 
 
 def offline_item(rollout: Rollout) -> TrainItem:
-    """Checked as the buffer's are, and named apart from them: both runs may have used the same rollout ids."""
+    """Checked like an item from the buffer. Its id gets a prefix, because both runs may have used the same ids."""
     named = msgspec.structs.replace(rollout.item, rollout_id=f"offline:{rollout.item.rollout_id}")
     return train_items([named], rollout.arrays)[0]
 
 
 def open_mixer(config: OfflineConfig, fingerprint: str, *, seed: int) -> OfflineMixer | None:
-    """None without a file. Raises RecordError: not usable, or of another vocabulary."""
+    """None without a file. Raises RecordError for an unusable file or one of another vocabulary."""
     if not config.file:
         return None
     recording = Recording(Path(config.file).expanduser())

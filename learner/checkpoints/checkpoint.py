@@ -1,6 +1,4 @@
-"""The global random states of this process as plain JSON values, so that a checkpoint needs no pickle.
-
-Checkpoints that are whole or not there: `checkpoints/step_000040/`.
+"""Checkpoints that are complete or absent: `checkpoints/step_000040/`.
 
     config.json, model.safetensors, generation_config.json, tokenizer ...   a Hugging Face folder, loadable as it is
     optimizer.safetensors                                                   AdamW state by parameter name
@@ -10,15 +8,15 @@ Checkpoints that are whole or not there: `checkpoints/step_000040/`.
     manifest.json                                                           written last: sha256 and size of the others
 
 With adapters (`learner.lora`) the first line is: adapter_config.json, adapter_model.safetensors, base.json, tokenizer,
-a folder that peft loads onto the student that base.json names.
+a folder that peft loads onto the student named in base.json.
 
-Written into a temporary folder beside it, every file and the folder flushed to disk, then renamed: whenever the
-process or the machine dies, each `step_*` folder is complete, and the former checkpoint is untouched until the new one
-has its name. No pickle anywhere. A folder is deleted by renaming it first, for the same reason. Which there are, and
-which of them are whole, is learner.checkpoints.files'; a damaged one becomes `damaged-step_000040` and stays.
+A checkpoint is written into a temporary folder beside it, every file and the folder are flushed to disk, and then it is
+renamed. So whenever the process or the machine dies, each `step_*` folder is complete, and the previous checkpoint is
+untouched until the new one has its name. A folder is deleted by renaming it first, for the same reason. There is no
+pickle anywhere. learner.checkpoints.files finds and verifies checkpoints.
 
-A step that was saved before by an abandoned branch (the learner went back to an earlier checkpoint) is saved beside it
-as `step_000040_epoch_1`; the newest version is the one with the highest (epoch, step).
+If an abandoned branch has saved the same step before (the learner resumed from an earlier checkpoint), the new one is
+saved beside it as `step_000040_epoch_1`. The newest version is the one with the highest (epoch, step).
 """
 
 from __future__ import annotations
@@ -67,14 +65,14 @@ from protocol.messages import Ledger, WeightVersion
 
 
 class RngState(msgspec.Struct, frozen=True):
-    """Binary states are base64."""
+    """Global random states of this process as JSON values. Binary states are base64."""
 
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, int, int, float]
     """MT19937 keys (little-endian uint32), position, has_gauss, cached_gaussian."""
     torch_cpu: str
     torch_cuda: tuple[str, ...]
-    """One per device that was visible."""
+    """One per visible device."""
 
 
 def capture_rng() -> RngState:
@@ -90,7 +88,7 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """CUDA states are restored for the devices there are now, first to first."""
+    """CUDA states are restored in order, for as many devices as there are now."""
     random.setstate(state.python)
     keys, position, has_gauss, cached = state.numpy
     np.random.set_state(("MT19937", np.frombuffer(base64.b64decode(keys), "<u4"), position, has_gauss, cached))
@@ -118,22 +116,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LearnerState:
-    """Everything of a learner but its weights."""
+    """The state of a learner, except its weights."""
 
     version: WeightVersion
     optimizer: AdamWState
     tasks: dict[str, Any]
-    """`TaskStream.state()`, outstanding tasks included; JSON values only."""
+    """`TaskStream.state()`; JSON values only."""
     ledger: Ledger | None
     rng: RngState
     metrics: dict[str, float | None]
-    """Of the last step; a figure that is not finite is saved as None."""
+    """Figures of the last step; non-finite ones are saved as None."""
     ema: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """`StudentEma.state_dict()`; empty without one."""
     value_head: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """`Critic.state_dict()`; empty without a value function."""
     offline: dict[str, Any] | None = None
-    """`OfflineMixer.state()`; None where nothing is mixed in."""
+    """`OfflineMixer.state()`; None without a mixer."""
 
 
 class _TrainerFile(msgspec.Struct, frozen=True):
@@ -160,11 +158,11 @@ def save_checkpoint(
     pinned: Collection[int] = (),
     adapters: Adapters | None = None,
 ) -> Path:
-    """Write a checkpoint of `state.version` under `root`, of the `adapters` instead of the model where there are some;
-    then delete all but the `keep` newest and those of the `pinned` steps. Returns its folder. A version that is there
-    already, whole, is left as it is.
+    """Write a checkpoint of `state.version` under `root`, with `adapters` instead of the model if given. Then delete
+    all but the `keep` newest and those of the `pinned` steps. Returns its folder. An existing complete checkpoint of
+    this version is kept as it is.
 
-    Raises OSError (disk full, no permission): the former checkpoints are untouched, and nothing is left of this one.
+    Raises OSError (disk full, no permission); earlier checkpoints are untouched, and nothing of this one remains.
     """
     root.mkdir(parents=True, exist_ok=True)
     sweep(root)
@@ -185,7 +183,18 @@ def save_checkpoint(
             save_file(state.ema, temporary / EMA)
         if state.value_head:
             save_file(state.value_head, temporary / VALUE_HEAD)
-        (temporary / TRAINER).write_bytes(msgspec.json.encode(_trainer_file(state)))
+        record = _TrainerFile(
+            format=FORMAT,
+            version=state.version,
+            steps_done=state.optimizer.steps_done,
+            never_stepped=state.optimizer.never_stepped,
+            tasks=state.tasks,
+            ledger=state.ledger,
+            rng=state.rng,
+            metrics={name: x if x is not None and math.isfinite(x) else None for name, x in state.metrics.items()},
+            offline=state.offline,
+        )
+        (temporary / TRAINER).write_bytes(msgspec.json.encode(record))
         write_manifest(temporary, state.version)
         temporary.rename(target)
     except BaseException as error:
@@ -196,14 +205,14 @@ def save_checkpoint(
     flush(root)
     try:
         prune(root, keep=keep, pinned=pinned)
-    except OSError as error:  # this checkpoint is there: not for want of deleting another is it lost
+    except OSError as error:  # this checkpoint is complete; failing to delete an old one must not lose it
         _log.error("checkpoints older than the %d newest could not be deleted: %s", keep, error)
     return target
 
 
 def load_checkpoint(path: Path) -> LearnerState:
-    """Read a checkpoint's state after checking it; its weights are loaded with `load_causal_lm(path, ...)`, adapters
-    with `Adapters.load(path)`.
+    """Verify a checkpoint and read its state. Its weights are loaded with `load_causal_lm(path, ...)`, adapters with
+    `Adapters.load(path)`.
 
     Raises CheckpointError: files missing, changed or of another format."""
     verify(path)
@@ -226,28 +235,10 @@ def load_checkpoint(path: Path) -> LearnerState:
     )
 
 
-def _trainer_file(state: LearnerState) -> _TrainerFile:
-    return _TrainerFile(
-        format=FORMAT,
-        version=state.version,
-        steps_done=state.optimizer.steps_done,
-        never_stepped=state.optimizer.never_stepped,
-        tasks=state.tasks,
-        ledger=state.ledger,
-        rng=state.rng,
-        metrics={name: _finite_or_none(value) for name, value in state.metrics.items()},
-        offline=state.offline,
-    )
-
-
 def _system_error(error: BaseException) -> int | None:
-    """The errno in what safetensors and tokenizers, written in Rust, raise when they cannot write: SafetensorError, and
-    Exception itself."""
+    """The errno of a failed write by safetensors or tokenizers. They are written in Rust and raise SafetensorError, or
+    Exception itself, with the number only in the text."""
     if not isinstance(error, SafetensorError) and type(error) is not Exception:
         return None
-    told = _RUST_ERRNO.search(str(error))
-    return int(told[1] or told[2]) if told else None
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    found = _RUST_ERRNO.search(str(error))
+    return int(found[1] or found[2]) if found else None

@@ -1,6 +1,5 @@
-"""The folders of checkpoints: which there are, which of them are whole, which is the newest. Without torch: launcher
-and buffer look at them too. What is in one is learner.checkpoints.checkpoint's.
-"""
+"""Folders of checkpoints: lists and verifies them, and finds the newest. Without torch, because launcher and buffer use
+it, too. learner.checkpoints.checkpoint reads and writes their contents."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ import msgspec
 from protocol.messages import WeightVersion
 
 CHECKPOINTS: Final = "checkpoints"
-"""Folder of them in a run folder."""
+"""Folder of the checkpoints in a run folder."""
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 TRAINER: Final = "trainer.json"
@@ -27,7 +26,7 @@ OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
 VALUE_HEAD: Final = "value_head.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
-"""There instead of config.json: only adapters are in this checkpoint."""
+"""In place of config.json in a checkpoint that has only adapters."""
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
 TEMPORARY, _TRASH, _DAMAGED = ".tmp-", ".trash-", "damaged-"
 _READ_BYTES = 1 << 20
@@ -36,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
-    """This folder is no usable checkpoint; the message says why."""
+    """This folder is not a usable checkpoint; the message says why."""
 
 
 class Skipped(NamedTuple):
@@ -48,19 +47,19 @@ class Skipped(NamedTuple):
 
 
 class NoneUsable(CheckpointError):
-    """There are checkpoints, and each of them is damaged."""
+    """All checkpoints are damaged."""
 
     def __init__(self, damaged: Sequence[Skipped]) -> None:
         super().__init__(
             "\n".join(map(str, damaged))
-            + f"\nno checkpoint in {damaged[0].path.parent} can be used: put one of them back from a copy; to begin "
-            "from step 0 all the same, move that folder away"
+            + f"\nno checkpoint in {damaged[0].path.parent} can be used: restore one from a copy; to start from "
+            "step 0 anyway, move that folder away"
         )
         self.damaged = damaged
 
 
 class Found(NamedTuple):
-    """`path` is None when there is no usable checkpoint; `skipped` are newer ones that are not, newest first."""
+    """`path` is None without a usable checkpoint. `skipped` are newer, unusable ones, newest first."""
 
     path: Path | None
     version: WeightVersion | None
@@ -68,7 +67,7 @@ class Found(NamedTuple):
 
     @property
     def damaged(self) -> tuple[Skipped, ...]:
-        """Those of `skipped` that were whole once. What a killed learner had not finished yet was never one."""
+        """The skipped ones that were complete once. Unfinished folders of a killed learner never were."""
         return tuple(skipped for skipped in self.skipped if not skipped.path.name.startswith(TEMPORARY))
 
 
@@ -88,8 +87,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def latest(root: Path) -> Found:
-    """The newest whole checkpoint under `root`. Every file is read and compared with its checksum; what is not usable
-    is skipped with the reason, temporary folders of a killed learner included."""
+    """The newest complete checkpoint under `root`. Every file is compared with its checksum. Unusable folders are
+    skipped with a reason, including temporary ones of a killed learner."""
     skipped = [
         Skipped(path, "unfinished: its writer was killed before the rename")
         for path in _folders(root)
@@ -110,8 +109,8 @@ def latest(root: Path) -> Found:
 
 
 def go_on_from(root: Path) -> Found:
-    """`latest`, for somebody who would begin anew without a checkpoint. Raises NoneUsable when that would throw away
-    what was trained: there are checkpoints, and none can be used."""
+    """`latest`, for a caller that starts anew without a checkpoint. Raises NoneUsable if that would discard trained
+    steps, because there are checkpoints but none is usable."""
     found = latest(root)
     if found.path is None and found.damaged:
         raise NoneUsable(found.damaged)
@@ -119,20 +118,19 @@ def go_on_from(root: Path) -> Found:
 
 
 def newest(root: Path) -> Path | None:
-    """Folder of the newest checkpoint, None without any. Its files are there in full length; checksums are not
-    looked at."""
+    """Folder of the newest checkpoint, None without any. Checks that all files have their full length, but not their
+    checksums."""
     found = [(read_manifest(path).version, path) for path in _checkpoints(root) if _looks_whole(path)]
     return max(found)[1] if found else None
 
 
 def damaged(root: Path) -> list[Path]:
-    """What was set aside."""
+    """Folders that were set aside."""
     return [path for path in _folders(root) if path.name.startswith(_DAMAGED)]
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing takes it for one, deletes it or writes in its place. Returns its new
-    path."""
+    """Rename a damaged checkpoint, so that it is not used, deleted or overwritten. Returns its new path."""
     aside, n = path.with_name(f"{_DAMAGED}{path.name}"), 1
     while aside.exists():
         n += 1
@@ -176,8 +174,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def prune(root: Path, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete all checkpoints but the `keep` newest and those of the `pinned` steps; returns the deleted ones. What is
-    damaged stays, and is none of the newest: somebody may still mend it."""
+    """Delete all checkpoints but the `keep` newest and those of the `pinned` steps; returns the deleted ones. Damaged
+    ones stay and do not count as newest: a user may still repair them."""
     if keep < 1:
         raise ValueError(f"keep {keep}; at least the newest checkpoint is kept")
     versions: list[tuple[WeightVersion, Path]] = []
@@ -185,7 +183,7 @@ def prune(root: Path, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
         if _looks_whole(path):
             versions.append((read_manifest(path).version, path))
         else:
-            _log.warning("%s is damaged, and left alone", path)
+            _log.warning("%s is damaged and not deleted", path)
     old = [path for version, path in sorted(versions)[:-keep] if version.step not in pinned]
     for path in old:
         _delete(path)
@@ -193,12 +191,12 @@ def prune(root: Path, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
 
 
 def target_folder(root: Path, version: WeightVersion) -> Path:
-    """Where a checkpoint of this version belongs; another branch's checkpoint of the same step keeps the plain one."""
+    """Folder for a checkpoint of this version. If another branch has the plain name, the epoch is added."""
     plain = root / f"step_{version.step:06d}"
     try:
         taken = plain.exists() and read_manifest(plain).version != version
     except CheckpointError:
-        taken = False  # unusable: it will be set aside
+        taken = False  # unusable; it will be set aside
     return root / f"{plain.name}_epoch_{version.epoch}" if taken else plain
 
 
@@ -232,7 +230,7 @@ def _sha256(file: Path) -> str:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Its manifest can be read, and every file has the length that is written there."""
+    """True if the manifest can be read and every file has the length given there."""
     try:
         files = read_manifest(path).files
         return all((path / name).stat().st_size == entry.bytes for name, entry in files.items())
@@ -241,7 +239,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def defect(path: Path) -> str | None:
-    """Why it cannot be used; None: it can."""
+    """Reason why a checkpoint is unusable; None if it is usable."""
     try:
         verify(path)
     except CheckpointError as error:
@@ -259,14 +257,14 @@ def _checkpoints(root: Path) -> Iterator[Path]:
 
 
 def _delete(path: Path) -> None:
-    """A reader sees the folder whole or not at all, whenever this process dies."""
+    """Rename before deleting, so that a reader never sees half a folder."""
     trash = path.with_name(f"{_TRASH}{path.name}-{secrets.token_hex(4)}")
     path.rename(trash)
     shutil.rmtree(trash)
 
 
 def sweep(root: Path) -> None:
-    """Remove what a killed learner left behind: nobody else writes here."""
+    """Remove what a killed learner left behind. No other process writes here."""
     for path in _folders(root):
         if path.name.startswith((TEMPORARY, _TRASH)):
             _log.info("removing %s, left behind by a learner that was killed", path)

@@ -1,7 +1,7 @@
-"""The evaluations under way: offers their tasks, asks for results until they are complete, hands out the figures.
+"""Evaluations under way: offers their tasks, requests results until they are complete, and delivers the figures.
 
-One thread (the loop's). Evaluation rollouts run on the same actors as training, so an evaluation in the middle of the
-run may be sampled under more than one version; its figures say which."""
+One thread (the loop's). Actors run evaluation rollouts beside training ones, so an evaluation in the middle of a run
+may be sampled under several versions; its figures say which."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from protocol.messages import EvalResult, Message, TasksOffered, WeightVersion
 log = logging.getLogger(__name__)
 
 REPEAT_S: Final = 1.0
-"""How often results are asked for; the buffer also sends them as they come."""
+"""Interval between requests for results. The buffer also sends results as they arrive."""
 TASKS_PER_MESSAGE: Final = 256
 
 Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
 
 
 class EvalDesk:
-    """Owner of every evaluation from its start to its figures."""
+    """Owns every evaluation from its start to its figures."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class EvalDesk:
         self._close_done()
 
     def add(self, result: EvalResult, arrays: tuple[np.ndarray[Any, Any], ...]) -> None:
-        """File what the buffer sent; an evaluation that is not under way any more (a repeat) is left aside."""
+        """Add results from the buffer. Results of an evaluation that is already complete (a repeat) are ignored."""
         for evaluation in self._active:
             if result.eval_id in evaluation.eval_ids:
                 evaluation.add(result, arrays)
@@ -65,7 +65,7 @@ class EvalDesk:
         log.info("a result of evaluation %s, which is complete", result.eval_id)
 
     def ask(self) -> None:
-        """Ask for what is missing, at most once in REPEAT_S."""
+        """Request missing results, at most once per REPEAT_S."""
         now_s = time.monotonic()
         if not self._active or now_s - self._asked_s < REPEAT_S:
             return
@@ -75,7 +75,7 @@ class EvalDesk:
                 self._send(wanted, ())
 
     def give_up(self) -> None:
-        """Take the figures of what is there: the learner cannot wait any longer. Their `missing` says how many lack."""
+        """Close all evaluations with the results received so far. `missing` counts the rest."""
         for evaluation in self._active:
             self._finish(evaluation.result())
         self._active.clear()

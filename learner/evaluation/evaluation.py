@@ -1,10 +1,10 @@
-"""Evaluation rollouts: the tasks of one evaluation, what came back of them, and the figures.
+"""Evaluation rollouts: the tasks of one evaluation, their results, and the figures.
 
 One evaluation has two halves, each known to the buffer by its own eval id:
     "000040-greedy"    the first `eval_greedy` prompts of the evaluation set at temperature 0
     "000040-sampled"   the first `eval_sampled` at temperature 1, without top-p and top-k
-(after a restart of the learner with the weight epoch in front: "e1-000040-greedy"). No sockets here: the learner's
-loop offers `tasks()`, repeats `wanted()` until `done`, and hands every EvalResult to `add`.
+(after a restart of the learner, with the weight epoch in front: "e1-000040-greedy"). No sockets here: the evaluation
+desk offers `tasks()`, repeats `wanted()` until `done`, and passes every EvalResult to `add`.
 
 The same prompt has the same seed in every evaluation of a run, which takes part of the sampling noise out of the
 difference between two of them. Suffix N: tokens of one rollout.
@@ -50,27 +50,27 @@ class EvalSample(msgspec.Struct, frozen=True):
 
 
 class EvaluationResult(EvalPoint, frozen=True, kw_only=True):
-    """Figures of one evaluation, with all that the learner knows of it."""
+    """All figures of one evaluation."""
 
     reward_greedy: float | None
-    """Mean reward of the rollouts that have one."""
+    """Mean over the rollouts with a reward."""
     reward_sampled: float | None
     mean_length_greedy: float | None
     """Sampled tokens per rollout."""
     mean_length_sampled: float | None
     no_reward: int
-    """Received, but without a reward; not part of the accuracies."""
+    """Rollouts received without a reward; not part of the accuracies."""
     duplicates: int
-    """Results of a rollout that was received already; ignored."""
+    """Repeated results, which were ignored."""
     version_min: WeightVersion | None
-    """Oldest weights that sampled any token of it."""
+    """Oldest weights that sampled any token."""
     version_mean_step: float | None
-    """Mean over its tokens of the step of the weights that sampled them."""
+    """Mean over the tokens of the step of the weights that sampled them."""
     samples: tuple[EvalSample, ...] = ()
 
     @property
     def point(self) -> EvalPoint:
-        """What is kept of it in the account."""
+        """The figures for the account."""
         return EvalPoint(**{name: getattr(self, name) for name in EvalPoint.__struct_fields__})
 
 
@@ -82,12 +82,11 @@ class EvalPrompt:
     tag: str
     ground_truth: str | None
     teacher_ids: Int32s = field(default_factory=lambda: NONE)
-    """What teachers read in its place; empty: the same."""
+    """Prompt for the teachers; empty: the same as the student's."""
 
 
 class EvalSet(NamedTuple):
-    """Evaluation prompts in order, and how many were left out (prompt longer than max_prompt_tokens, or none for the
-    teachers)."""
+    """Evaluation prompts in order, and how many were left out (too long, or without privileged context)."""
 
     prompts: tuple[EvalPrompt, ...]
     dropped: int
@@ -119,7 +118,7 @@ class Evaluation:
         version: WeightVersion,
         seed: int,
     ) -> None:
-        """`seed` is the run's. An evaluation without prompts is done at once; its figures are None."""
+        """`seed` is the run's. An evaluation without prompts is done immediately; its figures are None."""
         if version.step >= _MAX_STEPS:
             raise ValueError(f"step {version.step} does not fit into evaluation task ids, expected < {_MAX_STEPS}")
         self._config = config
@@ -139,7 +138,7 @@ class Evaluation:
 
     @property
     def eval_ids(self) -> tuple[str, ...]:
-        """Of the halves that have tasks."""
+        """Eval ids of the halves that have tasks."""
         return tuple(eval_id for eval_id, offers in self._offers.items() if offers)
 
     def tasks(self) -> list[TaskOffer]:
@@ -147,7 +146,7 @@ class Evaluation:
         return [offer for offers in self._offers.values() for offer in offers]
 
     def wanted(self) -> list[EvalWanted]:
-        """What to ask the buffer for now: one message per half that is not complete."""
+        """Requests for the buffer: one per incomplete half."""
         return [
             EvalWanted(eval_id=eval_id, have=tuple(r.rollout_id for r in self._received[eval_id].values()))
             for eval_id in self.eval_ids
@@ -156,12 +155,12 @@ class Evaluation:
 
     @property
     def done(self) -> bool:
-        """Every rollout was received or given up."""
+        """True once every rollout was received or given up."""
         return all(self._complete(eval_id) for eval_id in self.eval_ids)
 
     def add(self, result: EvalResult, arrays: Sequence[np.ndarray]) -> None:
-        """Take an EvalResult and its frames, four per item (`protocol.messages.BatchItem`). A rollout that was
-        received before is counted and ignored. Raises ValueError for an eval id or a task of another evaluation."""
+        """Add an EvalResult with its frames, four per item (`protocol.messages.BatchItem`). Repeated rollouts are
+        counted and ignored. Raises ValueError for an eval id or a task of another evaluation."""
         if result.eval_id not in self._offers:
             raise ValueError(f"result of evaluation {result.eval_id!r}, expected one of {list(self._offers)}")
         if len(arrays) != 4 * len(result.items):
@@ -178,7 +177,7 @@ class Evaluation:
         self._failed[result.eval_id] = max(self._failed[result.eval_id], result.failed)
 
     def result(self) -> EvaluationResult:
-        """The figures of what is there; `missing` says whether that is all."""
+        """Figures of the rollouts received so far; `missing` counts the rest."""
         greedy, sampled = ([*self._received[eval_id].values()] for eval_id in self._half_of)
         both = [*greedy, *sampled]
         failed = sum(self._failed.values())
@@ -205,7 +204,7 @@ class Evaluation:
 
     def _offer(self, eval_id: str, i: int, prompt: EvalPrompt, seed: int) -> TaskOffer:
         half = self._half_of[eval_id]
-        # Scores of greedy tokens would say nothing about the divergence: leave the teachers alone.
+        # The reverse KL is measured on sampled tokens; scores of greedy ones are not needed.
         teachers = self._config.teachers_for(prompt.tag) if half == "sampled" else ()
         teacher_ids = prompt.teacher_ids if teachers else NONE
         block = (self._version.epoch * _MAX_STEPS + self._version.step) * len(HALVES) + HALVES.index(half)
@@ -231,7 +230,7 @@ class Evaluation:
         return len(self._received[eval_id]) + self._failed[eval_id] >= len(self._offers[eval_id])
 
     def _samples(self) -> tuple[EvalSample, ...]:
-        """The first prompts of each half that were answered: the same ones every time."""
+        """The first answered prompts of each half, so that every evaluation shows the same ones."""
         shown: list[EvalSample] = []
         for eval_id, half in self._half_of.items():
             received = self._received[eval_id]

@@ -1,4 +1,4 @@
-"""Figures of evaluation rollouts, of all of them or of those with one tag. No sockets, no torch.
+"""Figures of evaluation rollouts, in total and by tag. No sockets, no torch.
 
 Suffix N: tokens of one rollout; K: teachers.
 """
@@ -16,12 +16,12 @@ import numpy.typing as npt
 from protocol.messages import BatchItem, WeightVersion
 
 UNTAGGED: Final = "(untagged)"
-"""Stands for the empty tag where tags are names."""
+"""Name of the empty tag in the figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRollout:
-    """What the figures need of one rollout."""
+    """One rollout, reduced to the inputs of the figures."""
 
     rollout_id: str
     tag: str
@@ -29,7 +29,7 @@ class EvalRollout:
     finish_reason: str | None
     ids_N: npt.NDArray[np.int32]
     behaviour_N: npt.NDArray[np.float64]
-    """Of the sampled tokens only, as `teacher_KN`."""
+    """Sampled tokens only, like `teacher_KN`."""
     teacher_KN: npt.NDArray[np.float64]
     version_min: WeightVersion | None
     version_tokens: int
@@ -47,7 +47,7 @@ class EvalRollout:
             tag=item.tag,
             reward=item.reward,
             finish_reason=item.finish_reason,
-            ids_N=ids_N.copy(),  # the frame belongs to a whole message: do not keep that alive
+            ids_N=ids_N.copy(),  # a copy, because the frame would keep its whole message in memory
             behaviour_N=behaviour_N[sampled_N].astype(np.float64),
             teacher_KN=teacher_KN[:, sampled_N].astype(np.float64),
             version_min=min((s.version for s, n in zip(item.spans, tokens, strict=True) if n), default=None),
@@ -57,36 +57,35 @@ class EvalRollout:
 
 
 class TagFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the rollouts with one tag, or of all. None: nothing was measured (no rollout with a reward, no
-    teacher), or not asked for."""
+    """Figures of all rollouts, or of those with one tag. None: not measured (no reward, no teacher)."""
 
     accuracy_greedy: float | None = None
-    """Share of the greedy rollouts with a reward that have one of at least 0.5."""
+    """Share of greedy rollouts whose reward is at least 0.5, among those with a reward."""
     accuracy_sampled: float | None = None
     reverse_kl: float | None = None
     """Per token: mean over the sampled tokens of the temperature-1 half of (behaviour log-prob - teacher log-prob),
     the latter averaged over the teachers. Not finite if any log-prob is not."""
     n_greedy: int | None = None
-    """Rollouts received; None in accounts of older versions, as `missing` and `failed`."""
+    """Rollouts received. None in accounts of older versions, like `missing` and `failed`."""
     n_sampled: int | None = None
 
 
 class EvalPoint(TagFigures, frozen=True, kw_only=True):
-    """One evaluation, as learner.json and summary.json keep it."""
+    """One evaluation in learner.json and summary.json."""
 
     step: int
     missing: int | None = None
     """Rollouts neither received nor given up: 0 unless the learner stopped waiting."""
     failed: int | None = None
-    """Rollouts given up by the buffer: no figure contains them."""
+    """Rollouts given up by the buffer; no figure includes them."""
     tags: dict[str, TagFigures] = {}
-    """By tag, where the tasks have more than one."""
+    """Figures by tag; empty if the tasks have only one."""
 
 
 def figures_by_tag(
     tags: Iterable[str], greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]
 ) -> dict[str, TagFigures]:
-    """Per tag of the tasks asked for, also where nothing came back. Empty with one tag."""
+    """Figures per tag of the tasks, including tags without results. Empty with one tag."""
     names = sorted(set(tags))
     if len(names) < 2:
         return {}
@@ -96,7 +95,7 @@ def figures_by_tag(
 
 
 def describe(figures: TagFigures) -> str:
-    """For people: what can be said, with the rollouts it is said of."""
+    """The measured figures as text, with the number of rollouts."""
     return ", ".join(_parts(figures)) or "nothing could be measured"
 
 

@@ -16,7 +16,7 @@ Legend: R items (rollouts) of the batch, N trained tokens of it in the order of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,9 +47,9 @@ def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
     return scale_D[[domains[train_item.item.tag] for train_item in items]]
 
 
-def teacher_coefs(teachers: Sequence[str], coef: float, own: Mapping[str, float]) -> list[float]:
-    """Coefficient of each teacher: its own, else the common one."""
-    return [own.get(name, coef) for name in teachers]
+def teacher_coefs(teachers: Sequence[str], objective: Objective) -> Tensor:
+    """coef_M float64, in the order of `teachers`: the coefficient of each pool, else the common one."""
+    return torch.tensor([objective.teacher_coefs.get(name, objective.coef) for name in teachers], dtype=torch.float64)
 
 
 def domain_sums(cost_N: Tensor, domain_N: Tensor, n_domains: int) -> tuple[Tensor, Tensor]:
@@ -120,11 +120,6 @@ def batch_terms(
         divisor=shares.divisor,
         items_unrewarded=int(((rewards.tokens_R > 0) & ~rewards.rewarded_R).sum()),
     )
-
-
-def coefficients(teachers: Sequence[str], objective: Objective) -> Tensor:
-    """coef_M float64, in the order of PackedBatch.teachers."""
-    return torch.tensor(teacher_coefs(teachers, objective.coef, objective.teacher_coefs), dtype=torch.float64)
 
 
 def _ones(n: int) -> Tensor:

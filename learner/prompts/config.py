@@ -1,4 +1,4 @@
-"""Configuration of the task stream and of evaluation: which prompts, how they are rendered, how they are sampled."""
+"""Settings of the task stream and of evaluation: prompts, rendering, sampling. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_EVAL_PROMPTS = 1_000_000
 
 
 class TaskConfig(Settings, frozen=True, kw_only=True):
-    """Prompts, how they are rendered and sampled, and what evaluations use."""
+    """Prompts, their rendering, sampling, and evaluation."""
 
     prompts: str = ""
     """Training prompts: a JSONL file, a Parquet file, a folder of Parquet files, or a folder of
@@ -104,7 +104,7 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
 
 
 PROMPT_PLACE = "{prompt}"
-"""Where a template takes the prompt."""
+"""Placeholder for the prompt in a template."""
 
 
 def n_held_out(n_rows: int, share: float, at_most: int) -> int:

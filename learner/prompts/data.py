@@ -1,7 +1,7 @@
 """Prompt sources: rows of a JSONL file, of Parquet files, or of a `datasets` folder, read one at a time.
 
-Nothing is held as Python objects: JSONL keeps one byte offset per row, Parquet the row groups read last, `datasets`
-its memory map. `open_prompts` reads many rows before it returns, so that a wrong file fails in the first seconds.
+Rows are not kept as Python objects: JSONL keeps one byte offset per row, Parquet the last row groups, `datasets` its
+memory map. `open_prompts` reads many rows before it returns, so that a bad file fails in the first seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from learner.prompts.records import (
 )
 
 CACHED_BLOCKS = 8
-"""Parquet row groups held in memory; a shuffle mixes the rows of this many at a time (`learner.tasks`)."""
+"""Parquet row groups held in memory; a shuffle mixes the rows of this many at a time (`learner.prompts.order`)."""
 _CHUNK_BYTES = 16 << 20
 _ENDS_BYTES = 64 << 10
 
@@ -45,18 +45,19 @@ class PromptSource(Protocol):
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Rows of each part that is read as a whole, in order; empty where single rows are cheap to read."""
+        """Number of rows of each block that is read as a whole; empty if single rows are cheap to read."""
         ...
 
     def __len__(self) -> int: ...
 
     def read(self, row: int) -> PromptRecord:
-        """Raises RowError if this row is no record, DataError if the files have changed or cannot be read."""
+        """Raises RowError for an invalid row, DataError for files that have changed or cannot be read."""
         ...
 
 
 def open_prompts(path: str) -> PromptSource:
-    """The source at `path`, told by its contents. Raises DataError, or RowError for a bad row."""
+    """Open the source at `path`; its format is recognised by its contents. Raises DataError, or RowError for a bad
+    row."""
     if not path:
         raise DataError("no prompts given: expected a JSONL or Parquet file, or a datasets folder")
     file = Path(path).expanduser()
@@ -136,7 +137,7 @@ class ParquetSource:
         if len(self) == 0:
             raise DataError(f"{self.path}: no rows")
         self.fingerprint = _fingerprint(len(self), files)
-        for row in range(min(len(self), 1_000)):  # the schema was checked: this is for nulls and blanks
+        for row in range(min(len(self), 1_000)):  # finds nulls and blanks; the schema was checked
             self.read(row)
 
     def __len__(self) -> int:
@@ -251,7 +252,7 @@ def _line_starts(file: Path) -> npt.NDArray[np.int64]:
             starts_N[0] = 3  # a byte-order mark is not part of the first object
         lengths_N = np.diff(starts_N, append=size)
         keep_N = np.ones(len(starts_N), dtype=bool)
-        for i in np.flatnonzero(lengths_N < 3):  # "\n", "\r\n": too short for an object, blank or an error to be named
+        for i in np.flatnonzero(lengths_N < 3):  # "\n", "\r\n": too short for an object, blank or an invalid row
             stream.seek(int(starts_N[i]))
             keep_N[i] = bool(stream.read(int(lengths_N[i])).strip())
     return starts_N[keep_N]

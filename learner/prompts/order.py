@@ -1,13 +1,11 @@
-"""The order in which prompts are taken: endless passes over the rows, each shuffled anew, resumable by two numbers.
+"""The order of prompts: endless passes over the rows, each shuffled anew, or a mix of several domains in given shares.
 
-Suffix N: rows of the source. Orders come from numpy's RandomState on MT19937, whose stream is frozen (NEP 19), so
-that a run resumed under a newer numpy goes on in the same order.
+Orders come from numpy's RandomState on MT19937, whose stream is frozen (NEP 19), so a run resumed with a newer numpy
+continues in the same order. The state of a pass is two numbers. In a mix, draw n takes its tag from a hash of (seed,
+n), so the order depends on nothing else; the row is the next one in that tag's own endless passes. The state of a mix
+is the number of draws and the state of each tag's passes.
 
-Prompts of several domains in given shares: which tag each draw has, and which row of it.
-
-Draw n takes its tag from a uniform number in [0, 1) that is a hash of (seed, n), so that the order depends on nothing
-else; the row is the next one in the tag's own endless passes, each in the order of `EndlessSampler`. The state is how
-many draws there were and where each tag stands.
+Suffix N: rows of the source.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ Rows = npt.NDArray[np.int64]
 
 
 def shuffled_rows(n_rows: int, blocks: Sequence[int], key: Sequence[int]) -> Rows:
-    """A permutation of 0..n_rows-1 [N] that depends on the arguments only.
+    """A permutation of 0..n_rows-1 [N] that depends only on the arguments.
 
-    Without blocks every permutation is as likely as any other. With blocks (parts of the source that are read as a
-    whole) their order is shuffled, and then the rows of `CACHED_BLOCKS` neighbours at a time: reading in this order
-    reads each block once."""
+    Without blocks all permutations are equally likely. With blocks (parts of the source that are read as a whole) the
+    order of blocks is shuffled, then the rows of `CACHED_BLOCKS` neighbours at a time, so that each block is read
+    once."""
     random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(list(key))))
     if len(blocks) <= CACHED_BLOCKS:
         rows_N = np.arange(n_rows, dtype=np.int64)
@@ -61,7 +59,7 @@ def held_out_rows(source: PromptSource, share: float, at_most: int) -> Rows:
 
 
 class EndlessSampler(Sampler[int]):
-    """Rows of a source without the held-out ones, pass after pass. The iterator's state is JSON."""
+    """Rows of a source without the held-out ones, pass after pass. The iterator's state consists of JSON values."""
 
     def __init__(self, source: PromptSource, held_out: Rows, *, seed: int, shuffle: bool) -> None:
         self._n_rows = len(source)
@@ -85,7 +83,7 @@ class EndlessSampler(Sampler[int]):
 
 
 class _EndlessIterator(Iterator[int]):
-    """`state_dict` and `load_state_dict` are what StatefulDataLoader looks for."""
+    """StatefulDataLoader calls `state_dict` and `load_state_dict`."""
 
     def __init__(self, sampler: EndlessSampler) -> None:
         self._sampler = sampler
@@ -116,7 +114,7 @@ _log = logging.getLogger(__name__)
 
 
 def row_tags(source: PromptSource) -> list[str | None]:
-    """Tag of every row; None of a row that cannot be read. Reads all of the source, once."""
+    """Tag of every row; None for an unreadable row. Reads the whole source once."""
     tags: list[str | None] = []
     for row in range(len(source)):
         try:
@@ -127,7 +125,7 @@ def row_tags(source: PromptSource) -> list[str | None]:
 
 
 def check_tags(key: str, wanted: Sequence[str], tags: Sequence[str | None], where: str) -> None:
-    """Raises DataError for a tag that no row has."""
+    """Raises DataError for a tag without a row."""
     known = sorted({tag for tag in tags if tag is not None})
     for tag in wanted:
         if tag not in known:
@@ -137,7 +135,8 @@ def check_tags(key: str, wanted: Sequence[str], tags: Sequence[str | None], wher
 
 
 class MixedSampler(Sampler[int]):
-    """Rows by tag in the shares of `mix`, without the held-out ones. Rows with other tags are left out, and told."""
+    """Rows by tag in the shares of `mix`, without the held-out ones. Rows with other tags are left out, and the log
+    says how many."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class MixedSampler(Sampler[int]):
         seed: int,
         shuffle: bool,
     ) -> None:
-        """Raises DataError for a tag without a row to train on."""
+        """Raises DataError for a tag whose rows are all held out."""
         self._seed = seed
         self._names = [tag for tag, share in mix.items() if share > 0]
         check_tags("mix", self._names, tags, source.path)
@@ -170,14 +169,14 @@ class MixedSampler(Sampler[int]):
         return _MixedIterator(self._names, [iter(sampler) for sampler in self._samplers], self.choose)
 
     def choose(self, draw: int) -> int:
-        """Index of the tag of this draw."""
+        """Index of the tag for this draw."""
         digest = hashlib.blake2b(f"{self._seed}/mix/{draw}".encode(), digest_size=8).digest()
         uniform = int.from_bytes(digest, "little") / 2**64
         return min(bisect_right(self._ends, uniform * self._ends[-1]), len(self._ends) - 1)
 
 
 class _MixedIterator(Iterator[int]):
-    """`state_dict` and `load_state_dict` are what StatefulDataLoader looks for."""
+    """StatefulDataLoader calls `state_dict` and `load_state_dict`."""
 
     def __init__(self, names: Sequence[str], passes: Sequence[Any], choose: Any) -> None:
         self._names = names

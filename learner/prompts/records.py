@@ -1,12 +1,11 @@
-"""One row of a prompt file as a typed record, and the errors that say what is wrong with a row or a file.
+"""One row of a prompt file as a typed record, and the errors for bad rows and files.
 
     {"prompt": "8293+4758=", "tag": "addition", "ground_truth": "13051"}
     {"messages": [{"role": "user", "content": "8293+4758="}], "ground_truth": "13051"}
 
-A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`; `tag`, `ground_truth` and
-`hint` (text for teachers only, see `learner.prompts.rendering`) are optional, other columns are not read. A
-`ground_truth` that is not text becomes its JSON (42 -> "42").
-"""
+A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`. `tag`, `ground_truth` and
+`hint` (text for teachers only, see `learner.prompts.rendering`) are optional. Other columns are ignored. A
+`ground_truth` that is not text becomes its JSON (42 -> "42")."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class DataError(ValueError):
 
 
 class RowError(DataError):
-    """One row is no record; the message names file and line (or row)."""
+    """One row is invalid; the message names file and line (or row)."""
 
 
 class PromptRecord(msgspec.Struct, frozen=True):

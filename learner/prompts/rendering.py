@@ -1,12 +1,12 @@
-"""A row as the token ids of a prompt: its tag's template, the system turn, the chat template.
+"""Renders a row as the token ids of a prompt: its tag's template, the system turn, the chat template.
 
-What a teacher reads in place of the student's prompt: the same prompt behind a text that the student does not see.
+With privileged context, the teachers' prompt has a text before it that the student does not see:
 
     student    <|user|>8293+4758=<|assistant|>                           13051
     teacher    <|user|>The answer is 13051. 8293+4758=<|assistant|>      13051
-                                                                         ^ graded: the student's tokens
+                                                                         ^ scored: the student's tokens
 
-The text goes in front of the prompt's, or of the last user turn's, so that any chat template takes it.
+The text goes in front of the prompt, or of the last user turn, so it works with any chat template.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from models.tokenizer import TokenizerError, render_prompt
 
 
 def render(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: TaskConfig, *, before: str = "") -> Int32s:
-    """Prompt ids int32 [n_prompt], by the template of the record's tag. `before`: text in front of the prompt's, or of
-    the last user turn's. Raises TokenizerError."""
+    """Prompt ids int32 [n_prompt], by the template of the record's tag. `before`: text in front of the prompt, or of
+    the last user turn. Raises TokenizerError."""
     template = config.templates.get(record.tag)
     if template is not None:
         if record.prompt is None:
             raise TokenizerError(
-                f"learner.tasks.templates.{record.tag} is for rows with 'prompt', got one with 'messages'; write its "
-                "turns as they should be, or give it another tag"
+                f"learner.tasks.templates.{record.tag} is for rows with 'prompt', got one with 'messages'; apply the "
+                "template to its turns in the file, or use another tag"
             )
         record = msgspec.structs.replace(record, prompt=template.replace(PROMPT_PLACE, record.prompt))
     if before:
@@ -60,7 +60,7 @@ NONE.setflags(write=False)
 
 
 class TeacherPrompt(NamedTuple):
-    """Token ids, empty where teachers read the student's prompt; or why there are none."""
+    """Token ids for the teachers, empty if they read the student's prompt; or the reason why the row is dropped."""
 
     ids: Int32s
     drop_reason: str = ""

@@ -1,8 +1,9 @@
-"""Which samples of the train tasks are settled on the branch of versions that the learner is on. No I/O, no torch.
+"""The book of samples: which samples of the train tasks are settled on the learner's branch of versions. No I/O, no
+torch.
 
-A checkpoint holds this book, and with it decides what a learner that goes on from it trains: each sample that is not
-settled here, and no other. A sample is settled once. Tasks below `next_task_id` that are not open are settled as a
-whole; of later ones a sample may be settled ahead, when the buffer still held it from a learner that had come further.
+A checkpoint holds this book. A learner that resumes from it trains every sample that is not settled here, and no other.
+A sample is settled once. Tasks below `next_task_id` that are not open are settled completely. A sample of a later task
+may be settled ahead of time, if the buffer still held it from a learner that had advanced further.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple, Self
 from protocol.messages import OpenTask, PartialSample, Settled
 
 NON_FINITE: Final = "non_finite"
-"""Why a sample that the buffer gave for training is masked (`learner.step.finite_step`)."""
+"""Reason for masking a sample that could not be trained (`learner.step.finite_step`)."""
 
 
 class Trained(NamedTuple):
@@ -27,34 +28,34 @@ class Trained(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What became of samples in one step."""
+    """Samples that one step settled, and their fates."""
 
     settled: tuple[Settled, ...]
     tasks_done: tuple[int, ...]
-    """Tasks of which these were the last samples."""
+    """Tasks that this completes."""
 
 
 class SettledTwice(ValueError):
-    """The buffer reports a sample that is settled already: something was counted twice."""
+    """The buffer reports a sample that is already settled: something was counted twice."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one task."""
+    """Progress of one task."""
 
     settled: set[int] = field(default_factory=set[int])
     partial: dict[int, PartialSample] = field(default_factory=dict[int, PartialSample])
 
 
 class SampleBook:
-    """`group_size` of each open task below `next_task_id`, and how far each task that is not settled has come."""
+    """Group size of each open task below `next_task_id`, and progress of each task that is not settled."""
 
     def __init__(self) -> None:
         self.next_task_id = 0
         self._open: dict[int, int] = {}
         """Group size by task id, in the order of the ids."""
         self._progress: dict[int, _Progress] = {}
-        """Of tasks with a sample that is settled or trained in part."""
+        """Progress of tasks with a sample that is settled or partly trained."""
 
     @property
     def open(self) -> tuple[int, ...]:
@@ -62,7 +63,7 @@ class SampleBook:
         return tuple(self._open)
 
     def begin(self, group_size: int) -> int | None:
-        """The stream comes to its next task; returns its id, or None when all of its samples are settled ahead."""
+        """Start the next task of the stream. Returns its id, or None if all its samples are already settled."""
         task_id, self.next_task_id = self.next_task_id, self.next_task_id + 1
         if task_id in self._progress and len(self._progress[task_id].settled) == group_size:
             del self._progress[task_id]
@@ -73,8 +74,9 @@ class SampleBook:
     def step(
         self, trained: Iterable[Trained], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
     ) -> Account:
-        """One optimizer step trained these tokens and settled these samples, as the buffer foresaw; `left_out` are
-        those (task id, sample index) that it could not train. Raises SettledTwice, and changes nothing then."""
+        """Record the tokens that a step trained and the samples that it settled, as announced by the buffer.
+        `left_out`: (task id, sample index) of samples that could not be trained. Raises SettledTwice, changing
+        nothing."""
         self._expect_open(settled)
         for one in trained:
             self._add(one)
@@ -98,14 +100,13 @@ class SampleBook:
 
     @property
     def progress(self) -> tuple[OpenTask, ...]:
-        """Tasks that are not settled, those included of which no sample is, and later ones of which a sample is; in the
-        order of their ids."""
+        """Unsettled tasks by ascending id: all open ones, and later ones with a settled or partly trained sample."""
         tasks = sorted({*self._open, *self._progress})
         return tuple(_open_task(task_id, self._progress.get(task_id, _Progress())) for task_id in tasks)
 
     @classmethod
     def restored(cls, next_task_id: int, group_sizes: Mapping[int, int], progress: Iterable[OpenTask]) -> Self:
-        """The book that `next_task_id`, the group sizes of the tasks in `open`, and `progress` were taken of."""
+        """The book with this `next_task_id`, group sizes of open tasks, and `progress`."""
         book = cls()
         book.next_task_id = next_task_id
         book._open = dict(group_sizes)

@@ -1,12 +1,11 @@
-"""The task stream: prompts in, numbered Tasks out, and the memory of which samples of them are not settled yet.
+"""The task stream: turns prompts into numbered Tasks, and remembers which of their samples are not settled yet.
 
     source -> EndlessSampler -> StatefulDataLoader (reads and renders) -> TaskStream -> Task + prompt ids
 
-A task is outstanding from the moment `next` hands it out until `step` is told that every sample of it is trained,
-masked or dropped. `state` holds the loader's position, the outstanding tasks themselves, and which of their samples
-are settled (`learner.prompts.sample_book`). A stream made from it first offers exactly those tasks again, and then goes
-on where the former one stood. So each sample is settled once in the end, and fresh tasks come in the order of an
-undisturbed run.
+A task is outstanding from the call of `next` that returns it until `step` reports all its samples as trained, masked or
+dropped. `state` holds the loader's position, the outstanding tasks, and which of their samples are settled
+(`learner.prompts.sample_book`). A stream restored from it first offers exactly those tasks again, and then continues at
+that position. So each sample is settled once, and fresh tasks come in the order of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -49,22 +48,22 @@ class TaskOffer(NamedTuple):
     task: Task
     prompt_ids: Int32s
     teacher_prompt_ids: Int32s = NONE
-    """What teachers read in its place; empty: the same."""
+    """Prompt for the teachers; empty: the same as the student's."""
 
     @property
     def frame(self) -> Int32s:
-        """As `protocol.messages.Task` says."""
+        """Frame of the task (`protocol.messages.Task`)."""
         return np.concatenate([self.prompt_ids, self.teacher_prompt_ids])
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What a run reads: the training source without `held_out`, and the rows of the evaluation set."""
+    """Prompts of a run: the training source without `held_out`, and the evaluation set."""
 
     source: PromptSource
     held_out: Rows
     evaluation: tuple[PromptRecord, ...]
-    """At most as many as the evaluations need, in their order."""
+    """Rows for the evaluations, in order; no more than they use."""
 
 
 def load_prompts(config: TaskConfig) -> Prompts:
@@ -124,30 +123,30 @@ class TaskStream:
         seed: int,
         state: dict[str, Any],
     ) -> Self:
-        """Go on where `state()` was taken. Raises DataError if prompts, seed or order are not those of the state."""
+        """Resume from a `state()`. Raises DataError if prompts, seed or order differ from it."""
         stream = cls(config, tokenizer, prompts, seed=seed)
         stream._restore(state)
         return stream
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Task ids handed out (by this stream or the one it goes on from) and not settled, ascending."""
+        """Ids of tasks that were offered (by this stream or its predecessor) and are not settled, ascending."""
         return tuple(self._outstanding)
 
     @property
     def next_task_id(self) -> int:
-        """Of the next fresh task."""
+        """Id of the next fresh task."""
         return self._book.next_task_id
 
     @property
     def progress(self) -> tuple[OpenTask, ...]:
-        """Tasks that are not settled, and how far they have come (`SampleBook.progress`)."""
+        """Unsettled tasks and their progress (`SampleBook.progress`)."""
         return self._book.progress
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Prompts that made no task, by reason: prompt_too_long, bad_row, unrenderable, no_privileged,
-        teacher_prompt_too_long. A prompt that is met again in a later pass counts again."""
+        """Prompts dropped, by reason: prompt_too_long, bad_row, unrenderable, no_privileged, teacher_prompt_too_long. A
+        prompt counts again in each pass."""
         return dict(self._dropped)
 
     def next(self, n: int) -> list[TaskOffer]:
@@ -167,16 +166,16 @@ class TaskStream:
     def step(
         self, trained: Iterable[Trained], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
     ) -> Account:
-        """What one optimizer step did (`SampleBook.step`). Raises SettledTwice, and changes nothing then."""
+        """Record one optimizer step (`SampleBook.step`). Raises SettledTwice, changing nothing."""
         account = self._book.step(trained, settled, left_out)
         for task_id in account.tasks_done:
             del self._outstanding[task_id]
-        if account.tasks_done and self._to_offer_again:  # settled before it was offered again
+        if account.tasks_done and self._to_offer_again:  # some were settled before they were offered again
             self._to_offer_again = deque(task_id for task_id in self._to_offer_again if task_id in self._outstanding)
         return account
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on, as JSON types."""
+        """State for `from_state`, as JSON types."""
         return {
             "format": STATE_FORMAT,
             "identity": dict(self._identity),
@@ -198,13 +197,13 @@ class TaskStream:
         if state.get("format") != STATE_FORMAT:
             raise DataError(
                 f"the checkpoint's task stream has format {state.get('format')!r}, expected {STATE_FORMAT}: another "
-                "version of this program wrote it; go on with that version, or start a new run"
+                "version of this program wrote it; resume with that version, or start a new run"
             )
         saved: dict[str, Any] = state["identity"]
         if differing := [name for name, value in self._identity.items() if saved.get(name) != value]:
             changes = ", ".join(f"{name}: was {saved.get(name)!r}, is {self._identity[name]!r}" for name in differing)
             raise DataError(
-                f"the run cannot go on with other prompts or another order ({changes}; prompts: {self._path}); "
+                f"the run cannot resume with other prompts or another order ({changes}; prompts: {self._path}); "
                 "resume with what it was started with, or start a new run"
             )
         self._dropped = Counter(state["dropped"])
@@ -231,7 +230,7 @@ class TaskStream:
                 dropped_in_a_row = 0
                 task_id = self._book.begin(self._config.group_size)
                 if task_id is None:
-                    continue  # all of it was trained from what the buffer still held
+                    continue  # all its samples were trained from what the buffer still held
                 return TaskOffer(
                     self._task(task_id, rendered.record, len(rendered.teacher_ids)), rendered.ids, rendered.teacher_ids
                 )
@@ -272,7 +271,7 @@ class TaskStream:
 
 
 class Rendered(NamedTuple):
-    """A prompt as token ids, or why it is none."""
+    """A prompt as token ids, or the reason why it is dropped."""
 
     record: PromptRecord | None
     ids: Int32s | None
@@ -282,7 +281,7 @@ class Rendered(NamedTuple):
 
 
 class RenderedPrompts(Dataset[Rendered]):
-    """Map-style: row -> prompt ids. Rows that cannot be used come out with a reason, for the stream to count."""
+    """Map-style data set: row -> prompt ids. An unusable row gives a reason, which the stream counts."""
 
     def __init__(self, source: PromptSource, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> None:
         self._source = source
@@ -290,8 +289,8 @@ class RenderedPrompts(Dataset[Rendered]):
         self._config = config
 
     def probe(self, tags: Sequence[str | None]) -> None:
-        """Render the first rows, and the first with each template. Raises TokenizerError: what the first rows cannot
-        do, the others will not either; DataError for a template of no row."""
+        """Render the first rows, and the first row of each template. Raises TokenizerError, because if these rows fail,
+        the others will too; DataError for a template without a row."""
         check_tags("templates", list(self._config.templates), tags, self._source.path)
         with_template = [tags.index(tag) for tag in self._config.templates]
         for row in [*range(min(len(self._source), _PROBED_PROMPTS)), *with_template]:

@@ -149,36 +149,15 @@ class StepMetrics:
     """None with one update per batch."""
 
     @classmethod
-    def of(
-        cls,
-        sums: StepSums,
-        *,
-        lr: float,
-        grad_norm: float,
-        items: int,
-        items_idle: int,
-        items_unrewarded: int,
-        microbatches: int,
-        input_tokens: int,
-        step_s: float,
-        offline: OfflineMetrics | None = None,
-        offline_loss: float = 0.0,
-        value: ValueMetrics | None = None,
-        updates: UpdatesMetrics | None = None,
-    ) -> StepMetrics:
-        """Means from sums; `sums.tokens` >= 1."""
-        n = sums.tokens
+    def of(cls, sums: StepSums, *, offline_loss: float = 0.0, **given: Any) -> StepMetrics:
+        """Means from sums; `sums.tokens` >= 1. `given`: the fields that are no means."""
+        n, scored = sums.tokens, sums.scored
         return cls(
             tokens=n,
-            tokens_unscored=n - int(sums.scored),
-            input_tokens=input_tokens,
-            items=items,
-            items_idle=items_idle,
-            items_unrewarded=items_unrewarded,
-            microbatches=microbatches,
+            tokens_unscored=n - int(scored),
             loss=sums.loss + offline_loss,
-            divergence=sums.divergence / sums.scored if sums.scored else None,
-            reverse_kl=sums.reverse_kl / sums.scored if sums.scored else None,
+            divergence=sums.divergence / scored if scored else None,
+            reverse_kl=sums.reverse_kl / scored if scored else None,
             ratio_mean=sums.ratio / n,
             ratio_max=sums.ratio_max,
             truncated_fraction=sums.cut / n,
@@ -187,12 +166,7 @@ class StepMetrics:
             entropy=sums.entropy / n,
             logprob=sums.logprob / n,
             advantage_mean=sums.advantage / n,
-            grad_norm=grad_norm,
-            lr=lr,
-            step_s=step_s,
-            offline=offline,
-            value=value,
-            updates=updates,
+            **given,
         )
 
     def as_dict(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from learner.batch import BatchError, Microbatch, PackedBatch, TrainItem, pack
 from learner.objectives.advantages import ValueTargets
-from learner.objectives.batch_terms import BatchTerms, coefficients
+from learner.objectives.batch_terms import BatchTerms, teacher_coefs
 from learner.objectives.losses import TokenInputs
 from learner.reports.step_metrics import SUMS, StepSums
 from learner.step.critic import Critic, ValueTerms
@@ -95,7 +95,7 @@ class BatchPart:
             behaviour_N=upload(microbatch.behaviour_N, device),
             teacher_MN=upload(microbatch.teacher_MN, device),
             routed_MN=upload(microbatch.routed_MN, device),
-            coef_M=upload(coefficients(self.batch.teachers, self.loss.objective), device),
+            coef_M=upload(teacher_coefs(self.batch.teachers, self.loss.objective), device),
             reward_advantage_N=upload(whole.reward_advantage_N[token_N], device),
             share_N=upload(whole.share_R, device)[item_N],
             sequence_N=item_N,
@@ -138,7 +138,7 @@ class StepPass(NamedTuple):
         return self.student.loss + self.value.loss
 
     def left(self, microbatch: Microbatch) -> PassLeft:
-        """What the step needs of this pass, without its graph."""
+        """Results of this pass for the step, without its graph."""
         terms = self.student.terms
         scored_N = self.inputs.routed_MN.any(dim=0)
         ratio_N = (terms.student_N - self.inputs.behaviour_N).double().exp()

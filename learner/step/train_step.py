@@ -234,14 +234,13 @@ class Trainer:
     def _accumulate(self, parts: Sequence[BatchPart]) -> list[list[PassLeft]]:
         """Accumulate the gradients of all microbatches, finite or not; returns what the passes of each part left. The
         host only queues work here: reading a result would make it wait for the GPU at each microbatch."""
-        return [self._accumulate_part(part) for part in parts]
-
-    def _accumulate_part(self, part: BatchPart) -> list[PassLeft]:
-        left: list[PassLeft] = []
-        for microbatch in part.batch.microbatches:
-            forward = self._forward(microbatch, part)
-            forward.loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            left.append(forward.left(microbatch))
+        left: list[list[PassLeft]] = []
+        for part in parts:
+            left.append([])
+            for microbatch in part.batch.microbatches:
+                forward = self._forward(microbatch, part)
+                forward.loss.backward()  # pyright: ignore[reportUnknownMemberType]
+                left[-1].append(forward.left(microbatch))
         return left
 
     def _sums(

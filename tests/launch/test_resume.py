@@ -145,7 +145,7 @@ def test_a_run_of_which_no_checkpoint_can_be_read_is_not_begun_anew(
     assert main(["--resume", "--run-dir", str(run_dir)]) == 2
     told = capsys.readouterr().err
     assert f"checkpoint {newer} is damaged: " in told and f"checkpoint {older} is damaged: " in told
-    assert f"no checkpoint in {older.parent} can be used: put one of them back from a copy" in told
+    assert f"no checkpoint in {older.parent} can be used: restore one from a copy" in told
     assert contents(run_dir) == before
 
 

@@ -86,8 +86,8 @@ def test_bounds_that_are_left_out_are_the_usual_ones(importance: Any, bounds: tu
 @pytest.mark.parametrize(
     ("tasks", "fields", "message"),
     [
-        ({"top_p": 0.9}, {}, "never shows some tokens"),
-        ({"top_k": 20}, {}, "never shows some tokens"),
+        ({"top_p": 0.9}, {}, "some tokens are never sampled"),
+        ({"top_k": 20}, {}, "some tokens are never sampled"),
         ({"temperature": 0.7}, {"importance": "none"}, "at temperature 1, which needs the ratio"),
         ({"temperature": 0.7}, {"importance": "gspo"}, "at temperature 1, which needs the ratio"),
         (

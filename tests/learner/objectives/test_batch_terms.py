@@ -40,7 +40,8 @@ def test_general_teacher_and_specialists_are_summed_with_their_own_coefficients(
     tasks = TaskConfig(routes={"general": (), "math": ("algebra", "geometry"), "style": ("chat",)})
     config = learner_config(tasks=tasks, coef=0.5, teacher_coefs={"math": 2.0}).objective
     names = ["general", "math", "style"]
-    assert teacher_coefs(names, config.coef, config.teacher_coefs) == [0.5, 2.0, 0.5]
+    objective = make_objective(config, max_new_tokens=1)
+    assert teacher_coefs(names, objective).tolist() == [0.5, 2.0, 0.5]
     tags = ["algebra", "chat", "none of these"]
     routed_MN = torch.tensor([[name in tasks.teachers_for(tag) for tag in tags] for name in names])
     cost_MN = torch.tensor([[1.0, 2.0, 3.0], [10.0, math.nan, math.nan], [math.nan, 30.0, math.nan]])
