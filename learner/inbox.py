@@ -16,15 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from protocol.client import Client
-from protocol.messages import (
-    Batch,
-    BatchTrainedAck,
-    EvalResult,
-    Membership,
-    Shutdown,
-    Snapshot,
-    TasksAck,
-)
+from protocol.messages import Batch, BatchTrainedAck, EvalResult, Membership, Shutdown, Snapshot, TasksAck
 
 log = logging.getLogger(__name__)
 
