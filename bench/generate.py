@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from builtin import STUDENT_DIR, TRAIN_JSONL
-from builtin.problems_file import read_problems
+from builtin.addition import read_problems
 from builtin.tokenizer import prompt_token_ids
 from engines.base import GenerationRequest
 from engines.config import EngineConfig

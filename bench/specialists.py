@@ -22,9 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from builtin import STUDENT_DIR, TEACHER_DIR
-from builtin.addition import Problem
+from builtin.addition import Problem, read_problems
 from builtin.measure import accuracy
-from builtin.problems_file import read_problems
 from builtin.specialists import make
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -1,6 +1,5 @@
-"""The built-in task: its problems, teacher and student ship in the package; `python -m builtin.build` remakes them.
-
-Plain paths only; nothing here imports torch.
+"""Paths of the built-in task's problems, teacher and student, which ship in the package. `python -m builtin.build`
+rebuilds them. Imports no torch.
 """
 
 from pathlib import Path
@@ -11,10 +10,10 @@ TEACHER_DIR = DATA_DIR / "teacher"
 STUDENT_DIR = DATA_DIR / "student"
 """Hugging Face folder of the student that runs start from: sampled accuracy about 0.28."""
 TRAIN_JSONL = DATA_DIR / "train.jsonl"
-"""8,192 problems, one JSON object a line: prompt (the user's turn, as text), ground_truth, tag."""
+"""8,192 problems, one JSON object per line: prompt (text of the user's turn), ground_truth, tag."""
 EVAL_JSONL = DATA_DIR / "eval.jsonl"
-"""256 problems of the same kind; none is in TRAIN_JSONL, and neither model saw one of them."""
+"""256 problems of the same kind. None is in TRAIN_JSONL, and neither model was trained on them."""
 CALCULATOR_TRAIN_JSONL = DATA_DIR / "calculator_train.jsonl"
 """2,048 problems for the environment `calculator`, in the same format."""
 CALCULATOR_EVAL_JSONL = DATA_DIR / "calculator_eval.jsonl"
-"""256 more, in none of the training data."""
+"""256 more, which are in no training data."""

@@ -1,20 +1,24 @@
-"""Problems of the built-in task and worked solutions: column addition with a written scratchpad. No torch.
+"""Problems of the built-in task, their worked solutions, and the problem files. No torch.
+
+A solution is column addition with a written scratchpad, in one of three styles:
 
     prompt      8293+4758=
     compact     3+8+0=11;9+5+1=15;2+7+1=10;8+4+1=13 #13051
     spoken      Add 3 and 8 carry 0 makes 11, then 9 and 5 carry 1 makes 15, ... #13051
     columns     Columns 3,8 9,5 2,7 8,4 sums 11 15 10 13 #13051
 
-Multiplication by one digit is the second domain (`8293*4=`), written the same three ways. In the calculator variant
-(`calc: 12+34+56=`) the model asks and the environment answers: see `calculator_solution`.
+Multiplication by one digit is the second domain (`8293*4=`), in the same styles. In the calculator variant
+(`calc: 12+34+56=`) the model calls a tool and the environment answers: see `calculator_solution`.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 Operator: TypeAlias = Literal["+", "*"]
@@ -53,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A sum of two or more numbers, to be worked out with the calculator, one `+` a call."""
+    """A sum of two or more numbers, computed with the calculator, one `+` per call."""
 
     terms: tuple[int, ...]
 
@@ -71,7 +75,7 @@ class Chain:
 
 
 class Column(NamedTuple):
-    """One column of the sum or product, lowest digit first. `total` includes the carry that came in."""
+    """One column of the sum or product, lowest digit first. `total` includes the incoming carry."""
 
     left: int
     right: int
@@ -80,7 +84,7 @@ class Column(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A stretch of an episode, and whether the model wrote it (True) or the environment."""
+    """A part of an episode, written by the model or by the environment."""
 
     text: str
     by_model: bool
@@ -89,8 +93,8 @@ class Piece(NamedTuple):
 def problems(
     seed: int, *, operator: Operator = "+", digits: tuple[int, int] = (2, 5), exclude: Collection[Problem] = ()
 ) -> Iterator[Problem]:
-    """Endless stream of problems: the number of digits is uniform in [lo, hi], both numbers of a sum have equally many.
-    The same arguments give the same stream. Raises ValueError for digits that are not 1 <= lo <= hi."""
+    """Endless stream of problems. The number of digits is uniform in [lo, hi], and the same for both numbers of a sum.
+    The same arguments give the same stream. Raises ValueError unless 1 <= lo <= hi."""
     lo, hi = digits
     if not 1 <= lo <= hi:
         raise ValueError(f"digits must be (lo, hi) with 1 <= lo <= hi, got {digits}")
@@ -105,8 +109,8 @@ def problems(
 
 
 def distinct(stream: Iterator[Task], count: int) -> list[Task]:
-    """The first `count` different ones, in the order they come. Raises ValueError when the stream repeats itself too
-    much to have so many (e.g. 10,000 problems of 1 digit)."""
+    """The first `count` distinct tasks, in the order of the stream. Raises ValueError if the stream has too few (e.g.
+    10,000 problems of 1 digit)."""
     found: dict[Task, None] = {}
     for drawn, task in enumerate(stream):
         found[task] = None
@@ -114,7 +118,9 @@ def distinct(stream: Iterator[Task], count: int) -> list[Task]:
             return list(found)
         if drawn > 20 * count + 1_000:
             break
-    raise ValueError(f"found {len(found)} distinct problems where {count} are wanted: allow more digits, or take fewer")
+    raise ValueError(
+        f"found {len(found)} distinct problems where {count} are needed: allow more digits, or fewer problems"
+    )
 
 
 def chains(
@@ -130,7 +136,7 @@ def chains(
 
 
 def parse_prompt(prompt: str) -> Problem | Chain:
-    """The problem a prompt states. Raises ValueError for other text."""
+    """Parse a prompt. Raises ValueError for other text."""
     if match := _PROMPT.fullmatch(prompt):
         left, operator, right = match.groups()
         return Problem(int(left), int(right), "+" if operator == "+" else "*")
@@ -140,7 +146,7 @@ def parse_prompt(prompt: str) -> Problem | Chain:
 
 
 def columns_of(problem: Problem) -> list[Column]:
-    """The written work, lowest digit first. The carry left at the end belongs to the last column's total."""
+    """The columns, lowest digit first. The last column's total includes the final carry."""
     lefts = [int(d) for d in reversed(str(problem.left))]
     rights = [int(d) for d in reversed(str(problem.right))]
     if problem.operator == "*":
@@ -175,7 +181,7 @@ def _columns(problem: Problem) -> str:
 
 
 STYLES: dict[str, Callable[[Problem], str]] = {"compact": _compact, "spoken": _spoken, "columns": _columns}
-"""Ways to write the scratchpad; the answer after `#` is the same in all."""
+"""Styles of the scratchpad; the answer after `#` is the same in all."""
 
 
 def solution(problem: Problem, style: str = "compact") -> str:
@@ -206,3 +212,21 @@ def written_answer(text: str) -> int | None:
 def is_correct(text: str, problem: Problem | Chain) -> bool:
     """Whether the last `#number` in the text is exactly the answer."""
     return written_answer(text) == problem.answer
+
+
+def write_problems(path: Path, tasks: Iterable[Problem | Chain]) -> None:
+    """Write JSON lines with prompt, ground_truth and tag."""
+    rows = ({"prompt": task.prompt, "ground_truth": str(task.answer), "tag": task.tag} for task in tasks)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read_problems(path: Path) -> list[Problem | Chain]:
+    """Read a file of `write_problems`. Raises ValueError with the line number if a prompt is not of the built-in
+    task."""
+    tasks: list[Problem | Chain] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            tasks.append(parse_prompt(json.loads(line)["prompt"]))
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
+    return tasks

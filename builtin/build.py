@@ -1,6 +1,6 @@
-"""`python -m builtin.build` makes builtin/data anew: problem files, teacher and student (a few CPU minutes).
+"""`python -m builtin.build` rebuilds builtin/data: problem files, teacher and student (a few CPU minutes).
 
-One thread and fixed seeds: the same machine gives the same files.
+With one thread and fixed seeds, the same machine gives the same files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from builtin import (
     TEACHER_DIR,
     TRAIN_JSONL,
 )
-from builtin.addition import Chain, Problem, chains, distinct, problems
+from builtin.addition import Chain, Problem, chains, distinct, problems, write_problems
 from builtin.measure import Accuracy, accuracy, measure
-from builtin.problems_file import write_problems
 from builtin.sft import HeldOut, Recipe, example_stream, new_model, train
 from builtin.tokenizer import build_tokenizer
 
@@ -41,7 +40,7 @@ TRAIN_PROBLEMS, CALCULATOR_TRAIN_PROBLEMS, EVAL_PROBLEMS = 8_192, 2_048, 256
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """Disjoint; `probe` is what the student's stopping is decided on."""
+    """Disjoint sets of problems. `probe` decides when the student's training stops."""
 
     train: list[Problem]
     eval: list[Problem]
@@ -78,7 +77,7 @@ def write_problem_files(sets: ProblemSets) -> None:
 def build_model(
     label: str, recipe: Recipe, sets: ProblemSets, tokenizer: PreTrainedTokenizerFast, progress: Progress
 ) -> Qwen3ForCausalLM:
-    """Train one model. The student stops when it samples STUDENT_TARGET of the probe problems right."""
+    """Train one model. The student's training stops when it solves STUDENT_TARGET of the probe problems."""
     torch.manual_seed(recipe.seed)
     model = new_model(recipe, tokenizer)
     stops_early = label == "student"
@@ -104,17 +103,17 @@ def build_model(
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """A complete Hugging Face folder: float32 safetensors, configs, tokenizer and chat template."""
+    """Write a complete Hugging Face folder: float32 safetensors, configs, tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes for the owner only; whoever installs the package must read it
+        file.chmod(0o644)  # safetensors files are readable by their owner only; users of the package must read them
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["teacher", "student"], help="leave the other model as it is")
+    parser.add_argument("--only", choices=["teacher", "student"], help="do not rebuild the other model")
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
-"""How often a model is right: plain batched sampling with `model.generate`, no engine of ours.
+"""Measures the accuracy of models by plain batched sampling with `model.generate`, without our engines.
 
-`python -m builtin.measure [folder ...]` measures the shipped models (or the folders given) on the evaluation problems.
+`python -m builtin.measure [folder ...]` measures the shipped models, or those in the given folders, on the evaluation
+problems.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from actors.envs.calculator import ExpressionError, evaluate
 from builtin import CALCULATOR_EVAL_JSONL, EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
-from builtin.addition import CALC_CLOSE, CALC_OPEN, RESULT_CLOSE, RESULT_OPEN, Chain, Problem, is_correct
-from builtin.problems_file import read_problems
+from builtin.addition import CALC_CLOSE, CALC_OPEN, RESULT_CLOSE, RESULT_OPEN, Chain, Problem, is_correct, read_problems
 from builtin.tokenizer import END_OF_TURN, PAD, prompt_token_ids
 
 MAX_NEW_TOKENS = 96
@@ -26,12 +26,12 @@ AnyTask: TypeAlias = Problem | Chain
 
 
 class Accuracy(NamedTuple):
-    """Fractions right: sampled at temperature 1, and greedy."""
+    """Fractions of correct answers, sampled at temperature 1 and greedy."""
 
     sampled: float
     greedy: float
     calculator: float
-    """Sampled at temperature 1 on calculator episodes, the results given by this program."""
+    """Sampled at temperature 1 on calculator episodes; this program computes the results."""
 
     def __str__(self) -> str:
         return f"sampled {self.sampled:.3f}, greedy {self.greedy:.3f}; calculator, sampled {self.calculator:.3f}"
@@ -50,7 +50,7 @@ def measure(model: Any, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) ->
 def accuracy(
     model: Any, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[AnyTask], *, temperature: float, seed: int = 0
 ) -> float:
-    """Fraction of tasks answered exactly, one completion each."""
+    """Fraction of tasks with the exact answer, one completion each."""
     torch.manual_seed(seed)
     prompts = [prompt_token_ids(tokenizer, task.prompt) for task in tasks]
     texts = [_text(tokenizer, ids) for ids in _generate(model, tokenizer, prompts, temperature, (END_OF_TURN,))]
@@ -60,8 +60,8 @@ def accuracy(
 def calculator_accuracy(
     model: Any, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[AnyTask], *, seed: int = 0, max_turns: int = 8
 ) -> float:
-    """Fraction answered exactly when each turn that is a `<calc>..</calc>` gets its `<result>`; a turn that is not, or
-    that cannot be worked out, ends the episode."""
+    """Fraction of exact answers when each `<calc>..</calc>` turn gets its `<result>`. Any other turn, or an expression
+    that cannot be evaluated, ends the episode."""
     torch.manual_seed(seed)
     contexts = [prompt_token_ids(tokenizer, task.prompt) for task in tasks]
     last_turns: dict[int, str] = {}
@@ -82,7 +82,7 @@ def calculator_accuracy(
 
 
 def _call_result(text: str) -> str | None:
-    """Value of a turn that is one call, else None."""
+    """The result of a turn that is one call, else None."""
     if not (text.startswith(CALC_OPEN) and text.endswith(CALC_CLOSE)):
         return None
     try:
@@ -99,7 +99,7 @@ def _text(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 def _generate(
     model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]], temperature: float, stops: tuple[str, ...]
 ) -> list[list[int]]:
-    """Completions, stop token included; prompts are padded on the left."""
+    """Completions with their stop token. Prompts are padded on the left."""
     pad_id = tokenizer.convert_tokens_to_ids(PAD)
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts])

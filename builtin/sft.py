@@ -22,23 +22,24 @@ IGNORED = -100  # label of a token without loss
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one model is made."""
+    """Size and training of one model."""
 
     hidden: int
     mlp: int
     steps: int
-    """Of the learning rate schedule; training may stop earlier."""
+    """Length of the learning rate schedule; training may stop earlier."""
     learning_rate: float
     seed: int
     init_std: float
-    """Of the initial weights. The library's default of 0.02 is for wide models; these learn faster from more."""
+    """Standard deviation of the initial weights. The library's default of 0.02 is for wide models; these learn faster
+    with more."""
     calculator_share: float = 0.2
-    """Part of the examples that are calculator episodes."""
+    """Share of examples that are calculator episodes."""
     label_smoothing: float = 0.0
     """Probability spread over the whole vocabulary. A little keeps a teacher's log-probs of wrong tokens finite in
     practice: around -12 instead of -25, which one-sample divergences would have to average out."""
     operators: tuple[Operator, ...] = ("+",)
-    """Of the other examples, equally often."""
+    """Operators of the other examples, equally often."""
     style: str = "compact"
     batch_examples: int = 16
     warmup_steps: int = 50
@@ -55,14 +56,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What no model is trained on."""
+    """Problems that no model is trained on."""
 
     problems: frozenset[Problem]
     chains: frozenset[Chain]
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A freshly initialised Qwen3 of the recipe's size; the caller has seeded torch."""
+    """A newly initialised Qwen3 of the recipe's size. The caller seeds torch."""
     end_id, text_end_id, pad_id = (
         cast(int, tokenizer.convert_tokens_to_ids(t)) for t in (END_OF_TURN, END_OF_TEXT, PAD)
     )
@@ -90,7 +91,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCau
 
 
 def encode_example(tokenizer: PreTrainedTokenizerFast, task: Problem | Chain, style: str) -> Example:
-    """Prompt through the chat template, then the solution, ending with the end-of-turn token."""
+    """Encode the prompt with the chat template, the solution, and the end-of-turn token."""
     token_ids = prompt_token_ids(tokenizer, task.prompt)
     labels = [IGNORED] * len(token_ids)
     if isinstance(task, Chain):
@@ -105,7 +106,7 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, task: Problem | Chain, st
 
 
 def example_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, held_out: HeldOut) -> Iterator[Example]:
-    """Endless; the share of calculator episodes, and the operator of the others, are drawn example by example."""
+    """Endless stream. For each example it draws whether it is a calculator episode, and else its operator."""
     rng = random.Random(recipe.seed)
     plain = [problems(recipe.seed + 1, operator=operator, exclude=held_out.problems) for operator in recipe.operators]
     calculator = chains(recipe.seed + 2, exclude=held_out.chains)
@@ -122,7 +123,8 @@ def train(
     pad_id: int,
     after_step: Callable[[int, float], bool],
 ) -> int:
-    """Run the schedule. `after_step(steps_done, loss)` returning True stops it. Returns the steps done."""
+    """Train until the end of the schedule, or until `after_step(steps_done, loss)` returns True. Returns the steps
+    done."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(recipe, step))
     model.train()

@@ -1,10 +1,11 @@
-"""`python -m builtin.specialists FOLDER` makes what a run with two specialist teachers needs, beside builtin/data:
+"""`python -m builtin.specialists FOLDER` makes the files of a run with two specialist teachers, in addition to
+builtin/data:
 
-    multiplier/   a teacher that has seen products only, as the built-in teacher has seen sums only
+    multiplier/   a teacher trained on products only, as the built-in teacher was trained on sums only
     student/      a student that is poor at both
     train.jsonl, eval.jsonl   sums and products, half of each, with the tags `addition` and `multiplication`
 
-A few CPU minutes on one thread. What is there already is left as it is. Fixed seeds.
+Takes a few CPU minutes on one thread, with fixed seeds. Existing files are kept.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from builtin import STUDENT_DIR
-from builtin.addition import Operator, Problem, distinct, problems
+from builtin.addition import Operator, Problem, distinct, problems, write_problems
 from builtin.build import save
 from builtin.measure import accuracy
-from builtin.problems_file import write_problems
 from builtin.sft import HeldOut, Recipe, example_stream, new_model, train
 
 MULTIPLIER = Recipe(
@@ -47,7 +47,7 @@ STUDENT = Recipe(
     operators=("+", "*"),
 )
 STUDENT_TARGET = 0.2
-"""Sampled accuracy on the union at which the student's training stops."""
+"""Sampled accuracy on both kinds of problems at which the student's training stops."""
 LOOK_EVERY_STEPS = 25
 PROBLEMS_SEED = 23
 TRAIN_PER_TAG, EVAL_PER_TAG, PROBE_PER_TAG = 2_048, 128, 64
@@ -66,7 +66,7 @@ def problem_sets() -> tuple[list[Problem], list[Problem], list[Problem]]:
 
 
 def make(folder: Path) -> None:
-    """Make what is missing in `folder`."""
+    """Make the files that `folder` lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     train_set, eval_set, probe = problem_sets()
     if not (folder / "eval.jsonl").is_file():
@@ -83,21 +83,21 @@ def make(folder: Path) -> None:
 def _make_model(
     folder: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, held_out: HeldOut, probe: list[Problem]
 ) -> None:
-    """Train one model, to the end of its schedule or until it is good enough at the probe problems."""
+    """Train one model to the end of its schedule, or until it is good enough at the probe problems."""
     torch.manual_seed(recipe.seed)
     model = new_model(recipe, tokenizer)
 
     def after_step(step: int, loss: float) -> bool:
         if step % LOOK_EVERY_STEPS:
             return False
-        told = f"{folder.name}: {step} of {recipe.steps} steps, loss {loss:.3f}"
+        progress = f"{folder.name}: {step} of {recipe.steps} steps, loss {loss:.3f}"
         if not probe or step < 8 * LOOK_EVERY_STEPS:
-            print(told, flush=True)
+            print(progress, flush=True)
             return False
         state = torch.get_rng_state()  # the probe must not disturb the random numbers of training
         sampled = accuracy(model, tokenizer, probe, temperature=1.0)
         torch.set_rng_state(state)
-        print(f"{told}, sampled {sampled:.2f}", flush=True)
+        print(f"{progress}, sampled {sampled:.2f}", flush=True)
         return sampled >= STUDENT_TARGET
 
     pad_id = tokenizer.pad_token_id

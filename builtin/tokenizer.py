@@ -1,7 +1,7 @@
-"""The built-in models' tokenizer: byte-level BPE of 320 tokens with chat and tool tokens and a chat template.
+"""Tokenizer of the built-in models: byte-level BPE of 320 tokens with chat and tool tokens and a chat template.
 
-Small on purpose, yet a whole Hugging Face tokenizer: 256 bytes, 8 added tokens, and merges for the words that the
-solutions use. Digits are never merged, so that the models see columns.
+Small on purpose, yet a complete Hugging Face tokenizer: 256 bytes, 8 added tokens, and merges for the words of the
+solutions. Digits are never merged, so that the models see columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CORPUS_SEED = 297
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train it on generated text; always the same result."""
+    """Train the tokenizer on generated text; the result is always the same."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -58,7 +58,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def prompt_token_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """One user turn through the chat template, up to where the assistant begins to write."""
+    """Render one user turn with the chat template, up to the start of the assistant's answer."""
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
     )

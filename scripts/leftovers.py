@@ -1,6 +1,6 @@
-"""Fail if a process that a test run started is still there:  leftovers.py VARIABLE VALUE
+"""Fails if a process that a test run started is still running:  leftovers.py VARIABLE VALUE
 
-Whatever the tests start inherits the environment variable, so nothing is judged by its name."""
+All processes of the tests inherit the environment variable, so process names do not matter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PATIENCE_S = 5.0
 
 
 def leftovers(variable: str, value: str) -> list[psutil.Process]:
-    """Processes with this variable, other than this one and those it descends from."""
+    """Processes with this variable, except this one and its ancestors."""
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:
             ours = process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:  # gone meanwhile, or another user's
+        except psutil.Error:  # ended meanwhile, or owned by another user
             continue
         if ours and process.pid not in own:
             found.append(process)

@@ -1,1 +1,1 @@
-"""Real SGLang servers on a machine without a GPU: see README.md beside this file."""
+"""Starts real SGLang servers, also on a machine without a GPU; see README.md in this folder."""

@@ -2,7 +2,8 @@
 
     python -m sglang_server [--port P] [--log-dir DIR] MODEL [MODEL ...] [-- SERVER ARGS]
 
-The first server gets the port P, the next one P + 1, ... Prints a line per server when it is ready: name, url, pid."""
+The first server gets the port P, the next one P + 1, ... Prints name, url and pid of each
+server when it is ready."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import Final
 from sglang_server.servers import Server, Servers
 
 GLOO_ON_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
-"""Weights come over the interface that the servers listen on; gloo would look up the host's name."""
+"""Weights come over the interface that the servers listen on. Without this, gloo would resolve the host name."""
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
         own, extra = arguments[:cut], arguments[cut + 1 :]
     parser = argparse.ArgumentParser(prog="python -m sglang_server", description=__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder of a checkpoint; repeat it for more servers")
-    parser.add_argument("--port", type=int, default=0, help="of the first server; 0 = free ports")
+    parser.add_argument("--port", type=int, default=0, help="port of the first server; 0 = free ports")
     parser.add_argument("--log-dir", type=Path, default=None, help="server logs; default: a new temporary folder")
     options = parser.parse_args(own)
     log_dir: Path = options.log_dir or Path(tempfile.mkdtemp(prefix="sglang-cpu-"))
@@ -45,12 +46,12 @@ def main(arguments: list[str]) -> int:
         try:
             signal.pause()
         except KeyboardInterrupt:
-            print("ending the servers", flush=True)
+            print("stopping the servers", flush=True)
     return 0
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """SIGTERM: end the servers on the way out."""
+    """Exit on SIGTERM, so that the context manager ends the servers."""
     sys.exit(0)
 
 

@@ -1,11 +1,12 @@
-"""Become an SGLang server:  python serve.py     with {"args", "optional", "log", "parent_pid"} as a line on stdin
+"""Turns this process into an SGLang server:  python serve.py     reads {"args", "optional", "log", "parent_pid"} as a
+line on stdin
 
-The last step to a server, shared by zygote.py (after a fork) and by whoever starts one process per server, on GPUs say.
-Standard library and SGLang only, for it runs in SGLang's own interpreter, which may be older than ours. Arguments come
-on stdin, because everybody on the machine can read a command line, and a bearer key is among them.
+Shared by zygote.py (after a fork) and by launchers that start one process per server, as on GPUs. Uses only the
+standard library and SGLang, because it runs in SGLang's own interpreter, which may be older than ours. Arguments come
+on stdin: any user of the machine can read a command line, and one argument is a bearer key.
 
-A server is the leader of a process group of its own and dies with its parent. Its log is readable by its owner only,
-and SGLang, which logs all of its arguments, does not get the key into it.
+A server leads its own process group and dies with its parent. Only its owner can read its log, and the key is removed
+from it, because SGLang logs all of its arguments.
 """
 
 # pyright: reportMissingImports=false
@@ -28,19 +29,19 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 KEY_ARGUMENT = "--api-key"
 HIDDEN_VARIABLE = "STILLHOUSE_HIDDEN_IN_LOGS"
-"""Tells the processes that SGLang spawns (they import this file again) what must not be in their log lines."""
+"""Text to hide in logs, passed to the processes that SGLang spawns (they import this file again)."""
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL at the death of the thread that started us (Linux); at once if that has happened already."""
+    """Get SIGKILL when the thread that started this process dies (Linux). Raises SystemExit if it is already dead."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         raise SystemExit(f"the parent, pid {parent_pid}, is gone")
 
 
 def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM; never returns. `args` are those of sglang.launch_server; of the flags in `optional` those
-    that this version has come before them."""
+    """Serve until SIGTERM; never returns. `args` are those of sglang.launch_server. Flags in `optional` are added in
+    front of them if this version of SGLang has them."""
     code = 1
     try:
         if os.getsid(0) != os.getpid():
@@ -51,7 +52,7 @@ def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequenc
         write_to(log)
         if KEY_ARGUMENT in args:
             hide(args[args.index(KEY_ARGUMENT) + 1])
-        random.seed()  # forked ones would choose the same ports
+        random.seed()  # forked servers would otherwise choose the same ports
         from sglang.launch_server import run_server
         from sglang.srt.server_args import prepare_server_args
 
@@ -68,7 +69,7 @@ def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequenc
 
 
 def known(flags: Sequence[str]) -> list[str]:
-    """Those that this version of SGLang has."""
+    """The flags that this version of SGLang has."""
     from sglang.srt.server_args import ServerArgs
 
     if not flags:
@@ -80,7 +81,7 @@ def known(flags: Sequence[str]) -> list[str]:
 
 
 def write_to(log: Path) -> None:
-    """stdout and stderr go to the end of the log, stdin reads nothing."""
+    """Append stdout and stderr to the log; stdin is empty."""
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
@@ -90,7 +91,7 @@ def write_to(log: Path) -> None:
 
 
 def hide(secret: str) -> None:
-    """Replace `secret` in whatever is logged by this process and those it starts."""
+    """Replace `secret` in all log records of this process and its children."""
     os.environ[HIDDEN_VARIABLE] = secret
     make_record = logging.getLogRecordFactory()
 
@@ -105,7 +106,7 @@ def hide(secret: str) -> None:
 
 def main() -> None:
     here = str(Path(__file__).resolve().parent)
-    sys.path[:] = [entry for entry in sys.path if entry != here]  # our file names must not hide anybody's modules
+    sys.path[:] = [entry for entry in sys.path if entry != here]  # our file names must not shadow other modules
     request = json.loads(sys.stdin.readline())
     become_server(Path(request["log"]), request["parent_pid"], request["args"], request["optional"])
 

@@ -1,4 +1,4 @@
-"""Start real SGLang CPU servers from one warmed interpreter; for launchers, tests and the command line.
+"""Starts real SGLang servers on a CPU, forked from one interpreter that has imported SGLang.
 
     with Servers(log_dir) as servers:
         student = servers.start("student", "builtin/data/student")
@@ -6,8 +6,8 @@
         ... student.url ...
 
 Standard library only. `Servers` owns one zygote process (zygote.py, in SGLang's own environment) and talks to it in
-JSON lines; a thread reads what it says. Everything ends with `close`, or with this process: the zygote sees end of
-file.
+JSON lines; a thread reads its events. Everything ends with `close`, or with this process, because the zygote then sees
+end of file.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 HERE: Final = Path(__file__).resolve().parent
 DEFAULT_PYTHON: Final = HERE.parent / ".venv-sglang" / "bin" / "python"
-"""Made by `make sglang-cpu`."""
+"""Installed by `make sglang-cpu`."""
 VERSION_VARIABLE: Final = "SGLANG_CPU_VERSION"
-"""Environment variable that names another version of SGLang than that of DEFAULT_PYTHON: make sglang-cpu-0.5.17."""
+"""Environment variable that selects another version of SGLang than that of DEFAULT_PYTHON, installed by e.g.
+`make sglang-cpu-0.5.17`."""
 SERVER_ARGS: Final = (
     *("--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--mem-fraction-static", "0.1", "--max-total-tokens", "32768", "--max-running-requests", "128"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--skip-server-warmup", "--random-seed", "0", "--sleep-on-idle", "--incremental-streaming-output"),
 )
-"""What SGLang needs to serve on a CPU. Without --sleep-on-idle an idle server spins a core; the token budget bounds the
-KV cache, which is allocated at once."""
+"""Arguments that SGLang needs to serve on a CPU. Without --sleep-on-idle an idle server keeps a core busy. The token
+budget bounds the KV cache, which is allocated at the start."""
 KEY_ARGUMENT: Final = "--api-key"
 _LEAVE_TIMEOUT_S: Final = 8.0
 _TAIL_LINES: Final = 15
@@ -45,7 +46,7 @@ _PROBE_TIMEOUT_S: Final = 2.0
 
 
 class ServerError(RuntimeError):
-    """A server, or the zygote, did not come up; the text ends with the last lines of its log."""
+    """A server or the zygote did not start; the message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +65,17 @@ class Server:
 
 
 class ServerEvent(NamedTuple):
-    """What the zygote said, for owners that ask for things without waiting (`request`, `request_stop`)."""
+    """An event from the zygote, for callers that do not wait (`request`, `request_stop`)."""
 
     kind: Literal["warm", "started", "exited", "refused", "ended"]
-    """`ended`: the zygote itself is gone, and its servers with it."""
+    """`ended`: the zygote is gone, and its servers with it."""
     name: str = ""
     pid: int = 0
     port: int = 0
     code: int = 0
-    """Of `exited`; below 0: that signal."""
+    """Exit code of `exited`; below 0: killed by that signal."""
     reason: str = ""
-    """Of `refused`."""
+    """Reason of `refused`."""
 
 
 class Servers:
@@ -89,17 +90,17 @@ class Servers:
         warm_timeout_s: float | None = 120.0,
         die_with_thread: bool = False,
     ) -> None:
-        """Returns when the zygote is warm, after about ten seconds; at once with `warm_timeout_s` None. Raises
-        FileNotFoundError where SGLang's environment is missing, ServerError when the imports fail. `environment` is
-        added to this process's, for all servers: much of it SGLang reads while it is imported. `die_with_thread`:
-        everything gets SIGKILL when the calling thread ends, without it has a few seconds to leave."""
+        """Returns when the zygote has imported SGLang, after about ten seconds; at once if `warm_timeout_s` is None.
+        `environment` is added to that of this process, for all servers, because SGLang reads much of it during import.
+        `die_with_thread`: everything gets SIGKILL when the calling thread ends; otherwise it has a few seconds to
+        leave. Raises FileNotFoundError if SGLang's environment is missing, ServerError if the imports fail."""
         if not python.exists():
             raise FileNotFoundError(f"no interpreter with SGLang at {python}; make it with: make sglang-cpu")
         log_dir.mkdir(parents=True, exist_ok=True)
         self.log_dir = log_dir
         self._changed = threading.Condition()
         self._replies: dict[str, Server | ServerError] = {}
-        """By server name: what became of the last `start`."""
+        """Server name -> result of the last `start`."""
         self._keys: dict[str, str] = {}
         self._exit_codes: dict[int, int] = {}
         self._events: deque[ServerEvent] = deque()
@@ -126,7 +127,7 @@ class Servers:
 
     @property
     def warm_s(self) -> float:
-        """How long the imports took, in seconds."""
+        """Duration of the imports in seconds."""
         return self._warm_s or 0.0
 
     def start(
@@ -138,8 +139,8 @@ class Servers:
         port: int = 0,
         base_args: Sequence[str] = SERVER_ARGS,
     ) -> Server:
-        """Fork a server; it loads the model from here on (see `wait_ready`). `args` come after `base_args`, so they
-        win. A name may be used again once its server is gone."""
+        """Fork a server, which then loads its model (see `wait_ready`). `args` come after `base_args`, so they win. A
+        name may be used again once its server is gone."""
         self.request(name, model, args, port=port, base_args=base_args)
         self._await(lambda: name in self._replies, 10.0, f"server {name} to be forked")
         reply = self._replies[name]
@@ -156,26 +157,26 @@ class Servers:
         port: int = 0,
         base_args: Sequence[str] = SERVER_ARGS,
     ) -> None:
-        """`start` without waiting; see `take_events`. Raises ServerError when the zygote is gone."""
+        """Like `start`, without waiting; see `take_events`. Raises ServerError if the zygote is gone."""
         arguments = ["--model-path", str(model), *base_args, *args]
         with self._changed:
             self._replies.pop(name, None)
             self._keys[name] = arguments[arguments.index(KEY_ARGUMENT) + 1] if KEY_ARGUMENT in arguments else ""
-        self._tell(do="start", name=name, port=port, args=arguments)
+        self._send(do="start", name=name, port=port, args=arguments)
 
     def request_stop(self, name: str, *, grace_s: float) -> None:
-        """`stop` without waiting. A name without a server is passed over."""
-        self._tell(do="stop", name=name, grace_s=grace_s)
+        """Like `stop`, without waiting. A name without a server is ignored."""
+        self._send(do="stop", name=name, grace_s=grace_s)
 
     def take_events(self) -> list[ServerEvent]:
-        """What happened since the last call, oldest first."""
+        """Events since the last call, oldest first."""
         with self._changed:
             events = list(self._events)
             self._events.clear()
         return events
 
     def wait_ready(self, servers: Sequence[Server], timeout_s: float) -> None:
-        """Until every one answers /model_info, which it does once its model is loaded. Raises ServerError."""
+        """Wait until all answer /model_info, which means that their models are loaded. Raises ServerError."""
         deadline_s = time.monotonic() + timeout_s
         for server in servers:
             while not answers("127.0.0.1", server.port, server.api_key):
@@ -187,13 +188,13 @@ class Servers:
                 time.sleep(0.1)
 
     def exit_code(self, server: Server) -> int | None:
-        """None while it runs; below 0: ended by that signal."""
+        """The exit code; None while it runs; below 0: killed by that signal."""
         with self._changed:
             return self._exit_codes.get(server.pid)
 
     def stop(self, server: Server, *, grace_s: float = 5.0) -> int:
-        """SIGTERM, after `grace_s` SIGKILL to its group; returns its exit code."""
-        self._tell(do="stop", name=server.name, grace_s=grace_s)
+        """Send SIGTERM, and after `grace_s` SIGKILL to its group. Returns its exit code."""
+        self._send(do="stop", name=server.name, grace_s=grace_s)
         self._await(lambda: server.pid in self._exit_codes, grace_s + _LEAVE_TIMEOUT_S, f"{server.name} to end")
         return self._exit_codes[server.pid]
 
@@ -202,7 +203,7 @@ class Servers:
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         if self._warm_s is None:
-            self._process.kill()  # it does not listen while it imports, and has no servers yet
+            self._process.kill()  # it reads no commands during the imports, and has no servers yet
         try:
             self._process.wait(_LEAVE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -220,7 +221,7 @@ class Servers:
     ) -> None:
         self.close()
 
-    def _tell(self, **command: Any) -> None:
+    def _send(self, **command: Any) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -268,8 +269,9 @@ class Servers:
 
 
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the zygote: the shim first on the path, then another version of SGLang if `base` names one, one
-    thread per server, no network for model files. Raises FileNotFoundError for a version that is not installed."""
+    """Environment of the zygote: the shim comes first on the path, then another version of SGLang if `base` selects
+    one; one thread per server, no downloads of model files. Raises FileNotFoundError if that version is not
+    installed."""
     environment = {key: value for key, value in base.items() if key != "SGLANG_USE_CPU_ENGINE"}
     path = os.pathsep.join(filter(None, (str(HERE / "shim"), _other_version(base), base.get("PYTHONPATH", ""))))
     return {**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -284,7 +286,7 @@ def _other_version(base: Mapping[str, str]) -> str:
 
 
 def answers(host: str, port: int, api_key: str = "", *, timeout_s: float = _PROBE_TIMEOUT_S) -> bool:
-    """Whether the server there answers GET /model_info, which it does once its model is loaded. No proxy is asked."""
+    """True if a server answers GET /model_info, which it does once its model is loaded. No proxy is used."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})

@@ -1,17 +1,17 @@
-"""Warm one interpreter with SGLang, fork a real server for every `start`:  python zygote.py LOG_DIR OWNER_PID
+"""Imports SGLang once, then forks a real server for every `start`:  python zygote.py LOG_DIR OWNER_PID
 
-Importing SGLang takes about ten seconds and 200 MB; here that is paid once and shared copy-on-write. Runs in SGLang's
-own environment with shim/ on PYTHONPATH, so nothing of the project is imported.
+Importing SGLang takes about ten seconds and 200 MB; forked servers share it copy-on-write. Runs in SGLang's own
+environment with shim/ on PYTHONPATH, so nothing of the project is imported.
 
     stdin   one JSON object per line: {"do": "start", "name", "port" (0 = a free one), "args": [...]}
-            {"do": "stop", "name", "grace_s"}. End of file: stop everything and leave.
+            {"do": "stop", "name", "grace_s"}. End of file: stop everything and exit.
     stdout  {"event": "warm", "seconds"}, {"event": "started", "name", "pid", "port"},
             {"event": "exited", "name", "pid", "code"} (code < 0: by that signal),
             {"event": "refused", "name", "reason"}
-    LOG_DIR/NAME.log has what the server printed, our stderr what was printed while warming up.
+    LOG_DIR/NAME.log has the output of the server, stderr the output of the imports.
 
-One thread, and no CUDA context: forking is safe. A server (serve.py) dies with this process, and this one is killed
-when the thread that started it dies, if OWNER_PID is not 0.
+Forking is safe because there is one thread and no CUDA context. A server (serve.py) dies with this process, and this
+process is killed when the thread that started it dies, if OWNER_PID is not 0.
 """
 
 # pyright: reportMissingImports=false
@@ -35,11 +35,11 @@ from serve import become_server, die_with_parent
 
 POLL_S = 0.1
 LAST_GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL when everything ends; SGLang lets running requests finish after SIGTERM."""
+"""Seconds between SIGTERM and SIGKILL when everything ends; after SIGTERM, SGLang finishes running requests."""
 
 
 class Zygote:
-    """Forks, watches and ends servers. `kill_at_s` of a server: None, or when its group is killed."""
+    """Forks, watches and ends servers."""
 
     def __init__(self, log_dir: Path, events_fd: int) -> None:
         self._log_dir = log_dir
@@ -48,7 +48,7 @@ class Zygote:
         self._kill_at_s: dict[str, float] = {}
 
     def serve(self, commands_fd: int) -> None:
-        """Obey until end of file on `commands_fd`, then end all servers."""
+        """Execute commands until end of file on `commands_fd`, then end all servers."""
         pending = b""
         while True:
             readable, _, _ = select.select([commands_fd], [], [], POLL_S)
@@ -68,18 +68,18 @@ class Zygote:
             time.sleep(POLL_S / 4)
 
     def say(self, event: str, **details: Any) -> None:
-        """One line on the event pipe; nobody reading any more is no error, for end of file on stdin follows."""
+        """Write one line to the event pipe. A closed pipe is not an error: end of file on stdin follows."""
         try:
             os.write(self._events_fd, json.dumps({"event": event, **details}).encode() + b"\n")
         except BrokenPipeError:
-            print(f"nobody heard: {event} {details}", file=sys.stderr, flush=True)
+            print(f"event without a reader: {event} {details}", file=sys.stderr, flush=True)
 
     def _obey(self, command: dict[str, Any]) -> None:
         name = command["name"]
         if command["do"] == "stop":
             self._stop(name, command["grace_s"])
         elif name in self._pids:
-            self.say("refused", name=name, reason=f"server {name!r} runs already, pid {self._pids[name]}")
+            self.say("refused", name=name, reason=f"server {name!r} is already running, pid {self._pids[name]}")
         else:
             self._start(name, command["port"] or _free_port(), command["args"])
 
@@ -105,7 +105,7 @@ class Zygote:
                 _kill_group(pid)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill_group(pid)  # its scheduler and detokenizer; before the pid is given back to the system
+            _kill_group(pid)  # its scheduler and detokenizer, before waitpid frees the pid for reuse
             _, status = os.waitpid(pid, 0)
             del self._pids[name]
             self._kill_at_s.pop(name, None)
@@ -113,7 +113,7 @@ class Zygote:
 
 
 def warm_up() -> None:
-    """Import what a server imports, registry of all models included."""
+    """Import what a server imports, including the registry of all models."""
     import torch
 
     torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def warm_up() -> None:
     set_start_method("fork", force=True)
 
     def always_fork(method: str | None = None, force: bool = False) -> None:
-        """SGLang asks for "spawn" because of CUDA; there is none here, and spawning would import everything again."""
+        """SGLang asks for "spawn" because of CUDA. There is no CUDA here, and spawning would repeat all imports."""
         set_start_method("fork", force=True)
 
     multiprocessing.set_start_method = always_fork
@@ -142,7 +142,7 @@ def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)  # the child had not yet made its group; a zombie takes it silently
+        os.kill(pid, signal.SIGKILL)  # the child has no group of its own yet; a zombie ignores the signal
 
 
 def _free_port() -> int:
@@ -153,8 +153,8 @@ def _free_port() -> int:
 
 def main() -> None:
     events_fd = os.dup(1)
-    os.dup2(2, 1)  # what SGLang prints while it is imported is no event
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: whoever owns us decides, by closing stdin
+    os.dup2(2, 1)  # output of the imports must not mix with events
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C in a terminal the owner decides, by closing stdin
     began_s = time.monotonic()
     log_dir, owner_pid = Path(sys.argv[1]), int(sys.argv[2])
     if owner_pid:

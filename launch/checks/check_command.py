@@ -1,7 +1,7 @@
-"""`--check`: what a run would do with its models and prompts, found out by the code that the run itself uses.
+"""`--check`: shows what a run would do with its models and prompts, with the code that the run itself uses.
 
-Beyond launch.checks.preflight: the architectures are looked up in transformers, and the prompt rows are read and
-rendered to token ids as the learner will do it. This imports torch, loads no model and starts nothing.
+Beyond launch.checks.preflight, this looks up the architectures in transformers, and reads prompt rows and renders them
+to token ids as the learner will. It imports torch, but loads no model and starts nothing.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from models.loading import ModelError, load_config
 from models.tokenizer import load_tokenizer
 
 ROWS_READ: Final = 20_000
-"""Of a longer file so many rows are read, at equal distances."""
+"""Rows to read of a longer file, at equal distances."""
 
 
 class PromptRows(NamedTuple):
-    """What the rows of one file become."""
+    """The rows of one prompt file, as the learner would use them."""
 
     path: str
     rows: int
     read: int
-    """Rows that were looked at."""
+    """Number of rows that were read."""
     lengths: list[int]
-    """Tokens of each prompt that can be used."""
+    """Tokens of each usable prompt."""
     teacher_lengths: list[int]
-    """Of what its teachers read."""
+    """Tokens that teachers read for each usable prompt."""
     dropped: Counter[str]
-    """By reason, as the learner counts them."""
+    """Dropped rows by reason, as the learner counts them."""
     details: dict[str, str]
     """Reason -> the first row that was dropped for it."""
     first: Rendered | None
-    """The first one that can be used."""
+    """The first usable prompt."""
 
 
 def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
-    """Lines for people. `config`: as preflight resolved it; `devices`: look whether torch finds them here. Raises
-    ConfigError with all that is wrong."""
+    """Return lines to print. `config`: as preflight resolved it. `devices`: check that torch finds the devices on this
+    machine. Raises ConfigError with all mistakes."""
     mistakes = [*(_devices(config) if devices else ()), *_architectures(config)]
     lines = list(_models(config))
     try:
@@ -76,7 +76,7 @@ def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
             continue
         if not rows.lengths:
             dropped = ", ".join(f"{n} {reason} ({rows.details[reason]})" for reason, n in rows.dropped.items())
-            mistakes.append(f"{key}: none of the {rows.read:,} rows that were read can be used: {dropped}")
+            mistakes.append(f"{key}: none of the {rows.read:,} rows that were read is usable: {dropped}")
             continue
         lines += _describe(key, rows, tokenizer)
         mistakes += _too_long_for_teachers(key, rows, config)
@@ -132,7 +132,7 @@ def _spread(lengths: list[int]) -> str:
 
 
 def _too_long_for_teachers(key: str, rows: PromptRows, config: RunConfig) -> Iterator[str]:
-    """Prompts that leave a teacher no room for a single graded token."""
+    """Prompts that leave a teacher no room to score a single token."""
     for pool in teacher_pools(config):
         window = teacher_window(pool)
         if window is None:
@@ -154,7 +154,7 @@ def _models(config: RunConfig) -> Iterator[str]:
 
 
 def _architectures(config: RunConfig) -> Iterator[str]:
-    """Those that torch shall run here. What a server can run it says itself when it starts."""
+    """Check the architectures that torch runs in a worker. A server checks its own when it starts."""
     named = {"models.student": config.models.student}
     pools = (pool for pool in teacher_pools(config) if engine_of(pool.config, "teacher").loads_model)
     named |= {pool.model_key: pool.config.models.teacher for pool in pools}

@@ -1,26 +1,25 @@
-"""How much memory a run needs on each GPU: an estimate, from config.json and the headers of the weights. No torch.
+"""Estimates the memory that a run needs on each GPU, from config.json and the headers of the weights. No torch.
 
 With P parameters, L layers, hidden size H, MLP size F, V rows of the vocabulary, in bytes:
 
 learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen, or with adapters, whose are small);
-                with bfloat16 products 2 P for what they read; staging 2 copies of P in the actors' dtype, unless they
-                are in host memory (weights.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
-                (bfloat16) or 4, for nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4
+                2 P more for a bfloat16 copy; staging 2 copies of P in the actors' dtype, unless they are
+                in host memory (weights.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
+                (bfloat16) or 4, because nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * KV heads * head size * b
-embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits as they come in
-teacher         chunks of 512 MiB in float32: 1.3 GiB with what is made of them
+embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits in chunks of
+teacher         512 MiB in float32: 1.3 GiB with what is computed from them
 server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
-                where it is not given (SGLang chooses by the GPU: about that)
+                by default (SGLang chooses about that)
 each process    1 GiB: the CUDA context, libraries and fragments
 
 10 H + 4 F per token and layer counts what a transformer block with a gated MLP keeps for its backward pass (inputs of
 two norms and of the projections, q, k, v and the output of attention; gate, up, their product and the activation),
 without attention scores, which fused kernels do not keep (as in Korthikanti et al. 2022, arXiv:2205.05198, for GELU).
-Mixtures of experts, adapters, value heads and averages are not counted, nor what several processes on one GPU waste.
-What is `sure` (weights, gradient, moments, KV cache of embedded actors) is needed at least, and a run that has no room
-for it is refused; the rest may be off by half, and is only told.
-"""
+Mixtures of experts, adapters, value heads, averages, and the overhead of several processes on a GPU are not counted.
+The `sure` part (weights, gradient, moments, KV cache of embedded actors) is a lower bound, and a run without room for
+it is refused. The rest may be off by half, and is only reported."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ PROCESS_GIB: Final = 1.0
 
 
 class Need(NamedTuple):
-    """Of one process on one GPU, GiB."""
+    """Memory that one process needs on one GPU, in GiB."""
 
     who: str
     sure: Mapping[str, float]
@@ -62,18 +61,18 @@ class Need(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of a run."""
+    """The estimate of a run."""
 
     lines: list[str]
-    """A line per GPU that is used, for people."""
+    """A line to print per GPU in use."""
     mistakes: list[str]
 
 
 def read_shape(folder: Path) -> ModelShape | None:
-    """None where there are no safetensors files, or config.json does not say all of it."""
+    """None if there are no safetensors files, or config.json lacks something."""
     parameters = check_weights("", folder).parameters
-    told = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    text = {**told, **cast(dict[str, Any], told.get("text_config") or {})}
+    content = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    text = {**content, **cast(dict[str, Any], content.get("text_config") or {})}
     try:
         heads = int(text["num_attention_heads"])
         head = int(text.get("head_dim") or text["hidden_size"] // heads)
@@ -114,7 +113,7 @@ def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", 
 
 
 def worker_need(config: RunConfig, role: EngineRole, shape: ModelShape, who: str) -> Need:
-    """`config`: of a teacher, as its pool has it."""
+    """`config`: for a teacher, that of its pool."""
     settings = config.actor if role == "actor" else config.teacher
     return _need(who, *engine_of(config, role).memory(role, settings, shape))
 
@@ -132,7 +131,7 @@ def _need(who: str, sure: Mapping[str, float], likely: Mapping[str, float]) -> N
 
 
 def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memory:
-    """`config`: models are folders. Nothing where no GPU is used, or its memory is not known."""
+    """`config`: models are folders. The result is empty if no GPU is used, or its memory is unknown."""
     lines: list[str] = []
     mistakes: list[str] = []
     needs: dict[int, list[Need]] = {}
@@ -140,8 +139,8 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
         needs.setdefault(gpu, []).append(need)
     for gpu, here in sorted(needs.items()):
         gib, total, sure = machine.gib[gpu], sum(need.total for need in here), sum(sum(n.sure.values()) for n in here)
-        told = f"GPU {machine.gpus[gpu]}: about {total:.1f} of {gib:g} GiB: {'; '.join(map(str, here))}"
-        lines.append(told + ("" if total <= gib else " - more than it has, by this estimate"))
+        line = f"GPU {machine.gpus[gpu]}: about {total:.1f} of {gib:g} GiB: {'; '.join(map(str, here))}"
+        lines.append(line + ("" if total <= gib else " - more than it has, by this estimate"))
         if sure > gib:
             mistakes.append(
                 f"GPU {machine.gpus[gpu]}: got {', '.join(need.who for need in here)} with at least {sure:.1f} GiB, "
@@ -152,7 +151,7 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
 
 
 def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterator[tuple[int, Need]]:
-    """(GPU, what one process needs there). Models whose shape is not known are left out."""
+    """Yield (GPU, need of one process there). Models of unknown shape are left out."""
     seats = {who: gpu for who, gpu in placement.places.seats.items() if gpu is not None}
     shape_of = functools.cache(read_shape)  # reads the headers of all weights
     student = shape_of(Path(config.models.student))

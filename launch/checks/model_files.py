@@ -25,21 +25,21 @@ from protocol.handshake import vocab_fingerprint, vocab_tokens
 
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 100_000_000
-"""As the safetensors library has it."""
+"""The limit of the safetensors library."""
 INDEX_FILE: Final = "model.safetensors.index.json"
 NAMED: Final = 3
-"""Differing tokens that a message names."""
+"""Number of differing tokens that a message names."""
 Json = Mapping[str, object]
 Vocabulary = Mapping[str, int]
 
 
 def find_model(key: str, named: str) -> Path:
-    """The folder of a model, looked at from outside. A name that is no folder is fetched from the model hub (or found
-    in its cache). Raises ConfigError."""
+    """Find a model's folder and check that its files are there. A name that is not a folder is downloaded from the
+    model hub, or found in its cache. Raises ConfigError."""
     if named == BUILTIN:
         folder = builtin.STUDENT_DIR if key.endswith("student") else builtin.TEACHER_DIR
         if not folder.is_dir():
-            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it by `python -m builtin.build`")
+            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it with `python -m builtin.build`")
     else:
         folder = Path(named).expanduser()
     if not folder.exists() and _looks_like_hub_name(named):
@@ -61,12 +61,12 @@ def model_type(folder: Path) -> str:
     """`model_type` of config.json. Raises ConfigError."""
     file = folder / "config.json"
     try:
-        told = cast(Json, json.loads(file.read_text())).get("model_type")
+        named = cast(Json, json.loads(file.read_text())).get("model_type")
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise ConfigError(f"{file} is not a JSON object: {error}") from error
-    if not isinstance(told, str):
-        raise ConfigError(f"{file}: model_type is {told!r}, expected a name like qwen3")
-    return told
+    if not isinstance(named, str):
+        raise ConfigError(f"{file}: model_type is {named!r}, expected a name like qwen3")
+    return named
 
 
 def _looks_like_hub_name(named: str) -> bool:
@@ -74,7 +74,7 @@ def _looks_like_hub_name(named: str) -> bool:
 
 
 def _from_hub(key: str, name: str) -> Path:
-    """The local snapshot of a model on the hub; downloads what is not in the cache."""
+    """The local snapshot of a model on the hub; files that are not in the cache are downloaded."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -85,7 +85,7 @@ def _from_hub(key: str, name: str) -> Path:
         raise ConfigError(
             f"{key}: {name!r} is neither a folder nor a model on the hub{nearest_path(Path(name))}"
         ) from None
-    except Exception as unreachable:  # connection errors: their classes differ between versions of the hub's client
+    except Exception as unreachable:  # connection errors; their classes differ between versions of the hub client
         try:
             return Path(snapshot_download(name, local_files_only=True, allow_patterns=wanted))
         except OSError:
@@ -105,15 +105,16 @@ def nearest_path(path: Path) -> str:
 
 
 class WeightFiles(NamedTuple):
-    """Of one model folder."""
+    """Findings about the weights of one model folder."""
 
     mistakes: list[str]
     parameters: int
-    """Numbers in all tensors of the files that are whole; 0 where there is no safetensors file."""
+    """Number of parameters in all complete safetensors files; 0 if there are none."""
 
 
 def check_weights(key: str, folder: Path) -> WeightFiles:
-    """`key`: of the configuration, with which each mistake begins. Weights in other formats are not looked at."""
+    """Check the safetensors files of a folder; other formats are not checked. Mistakes begin with `key`, a key of the
+    configuration."""
     mistakes = list(_missing_files(key, folder))
     parameters = 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -125,7 +126,7 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
 
 
 def _missing_files(key: str, folder: Path) -> Iterator[str]:
-    """Those that the index names."""
+    """Report files that the index names and the folder lacks."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return
@@ -133,14 +134,14 @@ def _missing_files(key: str, folder: Path) -> Iterator[str]:
         placed = cast(Mapping[str, str], json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         names = sorted(set(placed.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{key}: {index} is no index of safetensors files: {error!r}"
+        yield f"{key}: {index} is not an index of safetensors files: {error!r}"
         return
     if lacking := [name for name in names if not (folder / name).is_file()]:
         yield f"{key}: {folder} lacks {len(lacking)} of the {len(names)} files that {INDEX_FILE} names: {lacking[0]}"
 
 
 def _parameters(file: Path) -> int:
-    """Numbers in its tensors. Raises ValueError for a file that is not whole."""
+    """Number of parameters in a safetensors file. Raises ValueError if the file is incomplete."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
@@ -158,15 +159,15 @@ def _parameters(file: Path) -> int:
         raise ValueError(f"its safetensors header cannot be read: {error!r}") from error
     expected = LENGTH_BYTES + length + max(ends, default=0)
     if size != expected:
-        why = "it is cut short" if size < expected else "something else is behind the weights"
+        why = "it is cut short" if size < expected else "there is more data after the weights"
         raise ValueError(f"got {size:,} bytes, expected {expected:,} by its header: {why}")
     return parameters
 
 
 def check_teachers(student: Path, teachers: Mapping[str, Path]) -> list[str]:
-    """Mistakes. `teachers`: key of the configuration -> model folder."""
+    """Return the mistakes. `teachers`: key of the configuration -> model folder."""
     ours = read_vocabulary(student / "tokenizer.json")
-    return [told for key, folder in teachers.items() for told in _check(key, student, ours, folder)]
+    return [mistake for key, folder in teachers.items() for mistake in _check(key, student, ours, folder)]
 
 
 def _check(key: str, student: Path, ours: Vocabulary | None, teacher: Path) -> Iterator[str]:
@@ -176,21 +177,21 @@ def _check(key: str, student: Path, ours: Vocabulary | None, teacher: Path) -> I
     if vocab_fingerprint(ours) != vocab_fingerprint(theirs):
         yield (
             f"{key}: its tokenizer differs from the student's ({len(ours)} tokens in {student}, {len(theirs)} in "
-            f"{teacher}): {differences(ours, theirs)}; a teacher grades the student's token ids, so it needs the same "
+            f"{teacher}): {differences(ours, theirs)}; a teacher scores the student's token ids, so it needs the same "
             "token-to-id map"
         )
         return
     rows, student_rows = known_vocabulary_size(teacher), known_vocabulary_size(student)
-    # The rows past the vocabulary are padding, of which each model may have its own number.
+    # Rows past the vocabulary are padding, and models differ in how many they have.
     if rows is not None and student_rows is not None and rows < min(student_rows, vocab_tokens(ours)):
         yield (
             f"{key}: got {rows} embedding rows (vocab_size in {teacher / 'config.json'}), expected at least "
-            f"{min(student_rows, vocab_tokens(ours))}, the ids that the student can sample; it could not grade the rest"
+            f"{min(student_rows, vocab_tokens(ours))}, the ids that the student can sample; it could not score the rest"
         )
 
 
 def differences(ours: Vocabulary, theirs: Vocabulary) -> str:
-    """For people: how many tokens differ, and the first ones by id."""
+    """Describe how many tokens differ, with the first ones by id."""
     other_id = sorted((i, token) for token, i in ours.items() if token in theirs and theirs[token] != i)
     only_ours = sorted((i, token) for token, i in ours.items() if token not in theirs)
     only_theirs = sorted((i, token) for token, i in theirs.items() if token not in ours)
@@ -208,18 +209,18 @@ def differences(ours: Vocabulary, theirs: Vocabulary) -> str:
 
 
 def read_vocabulary(file: Path) -> dict[str, int] | None:
-    """Token -> id, added tokens included, or None if the file is not there or of a kind without a readable map."""
+    """Token -> id, with added tokens; None if the file does not exist or is of a kind without a readable map."""
     if not file.is_file():
         return None
     try:
         content = cast(Json, json.loads(file.read_text(encoding="utf-8")))
-        told = cast(Json, content["model"])["vocab"]
+        listed = cast(Json, content["model"])["vocab"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a tokenizer: {error!r}") from error
-    if isinstance(told, Mapping):
-        vocab = dict(cast(Mapping[str, int], told))
+        raise ConfigError(f"{file} is not a tokenizer file: {error!r}") from error
+    if isinstance(listed, Mapping):
+        vocab = dict(cast(Mapping[str, int], listed))
     else:  # Unigram: [[token, score], ...], the id is the position
-        vocab = {token: i for i, (token, _) in enumerate(cast(list[tuple[str, float]], told))}
+        vocab = {token: i for i, (token, _) in enumerate(cast(list[tuple[str, float]], listed))}
     for added in cast(list[dict[str, object]], content.get("added_tokens") or []):
         vocab[str(added["content"])] = int(str(added["id"]))
     return vocab

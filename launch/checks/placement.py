@@ -35,15 +35,15 @@ Backend: TypeAlias = Literal["gloo", "nccl"]
 
 
 class Member(NamedTuple):
-    """The learner, or an actor (its server): what it contributes to the weight group."""
+    """What the learner, or an actor (or its server), contributes to the weight group."""
 
     who: str
     gpus: tuple[int, ...] | None
-    """A rank on each; empty: on the CPU; None: not known, for somebody else started it."""
+    """One rank on each; empty: on the CPU; None: unknown, because the user started its server."""
     nccl: str | None
-    """Version that its interpreter loads; None: not known."""
+    """Version that its interpreter loads; None: unknown."""
     python: str
-    """That interpreter. Those of one have the same NCCL, known or not."""
+    """Its interpreter. Members with the same interpreter have the same NCCL, known or not."""
 
 
 class Choice(NamedTuple):
@@ -52,8 +52,8 @@ class Choice(NamedTuple):
 
 
 def choose_weight_backend(wanted: Literal["auto", "gloo", "nccl"], learner: Member, actors: Sequence[Member]) -> Choice:
-    """Raises ValueError where NCCL is asked for and cannot work. What is merely not known speaks against it under
-    `auto` only."""
+    """Choose nccl if it can work, else gloo. Under `auto`, anything unknown means gloo. Raises ValueError if `wanted`
+    is nccl and it cannot work."""
     if wanted == "gloo":
         return Choice("gloo", "as configured")
     if impossible := next(_impossible(learner, actors), None):
@@ -89,25 +89,25 @@ def _impossible(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
 
 def _unknown(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
     if not actors:
-        yield "who joins may have no GPU of its own"
+        yield "actors that join may have no GPU of their own"
     for actor in actors:
         if actor.gpus is None:
-            yield f"the GPU and the NCCL of {actor.who} are not known, as its server was started by others"
+            yield f"the GPU and the NCCL of {actor.who} are not known, because the user started its server"
     for member in (learner, *actors):
         if member.nccl is None and any(actor.python != learner.python for actor in actors):
             yield f"no installed wheel says which NCCL {member.python} has, and it must be the same for all"
 
 
 class Placement(NamedTuple):
-    """What was decided."""
+    """The device of each process, and the weight backend."""
 
     places: Places = Places({}, {})
     weights: Choice = Choice("gloo", "nothing is placed")
     text: str = ""
-    """One line for people; empty: nothing was placed."""
+    """One line to print; empty: nothing was placed."""
 
     def device(self, role: WorkerRole, index: int) -> str:
-        """Torch device of an embedded worker; empty where it was not given one, and on servers."""
+        """Torch device of an embedded worker; empty if none was assigned, and for servers."""
         who = LEARNER if role == "learner" else f"{role}-{index}"
         if who not in self.places.seats:
             return ""
@@ -116,12 +116,12 @@ class Placement(NamedTuple):
 
 
 NOWHERE = Placement()
-"""Nobody is told where to go: `auto` in the configuration is for each worker to see to."""
+"""No device is assigned: each worker resolves `auto` in the configuration itself."""
 
 
 def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, why: Mapping[str, str]) -> Placement:
-    """`config`: no engine is auto, `server.device` is cpu or cuda, models are folders. `why`: of the engines
-    that were chosen. Raises ValueError for what does not fit."""
+    """Assign devices and the weight backend. `config`: no engine is auto, `server.device` is cpu or cuda, models are
+    folders. `why`: reasons of the chosen engines. Raises ValueError if something does not fit."""
     own = interpreters.own()
     n = len(machine.gpus)
     places = place(n, list(_seats(config, usable=n > 0 and (own.has_gpu_code or machine.pretended))), _wanted(config))
@@ -130,22 +130,22 @@ def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, w
     learner = Member(LEARNER, () if gpu is None else (gpu,), own.nccl_version, sys.executable)
     wanted = "gloo" if config.weights.transport == "folder" else config.weights.backend
     weights = choose_weight_backend(wanted, learner, members)
-    text = "; ".join(_told(config, machine, places, weights, why, own))
+    text = "; ".join(_described(config, machine, places, weights, why, own))
     return Placement(places, weights, text)
 
 
 def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
-    def device(told: str) -> str:
-        return told if told != "auto" and (usable or told == "cpu") else "cuda" if usable else "cpu"
+    def device(asked: str) -> str:
+        return asked if asked != "auto" and (usable or asked == "cpu") else "cuda" if usable else "cpu"
 
     yield Seat(LEARNER, "learner.device", device(config.learner.device))
 
     groups = worker_groups(config)
     for group in (*groups[1:], groups[0]):  # teachers before actors (launch.machine.gpus.place)
         where = group.engine.device(group.role, group.settings)
-        key, told = (f"{group.key}.{where.key}", device(where.device)) if where is not None else (group.key, "cpu")
+        key, on = (f"{group.key}.{where.key}", device(where.device)) if where is not None else (group.key, "cpu")
         for index in range(group.n if group.engine.servers is None else 0):
-            yield Seat(f"{group.role}-{group.first + index}", key, told)
+            yield Seat(f"{group.role}-{group.first + index}", key, on)
 
 
 def _wanted(config: RunConfig) -> list[Wanted]:
@@ -158,7 +158,7 @@ def _wanted(config: RunConfig) -> list[Wanted]:
 
 
 def _actors(config: RunConfig, places: Places, interpreters: Interpreters) -> Iterator[Member]:
-    """What the actors contribute to the weight group."""
+    """The actors as members of the weight group."""
     actor = config.actor
     servers = engine_of(config, "actor").servers
     if servers is None:
@@ -179,7 +179,7 @@ def _actors(config: RunConfig, places: Places, interpreters: Interpreters) -> It
 
 
 def wrong_nccl(config: RunConfig, places: Places, interpreters: Interpreters) -> Iterator[str]:
-    """Interpreters that are to use GPUs with the NCCL of another CUDA than their torch's."""
+    """Report interpreters for GPUs whose NCCL wheel is for another CUDA version than their torch."""
     if any(gpu is not None for gpu in places.seats.values()) and (wrong := interpreters.own().wrong_wheel()):
         yield f"learner.device: {sys.executable} {wrong}, or say device = cpu"
     for key, role, _, own in launched_groups(config):
@@ -189,13 +189,13 @@ def wrong_nccl(config: RunConfig, places: Places, interpreters: Interpreters) ->
             yield f"{key}.server.python: {python} {wrong}"
 
 
-def _told(
+def _described(
     config: RunConfig, machine: Machine, places: Places, weights: Choice, why: Mapping[str, str], own: TorchBuild
 ) -> Iterator[str]:
     def gpus(who: Sequence[str]) -> str:
         on = [places.seats[name] for name in who]
-        told = [machine.gpus[gpu] for gpu in on if gpu is not None]
-        return f"GPU {', '.join(told)}" if told else "the CPU"
+        names = [machine.gpus[gpu] for gpu in on if gpu is not None]
+        return f"GPU {', '.join(names)}" if names else "the CPU"
 
     def role(name: str, key: str, engine: EngineProvider, seats: Sequence[str], servers: Groups, device: str) -> str:
         where = gpus(seats) if seats else "the CPU" if device == "cpu" else "GPUs of their own"
@@ -218,22 +218,22 @@ def _told(
             groups = places.servers.get(pool.key, ())
             yield role(name, pool.key, engine, seats, groups, teacher.server.device)
     if config.weights.transport == "folder":
-        yield "weights by files in the run's folder (weights.transport)"
+        yield "weights by files in the run folder (weights.transport)"
     else:
         yield f"weights by {weights.backend} ({weights.why})"
 
 
 class Engines(NamedTuple):
-    """What was chosen."""
+    """The chosen engines."""
 
     config: RunConfig
-    """No engine is auto."""
+    """The configuration, in which no engine is auto."""
     why: dict[str, str]
-    """actor, teacher or pools.NAME -> the reason; only where it was auto."""
+    """actor, teacher or pools.NAME -> the reason, for each engine that was auto."""
 
 
 def choose_engines(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Engines:
-    """`config`: as the user gave it. An explicit engine is left as it is."""
+    """Replace each `engine = auto` by the first engine of `AUTO_ORDER` that fits the machine, else the embedded one."""
     filled = fill_devices(config)
     why: dict[str, str] = {}
     actor = config.actor
@@ -247,13 +247,13 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
         own = pool.config.teacher
         if own.engine != AUTO:
             continue
-        unfit = "it grades with the student's average" if pool.name == average else ""
+        unfit = "it scores with the student's average" if pool.name == average else ""
         engine, why[pool.key] = _choose(own.server, own.urls, unfit, machine, interpreters)
         if config.pools:
             pools[pool.name] = replace(pools[pool.name], engine=engine)
         else:
             teacher = replace(teacher, engine=engine)
-    if teacher.engine == AUTO:  # of nobody: all pools have their own, or there is no teacher
+    if teacher.engine == AUTO:  # unused: all pools have their own engine, or there is no teacher
         teacher = replace(teacher, engine=EMBEDDED)
     return Engines(replace(config, actor=actor, teacher=teacher, pools=pools), why)
 
@@ -261,7 +261,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
 def _choose(
     server: ServerConfig, urls: tuple[str, ...], in_process: str, machine: Machine, interpreters: Interpreters
 ) -> tuple[str, str]:
-    """(engine, why). `in_process`: why only an engine in the worker's process will do; empty: any will."""
+    """Returns (engine, reason). `in_process`: why the engine must run in the worker's process; empty: it need not."""
     why = ""
     for name in AUTO_ORDER:
         provider = find_engine(name)

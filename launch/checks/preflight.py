@@ -1,10 +1,10 @@
-"""Checks of what a configuration names, before torch is loaded anywhere: models, prompts, and one vocabulary for both;
-whether its parts fit one another (launch.config.consistency), and what SGLang servers need
+"""Checks a configuration before torch is loaded anywhere: models (launch.checks.model_files), prompts, recorded
+batches, whether its parts fit one another (launch.config.consistency), and SGLang servers
 (launch.checks.server_preflight).
 
-They take well under a second for local folders, so that a wrong path costs no waiting. What needs torch or the whole
-prompts file (a chat template that fails, an unknown architecture) is found by `--check` (launch.checks.check_command),
-or told by its owner when it loads it.
+These checks take well under a second for local folders, so a wrong path is found at once. Problems that only torch or
+the whole prompts file can show (a chat template that fails, an unknown architecture) are found by `--check`
+(launch.checks.check_command), or when a worker loads the file.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ Json = Mapping[str, object]
 
 
 class Checked(NamedTuple):
-    """What the launcher goes on with."""
+    """The checked configuration, and what the launcher needs to start it."""
 
     config: RunConfig
-    """`builtin` and hub names replaced by folders and files, so that 40 workers need not ask the hub again; no routes
-    to teachers that there are not and that nothing needs."""
+    """`builtin` and hub names are replaced by folders and files, so that 40 workers need not ask the hub again; routes
+    to teachers that do not exist and are not needed are gone."""
     model_types: tuple[str, ...]
-    """Of student and teacher, as in their config.json."""
+    """`model_type` of student and teachers, from config.json."""
     warnings: tuple[str, ...] = ()
-    """What the run will do otherwise than one may think."""
+    """Warnings: what the run will do differently than expected."""
     servers: tuple[ServerPlan, ...] = ()
     """SGLang servers to be started with the run."""
     server_report: str = ""
-    """For people: where they will run, and what running ones can do."""
+    """Text to print: where servers will run, and what running servers can do."""
     placement: Placement = NOWHERE
-    """Of learner and embedded engines."""
+    """Devices of the learner and of embedded engines."""
     memory: tuple[str, ...] = ()
-    """Lines for people: how much each GPU that is used has to hold, by an estimate."""
+    """Lines to print: estimated memory on each GPU in use."""
     not_here: tuple[str, ...] = ()
-    """What a pretended machine would have to have, and this one lacks."""
+    """Requirements of a pretended machine that this one does not meet."""
 
 
 def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
-    """`pretended`: instead of this machine's GPUs. Raises ConfigError with all that is wrong."""
+    """Check everything. `pretended`: used in place of this machine's GPUs. Raises ConfigError with all mistakes."""
     mistakes: list[str] = []
     config = without_idle_routes(config)
     interpreters = Interpreters()
-    machine = pretended or find_machine()  # though device = cpu, a part may be put on a GPU by name
+    machine = pretended or find_machine()  # even if device = cpu, one part may name a GPU
     config, why_engines = choose_engines(config, machine, interpreters)
     named = {"models.student": config.models.student}
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
@@ -125,7 +125,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
 
 
 def _with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    """The same models, by their folders."""
+    """Replace the names of models by their folders."""
     found = {key.partition(".")[2]: str(folder) for key, folder in folders.items() if key.startswith("models.")}
     pools = {
         name: replace(pool, model=str(folders.get(f"pools.{name}.model", pool.model)))
@@ -139,7 +139,7 @@ def _absolute(path: str) -> str:
 
 
 def check_prompts(key: str, path: Path) -> list[str]:
-    """The first rows of a prompts file. The learner, which reads all of it, checks the rest."""
+    """Check the first rows of a prompts file. The learner reads and checks all of it."""
     path = path.expanduser()
     if not path.exists():
         return [f"{key}: no file {str(path)!r}{nearest_path(path)}"]
@@ -205,14 +205,15 @@ def _parquet_columns(path: Path) -> list[str]:
 
 
 def check_recorded(config: RunConfig, *, resume: bool) -> None:
-    """`config`: with models and paths resolved. Raises ConfigError with all that is wrong."""
+    """Check recorded batches: the file that the run would write, and the one that it would mix in. `config`: with
+    models and paths resolved. Raises ConfigError with all mistakes."""
     mistakes = [*_objective(config), *_written(config, resume=resume), *_mixed_in(config)]
     if mistakes:
         raise ConfigError(*mistakes)
 
 
 def _objective(config: RunConfig) -> Iterator[str]:
-    """Off-policy objectives on the student's own tokens."""
+    """Refuse off-policy objectives for the student's own tokens."""
     learner = config.learner
     if learner.objective.divergence.name == "seq_kd":
         yield (
@@ -231,7 +232,7 @@ def _written(config: RunConfig, *, resume: bool) -> Iterator[str]:
         return
     path = record_path(Path(config.learner.record))
     if path.exists() and path.stat().st_size:
-        yield f"learner.record: {path} holds another run's batches; expected a file that is not there yet"
+        yield f"learner.record: {path} holds another run's batches; expected the name of a new file"
 
 
 def _mixed_in(config: RunConfig) -> Iterator[str]:
@@ -251,6 +252,6 @@ def _mixed_in(config: RunConfig) -> Iterator[str]:
     vocabulary = read_vocabulary(Path(config.models.student) / "tokenizer.json")
     if vocabulary is not None and vocab_fingerprint(vocabulary) != header.vocab_fingerprint:
         yield (
-            f"learner.offline.file: the token ids of {file} are of another vocabulary than those of "
-            f"{config.models.student}; expected one token-to-id map"
+            f"learner.offline.file: the token ids of {file} belong to another vocabulary than that of "
+            f"{config.models.student}; expected the same token-to-id map"
         )

@@ -1,4 +1,4 @@
-"""Before a run on SGLang starts: where its servers are or will be, and whether all that they need is there."""
+"""Checks the inference servers of a run before it starts: where they run or will run, and whether they can."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ HIGHEST_PORT: Final = 65535
 
 
 class Found(NamedTuple):
-    """What the launcher goes on with."""
+    """The servers and the placement of a run."""
 
     config: RunConfig
-    """Every `device` of a server is cpu or cuda, and `weights.backend` gloo or nccl."""
+    """The configuration, in which every server's `device` is cpu or cuda, and `weights.backend` gloo or nccl."""
     placement: Placement
     plans: tuple[ServerPlan, ...]
-    """To be started."""
+    """Servers to start."""
     attached: list[tuple[str, Features]]
-    """(worker, its running server)."""
+    """(worker, features of its running server)."""
     mistakes: list[str]
     not_here: list[str]
-    """What a pretended machine would have to have, and this one lacks."""
+    """Requirements of a pretended machine that this one does not meet."""
     memory: list[str]
-    """A line per GPU that is used; empty where that is not known."""
+    """A line per GPU in use; empty if that is unknown."""
 
     def report(self) -> str:
-        """For `--check`; empty without servers."""
-        told = [grouped(self.attached)] if self.attached else []
-        told += [f"{plan.name}: on {plan.place}, by {plan.python}" for plan in self.plans]
-        return "\n".join(told)
+        """Text for `--check`; empty without servers."""
+        lines = [grouped(self.attached)] if self.attached else []
+        lines += [f"{plan.name}: on {plan.place}, by {plan.python}" for plan in self.plans]
+        return "\n".join(lines)
 
 
 def check_servers(
@@ -60,8 +60,8 @@ def check_servers(
     interpreters: Interpreters | None = None,
     why: Mapping[str, str] | None = None,
 ) -> Found:
-    """`config`: models are folders, no engine is auto. Running servers are asked, and interpreters looked at,
-    only where servers are wanted. `why`: of the engines that were chosen (launch.checks.placement)."""
+    """Check the servers. `config`: models are folders, no engine is auto. Running servers and interpreters are probed
+    only if the run uses servers. `why`: reasons of the chosen engines (launch.checks.placement)."""
     interpreters = interpreters or Interpreters()
     config = fill_devices(config)
     attached = ask_servers(config)
@@ -101,7 +101,7 @@ def _with_backend(config: RunConfig, placement: Placement) -> RunConfig:
 
 
 def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Iterator[str]:
-    """A machine with a driver whose GPUs cannot be found would run on its CPU without anybody having said so."""
+    """Refuse to run on the CPU by accident: the machine has a GPU driver, but its GPUs cannot be found."""
     if not machine.unlisted:
         return
     servers = [server_config(own, role).device for _, role, _, own in launched_groups(config)]
@@ -114,7 +114,7 @@ def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreter
 
 
 def _lacking(group: WorkerGroup, machine: Machine, interpreters: Interpreters) -> tuple[list[str], list[str]]:
-    """(what another machine may have, what is wrong anywhere)."""
+    """Returns (what this machine lacks but another may have, what is wrong on any machine)."""
     key, role, _, config = group
     server = server_config(config, role)
     lacking: list[str] = []
@@ -125,8 +125,8 @@ def _lacking(group: WorkerGroup, machine: Machine, interpreters: Interpreters) -
         )
     servers = servers_of(config, role)
     python = servers.choose_python(server)
-    if told := servers.lacks(key, server, python, interpreters.look(python, servers.modules)):
-        lacking.append(told)
+    if missing := servers.lacks(key, server, python, interpreters.look(python, servers.modules)):
+        lacking.append(missing)
     last = server.port + count(config, role) - 1
     if server.port and last > HIGHEST_PORT:
         others.append(

@@ -21,8 +21,7 @@ from builtin import (
     TEACHER_DIR,
     TRAIN_JSONL,
 )
-from builtin.addition import STYLES, TOOL_TAGS, Problem, solution
-from builtin.problems_file import read_problems, write_problems
+from builtin.addition import STYLES, TOOL_TAGS, Problem, read_problems, solution, write_problems
 from builtin.tokenizer import build_tokenizer, prompt_token_ids
 from tests.patience import PATIENCE_S
 
@@ -119,6 +118,6 @@ def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, tex
 
 
 def test_paths_and_problems_import_without_torch() -> None:
-    imports = "import sys, builtin, builtin.addition, builtin.problems_file"
+    imports = "import sys, builtin, builtin.addition"
     code = f"{imports}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

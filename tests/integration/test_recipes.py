@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from builtin.problems_file import write_problems
+from builtin.addition import write_problems
 from builtin.specialists import problem_sets
 from replay import __main__ as replay
 from tests.integration.conftest import ROOT, Launched

@@ -177,7 +177,7 @@ def test_files_and_objectives_of_a_run_are_looked_at_before_it_starts(tmp_path: 
     assert "holds another run's batches" in mistakes(record=str(own))
     assert mistakes(resume=True, record=str(own)) == ""
     assert "was written by the student" in mistakes(**mixed(own))
-    assert "of another vocabulary" in mistakes(**mixed(foreign))
+    assert "belong to another vocabulary" in mistakes(**mixed(foreign))
     assert "no file" in mistakes(**mixed(tmp_path / "gone"))
     assert "trains on the file alone" in mistakes(**mixed(theirs, 0.0))
     assert "teaches nothing on the student's own tokens" in mistakes(

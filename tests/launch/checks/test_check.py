@@ -111,11 +111,11 @@ def test_rows_whose_tag_is_not_in_the_mix_are_counted(said: Said, tmp_path: Path
 @pytest.mark.parametrize(
     ("rows", "flags", "told"),
     [
-        (ROWS, ["--learner.tasks.max_prompt_tokens=3"], "none of the 4 rows that were read can be used: 4 prompt_too_"),
-        (ROWS, ["--learner.tasks.privileged=It is {hint}. "], "none of the 4 rows that were read can be used: 4 no_pr"),
+        (ROWS, ["--learner.tasks.max_prompt_tokens=3"], "none of the 4 rows that were read is usable: 4 prompt_too_"),
+        (ROWS, ["--learner.tasks.privileged=It is {hint}. "], "none of the 4 rows that were read is usable: 4 no_pr"),
         ([{"messages": [{"role": "assistant", "content": "2"}]}], [], "end with an assistant turn"),
         ([{"prompt": ["1+1="]}], [], "Expected `object`, got `str`"),
-        ([{"prompt": "a" * 2000}] * 3, [], "none of the 3 rows that were read can be used: 3 prompt_too_long"),
+        ([{"prompt": "a" * 2000}] * 3, [], "none of the 3 rows that were read is usable: 3 prompt_too_long"),
     ],
 )
 def test_prompts_of_which_none_can_be_used_are_refused(
@@ -130,7 +130,7 @@ def test_prompts_of_which_none_can_be_used_are_refused(
 def test_evaluation_prompts_are_read_as_well(said: Said, tmp_path: Path) -> None:
     file = write(tmp_path / "eval.jsonl", [{"prompt": "a" * 2000}])
     code, _, err = said(f"--eval-prompts={file}")
-    assert code == 2 and "learner.tasks.eval_prompts: none of the 1 rows that were read can be used" in err
+    assert code == 2 and "learner.tasks.eval_prompts: none of the 1 rows that were read is usable" in err
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ SPOILT: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda whole: whole[:100], "expected at least"),
     (lambda whole: whole[:5], "without a safetensors header"),
     (lambda _whole: b"", "got 0 bytes without a safetensors header"),
-    (lambda whole: whole + b"\0", "something else is behind the weights"),
+    (lambda whole: whole + b"\0", "there is more data after the weights"),
     (lambda whole: whole[:8] + b"[" + whole[9:], "its safetensors header cannot be read"),
 ]
 
@@ -61,8 +61,8 @@ def test_the_parameters_of_whole_files_are_counted(model: Path) -> None:
     ("index", "told"),
     [
         ({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}, "lacks 1 of the 2 files"),
-        ({}, "is no index of safetensors files"),
-        ({"weight_map": ["model.safetensors"]}, "is no index of safetensors files"),
+        ({}, "is not an index of safetensors files"),
+        ({"weight_map": ["model.safetensors"]}, "is not an index of safetensors files"),
     ],
 )
 def test_files_that_the_index_names_must_be_there(model: Path, index: Any, told: str) -> None:

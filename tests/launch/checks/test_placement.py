@@ -265,9 +265,9 @@ LEARNER = Member("learner", (0,), "2.27.5", "/a")
         ([Member("actor-0", (1, 2), "2.27.5", "/b"), Member("actor-1", (2, 3), "2.27.5", "/b")], "gloo", "share GPU 2"),
         ([Member("actor-0", (0,), "2.27.5", "/b")], "gloo", "the learner and actor-0 share GPU 0"),
         ([Member("actor-0", (), None, "")], "gloo", "actor-0 is on the CPU"),
-        ([Member("actor-0", None, None, "http://x")], "gloo", "started by others"),
+        ([Member("actor-0", None, None, "http://x")], "gloo", "the user started its server"),
         ([Member("actor-0", (1,), None, "/b")], "gloo", "no installed wheel says which NCCL /b has"),
-        ([], "gloo", "who joins"),
+        ([], "gloo", "actors that join"),
     ],
 )
 def test_nccl_is_taken_where_all_is_known_to_fit(actors: list[Member], backend: str, why: str) -> None:

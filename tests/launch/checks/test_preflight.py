@@ -128,7 +128,7 @@ def test_a_token_that_only_the_teacher_knows_is_named_with_its_id(model: Path) -
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 700, "content": "<think>"})
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "1 in the teacher's only, first '<think>' (700); a teacher grades" in told(models={"teacher": str(model)})
+    assert "1 in the teacher's only, first '<think>' (700); a teacher scores" in told(models={"teacher": str(model)})
 
 
 def test_an_embedding_padded_past_the_vocabulary_is_no_difference_but_one_that_lacks_rows_is(model: Path) -> None:

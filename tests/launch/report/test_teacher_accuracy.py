@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import builtin
+from builtin.addition import read_problems
 from builtin.measure import accuracy
-from builtin.problems_file import read_problems
 from launch.config.files import write_config
 from launch.config.run import RunConfig
 from launch.config.tree import build
