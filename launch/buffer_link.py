@@ -1,4 +1,4 @@
-"""The launcher's connection to the buffer: asks for snapshots, hears of the end. Nothing here is waited for."""
+"""The launcher's connection to the buffer: it asks for snapshots and hears of the end. Only connecting waits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ log = logging.getLogger(__name__)
 
 
 def read_address(file: Path, run_id: str) -> str | None:
-    """Where this run's buffer listens, or None while it does not yet."""
+    """Address of this run's buffer; None while it does not listen yet."""
     if not file.is_file():
         return None
-    told = msgspec.json.decode(file.read_bytes(), type=BufferAddress)
-    return told.address if told.run_id == run_id else None
+    found = msgspec.json.decode(file.read_bytes(), type=BufferAddress)
+    return found.address if found.run_id == run_id else None
 
 
 def read_incarnation(file: Path) -> str | None:
-    """The buffer's process that listens, or did last."""
+    """Incarnation of the buffer process that listens, or listened last."""
     return msgspec.json.decode(file.read_bytes(), type=BufferAddress).incarnation if file.is_file() else None
 
 
 class BufferLink:
-    """The newest snapshot, and how the run ended, as far as the buffer has told."""
+    """Holds the newest snapshot, and the Shutdown message once it has arrived."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class BufferLink:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         reconnect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        """Connects; raises protocol errors when that fails. `run_id` empty: whichever run this is. `keys` None: not
-        encrypted. `reconnect_timeout_s`: after a buffer that does not answer for so long the link is lost."""
+        """Connects; raises ProtocolError. `run_id`: empty for whichever run listens there. `keys`: None for an
+        unencrypted link. `reconnect_timeout_s`: the link is lost after the buffer has not answered for this long."""
         hello = Hello(role="launcher", name=name, incarnation=incarnation, run_id=run_id, vocab_fingerprint="")
         self._client = Client(
             address, hello, keys=keys, connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s
@@ -57,7 +57,7 @@ class BufferLink:
         self.snapshot: Snapshot | None = None
         self.shutdown: Shutdown | None = None
         self.lost: str | None = None
-        """Why the link is down for good, once it is."""
+        """Why the link is down for good; None while it is not."""
         self._asked_s = self._unanswered_since_s = 0.0
         self._answered = True
         try:
@@ -67,7 +67,7 @@ class BufferLink:
             raise
 
     def ask(self, now_s: float, every_s: float) -> None:
-        """Ask for a snapshot if the last question is answered and `every_s` ago (or was lost, long ago)."""
+        """Ask for a snapshot, unless the last request is younger than `every_s`, or unanswered and younger than 5 s."""
         due_s = every_s if self._answered else max(every_s, 5.0)
         if self.lost is None and now_s - self._asked_s >= due_s:
             self._unanswered_since_s = now_s if self._answered else self._unanswered_since_s
@@ -78,7 +78,7 @@ class BufferLink:
                 self._give_up(error)
 
     def ask_anew(self, now_s: float) -> None:
-        """Take what was asked for before, then ask: the next answer is of now."""
+        """Wait briefly for the pending answer, then ask again, so that the next snapshot is a fresh one."""
         while not self.answered and time.monotonic() - now_s < ANEW_S and self.lost is None:
             self.take()
             time.sleep(0.01)
@@ -87,15 +87,15 @@ class BufferLink:
 
     @property
     def answered(self) -> bool:
-        """Nothing is asked that was not answered."""
+        """Whether every request was answered."""
         return self._answered
 
     def unanswered_s(self, now_s: float) -> float:
-        """How long the buffer has owed an answer."""
+        """How long the buffer has owed an answer; 0 if it owes none."""
         return 0.0 if self._answered else now_s - self._unanswered_since_s
 
     def take(self) -> bool:
-        """Read what has come; True if there is a newer snapshot."""
+        """Read what has arrived; True if there is a newer snapshot."""
         newer = False
         while self.lost is None:
             try:
@@ -115,7 +115,7 @@ class BufferLink:
         return newer
 
     def close(self) -> None:
-        """Say goodbye; what was read stays. Idempotent."""
+        """Close the connection; `snapshot` and `shutdown` stay. Idempotent."""
         self.lost = self.lost or "closed"
         self._client.close("the launcher is done")
 

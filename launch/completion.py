@@ -1,9 +1,9 @@
-"""`cluster.py completion SHELL`: a script that completes the keys of `stillhouse`, and their values where they are few.
+"""`cluster.py completion SHELL`: prints a script that completes the keys of `stillhouse`, and values that are choices.
 
     source <(stillhouse completion bash)        in ~/.bashrc; zsh alike
     stillhouse completion fish | source         in ~/.config/fish/config.fish
 
-The keys stand in the script, so that completing starts no Python.
+The script contains the keys, so that completing does not start Python.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
+from launch.cluster import COMMANDS
 from launch.config.command_line import OWN_FLAGS, SWITCHES
 from launch.config.keys import keys_of, sections_of
 from launch.config.run import SHORT_FLAGS, RunConfig
+from launch.errors import WRONG_CONFIG_EXIT_CODE
 
-COMMANDS: Final = ("join", "export", "audit", "completion")
 SHELLS: Final = ("bash", "zsh", "fish")
-WRONG_ARGUMENT_EXIT_CODE: Final = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Run the command; returns the exit code."""
     if list(arguments) in (["--help"], ["-h"]):
         print(__doc__)
         return 0
     if len(arguments) != 1 or arguments[0] not in SHELLS:
-        told = " ".join(arguments) or "nothing"
-        print(f"stillhouse: completion: got {told}, expected one of {', '.join(SHELLS)}", file=sys.stderr)
-        return WRONG_ARGUMENT_EXIT_CODE
+        got = " ".join(arguments) or "nothing"
+        print(f"stillhouse: completion: got {got}, expected one of {', '.join(SHELLS)}", file=sys.stderr)
+        return WRONG_CONFIG_EXIT_CODE
     print(script(arguments[0]))
     return 0
 
 
 def script(shell: str) -> str:
-    """`shell`: one of SHELLS."""
+    """The completion script for one of SHELLS."""
     if shell == "fish":
         return "\n".join(_fish())
     header = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
@@ -44,7 +44,7 @@ def script(shell: str) -> str:
 
 
 def _flags() -> Iterator[tuple[str, tuple[str, ...] | None]]:
-    """Every flag with the values to choose from; none to choose from: (); None: it takes no value."""
+    """(flag, choices): () when any value may follow, None when the flag takes no value."""
     for name in OWN_FLAGS:
         yield f"--{name.replace('_', '-')}", ()
     for name in SWITCHES:
@@ -69,7 +69,7 @@ def _bash() -> Iterator[str]:
     topics = ["all", *(name for name, _ in sections_of(RunConfig))]
     yield "_stillhouse() {"
     yield '  local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}"'
-    yield '  if [[ $current == "=" ]]; then current=""; fi  # bash takes `=` for a word of its own'
+    yield '  if [[ $current == "=" ]]; then current=""; fi  # bash treats `=` as a separate word'
     yield '  if [[ $previous == "=" ]]; then previous="${COMP_WORDS[COMP_CWORD-2]}"; fi'
     yield '  case "$previous" in'
     yield f'    --help) COMPREPLY=($(compgen -W "{" ".join(topics)}" -- "$current")); return;;'

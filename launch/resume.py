@@ -1,10 +1,9 @@
-"""May a run go on, from which checkpoint, and under this configuration? Looked at before its folder is touched.
+"""Checks, before the run folder is touched, whether a run can resume, and from which checkpoint.
 
-A run goes on from its newest checkpoint that is whole. One that has checkpoints of which none is, is refused: begun
-anew it would throw away what was trained. A checkpoint remembers which stream of tasks it is a position in: the
-prompts, the rows held out of them, the order and the seed. It has a value head where the advantage needed one. The
-learner refuses to go on in another stream, or without the head; told here, the run's former configuration stays as
-it is.
+A run resumes from its newest intact checkpoint. If it has checkpoints but none is intact, it is refused: starting anew
+would throw away what was trained. A checkpoint is a position in one stream of tasks, identified by the prompts, the
+rows held out of them, the order and the seed; and it has a value head if the advantage needed one. The learner refuses
+another stream, or a missing head. It is checked here first, so that the run's former configuration stays as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from learner.prompts.records import DataError
 
 
 class StreamIdentity(msgspec.Struct, frozen=True):
-    """As `learner.tasks.TaskStream` writes it into its state."""
+    """Identity of a stream, as `learner.prompts.tasks` writes it into the checkpoint."""
 
     prompts: str
     """Fingerprint."""
@@ -45,10 +44,10 @@ class _Checkpoint(msgspec.Struct, frozen=True):
 
 
 def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False) -> Found:
-    """From what the run goes on. `config`: with paths resolved. Raises ConfigError, naming files or keys, when no
-    checkpoint in the run's folder is whole, or the one to go on from belongs to another stream of tasks, or has no
-    value head. Without a checkpoint the run begins anew, and nothing has to fit. `read_prompts`: open the prompts even
-    where their path is the same, to see whether the file has changed; the learner does so in any case."""
+    """Find the checkpoint to resume from; without any, the run starts anew and nothing has to fit. `config`: with paths
+    resolved. `read_prompts`: open the prompts even if their path is unchanged, to see whether the file has changed (the
+    learner does so in any case). Raises ConfigError, naming files or keys, when no checkpoint is intact, or when the
+    newest intact one belongs to another stream of tasks or lacks the value head."""
     try:
         found = go_on_from(folder / CHECKPOINTS)
     except NoneUsable as error:
@@ -60,7 +59,7 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
     mistakes = list(_differences(config, former, identity, read_prompts=read_prompts))
     if mistakes:
-        mistakes.append(f"--resume: {folder} goes on with the same tasks in the same order")
+        mistakes.append(f"--resume: {folder} must continue with the same tasks in the same order")
     advantage = config.learner.objective.advantage
     has_head = (checkpoint / VALUE_HEAD).is_file()
     if isinstance(advantage, TokenAdvantage) and not has_head:
@@ -69,21 +68,21 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
             "none; to begin with one, start a new run with that checkpoint as --student"
         )
     if mistakes:
-        end = "resume with what the run was started with, or start a new run; nothing was changed"
+        end = "resume with the settings that the run was started with, or start a new run; nothing was changed"
         raise ConfigError(*mistakes[:-1], f"{mistakes[-1]}; {end}")
     return found
 
 
 def describe_resumed(found: Found) -> list[str]:
-    """What the user should know of it, beginning with what is wrong."""
-    told = [f"{skipped}; an older one is used" for skipped in found.damaged]
+    """Lines for the user: damaged checkpoints first, then where the run resumes."""
+    lines = [f"{skipped}; an older one is used" for skipped in found.damaged]
     if found.path is None or found.version is None:
-        return [*told, "there is no checkpoint yet: the run begins anew, at step 0"]
-    return [*told, f"going on from step {found.version.step} ({found.path})"]
+        return [*lines, "there is no checkpoint yet: the run begins anew, at step 0"]
+    return [*lines, f"going on from step {found.version.step} ({found.path})"]
 
 
 def set_damaged_aside(found: Found) -> list[str]:
-    """Rename them, so that nobody writes in their place. Returns what was done."""
+    """Rename damaged checkpoints, so that nothing overwrites them. Returns a line for each."""
     return [f"{skipped.path} is kept as {set_aside(skipped.path)}" for skipped in found.damaged]
 
 
@@ -94,8 +93,8 @@ def _differences(
     if config.seed != identity.seed:
         yield f"seed: got {config.seed}, expected {identity.seed}, as in the checkpoint"
     if tasks.shuffle != identity.shuffle:
-        told = (str(value).lower() for value in (tasks.shuffle, identity.shuffle))
-        yield "learner.tasks.shuffle: got {}, expected {}, as in the checkpoint".format(*told)
+        got, expected = str(tasks.shuffle).lower(), str(identity.shuffle).lower()
+        yield f"learner.tasks.shuffle: got {got}, expected {expected}, as in the checkpoint"
     if tasks.mix != identity.mix:
         yield f"learner.tasks.mix: got {tasks.mix}, expected {identity.mix}, as in the checkpoint"
     former_tasks = former.learner.tasks if former is not None else None
@@ -107,7 +106,7 @@ def _differences(
                 f"learner.tasks.prompts: got {tasks.prompts} ({len(source)} rows), expected {was} "
                 f"({identity.rows} rows) or a copy of it"
             )
-            return  # of other prompts, other rows are held out
+            return  # other prompts: the number of held-out rows cannot be compared
     held_out = 0 if tasks.eval_prompts else n_held_out(identity.rows, tasks.eval_share, tasks.eval_prompts_needed)
     if held_out != identity.held_out:
         names = ("eval_prompts", "eval_share", "eval_greedy", "eval_sampled")

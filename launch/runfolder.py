@@ -1,18 +1,18 @@
-"""The folder of one run: its layout, who may use it, and what state it was left in.
+"""The folder of one run: its layout, its lock, and the state in which it was left.
 
-runs/<name>/   config.yaml    the resolved configuration; a run can be started again from it
+runs/<name>/   config.yaml    the resolved configuration; another run can be started from it
                run.json       RunRecord: run id, state, exit code
-               lock           held by the launcher while it lives
-               keys/          of the encrypted links (protocol.keys); not there when they are not
+               lock           held by the launcher as long as it lives
+               keys/          for the encrypted links (protocol.keys); missing when links are not encrypted
                logs/          <role>-<i>.log, forkserver.log, launcher.log
                buffer.json    where the buffer listens
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
                summary.json   written at the end of every run
                replay.json, replay_plan.json   of a replay in their place (replay.run, replay.plan)
-               servers/       <worker>.json, what its inference server can do
-               joined/        a folder for each `cluster.py join RUN` on a machine that sees this one
-               checkpoints/, tensorboard/ and the rest belong to the learner
-runs/latest    -> the run started last
+               servers/       <worker>.json: what its inference server can do
+               joined/        a folder for each `cluster.py join RUN` on a machine that sees this folder
+               checkpoints/, tensorboard/ and other files belong to the learner
+runs/latest    -> the most recently started run
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS, make_keys
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]
-"""stopped: a user, or the system, asked for the end (Ctrl-C, SIGTERM)."""
+"""stopped: ended by the user or the system (Ctrl-C, SIGTERM)."""
 RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
 SERVERS: Final = "servers"
-"""Folder in a run folder in which each worker on an inference server writes down what that can do."""
+"""Folder in a run folder in which each worker with an inference server records what that server can do."""
 log = logging.getLogger(__name__)
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json. A record that says "running" while nobody holds the lock is of a launcher that was killed."""
+    """run.json. If it says "running" but the lock is free, the launcher was killed."""
 
     name: str
     run_id: str
@@ -55,18 +55,18 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     launcher_pid: int
     exit_code: int | None = None
     host: str = ""
-    """Name of the launcher's machine; empty in records of older versions."""
+    """Host name of the launcher's machine; empty in records of older versions."""
     launches: int = 1
-    """How often the run was started: 1, and one more for each --resume."""
+    """Number of starts: 1, plus one for each --resume."""
 
 
 def end_state(exit_code: int) -> EndState:
-    """What a launcher's exit code says: 128 + n is the end by signal n."""
+    """The state for a launcher's exit code; 128 + n means ended by signal n."""
     return "finished" if exit_code == 0 else "stopped" if exit_code > 128 else "failed"
 
 
 class RunFolder(WorkFolder):
-    """An open run folder: locked against other launchers until `close`. Raises LaunchError when it cannot be."""
+    """An open run folder, locked against other launchers until `close`."""
 
     def __init__(self, path: Path, record: RunRecord, lock_fd: int) -> None:
         super().__init__(path, record.run_id)
@@ -75,7 +75,8 @@ class RunFolder(WorkFolder):
 
     @classmethod
     def open(cls, path: Path | None, *, resume: bool, name: str = "") -> RunFolder:
-        """Make a new folder, or go on in one (`resume`). Without a path: runs/<name or time>; on resume runs/latest."""
+        """Create a new folder, or open an old one (`resume`). Without a path: runs/<name or time>; on resume
+        runs/<name> or runs/latest. Raises LaunchError."""
         path = choose_path(path, resume=resume, name=name)
         try:
             return cls._open(path, resume=resume)
@@ -97,7 +98,7 @@ class RunFolder(WorkFolder):
                 _expect_empty(path)
             if former is not None and not resume:
                 raise LaunchError(
-                    f"{path} holds a run already ({_describe(former)}); go on with it by --resume, "
+                    f"{path} holds a run already ({_describe(former)}); continue it with --resume, "
                     "or give another --run-dir"
                 )
             (path / "logs").mkdir(exist_ok=True)
@@ -127,8 +128,8 @@ class RunFolder(WorkFolder):
         return f"RunFolder({str(self.path)!r}, {_describe(self.record)})"
 
     def keep_keys(self, workers: Iterable[str] = (), *, encrypted: bool) -> None:
-        """Make this run's keys, its own workers' among them, or keep those it has; put them aside for a launch without
-        encryption, because who finds keys uses them."""
+        """Make the run's keys, including those of its own workers, or keep existing ones. Without encryption they are
+        renamed, because processes that find keys use them."""
         keys, unused = self.path / KEYS, self.path / f"{KEYS}.unused"
         if encrypted:
             if unused.is_dir() and not keys.is_dir():
@@ -143,13 +144,13 @@ class RunFolder(WorkFolder):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """A run that was broken off before its launcher could say how it ended has failed, or was stopped."""
+        """Record an end for a launcher that raises before it has recorded one."""
         if self.record.state == "running" and error is not None:
             self.finish(INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
         self.close()
 
     def finish(self, exit_code: int) -> None:
-        """Write down how the run ended. Says so when it cannot be written."""
+        """Record how the run ended. Reports when that cannot be written."""
         self.record = msgspec.structs.replace(self.record, state=end_state(exit_code), exit_code=exit_code)
         try:
             self._write_record()
@@ -157,7 +158,7 @@ class RunFolder(WorkFolder):
             unwritten(self.path / "run.json", error)
 
     def close(self) -> None:
-        """Let other launchers in. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -167,26 +168,26 @@ class RunFolder(WorkFolder):
 
 
 def unwritable(path: Path, error: OSError) -> LaunchError:
-    """What to tell the user of a run folder that cannot be made or written."""
+    """The error for a run folder that cannot be created or written."""
     return LaunchError(
-        f"the run folder {path} cannot be written: {error}; make it writable, or name another one by --run-dir DIR"
+        f"the run folder {path} cannot be written: {error}; make it writable, or name another one with --run-dir DIR"
     )
 
 
 def choose_path(path: Path | None, *, resume: bool, name: str) -> Path:
-    """Where the run lives. Raises LaunchError when there is nothing to resume."""
+    """Path of the run's folder. Raises LaunchError when there is nothing to resume."""
     if path is not None:
         return path.absolute()
     if not resume:
         return _free_path(RUNS / (name or time.strftime("%Y%m%d-%H%M%S")), exact=bool(name)).absolute()
     chosen = RUNS / (name or "latest")
     if not chosen.is_dir():
-        raise LaunchError(f"--resume: {chosen} is not there; say which run by --run-dir DIR")
+        raise LaunchError(f"--resume: {chosen} does not exist; name the run with --run-dir DIR")
     return chosen.resolve()
 
 
 def _free_path(path: Path, *, exact: bool) -> Path:
-    """Two runs started in the same second get folders of their own."""
+    """Two runs started in the same second get different folders."""
     candidate, n = path, 1
     while not exact and candidate.exists():
         n += 1
@@ -195,7 +196,7 @@ def _free_path(path: Path, *, exact: bool) -> Path:
 
 
 def read_record(path: Path) -> RunRecord | None:
-    """What run.json in the folder says, or None without one. Raises LaunchError when it is not ours."""
+    """The record in run.json, or None without one. Raises LaunchError when it cannot be read."""
     file = path / "run.json"
     if not file.is_file():
         return None
@@ -211,7 +212,7 @@ def _describe(record: RunRecord) -> str:
 
 
 def _lock(path: Path) -> int:
-    """flock goes with the process, so a killed launcher leaves no stale lock. Children do not inherit it."""
+    """Lock by flock: it ends with the process, so a killed launcher leaves no lock. Children do not inherit it."""
     lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,13 +235,13 @@ def _expect_empty(path: Path) -> None:
 
 
 def _set_aside(file: Path, former: RunRecord | None) -> None:
-    """Results of the launch before this one stay readable, under its number, and are not taken for this one's."""
+    """Rename a result of the previous launch to carry its number, so that it is not taken for this launch's."""
     if file.exists() and former is not None:
         file.replace(file.with_name(f"{file.stem}.{former.launches}{file.suffix}"))
 
 
 def _point_latest(path: Path) -> None:
-    """runs/latest -> this run, for runs that live in runs/."""
+    """Let runs/latest point to this run, if it is in runs/."""
     if path.parent != RUNS.absolute():
         return
     draft = path.parent / f".latest.{os.getpid()}"

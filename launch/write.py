@@ -1,9 +1,9 @@
-"""The teacher writes, and grades, what a student can be trained on off-policy:
+"""Lets the teacher write and score rollouts on which a student can be trained off-policy:
 
     python -m launch.write FILE --teacher DIR --steps 50      (any key of launch/cluster.py)
 
-A run like any other, in which the student is the teacher's checkpoint and is never trained; what the learner gets is
-recorded in FILE. `steps` times `buffer.batch_rollouts` rollouts.
+This is a run whose student is the teacher's checkpoint and is never trained; the batches that reach the learner are
+recorded in FILE: `steps` times `buffer.batch_rollouts` rollouts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ RECIPE: Final = (
     "--buffer.max_staleness=7",
     "--learner.publish_every=8",
 )
-"""Under what the user says: whole rollouts, a prompt each, and seldom weights, for they are always the same."""
+"""Defaults that the user can override: whole rollouts, one per prompt, and rare weight updates, as weights never
+change."""
 USAGE: Final = f"""\
 usage: python -m launch.write FILE [--teacher DIR] [--steps N] [--KEY VALUE ...]
 
-The teacher writes and grades rollouts, which are recorded in FILE: for --learner.offline.file of a run, and for
-python -m replay. Keys are those of launch/cluster.py; set unless you say otherwise: {" ".join(RECIPE)}
+The teacher writes and scores rollouts, which are recorded in FILE, for --learner.offline.file of a run and for
+python -m replay. The keys are those of launch/cluster.py. Defaults here: {" ".join(RECIPE)}
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code, as launch.run's."""
+    """Run the command; returns the exit code of launch.run."""
     if not arguments or arguments[0].startswith("-"):
         print(USAGE, file=sys.stdout if arguments[:1] == ["--help"] else sys.stderr)
         return 0 if arguments[:1] == ["--help"] else WRONG_CONFIG_EXIT_CODE

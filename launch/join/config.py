@@ -1,4 +1,4 @@
-"""What those who join run with: the run's configuration, and what may differ from host to host. Checked before anything
+"""The configuration of a joining launcher: the run's, with what may differ on this host. It is checked before anything
 starts, as launch.checks.preflight does for a run.
 """
 
@@ -32,34 +32,34 @@ from protocol.addresses import is_local
 from protocol.handshake import vocab_fingerprint
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
-"""Keys that may be another host's own; all else is the run's."""
+"""Keys that a joining host may set; all others belong to the run."""
 OF_THE_RUN: Final = ("teacher.top_k", "teacher.top_mass", "teacher.tail")
-"""Keys under these that are not: the learner's objective needs the same of every teacher."""
+"""Exceptions: the learner's objective needs the same value from every teacher."""
 LEFT_OUT: Final = ("urls", "server.gpus", "server.host", "server.port")
-"""Keys of actor and teacher that speak of the run's own machine."""
+"""Keys of actor and teacher that describe the run's own machine; they are reset to their defaults."""
 ROLES: Final[tuple[EngineRole, ...]] = ("actor", "teacher")
 MODELS: Final[Mapping[EngineRole, str]] = {"actor": "student", "teacher": "teacher"}
 replace = msgspec.structs.replace
 
 
 class Joining(NamedTuple):
-    """What is to be started."""
+    """What a joining launcher is to start."""
 
     config: RunConfig
-    """`actors` and `teachers` are those that join; models are folders here."""
+    """`actors` and `teachers` count those that join; models are folders on this host."""
     roles: tuple[EngineRole, ...]
     model_types: tuple[str, ...]
     servers: tuple[ServerPlan, ...]
     placement: Placement
-    """Of embedded engines."""
+    """Devices of embedded engines."""
 
 
 def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
-    """Raises ConfigError with all that is wrong."""
+    """Check everything; raises ConfigError with all mistakes."""
     config = _resolved(target, overrides)
     roles: tuple[EngineRole, ...] = tuple(role for role in ROLES if count(config, role))
     if not roles:
-        raise ConfigError("say how many join: --actors N, --teachers M or both")
+        raise ConfigError("say how many workers join: --actors N, --teachers M or both")
     interpreters = Interpreters()
     machine = find_machine()
     config, why_engines = choose_engines(config, machine, interpreters)
@@ -71,7 +71,7 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
             folders[role] = find_model(key, named)
         except ConfigError as error:
             of_run = named == getattr(target.config.models, MODELS[role])
-            hint = f"; that is where the run has it, --{key} FOLDER says where it is here" if of_run else ""
+            hint = f"; the run has it there, use --{key} FOLDER to say where it is here" if of_run else ""
             mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
     mistakes += _vocabularies(target, folders)
     mistakes += check_join(config, folders.get("actor"))
@@ -113,8 +113,8 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
     for key, text in overrides:
         if not key.name.startswith(OWN_BRANCHES) or key.name in OF_THE_RUN:
             mistakes.append(
-                f"--{key.name}: belongs to the run, which has set it; those who join can set actors, teachers, and "
-                "most of models.*, actor.*, teacher.* and launch.*"
+                f"--{key.name}: belongs to the run, which has set it; a join can set actors, teachers, and most of "
+                "models.*, actor.*, teacher.* and launch.*"
             )
         else:
             mistakes += put_overrides(plain, [(key, text)])
@@ -125,7 +125,7 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
 
 
 def _of_pool(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
-    """The run's configuration as teachers of the wanted pool see it. Raises ConfigError when it must be said which."""
+    """The run's configuration as teachers of the wanted pool see it. Raises ConfigError if the pool must be named."""
     run, wanted = target.config, {key.name: text for key, text in overrides}
     pools = {pool.name: pool.config for pool in teacher_pools(run)}
     name = wanted.get("teacher.pool", next(iter(pools)))
@@ -135,20 +135,21 @@ def _of_pool(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
 
 
 def _vocabularies(target: Target, folders: Mapping[EngineRole, Path]) -> Iterator[str]:
-    """As far as the run's own student can be seen from here; the handshake with the buffer compares in any case."""
+    """Compare vocabularies, if the run's student can be read from here; the handshake with the buffer compares in any
+    case."""
     student = Path(target.config.models.student) / "tokenizer.json"
     theirs = read_vocabulary(student)
     for role, folder in folders.items():
         ours = read_vocabulary(folder / "tokenizer.json")
         if ours is not None and theirs is not None and vocab_fingerprint(ours) != vocab_fingerprint(theirs):
             yield (
-                f"models.{MODELS[role]}: {folder} has another vocabulary than the run's student, {student.parent}; the "
-                "same ids would mean other text"
+                f"models.{MODELS[role]}: {folder} has another vocabulary than the run's student, {student.parent}: "
+                "the same ids would mean other text"
             )
 
 
 def _one_kind(run: RunConfig, ours: RunConfig) -> Iterator[str]:
-    """All actors of a run take weights in one group."""
+    """All actors of a run are in one weight group, and must be alike."""
     pairs = [("actor.engine", run.actor.engine, ours.actor.engine)]
     if run.actor.engine == ours.actor.engine and engine_of(run, "actor").servers is not None:
         pairs += [
@@ -161,19 +162,19 @@ def _one_kind(run: RunConfig, ours: RunConfig) -> Iterator[str]:
 
 
 def _of_this_machine(config: RunConfig, roles: Sequence[EngineRole], *, elsewhere: bool) -> RunConfig:
-    """Roles that do not join need neither servers nor GPUs here; nor does the learner of another machine."""
+    """Roles that do not join need neither servers nor GPUs here; neither does a learner on another machine."""
     if "actor" not in roles:
         torch = replace(config.actor.torch, device="cpu")
         config = replace(config, actor=replace(config.actor, engine=EMBEDDED, torch=torch))
     if "teacher" not in roles:
         config = replace(config, teacher=replace(config.teacher, engine=EMBEDDED, device="cpu"))
-    weights = replace(config.weights, backend="gloo")  # by what weights are sent is the run's to say
+    weights = replace(config.weights, backend="gloo")  # the run has chosen it; do not check it here
     device = "cpu" if elsewhere else config.learner.device
     return replace(config, weights=weights, learner=replace(config.learner, device=device))
 
 
 def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -> Iterator[str]:
-    """NCCL takes one rank per GPU; two on one would break the group of all actors, again and again."""
+    """NCCL allows one rank per GPU; two on one GPU would break the whole group, again and again."""
     if target.config.weights.backend != "nccl":
         return
     where = engine_of(asked, "actor").device("actor", asked.actor)

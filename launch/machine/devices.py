@@ -1,4 +1,4 @@
-"""Devices without torch: what `device` in the configuration means, and whether what it asks for is there."""
+"""Devices, without torch: what `device` in the configuration means, and whether it is available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ replace = msgspec.structs.replace
 
 
 def fill_devices(config: RunConfig) -> RunConfig:
-    """`device` of the run for every device below that is still `auto`."""
+    """Replace every `auto` below by the run's `device`."""
     if config.device == "auto":
         return config
     device, actor, teacher = config.device, config.actor, config.teacher
@@ -38,7 +38,7 @@ def _filled_pool(pool: PoolConfig, device: Literal["cpu", "cuda"]) -> PoolConfig
 
 
 def on_device(config: RunConfig, role: WorkerRole, device: str) -> RunConfig:
-    """What a worker of this role reads that was given a place by the launcher. `config`: as it sees it."""
+    """The worker's configuration with the device that the launcher chose for it."""
     if role == "learner":
         return replace(config, learner=replace(config.learner, device=device))
     if role == "actor":
@@ -47,8 +47,8 @@ def on_device(config: RunConfig, role: WorkerRole, device: str) -> RunConfig:
 
 
 def lacking_cuda(config: RunConfig, machine: Machine, own: TorchBuild) -> Iterator[str]:
-    """A line for each embedded engine, and for the learner, that is to run on CUDA where there is no GPU, or that this
-    interpreter's torch (`own`) cannot use."""
+    """One line for the learner and for each embedded engine that is configured for CUDA when there is no GPU, or none
+    that this interpreter's torch (`own`) can use."""
     wanted = {key: device for key, device in torch_devices(config) if device.startswith("cuda")}
     if machine.pretended or (machine.gpus and own.has_gpu_code):
         return
@@ -66,7 +66,7 @@ def lacking_cuda(config: RunConfig, machine: Machine, own: TorchBuild) -> Iterat
 
 
 def torch_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, device) of the learner and of all embedded engines."""
+    """(key, device) for the learner and all embedded engines."""
     config = fill_devices(config)
     yield "learner.device", config.learner.device
     for group in worker_groups(config):

@@ -1,9 +1,8 @@
-"""Which GPU each server and each embedded role runs on. Pure functions: what is visible and what is asked for in, an
-assignment out.
+"""Assigns GPUs to servers and embedded roles, by pure functions over what is visible and what is asked for.
 
-The learner comes first, then servers (each on GPUs of its own, for a server takes nearly all of a GPU's memory), then
-embedded teachers, then embedded actors, each on a free GPU while there is one. Embedded roles share GPUs when there are
-more of them: first those without a server, the learner's last.
+The learner comes first, then servers (each on GPUs of its own, because a server takes nearly all of a GPU's memory),
+then embedded teachers, then embedded actors, each on a free GPU while there is one. After that embedded roles share
+GPUs: those without a server first, the learner's last.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Final, NamedTuple, TypeAlias
 LEARNER: Final = "learner"
 ANY_GPU: Final = "cuda"
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
-"""GPUs of each server of a role."""
+"""For each server of a role, its GPUs."""
 
 
 class Wanted(NamedTuple):
-    """The servers of one role."""
+    """The servers that one role needs."""
 
     role: str
     """`actor` or `teacher`."""
@@ -27,36 +26,36 @@ class Wanted(NamedTuple):
     tp: int
     """GPUs per server."""
     gpus: tuple[int, ...] = ()
-    """Chosen by the user, `tp` for each server in turn; empty: any that are left over."""
+    """The user's choice, `tp` for each server in turn; empty: any that are free."""
 
 
 class Seat(NamedTuple):
-    """An embedded role: a model in the worker's own process."""
+    """An embedded role, with its model in the worker's own process."""
 
     who: str
-    """`learner`, `teacher-0`, `actor-3`: as the worker is called, without the learner's number."""
+    """`learner`, `teacher-0`, `actor-3`: the worker's name, but without a number for the learner."""
     key: str
-    """Of the configuration that says where."""
+    """Configuration key that sets the device."""
     device: str
-    """cpu, cuda (any GPU that is free) or cuda:N."""
+    """cpu, cuda (any free GPU) or cuda:N."""
 
 
 class Places(NamedTuple):
-    """Positions in the list of visible GPUs."""
+    """The assignment. GPUs are positions in the list of visible ones."""
 
     seats: dict[str, int | None]
-    """Seat.who -> its GPU; None: the CPU."""
+    """Seat.who -> its GPU; None for the CPU."""
     servers: dict[str, Groups]
-    """Wanted.role -> the GPUs of each of its servers."""
+    """Wanted.role -> the GPUs of its servers."""
 
 
 class NotEnoughGpus(ValueError):
-    """The message says what is there, what was asked for, and how to share."""
+    """The message says what is available, what was requested, and how to share."""
 
 
 def place(n_visible: int, seats: Sequence[Seat], wanted: Sequence[Wanted]) -> Places:
     """`seats`: the learner, teachers, actors, in this order. Raises NotEnoughGpus for servers that do not fit, and
-    ValueError for a choice of the user's that is not there."""
+    ValueError for a chosen GPU that does not exist."""
     named = {seat.who: _named_gpu(seat, n_visible) for seat in seats if seat.device != ANY_GPU}
     chosen = {gpu for item in wanted for gpu in item.gpus}
     taken = {gpu for gpu in named.values() if gpu is not None}
@@ -68,9 +67,12 @@ def place(n_visible: int, seats: Sequence[Seat], wanted: Sequence[Wanted]) -> Pl
     servers = assign_gpus(n_visible, sorted(taken), wanted)
     served = {gpu for groups in servers.values() for group in groups for gpu in group}
     placed: dict[str, int | None] = {}
-    roles, members = Counter[int](), Counter[int]()  # on each GPU: all embedded roles, and members of the weight group
-    for seat in sorted(seats, key=lambda seat: seat.who not in named):  # what is settled counts for the others
-        sends = seat.who == LEARNER or seat.who.startswith("actor")  # it is in the weight group
+    roles, members = (
+        Counter[int](),
+        Counter[int](),
+    )  # per GPU: embedded roles, and weight group members
+    for seat in sorted(seats, key=lambda seat: seat.who not in named):  # those with a fixed GPU first
+        sends = seat.who == LEARNER or seat.who.startswith("actor")  # is in the weight group
         if seat.who in named:
             gpu = named[seat.who]
         else:
@@ -92,18 +94,18 @@ def _named_gpu(seat: Seat, n_visible: int) -> int | None:
         raise ValueError(f"{seat.key}: got {seat.device!r}, expected auto, cpu, cuda or cuda:N")
     if int(index) >= n_visible:
         raise ValueError(
-            f"{seat.key}: got {seat.device}, expected a number less than {n_visible}, the number of visible GPUs; they "
-            "are counted from 0"
+            f"{seat.key}: got {seat.device}, expected a number less than {n_visible}, the number of visible GPUs, "
+            "which are counted from 0"
         )
     return int(index)
 
 
 def assign_gpus(n_visible: int, taken: Sequence[int], wanted: Sequence[Wanted]) -> dict[str, Groups]:
-    """Role -> the GPUs of each of its servers, as positions 0.. in the list of visible ones.
+    """Role -> the GPUs of each of its servers, as positions in the list of visible ones.
 
-    `taken`: those that learner and embedded engines are on; others get a server only where the user says so. Explicit
-    choices come first, then the rest is handed out in the order of `wanted`. Raises NotEnoughGpus for too few, and
-    ValueError for choices that do not fit."""
+    `taken`: GPUs of the learner and of embedded engines, which get a server only if the user chose them for one.
+    Explicit choices come first; the rest is handed out in the order of `wanted`. Raises NotEnoughGpus, and ValueError
+    for choices that do not fit."""
     chosen = {item.role: _explicit(item, n_visible) for item in wanted if item.gpus}
     used = {gpu for groups in chosen.values() for group in groups for gpu in group}
     free = [gpu for gpu in range(n_visible) if gpu not in used and gpu not in taken]
@@ -126,8 +128,8 @@ def _explicit(item: Wanted, n_visible: int) -> Groups:
         )
     if max(item.gpus) >= n_visible:
         raise ValueError(
-            f"{key}: got GPU {max(item.gpus)}, expected less than {n_visible}, the number of visible GPUs; they are "
-            "counted from 0, as torch does"
+            f"{key}: got GPU {max(item.gpus)}, expected less than {n_visible}, the number of visible GPUs, which are "
+            "counted from 0, as in torch"
         )
     groups = tuple(item.gpus[i * item.tp : (i + 1) * item.tp] for i in range(item.n))
     for group in groups:

@@ -24,22 +24,22 @@ NVIDIA_SMI_TIMEOUT_S: Final = 20.0
 TORCH_TIMEOUT_S: Final = 60.0
 NVIDIA_NODE: Final = "nvidiactl"
 GPU_NODES: Final = (NVIDIA_NODE, "kfd", "dxg")
-"""Under /dev. Where one of these is, torch may find a GPU that nvidia-smi does not list (ROCm, WSL)."""
+"""Nodes in /dev. If one of these exists, torch may find a GPU that nvidia-smi does not list (ROCm, WSL)."""
 LOOK_TIMEOUT_S: Final = 30.0
 PRETENDED_GIB: Final = 80.0
 COUNT_BY_TORCH: Final = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
 
 class Machine(NamedTuple):
-    """What there is to place a run on."""
+    """The GPUs that a run can be placed on."""
 
     gpus: tuple[str, ...] = ()
-    """Names for CUDA_VISIBLE_DEVICES (numbers, or what that variable has) of the GPUs that a process started here sees.
-    A torch device cuda:2 is the third of them."""
+    """Names (numbers, or the entries of CUDA_VISIBLE_DEVICES) of the GPUs that a process started here sees. The torch
+    device cuda:2 is the third of them."""
     gib: tuple[float, ...] = ()
-    """Memory of each; empty where it is not known."""
+    """Memory of each in GiB; empty when unknown."""
     unlisted: str = ""
-    """There is a driver, but no way to count its GPUs: what was tried."""
+    """Set when there is a driver but no way to count its GPUs: what was tried."""
     pretended: bool = False
 
 
@@ -47,10 +47,10 @@ NO_GPUS: Final = Machine()
 
 
 def pretended_machine(text: str) -> Machine:
-    """Of --gpus: `8`, or `8x40` for GPUs of 40 GiB each. Raises ConfigError."""
-    told = re.fullmatch(r"(\d+)(?:x(\d+(?:\.\d+)?))?", text)
-    n = int(told[1]) if told else 0
-    gib = float(told[2] or PRETENDED_GIB) if told else 0.0
+    """Parse --gpus: `8`, or `8x40` for GPUs of 40 GiB each. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)(?:x(\d+(?:\.\d+)?))?", text)
+    n = int(match[1]) if match else 0
+    gib = float(match[2] or PRETENDED_GIB) if match else 0.0
     if not 1 <= n <= 1024 or gib <= 0:
         raise ConfigError(
             f"--gpus: got {text!r}, expected a number of GPUs to pretend, e.g. 8 ({PRETENDED_GIB:g} GiB each), or with "
@@ -66,30 +66,30 @@ def find_machine(
     dev: Path = Path("/dev"),
     python: str = sys.executable,
 ) -> Machine:
-    """This machine's visible GPUs, by nvidia-smi; where that is not in PATH or fails, by what the driver tells in
-    /proc; else by torch in a process of its own, where there is a device node of any GPU."""
+    """This machine's visible GPUs: from nvidia-smi; if that is not in PATH or fails, from the driver's files in /proc;
+    else, where a GPU's device node exists, from torch in a process of its own."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     command = shutil.which("nvidia-smi", path=environment.get("PATH"))
-    told = _output([command, "-L"], environment) if command is not None else None
-    if told is not None:
-        uuids = re.findall(r"^GPU \d+:.*?\(UUID: ([^)]*)\)", told, re.MULTILINE)
+    listed = _output([command, "-L"], environment) if command is not None else None
+    if listed is not None:
+        uuids = re.findall(r"^GPU \d+:.*?\(UUID: ([^)]*)\)", listed, re.MULTILINE)
         return _visible(uuids, chosen, _memory(command, environment))
     if uuids := _from_proc(proc, dev):
         return _visible(uuids, chosen, ())
     if (chosen is not None and not chosen.strip()) or not any((dev / node).exists() for node in GPU_NODES):
         return Machine()
     counted = (_output([python, "-c", COUNT_BY_TORCH], environment, TORCH_TIMEOUT_S) or "").strip()
-    if counted.isdecimal() and int(counted):  # of those that the variable allows
+    if counted.isdecimal() and int(counted):  # torch counts only those that the variable allows
         names = [name.strip() for name in chosen.split(",")] if chosen else [str(i) for i in range(int(counted))]
         return Machine(tuple(names[: int(counted)]))
     if not (dev / NVIDIA_NODE).exists():
-        return Machine()  # the nodes of ROCm and WSL are there without a GPU that torch could use, too
+        return Machine()  # nodes of ROCm and WSL also exist without a GPU that torch could use
     smi = "nvidia-smi fails" if command is not None else "nvidia-smi is not in PATH"
     return Machine(unlisted=f"{smi}, {proc} names none, and torch of {python} finds none")
 
 
 def _visible(uuids: Sequence[str], chosen: str | None, gib: Sequence[float]) -> Machine:
-    """As in CUDA, the first name in CUDA_VISIBLE_DEVICES that is no GPU ends the list."""
+    """As in CUDA, the first entry of CUDA_VISIBLE_DEVICES that is not a GPU ends the list."""
     known = dict(enumerate(gib)) if len(gib) == len(uuids) else {}
     if chosen is None:
         return Machine(tuple(str(i) for i in range(len(uuids))), tuple(known.values()))
@@ -105,32 +105,31 @@ def _visible(uuids: Sequence[str], chosen: str | None, gib: Sequence[float]) -> 
 
 
 def _from_proc(proc: Path, dev: Path) -> list[str]:
-    """UUIDs in the order of the PCI bus, as nvidia-smi numbers them. Only those whose device node is here: a container
-    may see the files of all and have the nodes of some."""
+    """UUIDs in the order of the PCI bus, as nvidia-smi numbers them. Only GPUs whose device node exists: a container
+    may see the files of all GPUs and have the nodes of some."""
     uuids: list[str] = []
     for file in sorted(proc.glob("*/information")):
         try:
-            told = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", file.read_text(), re.MULTILINE))
+            fields = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", file.read_text(), re.MULTILINE))
         except OSError:
             continue
-        minor = told.get("Device Minor", "")
+        minor = fields.get("Device Minor", "")
         if minor.isdecimal() and (dev / f"nvidia{minor}").exists():
-            uuids.append(told.get("GPU UUID", ""))
+            uuids.append(fields.get("GPU UUID", ""))
     return uuids
 
 
 def _memory(command: str | None, environment: Mapping[str, str]) -> tuple[float, ...]:
-    """GiB of each GPU; empty where nvidia-smi does not say it."""
-    told = _output([str(command), "--query-gpu=memory.total", "--format=csv,noheader,nounits"], environment)
-    lines = (told or "").split("\n")
-    figures = [line.strip() for line in lines if line.strip()]
+    """GiB of each GPU; empty when nvidia-smi does not report it."""
+    printed = _output([str(command), "--query-gpu=memory.total", "--format=csv,noheader,nounits"], environment)
+    figures = [line.strip() for line in (printed or "").split("\n") if line.strip()]
     return tuple(float(figure) / 1024 for figure in figures) if all(map(str.isdecimal, figures)) else ()
 
 
 def _output(
     command: Sequence[str], environment: Mapping[str, str], limit_s: float = NVIDIA_SMI_TIMEOUT_S
 ) -> str | None:
-    """None: it cannot be run, or fails."""
+    """Standard output of the command; None when it fails or cannot be run."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=limit_s, check=True, env=environment
@@ -140,30 +139,30 @@ def _output(
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What an interpreter has. Looked for, not imported: importing an inference engine takes seconds."""
+    """What an interpreter has installed. Nothing is imported: importing an inference engine takes seconds."""
 
     missing: tuple[str, ...] = ()
-    """Of the modules that were looked for."""
+    """Modules that were looked for and not found."""
     torch: TorchBuild = TorchBuild()
     unusable: str = ""
-    """Why it cannot be run at all."""
+    """Why it cannot be run at all; empty if it can."""
 
 
 class Interpreters:
-    """Looks at each interpreter once."""
+    """Inspects interpreters, each only once."""
 
     def __init__(self) -> None:
         self._looks: dict[tuple[Path, tuple[str, ...]], Look] = {}
         self._own: TorchBuild | None = None
 
     def look(self, python: Path, modules: tuple[str, ...] = ()) -> Look:
-        """`modules`: looked for. The first look takes a fraction of a second."""
+        """Look for `modules`; the first look takes a fraction of a second."""
         if (python, modules) not in self._looks:
             self._looks[python, modules] = _look(python, modules)
         return self._looks[python, modules]
 
     def own(self) -> TorchBuild:
-        """Of this process's interpreter, which runs the learner and all embedded engines."""
+        """Build of this process's torch, which the learner and all embedded engines use."""
         self._own = self._own or torch_build.own_build()
         return self._own
 

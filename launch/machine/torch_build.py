@@ -1,10 +1,10 @@
-"""Which torch and which NCCL an interpreter has, read from what is installed; neither is imported, no GPU is needed.
+"""Which torch and which NCCL an interpreter has, read from its installed files; nothing is imported, no GPU is needed.
 
-Standard library only, and no syntax that an older Python lacks: for the interpreters of SGLang's servers this file's
-text is run by `python -c` with the names of modules to look for, and prints JSON.
+This file uses only the standard library, and no syntax that an older Python lacks: for the interpreters of SGLang
+servers its text is run by `python -c` with names of modules to look for, and prints JSON.
 
 Wheels of torch for CUDA load libnccl.so.2 from the wheel nvidia-nccl-cu12 or nvidia-nccl-cu13, whichever fits their
-CUDA. Both put it at the same place (site-packages/nvidia/nccl/lib), so the one installed last overwrites the other's.
+CUDA. Both install it at the same path (site-packages/nvidia/nccl/lib), so the one installed last overwrites the other.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 NCCL_WHEELS = {12: "nvidia-nccl-cu12", 13: "nvidia-nccl-cu13"}
-"""By CUDA's major version."""
+"""CUDA's major version -> wheel."""
 
 
 class TorchBuild(NamedTuple):
-    """Of one interpreter."""
+    """The torch of one interpreter."""
 
     version: str = ""
-    """Empty: it has no torch."""
+    """Empty when there is no torch."""
     cuda: str | None = None
-    """Version of CUDA that torch was built for, e.g. 12.8; None: for none."""
+    """CUDA version that torch was built for, e.g. 12.8; None if it was built without."""
     hip: str | None = None
-    """The same of ROCm."""
+    """The same for ROCm."""
     nccl: tuple[tuple[str, str], ...] = ()
-    """(wheel, version) of the NCCL wheels that are installed."""
+    """(wheel, version) of the installed NCCL wheels."""
 
     @property
     def has_gpu_code(self) -> bool:
@@ -40,17 +40,17 @@ class TorchBuild(NamedTuple):
 
     @property
     def wheel(self) -> str | None:
-        """Name of the NCCL wheel that fits; None where there is none by that name (another CUDA, ROCm, no GPU)."""
+        """The NCCL wheel that fits this torch; None for another CUDA, for ROCm and for CPU builds."""
         major = (self.cuda or "").partition(".")[0]
         return NCCL_WHEELS.get(int(major)) if major.isdecimal() else None
 
     @property
     def nccl_version(self) -> str | None:
-        """Of the NCCL that it loads; None where no wheel says it (a build of somebody's own, conda, a container)."""
+        """Version of the NCCL that it loads; None when no wheel says it (a custom build, conda, a container)."""
         return dict(self.nccl).get(self.wheel or "")
 
     def wrong_wheel(self) -> str | None:
-        """An installed NCCL wheel that is made for another CUDA than torch, in words; None: there is none."""
+        """Error text about an installed NCCL wheel for another CUDA than torch's; None when there is none."""
         wrong = [name for name, _ in self.nccl if self.wheel is not None and name != self.wheel]
         if not wrong:
             return None
@@ -62,19 +62,19 @@ class TorchBuild(NamedTuple):
 
 
 def own_build() -> TorchBuild:
-    """Of the interpreter that runs this."""
+    """Build of the torch in the running interpreter."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return TorchBuild()
     file = Path(spec.origin).with_name("version.py")
-    told = constants(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = constants(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return TorchBuild(
-        version=told.get("__version__") or "unknown", cuda=told.get("cuda"), hip=told.get("hip"), nccl=nccl_wheels()
+        version=found.get("__version__") or "unknown", cuda=found.get("cuda"), hip=found.get("hip"), nccl=nccl_wheels()
     )
 
 
 def constants(source: str) -> dict[str, str | None]:
-    """Texts and None that are assigned to names at the top of a module."""
+    """Strings and None that are assigned to names at the top level of a module."""
     found: dict[str, str | None] = {}
     for line in ast.parse(source).body:
         targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]

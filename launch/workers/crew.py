@@ -1,4 +1,4 @@
-"""The workers of a launcher, and how a process of each is started. When, and what follows: launch.workers.watch."""
+"""The workers of a launcher, and how a process is started for each. launch.workers.watch decides when."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from protocol.messages import Snapshot
 
 ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
 CLOSING_S: Final = 2.0
-"""What a teacher needs to close its link and its engine, when it has drained, and the buffer for its ledger."""
+"""Time for a drained teacher to close its link and engine, and for the buffer to write its ledger."""
 
 
 class Crew:
-    """All worker slots. `address`: where the buffer listens, once it does."""
+    """All worker slots. `address` is the buffer's, once it listens."""
 
     def __init__(
         self,
@@ -49,22 +49,21 @@ class Crew:
         return [worker for worker in workers if worker.running]
 
     def grace_s(self, worker: Worker) -> float:
-        """How long it may take to leave when it is asked to."""
+        """Longest time the worker may take to leave when asked."""
         grace_s = self._config.launch.shutdown_grace_s
-        if worker.role == "buffer":  # it notices only then that a learner which was killed is not there any more
+        if worker.role == "buffer":  # only then does it notice that a killed learner is gone
             return max(grace_s, self._config.buffer.peer_timeout_s + CLOSING_S)
         if worker.role != "teacher":
             return grace_s
         return max(grace_s, config_of(self._config, "teacher", worker.index).teacher.leaving_s + CLOSING_S)
 
     def unwelcomed(self, snapshot: Snapshot | None) -> list[str]:
-        """Workers that the buffer has not met yet."""
+        """Workers that are not connected to the buffer yet."""
         met = {peer.name for peer in snapshot.peers if peer.alive} if snapshot is not None else set[str]()
         return [name for name, worker in self.workers.items() if worker.role != "buffer" and name not in met]
 
     def start(self, worker: Worker) -> None:
-        """A new process for the worker, when its server answers, if it has one. The buffer needs no torch, nor to wait
-        for it; nor does the learner, where nobody else needs torch."""
+        """Start a new process for the worker; if it has a server of ours, as soon as that answers."""
         worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
         if worker.awaits_server:
             worker.restart_at_s = None
@@ -80,17 +79,17 @@ class Crew:
             incarnation=worker.incarnation,
             run_id=self._run_id,
             buffer_address=self.address,
-            # A buffer that is started again has its journal.
+            # A restarted learner continues from its newest checkpoint; a restarted buffer from its journal.
             resume=self._plan.resume or (bool(worker.exit_codes) and worker.role != "buffer"),
             server_url=self._server_url(worker),
             device=self._plan.placement.device(worker.role, worker.index),
         )
-        self._backend.start(
-            start, preloaded=self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"
-        )
+        # The buffer needs no torch and must not wait for it; nor must the learner if no other worker needs torch.
+        preloaded = self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"
+        self._backend.start(start, preloaded=preloaded)
 
     def _server_url(self, worker: Worker) -> str:
-        """Of the server that was started for this worker, or that the user named for it; empty: it has none."""
+        """URL of the server started for this worker or named by the user; empty if it has none."""
         if worker.name in self._servers:
             return self._servers.url(worker.name)
         if worker.role not in ("actor", "teacher"):

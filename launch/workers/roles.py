@@ -1,15 +1,16 @@
-"""The worker processes: which role runs which function, and what surrounds that function in its process.
+"""The worker processes: which function each role runs, and what surrounds it in its process.
 
     python -m launch.workers.roles RUN_DIR [LAUNCHER_PID]
 
-is how a backend (launch.processes.backend) makes one by a command, on any machine that sees the run folder, there at
-RUN_DIR. On stdin: a StartRole in JSON, one line, then nothing; at the end of stdin the launcher is gone, and the worker
-ends at once. LAUNCHER_PID: its parent process, with which it dies, too. launch.processes.forkserver does the same in a
-fork.
+is the command by which a backend (launch.processes.backend) starts a worker, on any machine that sees the run folder;
+RUN_DIR is its path there. Stdin carries one line, a StartRole in JSON, and then stays open: its end means that the
+launcher is gone, and the worker ends at once. With LAUNCHER_PID, its parent, the worker also dies when that process
+does. launch.processes.forkserver does the same in a fork.
 
-A role's main is `(ctx: RoleContext[...]) -> int`. Around it: output to the role's own log, SIGINT ignored (Ctrl-C is
-the launcher's to handle), SIGTERM turned into SystemExit in the main thread, a stack dump on SIGUSR1, and the promise
-of launch.processes.lifeline. No torch here: the buffer and a worker on a remote engine never load it.
+A role's main is `(ctx: RoleContext[...]) -> int`. Around it: output goes to the role's own log, SIGINT is ignored (the
+launcher handles Ctrl-C), SIGTERM becomes SystemExit in the main thread, SIGUSR1 dumps all stacks, and
+launch.processes.lifeline ends the process with its launcher. No torch is imported here, so the buffer and workers on
+servers never load it.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ ENTRIES: Final[dict[WorkerRole, str]] = {
 }
 """Role -> `module:function` of its main."""
 LEAVE_AGAIN_S: Final = 0.25
-"""How soon after SIGTERM it is looked whether the exception was lost."""
+"""Time between SIGTERM and the check whether its exception was lost."""
 
 log = logging.getLogger("launch.workers.roles")  # also when run by -m
 
 
 def redirect_output(log_path: Path) -> None:
-    """Send stdout and stderr (the descriptors, so native libraries too) to the end of the log; stdin reads nothing."""
+    """Append stdout and stderr to the log, by descriptor so that native libraries follow; stdin reads nothing."""
     log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
@@ -63,11 +64,11 @@ def redirect_output(log_path: Path) -> None:
 
 
 def run_role(start: StartRole, config: RunConfig, run_dir: Path, lifeline_fd: int) -> NoReturn:
-    """Run the role's main in this process and end the process with its exit code; never returns. `lifeline_fd`: its
-    end-of-file means that the launcher is gone.
+    """Run the role's main and end this process with its exit code. End-of-file on `lifeline_fd` means that the launcher
+    is gone.
 
-    os._exit: neither the fork server's exit handlers nor a thread that hangs may hold the end up. Mains close what
-    they opened."""
+    The process ends by os._exit, so that neither the fork server's exit handlers nor a hanging thread can delay it.
+    Mains close what they opened."""
     code = int(ExitCode.FAILED)
     try:
         try:
@@ -108,15 +109,15 @@ def _prepare(start: StartRole, lifeline_fd: int) -> None:
 
 
 class _Leave(SystemExit):
-    """SIGTERM came."""
+    """Raised by SIGTERM."""
 
 
 def _leave(_signum: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM: unwind the main thread; a second SIGTERM must not interrupt the unwinding.
+    """SIGTERM handler: unwind the main thread. A second SIGTERM must not interrupt the unwinding.
 
-    The exception appears in whatever Python code happens to run, and some of that loses it (a weakref callback, a
-    `__del__`, C code that clears errors). So a timer looks whether it is still on its way, and raises it again if not.
-    """
+    The exception appears in whatever Python code happens to run, and some code loses it (a weakref callback, a
+    `__del__`, C code that clears errors). So a timer checks whether it is still being handled, and raises it again if
+    it is not."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, _leave_again)
     signal.setitimer(signal.ITIMER_REAL, LEAVE_AGAIN_S, LEAVE_AGAIN_S)
@@ -124,7 +125,7 @@ def _leave(_signum: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _leave_again(_signum: int, _frame: FrameType | None) -> None:
-    """SIGALRM: nothing while the main thread cleans up, which is while _Leave is being handled on its stack."""
+    """SIGALRM handler: raise _Leave again, unless the main thread is handling one, that is, cleaning up."""
     handled = sys.exception()
     while handled is not None:
         if isinstance(handled, _Leave):
@@ -134,7 +135,7 @@ def _leave_again(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _leave_undisturbed() -> None:
-    """From here on neither SIGTERM nor the timer raises anything."""
+    """Disable SIGTERM and the timer."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
@@ -146,15 +147,14 @@ def _load_entry(entry: str) -> Callable[[RoleContext[RunConfig]], int]:
 
 
 class _Carried(msgspec.Struct, frozen=True):
-    """Of a checkpoint's trainer.json, the part that the buffer goes on from."""
+    """The part of a checkpoint's trainer.json that the buffer resumes from."""
 
     version: WeightVersion
     ledger: Ledger | None
 
 
 def run_buffer(ctx: RoleContext[RunConfig]) -> int:
-    """Entry of the buffer's process: buffer.server, on resume with version and ledger of the checkpoint from which the
-    learner goes on."""
+    """Main of the buffer. On resume it gets the version and ledger of the checkpoint that the learner resumes from."""
     from buffer.server import main as buffer_main
 
     carried = _Carried(WeightVersion(0, 0), None)
@@ -175,20 +175,20 @@ def run_buffer(ctx: RoleContext[RunConfig]) -> int:
 
 
 def _vocab_fingerprint(model: str) -> str | None:
-    """Of the student that the configuration names. None where only transformers can read its tokenizer: then the
-    learner's counts."""
+    """Fingerprint of the student's vocabulary; None when only transformers can read its tokenizer, in which case the
+    learner reports it."""
     from models.files import TokenizerError
     from models.tokenizer_file import FileTokenizer
 
     try:
         return FileTokenizer(model).fingerprint
     except TokenizerError as error:
-        log.info("the learner will say what the run's vocabulary is: %s", error)
+        log.info("the learner will report the run's vocabulary: %s", error)
         return None
 
 
 def _read_start() -> tuple[StartRole, int]:
-    """The first line of stdin, and a descriptor for the rest of it."""
+    """Read the first line of stdin; returns it and a descriptor for the rest."""
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):
@@ -198,7 +198,7 @@ def _read_start() -> tuple[StartRole, int]:
 
 
 def main() -> NoReturn:
-    """A worker that was started by a command."""
+    """Entry of a worker that was started by a command."""
     try:
         folder = WorkFolder(Path(sys.argv[1]))
         start, lifeline_fd = _read_start()

@@ -1,13 +1,13 @@
-"""Starts the workers, watches them, starts dead ones again, and stops all of it, leaving no process behind.
+"""Starts the workers of a run, watches them, restarts dead ones and stops everything, leaving no process behind.
 
     start     fork server imports | SGLang servers load | buffer spawned at once -> it listens -> learner, teachers,
-              actors, those with a server of their own when it answers -> all welcomed
+              actors (those with a server when it answers) -> all connected
     watch     until the buffer says Shutdown, the learner or the buffer dies, a worker dies too often, or Ctrl-C
-    stop      told by the buffer: each worker leaves by itself; then, or else: SIGTERM to the learner (which writes a
-              checkpoint, while it is heard of), to actors and teachers, to their servers and the buffer (which writes
-              the ledger), each stage with a grace, then SIGKILL
+    stop      after Shutdown workers leave by themselves. Otherwise SIGTERM goes to the learner (it writes a checkpoint
+              while the buffer hears of it), then to teachers and actors, then to servers and the buffer (it writes the
+              ledger). Each stage has a grace, then SIGKILL
 
-How processes are watched in between is in launch.workers.watch.
+launch.workers.watch has the part that is the same for a joining launcher.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from protocol.keys import run_client_keys
 BUFFER: Final = "buffer-0"
 log = logging.getLogger(__name__)
 LMDB_SOURCE: Final = "mdb.c:"
-"""What LMDB writes before it aborts has the place in its source."""
+"""LMDB's message before it aborts names this source file."""
 BUFFER_ANSWER_S: Final = 5.0
-"""A buffer that owes an answer for so long is looked at: is it stopped, does it compute?"""
+"""A buffer that owes an answer for this long is inspected: is it stopped, does it compute?"""
 BUFFER_IDLE_S: Final = 15.0
-"""It hangs when it has done nothing for so long, and owed an answer all the while."""
+"""A buffer that owed an answer and did nothing for this long hangs."""
 BUFFER_ALONE_S: Final = 2.0
-"""How long the buffer may take to leave by itself when all others have left; it may wait for a peer that is dead."""
+"""Time for the buffer to leave by itself after all others; it may be waiting for a dead peer."""
 FAILED_WORD_S: Final = 1.0
-"""The same as WORD_S, after a learner or buffer that failed."""
+"""Like WORD_S, for a learner or buffer that failed."""
 RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset(ROLES)
-"""Roles that are started again when they die: actors and teachers however they died; the buffer when it was killed (it
-goes on from its journal, where what broke it once would break it again); the learner, from its last checkpoint, when it
-was killed, or failed after all were ready. Else their death ends the run."""
+"""Roles that are restarted when they die. Actors and teachers: in any case. The buffer: when it was killed, but not
+when it failed, because its journal would bring it to the same failure again. The learner: from its last checkpoint,
+when it was killed or failed after all workers were ready. Any other death ends the run."""
 
 
 class Supervisor(Watch):
-    """One run's processes, from the first to the last. `run` is the whole of it."""
+    """All processes of one run. `run` does everything."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Supervisor(Watch):
         self._buffer_looked_s = self._buffer_moved_s = 0.0
 
     def run(self) -> Outcome:
-        """Start, watch, stop. Does not raise for what goes wrong in the run: the outcome says it."""
+        """Start, watch, stop. Errors are not raised; they are in the outcome."""
         with self._signals, self._status:
             try:
                 self._start_and_watch()
-            except Exception as error:  # ours: said, logged, and the run is a failed one
+            except Exception as error:  # a bug: show it, log it, and fail the run
                 log.exception("the launcher failed")
                 self._end(False, f"the launcher failed: {error!r}", ExitCode.FAILED)
             finally:
@@ -115,7 +115,7 @@ class Supervisor(Watch):
                 self._folder.run_id,
                 secrets.token_hex(8),
                 keys,
-                # Whether a buffer that runs hangs is seen from its process, and one that died may take long to be back.
+                # Long, because a buffer that died may take a while to be back; a hanging one is noticed otherwise.
                 reconnect_timeout_s=self._config.launch.ready_timeout_s,
             )
         except ProtocolError as error:
@@ -152,18 +152,18 @@ class Supervisor(Watch):
         if not self._journal_broke(worker, code):
             return said(code)
         return (
-            f"{said(code)} in LMDB: its journal {self._folder.path / 'journal'} is damaged (a disk that lost what was "
-            "written?). Go on by --resume: from the newest checkpoint, with a new journal"
+            f"{said(code)} in LMDB: its journal {self._folder.path / 'journal'} is damaged (did the disk lose "
+            "writes?). Use --resume: it starts from the newest checkpoint with a new journal"
         )
 
     def _journal_broke(self, worker: Worker, code: int) -> bool:
-        """LMDB ends the process when it meets a page that cannot be; another one would meet it again."""
+        """LMDB aborts the process when it meets an impossible page; a restarted buffer would meet it again."""
         return (
             worker.name == BUFFER and code == -signal.SIGABRT and LMDB_SOURCE in self._folder.log_tail(BUFFER, lines=60)
         )
 
     def _end_without_word(self, now_s: float) -> None:
-        """Learner or buffer left, and nobody has said why the run is over. A learner that failed may try again."""
+        """The learner or buffer left, and no reason has arrived. A learner that failed may be restarted."""
         if self._left is None:
             return
         name, left_s, code = self._left
@@ -175,7 +175,7 @@ class Supervisor(Watch):
                 return
             self._end(False, f"{name} {said(code)}", ExitCode.FAILED, tail_of=(name,))
         elif now_s - left_s > WORD_S:
-            reason = f"{name} left {WORD_S:.0f} s ago, and the run was not said to be over"
+            reason = f"{name} left {WORD_S:.0f} s ago, but the buffer did not say that the run is over"
             self._end(False, reason, ExitCode.FAILED, tail_of=(name,))
 
     def _link_lost(self, why: str) -> None:
@@ -189,8 +189,8 @@ class Supervisor(Watch):
             self._kill_hanging_buffer(self._link, now_s)
 
     def _kill_hanging_buffer(self, link: BufferLink, now_s: float) -> None:
-        """Its exit is then treated like any other: with a journal it is started again. One that is merely slow is let
-        be."""
+        """Kill a buffer that owes an answer and does nothing. Its exit is then treated like any other. A buffer that is
+        merely slow is left alone."""
         buffer = self._crew.workers[BUFFER]
         if not buffer.where or min(link.unanswered_s(now_s), now_s - buffer.started_s) < BUFFER_ANSWER_S:
             self._buffer_moved_s = now_s
@@ -219,13 +219,13 @@ class Supervisor(Watch):
     # ------------------------------------------------------------------------------------------------- stopping
 
     def _stop(self) -> None:
-        """However the run went: afterwards no process of it is left."""
+        """End all processes of the run, however it went."""
         if self._memory.peak_bytes == 0:
             self._memory.sample()
         try:
             if self._link is not None and self._link.shutdown is not None:
                 self._link.close()
-                for name in self._unwelcomed():  # nobody told them, and the buffer will not be there to
+                for name in self._unwelcomed():  # they got no Shutdown, and never will
                     if self._crew.workers[name].role in ("actor", "teacher"):
                         self._backend.stop(name)
                 self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"])
@@ -246,13 +246,14 @@ class Supervisor(Watch):
             self._close()
 
     def _exited_at_the_end(self, worker: Worker, code: int) -> None:
-        """A buffer that was killed while the end was being told is needed again: for those who have not heard of it,
-        and for the ledger."""
+        """A buffer that was killed while it sent Shutdown is needed again: for workers that have not received it, and
+        for the ledger."""
         if worker.name == BUFFER and code < 0 and not worker.given_up:
             self._restart_for_ledger(worker)
 
     def _restart_for_ledger(self, buffer: Worker) -> bool:
-        """A buffer goes on from its journal: if it is over, it tells who comes, and writes the ledger."""
+        """Start the buffer once more: from its journal it knows that the run is over, sends Shutdown to workers that
+        connect, and writes the ledger. False if that is impossible or not needed."""
         if self._at_once or not self._config.buffer.journal or (self._folder.path / "ledger.json").exists():
             return False
         if self._link is None or self._budget.died(BUFFER, time.monotonic()) is None:
@@ -262,7 +263,7 @@ class Supervisor(Watch):
         return True
 
     def _finish_ledger(self) -> None:
-        """Everybody has gone, and the buffer, which hung or was killed, has not written its ledger."""
+        """All workers are gone. If the buffer was killed before it wrote its ledger, start it again for that."""
         buffer = self._crew.workers[BUFFER]
         killed = bool(buffer.exit_codes) and buffer.exit_codes[-1] < 0
         if killed and not buffer.running and self._restart_for_ledger(buffer):
@@ -270,7 +271,7 @@ class Supervisor(Watch):
             self._dismiss([buffer])
 
     def _wait_for_restarted_buffer(self) -> None:
-        """Until it listens: before, SIGTERM would end it without a ledger."""
+        """Wait until it listens; before that, SIGTERM would end it without a ledger."""
         buffer = self._crew.workers[BUFFER]
         deadline_s = time.monotonic() + self._config.launch.ready_timeout_s
         file = self._folder.path / "buffer.json"
@@ -280,8 +281,8 @@ class Supervisor(Watch):
             self._pump(STARTING_PUMP_S)
 
     def _wait_for_checkpoint(self) -> None:
-        """The learner finishes its step and writes a checkpoint: for as long as the buffer hears of it, however slow
-        step and disk are. One that is not heard of gets the grace of all others."""
+        """Let the learner finish its step and write a checkpoint, for as long as the buffer hears from it, however slow
+        the step and the disk are. A silent learner gets the normal grace."""
         learners = self._crew.running(self._crew.of("learner"))
         if not learners or self._silent(learners):
             return
@@ -295,14 +296,14 @@ class Supervisor(Watch):
             self._pump(STARTING_PUMP_S)
 
     def _silent(self, workers: Collection[Worker]) -> bool:
-        """The buffer does not count them among those that are there, or is not there itself."""
+        """Whether none of them is connected to the buffer, or the buffer itself is gone."""
         snapshot = self._link.snapshot if self._link is not None and self._link.lost is None else None
         alive = {peer.name for peer in snapshot.peers if peer.alive} if snapshot is not None else set[str]()
         return all(worker.name not in alive for worker in workers)
 
     def _after_all(self, ending: Ending) -> Ending:
-        """A run that was said to be over is a failed one still, if learner or buffer broke after that. One that failed
-        says which rollouts did: they may be why."""
+        """A run that ended well still fails if the learner or buffer broke after that. A failed run mentions its failed
+        rollouts, which may be the cause."""
         failed = failures_text(self._link.snapshot if self._link is not None else None)
         if failed and ending.exit_code == ExitCode.FAILED:
             ending = ending._replace(reason=f"{ending.reason}; failed rollouts: {failed}")

@@ -1,9 +1,9 @@
-"""Worker processes under watch, and their servers: started, started again when they die, ended in stages.
+"""Watches worker processes and their servers: starts them, restarts dead ones, ends them in stages.
 
-One thread, one loop: `_pump` waits a moment for processes (launch.processes.backend), reads the buffer's word
-(buffer_link), looks at signals, starts what is due. Everything that ends the watch sets `_ending`, once; nothing else
-does. The second Ctrl-C goes straight to SIGKILL. Whose workers they are, and what follows from the end of one, is said
-by launch.workers.supervisor (a whole run's) and launch.join.joiner (some that join a run).
+One thread, one loop: `_pump` waits a moment for processes (launch.processes.backend), reads the buffer's messages
+(buffer_link), looks at signals and starts what is due. Everything that ends the watch goes through `_end`, which sets
+`_ending` once. The second Ctrl-C leads straight to SIGKILL. The subclasses decide what the end of a worker means:
+launch.workers.supervisor (for a whole run) and launch.join.joiner (for workers that join a run).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ STARTING_PUMP_S: Final = 0.1
 PUMP_S: Final = 0.25
 SNAPSHOT_EVERY_S: Final = 1.0
 SERVER_GRACE_S: Final = 5.0
-"""How long SGLang servers may take to leave after SIGTERM; nobody uses them any more."""
+"""Time for inference servers to leave after SIGTERM, when no worker uses them any more."""
 WORD_S: Final = 3.0
-"""How long after a process left in good order the word that the run is over may still come: it goes to all at once."""
+"""Time within which Shutdown may still arrive after a worker left in good order: it is sent to all at once."""
 KILLED_WAIT_S: Final = 5.0
-"""How long a process may take to vanish after SIGKILL; more means that the kernel holds it."""
+"""Time for a process to vanish after SIGKILL; after that it is stuck in the kernel."""
 
 
 class Watch(ABC):
-    """Owner of the worker slots. Subclasses start them and decide what their deaths mean."""
+    """Owner of the worker slots. Subclasses start workers and decide what their deaths mean."""
 
     LEAVING: ClassVar[str] = "the run ends"
-    """What is said when it ends otherwise than well."""
+    """Beginning of the message about a bad end."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Watch(ABC):
         backend: ProcessBackend,
         workers: Sequence[Worker],
     ) -> None:
-        """`backend`: made for this plan and folder; closed here."""
+        """`backend`: made for this plan and folder; it is closed here."""
         self._plan = plan
         self._config = plan.config
         self._folder = folder
@@ -70,33 +70,33 @@ class Watch(ABC):
         self._signals = StopRequests()
         self._ending: Ending | None = None
         self._left: tuple[str, float, int] | None = None
-        """Who left by itself, when, and its exit code, well before the launcher heard that the run is over."""
+        """(name, time, exit code) of a worker that left before the launcher heard that the run is over."""
         self._leavers: dict[str, float] = {}
-        """Workers that may be restarted and left in good order: as if they had been told of the end, which we would
-        hear of soon. And when."""
+        """Name -> time, for restartable workers that left in good order. They seem to know that the run is over, and we
+        should hear of it soon; if not, they are restarted."""
         self._ready_s: float | None = None
 
-    # ------------------------------------------------------------------------------------- said by subclasses
+    # ------------------------------------------------------------------------------------- decided by subclasses
 
     @abstractmethod
     def _may_restart(self, worker: Worker, code: int) -> bool:
-        """Whether a worker that ended like this is to be started again, as far as the budget allows."""
+        """Whether to restart a worker that ended with this code, if the budget allows."""
 
     @abstractmethod
     def _cause(self, worker: Worker, code: int) -> str:
-        """How a worker ended that is not started again, in words."""
+        """Describe the end of a worker that is not restarted."""
 
     @abstractmethod
     def _exited_at_the_end(self, worker: Worker, code: int) -> None:
-        """A worker has gone when the run was over."""
+        """A worker exited after the end of the run."""
 
     @abstractmethod
     def _end_without_word(self, now_s: float) -> None:
-        """Look at `_left`: somebody left, and nobody has said why the run is over."""
+        """Act on `_left` when the reason for the end does not arrive."""
 
     @abstractmethod
     def _link_lost(self, why: str) -> None:
-        """There is no connection to the buffer any more."""
+        """The connection to the buffer is lost for good."""
 
     # ------------------------------------------------------------------------------------------------- starting
 
@@ -104,7 +104,7 @@ class Watch(ABC):
         return self._crew.unwelcomed(self._link.snapshot if self._link is not None else None)
 
     def _until_ready(self) -> bool:
-        """Until the buffer has met every worker; False if it ended before."""
+        """Pump until the buffer has met every worker; False if the run ends first."""
         timeout_s = self._config.launch.ready_timeout_s + self._servers.start_timeout_s
         if not self._until_there(lambda: not self._unwelcomed(), timeout_s, self._unwelcomed, self._who_is_missing):
             return False
@@ -114,10 +114,10 @@ class Watch(ABC):
     def _who_is_missing(self) -> str:
         missing = self._unwelcomed()
         if not missing:
-            return "nobody"
-        telling = self._servers.log_name(missing[0]) if self._crew.workers[missing[0]].awaits_server else missing[0]
-        tail = self._folder.log_tail(telling)
-        return f"{', '.join(missing)} to be ready; the last lines of {telling}.log:\n{tail}"
+            return "no worker"
+        source = self._servers.log_name(missing[0]) if self._crew.workers[missing[0]].awaits_server else missing[0]
+        tail = self._folder.log_tail(source)
+        return f"{', '.join(missing)} to be ready; the last lines of {source}.log:\n{tail}"
 
     def _until_over(self) -> None:
         """Pump until the run ends."""
@@ -127,8 +127,8 @@ class Watch(ABC):
     def _until_there(
         self, there: Callable[[], bool], timeout_s: float, missing: Callable[[], list[str]], what: Callable[[], str]
     ) -> bool:
-        """Pump until `there`; False if the run ends before, or when those that are `missing` try nobody's patience any
-        longer."""
+        """Pump until `there()`; False if the run ends first, or if the processes that are `missing` take too long
+        (launch.processes.activity.Patience). `what` describes them."""
         patience = Patience(timeout_s)
         while self._ending is None:
             if there():
@@ -142,7 +142,7 @@ class Watch(ABC):
     # ------------------------------------------------------------------------------------------------- watching
 
     def _pump(self, timeout_s: float) -> None:
-        """One turn of the loop."""
+        """One iteration of the loop."""
         for event in self._backend.poll(timeout_s):
             match event:
                 case Started(name, incarnation, where):
@@ -159,7 +159,7 @@ class Watch(ABC):
         now_s = time.monotonic()
         if self._signals.hung_up:
             self._signals.hung_up = False
-            self._status.say(f"the terminal is gone (SIGHUP); this goes on, and ends by: kill {os.getpid()}")
+            self._status.say(f"the terminal is gone (SIGHUP); this continues, end it with: kill {os.getpid()}")
         if self._signals.count and self._ending is None:
             assert self._signals.first is not None
             self._end(False, f"stopped by {said_of(self._signals.first)}", self._signals.exit_code)
@@ -177,13 +177,13 @@ class Watch(ABC):
         worker.running, worker.where, worker.kill_at_s = False, "", None
         worker.exit_codes.append(event.code)
         if self._ending is None and self._link is not None:
-            self._link.take()  # Shutdown may have come before the exit; _read_link acts on it
+            self._link.take()  # Shutdown may have arrived before the exit; _read_link acts on it
         if self._ending is not None or (self._link is not None and self._link.shutdown is not None):
             self._exited_at_the_end(worker, event.code)
             return
         lost = event.code == ExitCode.SERVER_LOST and worker.name in self._servers
         if lost and not worker.excused:
-            self._status.say(f"{worker.name} says that its server is lost; both are started again")
+            self._status.say(f"{worker.name} reports that its server is lost; both are started again")
             self._servers.replace(worker.name)
         if lost or worker.excused:
             worker.excused = False
@@ -195,7 +195,7 @@ class Watch(ABC):
             else:
                 self._restart(worker, event.code)
         elif event.code in (ExitCode.OK, ExitCode.FAILED) and self._link is not None:
-            # The buffer's word may be on its way: it tells everybody at once.
+            # Shutdown may be on its way to us: the buffer sends it to all at once.
             self._left = self._left or (worker.name, time.monotonic(), event.code)
         else:
             self._end(
@@ -219,8 +219,8 @@ class Watch(ABC):
             self._restart(self._crew.workers[name], ExitCode.OK)
 
     def _take_news(self, news: ServerNews) -> None:
-        """A server changed: its worker follows. One that runs on a dead server is told to leave, and comes back with
-        the new one."""
+        """Act on a change of a server. The worker of a dead server is asked to leave, and comes back with the new
+        server."""
         worker = self._crew.workers[news.worker]
         if self._ending is not None:
             return
@@ -259,7 +259,7 @@ class Watch(ABC):
             self._link_lost(self._link.lost)
 
     def _kill_silent(self, snapshot: Snapshot, now_s: float) -> None:
-        """A process that runs but has not been heard of for long (deadlocked, stopped) is killed; its exit is then
+        """Kill workers whose process runs but has been silent for long (deadlocked, stopped). Their exit is then
         treated like any other."""
         limit_s = self._config.launch.silent_kill_s
         for peer in snapshot.peers:
@@ -273,7 +273,7 @@ class Watch(ABC):
                 self._backend.kill(worker.name)
 
     def _end(self, ok: bool, reason: str, exit_code: int, *, tail_of: Iterable[str] = ()) -> None:
-        """The run ends, for this reason; the first one counts."""
+        """End the watch for this reason; the first one counts."""
         if self._ending is not None:
             return
         for name in tail_of:
@@ -283,7 +283,7 @@ class Watch(ABC):
         self._status.say(f"the run is over: {reason}" if ok else f"{self.LEAVING}: {reason}")
 
     def _show(self, now_s: float) -> None:
-        """The state now, for the status."""
+        """Offer the present state to the status."""
         self._status.show(self._view(now_s))
 
     def _view(self, now_s: float) -> RunView:
@@ -300,9 +300,9 @@ class Watch(ABC):
         )
 
     def _say_features(self) -> None:
-        """What the servers can do, once, as their workers have found out."""
-        if told := features_of_run(self._folder.path):
-            self._status.say(told)
+        """Show once what the servers can do, as measured by their workers."""
+        if features := features_of_run(self._folder.path):
+            self._status.say(features)
 
     # ------------------------------------------------------------------------------------------------- stopping
 
@@ -314,8 +314,8 @@ class Watch(ABC):
             self._wait_gone(workers)
         left = self._crew.running(workers)
         if left and not self._at_once:
-            told = ", ".join(f"{worker.name} did not leave in {self._crew.grace_s(worker):g} s" for worker in left)
-            self._status.say(f"{told}: SIGKILL")
+            late = ", ".join(f"{worker.name} did not leave in {self._crew.grace_s(worker):g} s" for worker in left)
+            self._status.say(f"{late}: SIGKILL")
             self._dump_stacks(left)
         for worker in left:
             worker.given_up = True
@@ -325,7 +325,7 @@ class Watch(ABC):
             self._pump(STARTING_PUMP_S)
 
     def _end_servers(self) -> None:
-        """No worker is left that uses them."""
+        """End the servers; no worker uses them any more."""
         if not self._at_once:
             self._servers.stop()
         deadline_s = time.monotonic() + SERVER_GRACE_S
@@ -333,13 +333,13 @@ class Watch(ABC):
             self._pump(STARTING_PUMP_S)
 
     def _dump_stacks(self, workers: list[Worker]) -> None:
-        """Where a worker hangs goes to its log, for whoever asks why it was killed."""
+        """Have workers write their stacks to their logs before they are killed, to show where they hang."""
         for worker in workers:
             self._backend.dump_stacks(worker.name)
         time.sleep(STARTING_PUMP_S)
 
     def _wait_gone(self, workers: Collection[Worker], timeout_s: float | None = None) -> None:
-        """None: as long as those that still run may take, each its own grace."""
+        """Pump until they are gone, for `timeout_s`; None: for the longest grace among those that still run."""
         began_s = time.monotonic()
         while (left := self._crew.running(workers)) and not self._at_once:
             within_s = timeout_s if timeout_s is not None else max(map(self._crew.grace_s, left))
@@ -353,7 +353,7 @@ class Watch(ABC):
         return self._signals.count > 1
 
     def _close(self) -> None:
-        """Whatever still runs ends now."""
+        """End everything that still runs."""
         if self._link is not None:
             self._link.close()
         self._backend.close()

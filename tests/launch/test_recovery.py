@@ -102,7 +102,7 @@ def test_a_damaged_journal_is_named_and_what_to_do(start_launcher: StartLauncher
     assert launcher.wait() == 1
     reason = launcher.summary()["reason"]
     assert f"buffer-0 was killed by SIGABRT in LMDB: its journal {launcher.run_dir / 'journal'} is damaged" in reason
-    assert "Go on by --resume: from the newest checkpoint, with a new journal" in reason
+    assert "Use --resume: it starts from the newest checkpoint with a new journal" in reason
     assert launcher.summary()["workers"]["buffer-0"]["restarts"] == 0
 
 

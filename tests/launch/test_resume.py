@@ -78,7 +78,7 @@ def test_other_prompts_are_refused_and_the_run_can_still_go_on(
     told = capsys.readouterr().err
     assert f"learner.tasks.prompts: got {builtin.TRAIN_JSONL} (8192 rows), expected " in told
     assert "mine.jsonl (100 rows)" in told
-    assert "resume with what the run was started with, or start a new run; nothing was changed" in told
+    assert "resume with the settings that the run was started with, or start a new run; nothing was changed" in told
     assert contents(run_dir) == before
     assert check_resume() == 0
 

@@ -70,7 +70,7 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("run", "arguments", "message"),
     [
-        (target(), (), "say how many join"),
+        (target(), (), "say how many workers join"),
         (target(), ("--actors=1", "--learner.lr=1"), "--learner.lr: belongs to the run"),
         (target(), ("--actors=1", "--max-staleness=1"), "--buffer.max_staleness: belongs to the run"),
         (target(), ("--teachers=1", "--teacher.top_k=8"), "--teacher.top_k: belongs to the run"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,7 +21,8 @@ from launch.config.files import write_config
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.workers.start_role import StartRole
-from tests.patience import PATIENCE_S, eventually
+from protocol.context import ExitCode
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 
 
 @pytest.fixture
@@ -47,8 +50,8 @@ def test_a_run_on_another_backend_restarts_a_killed_actor_and_ends_well(elsewher
     processes = workers(launcher)
     launcher.finish()
     assert launcher.wait() == 0, launcher.said
-    told = {name: (w["restarts"], w["exit_codes"]) for name, w in launcher.summary()["workers"].items()}
-    assert told == {"buffer-0": (0, [0]), "learner-0": (0, [0]), "teacher-0": (0, [0]), "actor-0": (1, [-9, 0])}
+    ends = {name: (w["restarts"], w["exit_codes"]) for name, w in launcher.summary()["workers"].items()}
+    assert ends == {"buffer-0": (0, [0]), "learner-0": (0, [0]), "teacher-0": (0, [0]), "actor-0": (1, [-9, 0])}
     assert gone(processes)
 
 
@@ -58,8 +61,8 @@ def test_its_workers_leave_when_they_are_asked_to(elsewhere: StartLauncher) -> N
     processes = workers(launcher)
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.wait() == 130, launcher.said
-    codes = [code for worker in launcher.summary()["workers"].values() for code in worker["exit_codes"]]
-    assert -signal.SIGKILL not in codes
+    ends = {name: worker["exit_codes"] for name, worker in launcher.summary()["workers"].items()}
+    assert ends == {name: [ExitCode.TERMINATED] for name in ("buffer-0", "learner-0", "teacher-0", "actor-0")}
     assert gone(processes)
 
 
@@ -70,6 +73,42 @@ def test_its_workers_do_not_outlive_a_launcher_that_is_killed(elsewhere: StartLa
     launcher.process.kill()
     launcher.wait()
     eventually(lambda: gone(processes), "everybody is gone")
+
+
+ON_IT = """
+import sys
+from launch.{module} import main
+from tests.subprocess_backend import SubprocessBackend
+sys.exit(main(sys.argv[1:], SubprocessBackend))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_and_a_join_with_real_roles_on_another_backend(tmp_path: Path) -> None:
+    """The run has no actor of its own: it ends only if the one that joins works, with the run's keys."""
+    run_dir = tmp_path / "run"
+    small = ("--buffer.batch_rollouts=8", "--learner.tasks.group_size=4", "--learner.eval_every=0", "--steps=2")
+    commands = {
+        "run": (f"--run-dir={run_dir}", "--actors=0", "--teachers=1", "--buffer.encrypt=on", *small),
+        "join.command": (str(run_dir), "--actors=1", "--name-prefix=late"),
+    }
+    with contextlib.ExitStack() as stack:
+        launchers: dict[str, subprocess.Popen[bytes]] = {}
+        for module, arguments in commands.items():
+            output = stack.enter_context((tmp_path / f"{module}.out").open("wb"))
+            command = [sys.executable, "-c", ON_IT.format(module=module), *arguments]
+            launchers[module] = stack.enter_context(
+                subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            )
+            stack.callback(launchers[module].kill)
+            eventually(lambda: (run_dir / "run.json").exists(), "a run folder")
+        codes = {module: process.wait(RUN_PATIENCE_S) for module, process in launchers.items()}
+    assert codes == {"run": 0, "join.command": 0}, [file.read_text() for file in tmp_path.glob("*.out")]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["tokens"]["balanced"] and summary["tokens"]["trained"] > 0
+    assert summary["workers"]["actor-late-0"]["joined"] and summary["workers"]["actor-late-0"]["tokens"] > 0
+    for folder in (run_dir, run_dir / "joined" / "late"):
+        assert not (folder / "logs" / "forkserver.log").exists(), "this machine's own backend was used"
 
 
 def test_what_crosses_to_a_backend_has_no_process_descriptor_or_path_in_it() -> None:
