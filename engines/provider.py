@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
+
+import msgspec
 
 from engines.base import GenerationEngine, ScoringEngine
 from engines.config import ScorerSettings, ServerConfig, WorkerSettings
+from protocol.atomic_file import write_atomic
 from protocol.context import RoleContext
 from protocol.settings import Settings
 from weights.config import WeightsConfig
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
 
     from models.tokenizer_file import FileTokenizer
 
+API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
+"""Environment variable in which workers find the key of servers that the launcher has started."""
+SERVERS: Final = "servers"
+"""Folder in a run folder for what workers find out about their servers."""
 EngineRole: TypeAlias = Literal["actor", "teacher"]
 """The user of an engine: actors sample with it, teachers score with it."""
 
@@ -147,6 +154,32 @@ class Interpreter(Protocol):
     def unusable(self) -> str: ...
 
 
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One running server, as measured."""
+
+    device: Literal["cpu", "cuda"]
+    tp: int
+    """Processes that each hold a part of the model; a weight group has as many ranks for it."""
+    label: str = ""
+    """The server's name for its present weights."""
+    text: str
+    """Everything else that is known of it, for people: a line per feature."""
+
+
+class ServerRecord(msgspec.Struct, frozen=True):
+    """`servers/WORKER.json` in the run folder, written by the worker of the server."""
+
+    url: str
+    facts: ServerFacts
+
+
+def record_server(run_dir: Path, worker: str, url: str, facts: ServerFacts) -> None:
+    """Leave the facts in the run folder for the launcher, which shows them."""
+    path = run_dir / SERVERS / f"{worker}.json"
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, msgspec.json.encode(ServerRecord(url, facts)))
+
+
 class Launch(NamedTuple):
     """The command that starts a server."""
 
@@ -156,6 +189,14 @@ class Launch(NamedTuple):
     forked: bool
     """Forked from a process that has already imported everything (sglang_server's zygote); else started as a new
     process."""
+
+
+class ServerCommand(NamedTuple):
+    """A command that becomes a server. It is run in a process group of its own."""
+
+    words: tuple[str | Path, ...]
+    stdin: bytes
+    """For the bearer key, among others: every user of the machine can read a command line."""
 
 
 class ServerEngine:
@@ -173,6 +214,23 @@ class ServerEngine:
         raise NotImplementedError
 
     def launch(self, server: ServerConfig) -> Launch:
+        raise NotImplementedError
+
+    def command(self, launch: Launch, model: str, host: str, port: int, api_key: str, log: Path) -> ServerCommand:
+        """The command for a server that is not `forked`. The server must die with the process that runs it (this one),
+        and ask for the key `api_key`. Its output goes to `log`."""
+        raise NotImplementedError
+
+    def answers(self, host: str, port: int, api_key: str, timeout_s: float) -> bool:
+        """Whether the server there is ready. Called several times a second while it loads its model."""
+        raise NotImplementedError
+
+    def ask(
+        self, key: str, role: EngineRole, settings: WorkerSettings, student: str
+    ) -> tuple[list[ServerFacts], list[str]]:
+        """Ask the running servers `settings.urls` what they are. Returns the facts of all, or none where one could not
+        be asked, and mistakes, for instance another tokenizer than that of the folder `student`. `key`: the section
+        of the configuration with these settings."""
         raise NotImplementedError
 
     def contradictions(self, key: str, role: EngineRole, server: ServerConfig) -> Iterator[str]:

@@ -30,6 +30,7 @@ from typing import Final, Literal, Self, TypeAlias
 
 import msgspec
 
+from engines.provider import SERVERS
 from launch.errors import INTERRUPTED_EXIT_CODE, LaunchError, unwritten
 from launch.workers.start_role import WorkFolder
 from protocol.atomic_file import write_atomic
@@ -39,8 +40,6 @@ EndState: TypeAlias = Literal["finished", "failed", "stopped"]
 """stopped: ended by the user or the system (Ctrl-C, SIGTERM)."""
 RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
-SERVERS: Final = "servers"
-"""Folder in a run folder in which each worker with an inference server records what that server can do."""
 log = logging.getLogger(__name__)
 
 

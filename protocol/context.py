@@ -56,4 +56,4 @@ class RoleContext(Generic[ConfigT_co]):
     config: ConfigT_co
     server_url: str = ""
     """URL of this worker's own inference server; empty for an embedded engine. If the server needs a bearer key, it is
-    in the environment variable named by `engines.sglang.http.API_KEY_VARIABLE`, or by the configuration."""
+    in the environment variable named by `engines.provider.API_KEY_VARIABLE`, or by the configuration."""

@@ -6,17 +6,16 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from engines.base import EngineMismatch
 from engines.config import ServerConfig
+from engines.provider import ServerFacts
 from engines.sglang.config import ServerLinkConfig, SGLangConfig
 from engines.sglang.http import RequestRefused, ServerLink
 from engines.sglang.stream import Chunk, StreamError, decode_chunk
-from protocol.atomic_file import write_atomic
 from weights.checks import Precision
 
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
@@ -110,12 +109,18 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """It can flush cached prefixes while requests wait in a pause. A server that cannot ends itself when new weights
     come in mode `retract`. None: not measured, because another mode is configured."""
 
-    def table(self) -> str:
-        """A table for the log, one line per feature."""
+    @property
+    def facts(self) -> ServerFacts:
+        """What the launcher needs to know."""
+        table = self.table(weights=False)
+        return ServerFacts(device=self.device, tp=self.tp_size, label=self.weights_label, text=table)
+
+    def table(self, *, weights: bool = True) -> str:
+        """A table for the log, one line per feature. `weights`: include the label of its weights."""
         flushes = self.flushes_while_paused
         rows = {
             "SGLang": self.version,
-            "weights": self.weights_label,
+            **({"weights": self.weights_label} if weights else {}),
             "context": f"{self.max_context} tokens, prompts up to {self.max_prompt}",
             "running requests": "not said" if self.max_running is None else f"up to {self.max_running}",
             "device": f"{self.device}, {self.tp_size} process{'' if self.tp_size == 1 else 'es'}, {self.precision}",
@@ -159,13 +164,6 @@ def probe_server(url: str, config: ServerLinkConfig, *, api_key: str = "") -> Fe
         return link.run(detect_features(link), timeout_s=2 * config.connect_timeout_s)
     finally:
         link.close()
-
-
-def write_features(run_dir: Path, worker: str, url: str, features: Features) -> None:
-    """Write features to servers/WORKER.json in the run folder, for the launcher to show."""
-    path = run_dir / "servers" / f"{worker}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, msgspec.json.encode({"url": url, "features": features}))
 
 
 def why_unfit(features: Features, config: SGLangConfig) -> str | None:

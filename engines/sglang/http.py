@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
-"""Environment variable with the bearer key of the servers that the launcher started; not used with `urls`."""
 _FIRST_BACKOFF_S: Final = 0.05
 _LONGEST_BACKOFF_S: Final = 2.0
 _CONNECT_RETRY_S: Final = 0.3

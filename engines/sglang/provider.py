@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from engines.config import WorkerSettings
 from engines.provider import (
+    API_KEY_VARIABLE,
     EngineProvider,
     EngineRole,
     ScorerSource,
@@ -17,6 +17,7 @@ from engines.provider import (
     Wish,
     WithStudent,
     WithTeacher,
+    record_server,
 )
 from engines.sglang.config import ServerLinkConfig, SGLangConfig
 from engines.sglang.servers import SGLangServers
@@ -41,8 +42,8 @@ class SGLangProvider(EngineProvider):
         """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
         ServerMismatch when it is not as configured."""
         from engines.sglang.engine import SGLangEngine
-        from engines.sglang.features import ServerMismatch, check_layout, write_features
-        from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
+        from engines.sglang.features import ServerMismatch, check_layout
+        from engines.sglang.http import ServerLost, ServerUnavailable
         from engines.sglang.weights import ServerWeights
         from models.description import vocabulary_size
         from models.tokenizer_file import FileTokenizer
@@ -71,15 +72,15 @@ class SGLangProvider(EngineProvider):
             except ServerMismatch:
                 engine.close()
                 raise
-            write_features(Path(ctx.run_dir), ctx.name, ctx.server_url, engine.features)
+            record_server(ctx.run_dir, ctx.name, ctx.server_url, engine.features.facts)
             return Student(engine, ServerWeights(engine, student=path), engine.max_context)
 
         return StudentSource(tokenizer, tokenizer.fingerprint, tokenizer.stop_token_ids, start)
 
     def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
         """Like `student`, except that attached servers need not have the same layout."""
-        from engines.sglang.features import ServerMismatch, check_layout, write_features
-        from engines.sglang.http import API_KEY_VARIABLE, ServerLost, ServerUnavailable
+        from engines.sglang.features import ServerMismatch, check_layout
+        from engines.sglang.http import ServerLost, ServerUnavailable
         from engines.sglang.scorer import SGLangScorer
         from models.description import vocabulary_size
         from models.tokenizer_file import FileTokenizer
@@ -99,7 +100,7 @@ class SGLangProvider(EngineProvider):
                 except ServerMismatch:
                     scorer.close()
                     raise
-            write_features(ctx.run_dir, ctx.name, ctx.server_url, scorer.features)
+            record_server(ctx.run_dir, ctx.name, ctx.server_url, scorer.features.facts)
             return scorer
 
         tokenizer = FileTokenizer(path)

@@ -6,6 +6,8 @@ and any abbreviation that fits one name only (`--tp 2`).
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +15,20 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.config import ServerConfig
-from engines.provider import EngineRole, Interpreter, Launch, MemoryNeed, ModelShape, ServerEngine, Wish
-from sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS
+from engines.config import ServerConfig, WorkerSettings
+from engines.provider import (
+    EngineRole,
+    Interpreter,
+    Launch,
+    MemoryNeed,
+    ModelShape,
+    ServerCommand,
+    ServerEngine,
+    ServerFacts,
+    Wish,
+)
+from sglang_server import servers as sglang_servers
+from sglang_server.servers import DEFAULT_PYTHON, KEY_ARGUMENT, SERVER_ARGS
 
 
 class Option(NamedTuple):
@@ -64,6 +77,11 @@ SERVER_FRACTION: Final = 0.85
 """Share of a GPU's memory where the arguments do not set it: SGLang chooses by the GPU, about this."""
 
 
+SERVE: Final = Path(sglang_servers.__file__).with_name("serve.py")
+OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
+"""For servers whose version has them."""
+
+
 class SGLangServers(ServerEngine):
     modules = NEEDED
 
@@ -102,6 +120,23 @@ class SGLangServers(ServerEngine):
         forked = server.device == "cpu" and python == DEFAULT_PYTHON
         base = SERVER_ARGS if forked else ("--device", server.device)
         return Launch(python, (*base, *COMMON_ARGS, "--tp-size", str(server.tp), *server.args), forked)
+
+    def command(self, launch: Launch, model: str, host: str, port: int, api_key: str, log: Path) -> ServerCommand:
+        """sglang_server/serve.py in SGLang's interpreter."""
+        address = ("--host", host, "--port", str(port), KEY_ARGUMENT, api_key)
+        args = ("--model-path", model, *launch.arguments, *address)
+        request = {"args": args, "optional": OPTIONAL_ARGS, "log": str(log), "parent_pid": os.getpid()}
+        return ServerCommand((launch.python, SERVE), json.dumps(request).encode() + b"\n")
+
+    def answers(self, host: str, port: int, api_key: str, timeout_s: float) -> bool:
+        return sglang_servers.answers(host, port, api_key, timeout_s=timeout_s)
+
+    def ask(
+        self, key: str, role: EngineRole, settings: WorkerSettings, student: str
+    ) -> tuple[list[ServerFacts], list[str]]:
+        from engines.sglang.attached import ask  # only where there are such servers: it needs an HTTP client
+
+        return ask(key, role, settings, student)
 
     def contradictions(self, key: str, role: EngineRole, server: ServerConfig) -> Iterator[str]:
         """The user's arguments come last on the server's command line and win there, but GPUs and ranks are assigned by

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.sglang.features import Features
+from engines.provider import ServerFacts
 from launch.checks.gpu_memory import estimate
 from launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
 from launch.config.pools import WorkerGroup
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     placement: Placement
     plans: tuple[ServerPlan, ...]
     """Servers to start."""
-    attached: list[tuple[str, Features]]
+    attached: list[tuple[str, ServerFacts]]
     """(worker, features of its running server)."""
     mistakes: list[str]
     not_here: list[str]
@@ -50,7 +50,7 @@ class Found(NamedTuple):
     def report(self) -> str:
         """Text for `--check`; empty without servers."""
         lines = [grouped(self.attached)] if self.attached else []
-        lines += [f"{plan.name}: on {plan.place}, by {plan.python}" for plan in self.plans]
+        lines += [f"{plan.name}: on {plan.place}, by {plan.launch.python}" for plan in self.plans]
         return "\n".join(lines)
 
 
@@ -92,7 +92,7 @@ def check_servers(
             mistakes += too_large
             plans = plan_servers(config, machine.gpus, placement.places.servers)
             config = _with_backend(config, placement)
-    return Found(config, placement, plans, attached.features, mistakes, not_here, memory)
+    return Found(config, placement, plans, attached.servers, mistakes, not_here, memory)
 
 
 def _with_backend(config: RunConfig, placement: Placement) -> RunConfig:

@@ -1,4 +1,4 @@
-"""What each SGLang server of a run is started with: model, interpreter, GPUs, arguments, environment."""
+"""The servers that a run starts: model, interpreter, GPUs, arguments and environment of each."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ import msgspec
 import psutil
 
 from engines.config import ServerConfig
-from engines.provider import EngineRole, ServerEngine
+from engines.provider import EngineRole, Launch, ServerEngine
 from launch.config.pools import WorkerGroup, engine_of, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, Groups, Places
 from protocol.addresses import is_local
 
-OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
-"""Of every server whose version has them."""
 FAILED_GROUPS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""In servers: a weight group that fails is aborted, and the server lives. By torch's default (3) its watchdog would end
-the process, after waiting for a dump four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, a minute (ProcessGroupNCCL.hpp and
-`Watchdog::runLoop` in ProcessGroupNCCL.cpp)."""
+"""Makes a server survive the failure of its weight group, which is only aborted. With torch's default (3) the watchdog
+would end the process, after waiting for a dump four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, a minute
+(ProcessGroupNCCL.hpp and `Watchdog::runLoop` in ProcessGroupNCCL.cpp)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +32,15 @@ class ServerPlan:
     """One server, before it has a port and a key."""
 
     worker: str
-    """Whose it is, e.g. `actor-0`."""
+    """The worker that it serves, e.g. `actor-0`."""
     model: str
-    python: Path
-    shim: bool
-    """Forked from sglang_server's zygote; else a process of its own."""
+    engine: ServerEngine
+    launch: Launch
     gpus: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES is to say it; empty on a CPU."""
-    args: tuple[str, ...]
-    """Of sglang.launch_server, all but model, address and key. The user's come last, so they win."""
+    """Entries for CUDA_VISIBLE_DEVICES; empty on a CPU."""
     host: str
     port: int
-    """0: any."""
+    """0: any free port."""
     start_timeout_s: float
 
     @property
@@ -54,12 +49,12 @@ class ServerPlan:
 
     @property
     def place(self) -> str:
-        """For people."""
+        """For display."""
         return f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
 
 
 def servers_of(config: RunConfig, role: EngineRole) -> ServerEngine:
-    """Of a role that has servers."""
+    """The servers' engine of a role that has servers."""
     servers = engine_of(config, role).servers
     assert servers is not None
     return servers
@@ -74,24 +69,24 @@ def server_config(config: RunConfig, role: EngineRole) -> ServerConfig:
 
 
 def plan_servers(config: RunConfig, visible: Sequence[str], gpus: Mapping[str, Groups]) -> tuple[ServerPlan, ...]:
-    """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda; `visible`: names
-    of the GPUs; `gpus`: of the servers of each group (launch.machine.gpus.Places.servers), those on a CPU left out."""
+    """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda. `visible`: names
+    of the GPUs. `gpus`: by group (launch.machine.gpus.Places.servers), without servers on a CPU."""
     named = {key: [[visible[gpu] for gpu in group] for group in groups] for key, groups in gpus.items()}
     return tuple(plan for group in launched_groups(config) for plan in _plans(group, named.get(group.key, ())))
 
 
 def server_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
-    """All that have servers, started or running."""
+    """Groups of workers that have servers, started by the launcher or already running."""
     return tuple(group for group in worker_groups(config) if group.engine.servers is not None)
 
 
 def launched_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
-    """Those whose servers the launcher starts."""
+    """Groups of workers whose servers the launcher starts."""
     return tuple(group for group in server_groups(config) if not urls_of(group.config, group.role))
 
 
 def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
-    """Other settings for the servers of one group."""
+    """Replace the server settings of one group."""
     replace = msgspec.structs.replace
     if key == "actor":
         return replace(config, actor=replace(config.actor, server=server))
@@ -102,18 +97,18 @@ def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
 
 
 def _plans(group: WorkerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[ServerPlan]:
-    """`gpus`: of each server of the group; empty on a CPU."""
+    """`gpus`: the GPUs of each server; empty on a CPU."""
     role, config = group.role, group.config
     server = server_config(config, role)
-    launch = servers_of(config, role).launch(server)
+    engine = servers_of(config, role)
+    launch = engine.launch(server)
     for index in range(count(config, role)):
         yield ServerPlan(
             worker=f"{role}-{group.first + index}",
             model=config.models.student if role == "actor" else config.models.teacher,
-            python=launch.python,
-            shim=launch.forked,
+            engine=engine,
+            launch=launch,
             gpus=tuple(gpus[index]) if gpus else (),
-            args=launch.arguments,
             host=server.host,
             port=server.port + index if server.port else 0,
             start_timeout_s=server.start_timeout_s,
@@ -125,13 +120,13 @@ def count(config: RunConfig, role: EngineRole) -> int:
 
 
 def contradictions(config: RunConfig) -> Iterator[str]:
-    """Of the user's own arguments with the rest of the configuration. `server.device` is cpu or cuda."""
+    """Arguments of the user that contradict the rest of the configuration. `server.device` is cpu or cuda."""
     for key, role, _, own in launched_groups(config):
         yield from servers_of(own, role).contradictions(key, role, server_config(own, role))
 
 
 def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
-    """GPUs that a server shares with others without leaving them room: unless it is told, it takes nearly all of it."""
+    """Servers that share a GPU without leaving room: unless limited, a server takes nearly all of its memory."""
     others: dict[int, list[str]] = {}
     for who, gpu in places.seats.items():
         if gpu is not None:
@@ -163,43 +158,43 @@ def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
 
 
 def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What all servers get beside this process's environment: their sockets' files in a folder that is removed at the
-    end, and gloo on the interface towards the learner (it would look the host name up otherwise)."""
-    told = {"TMPDIR": str(temporary)}
+    """Variables that servers get in addition to this process's: a folder for socket files that is removed at the end,
+    and the interface towards the learner for gloo, which would otherwise look up the host name."""
+    added = {"TMPDIR": str(temporary)}
     if "GLOO_SOCKET_IFNAME" not in base and (interface := _interface_for(config.weights.host)):
-        told["GLOO_SOCKET_IFNAME"] = interface
-    told |= {name: value for name, value in FAILED_GROUPS.items() if name not in base}
-    return told | nccl_environment(config, base)
+        added["GLOO_SOCKET_IFNAME"] = interface
+    added |= {name: value for name, value in FAILED_GROUPS.items() if name not in base}
+    return added | nccl_environment(config, base)
 
 
 def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What NCCL must find alike on all sides of the weight group: in the learner, in embedded actors and in servers.
+    """Variables that must be the same on all sides of the weight group: the learner, embedded actors and servers.
 
-    NCCL_SOCKET_IFNAME: on one machine the loopback, which NCCL passes over by itself where there is another interface.
-    What the actors' servers set themselves (`ServerEngine.nccl_environment`), the others must have, too. What the user
-    has set is left alone: all sides inherit it."""
-    told: dict[str, str] = {}
+    NCCL_SOCKET_IFNAME is the loopback if all are on one machine; NCCL would choose another interface if there is one.
+    Variables that the actors' servers set for themselves (`ServerEngine.nccl_environment`) are set for all. Variables
+    that the user has set are left alone: all sides inherit them."""
+    added: dict[str, str] = {}
     if is_local(config.weights.host) and (interface := interface_of(config.weights.host)):
-        told["NCCL_SOCKET_IFNAME"] = interface
+        added["NCCL_SOCKET_IFNAME"] = interface
     if (servers := engine_of(config, "actor").servers) is not None:
-        told |= servers.nccl_environment(config.actor.server)
-    return {name: value for name, value in told.items() if name not in base}
+        added |= servers.nccl_environment(config.actor.server)
+    return {name: value for name, value in added.items() if name not in base}
 
 
 def _interface_for(learner_host: str) -> str | None:
-    """By which the learner publishes, or, where that is another machine, by which it is reached."""
+    """The interface on which the learner publishes, or, if it is on another machine, by which it is reached."""
     if (own := interface_of(learner_host)) is not None:
         return own
     try:
         with socket.socket(socket.AF_INET6 if ":" in learner_host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((learner_host, 9))  # sends nothing; the kernel chooses the way
+            probe.connect((learner_host, 9))  # sends nothing; the kernel chooses the route
             return interface_of(str(probe.getsockname()[0]))
     except OSError:
         return None
 
 
 def interface_of(host: str) -> str | None:
-    """Name of the network interface that has this address, None where none has."""
+    """Name of the network interface with this address; None if there is none."""
     try:
         address = socket.gethostbyname(host)
         loopback = ipaddress.ip_address(address).is_loopback
@@ -212,7 +207,7 @@ def interface_of(host: str) -> str | None:
 
 
 def reachable_host(host: str) -> str:
-    """Where this machine finds a server that listens on `host`: all addresses means loopback too."""
+    """Address at which this machine reaches a server listening on `host`; a wildcard includes the loopback."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 

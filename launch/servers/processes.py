@@ -1,16 +1,11 @@
-"""Starting, signalling and reaping SGLang servers: forked from sglang_server's zygote, or one process each. No policy.
+"""Starts and signals inference servers: each in a process of its own, or forked from sglang_server's zygote. No policy.
 
-    input   start(), stop(), kill()            from launch.servers.watch
-    output  poll() -> Started | Exited         nothing here waits but `close`
-
-A process of its own runs sglang_server/serve.py in SGLang's interpreter, which gets its arguments, the key among them,
-on stdin. Either way a server leads its own process group and dies with the launcher.
+A server leads its own process group and dies with the launcher. Only `close` waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -21,27 +16,25 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from launch.processes.lifeline import kill_group, reap
-from launch.servers.plan import OPTIONAL_ARGS, ServerPlan
-from sglang_server import servers as sglang_cpu_servers
+from launch.servers.plan import ServerPlan
 from sglang_server.servers import KEY_ARGUMENT, ServerError, Servers
 
-SERVE: Final = Path(sglang_cpu_servers.__file__).with_name("serve.py")
 ZYGOTE_LOG: Final = "zygote"
 GRACE_S: Final = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 KILLED_WAIT_S: Final = 5.0
-"""How long a process may take to vanish after SIGKILL."""
+"""Time for a process to vanish after SIGKILL."""
 
 
 class Started(NamedTuple):
-    """The process of a server exists; it does not answer yet."""
+    """The server's process exists; it does not answer yet."""
 
     name: str
     pid: int
 
 
 class Exited(NamedTuple):
-    """It is gone and reaped, and its process group with it. A negative code is the signal that killed it."""
+    """The server is gone and reaped, with its process group. A negative code is the signal that killed it."""
 
     name: str
     code: int
@@ -51,17 +44,16 @@ Event: TypeAlias = Started | Exited
 
 
 class ServerProcesses:
-    """All server processes of one run. Owned by the server watch, used from one thread: the launcher's main one, with
-    which they die."""
+    """All server processes of one run. They die with the thread that started them, the launcher's main one."""
 
     def __init__(self, log_dir: Path, environment: Callable[[Path], Mapping[str, str]]) -> None:
-        """`environment`: given a folder for temporary files, what all servers get beside this process's environment."""
+        """`environment` maps a folder for temporary files to the variables that servers get in addition to ours."""
         self._log_dir = log_dir
         self._temporary = Path(tempfile.mkdtemp(prefix="stillhouse-servers-"))
         self._environment = dict(environment(self._temporary))
         self._zygote: Servers | None = None
         self._forked: dict[str, int] = {}
-        """Name -> pid, 0 while its fork is under way."""
+        """Name -> pid, 0 while the fork is pending."""
         self._spawned: dict[str, subprocess.Popen[bytes]] = {}
         self._events: list[Event] = []
 
@@ -70,39 +62,38 @@ class ServerProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Name -> pid of those that run."""
+        """Name -> pid, for running servers."""
         return self._forked | {name: process.pid for name, process in self._spawned.items()}
 
     def start(self, plan: ServerPlan, port: int, api_key: str) -> None:
-        """The former server of this name has exited."""
-        address = ["--host", plan.host, "--port", str(port), KEY_ARGUMENT, api_key]
-        if plan.shim:
-            self._fork(plan, [*plan.args, *address], port)
+        """Start a server. A former server of this name has exited."""
+        if plan.launch.forked:
+            self._fork(plan, port, api_key)
         else:
-            self._spawn(plan, ["--model-path", plan.model, *plan.args, *address])
+            self._spawn(plan, port, api_key)
 
     def stop(self, name: str) -> None:
-        """SIGTERM; running requests may take a while to end."""
+        """Send SIGTERM; running requests may take a while to end."""
         self._signal(name, signal.SIGTERM)
 
     def kill(self, name: str) -> None:
-        """SIGKILL to its whole group: it may be stuck where SIGTERM does nothing."""
+        """Send SIGKILL to its whole group; it may be stuck where SIGTERM has no effect."""
         self._signal(name, signal.SIGKILL)
 
     def poll(self) -> list[Event]:
-        """What happened since."""
+        """Events since the last call."""
         if self._zygote is not None:
             self._read_zygote(self._zygote)
         for name, process in list(self._spawned.items()):
             if (code := reap(process.pid)) is not None:
-                process.returncode = code  # reaped behind its back
+                process.returncode = code  # Popen cannot know: we reaped it
                 del self._spawned[name]
                 self._events.append(Exited(name, code))
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
-        """End whatever still runs, at once; waits for it. One more `poll` tells the exit codes. Idempotent."""
+        """End everything that still runs, at once, and wait for it; `poll` then returns the exit codes. Idempotent."""
         for name in self.pids:
             self.kill(name)
         if self._zygote is not None:
@@ -114,13 +105,14 @@ class ServerProcesses:
         self._spawned.clear()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _fork(self, plan: ServerPlan, args: list[str], port: int) -> None:
+    def _fork(self, plan: ServerPlan, port: int, api_key: str) -> None:
+        args = [*plan.launch.arguments, "--host", plan.host, "--port", str(port), KEY_ARGUMENT, api_key]
         self._forked[plan.name] = 0
         try:
             if self._zygote is None:
                 self._zygote = Servers(
                     self._log_dir,
-                    python=plan.python,
+                    python=plan.launch.python,
                     environment=self._environment,
                     warm_timeout_s=None,
                     die_with_thread=True,
@@ -129,32 +121,32 @@ class ServerProcesses:
         except ServerError:
             self._zygote_lost()
 
-    def _spawn(self, plan: ServerPlan, args: list[str]) -> None:
+    def _spawn(self, plan: ServerPlan, port: int, api_key: str) -> None:
         log_path = self._log_dir / f"{plan.name}.log"
+        command = plan.engine.command(plan.launch, plan.model, plan.host, port, api_key, log_path)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpus)} if plan.gpus else {}
         with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:  # noqa: PTH123 - a mode
             process = subprocess.Popen(
-                [plan.python, SERVE],
+                command.words,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self._environment, **devices},
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
             )
-        request = {"args": args, "optional": OPTIONAL_ARGS, "log": str(log_path), "parent_pid": os.getpid()}
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it is dead already, which poll() tells
-            process.stdin.write(json.dumps(request).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # already dead, which poll() will report
+            process.stdin.write(command.stdin)
         self._spawned[plan.name] = process
         self._events.append(Started(plan.name, process.pid))
 
     def _signal(self, name: str, signum: int) -> None:
-        if (process := self._spawned.get(name)) is not None:  # ours to reap: the pid is still its own
+        if (process := self._spawned.get(name)) is not None:  # not reaped yet, so the pid is still its own
             if signum == signal.SIGKILL:
                 kill_group(process.pid)
             os.kill(process.pid, signum)
         elif name in self._forked and self._zygote is not None:
-            with contextlib.suppress(ServerError):  # the zygote is gone, and its servers with it; poll() tells
+            with contextlib.suppress(ServerError):  # the zygote died with its servers, which poll() reports
                 self._zygote.request_stop(name, grace_s=0.0 if signum == signal.SIGKILL else GRACE_S)
 
     def _read_zygote(self, zygote: Servers) -> None:
@@ -172,7 +164,7 @@ class ServerProcesses:
                     pass
 
     def _zygote_lost(self) -> None:
-        """Its servers died with it, by order of the kernel. The next start makes another one."""
+        """The kernel killed its servers with it. The next start makes a new zygote."""
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None

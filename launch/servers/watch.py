@@ -1,10 +1,10 @@
-"""Watches the SGLang servers of a run: starts them, sees when they answer, starts dead ones again within the budget.
+"""Watches the inference servers of a run: starts them, sees when they answer, restarts dead ones within the budget.
 
     idle -> starting -> up -> (dead) -> waiting -> starting ...         given up: the budget is spent, the run ends
-                        up -> lost, when its worker says so, and it is killed -> (dead)
+                        up -> lost, when its worker reports it, and it is killed -> (dead)
 
-`pump` is called by the supervisor in its loop, and tells what its workers have to know. A server that never answered
-and died twice is given up at once: its arguments or its model are wrong, and another start would not help.
+The loop of launch.workers.watch calls `pump`, which returns what concerns its workers. A server that never answered and
+died twice is given up at once: its arguments or its model are wrong, and another start would not help.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from launch.processes.slots import RESTART_WINDOW_S, RestartBudget, said
 from launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
 from launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
 from protocol.addresses import free_port
-from sglang_server.servers import answers
 
 PROBE_EVERY_S: Final = 0.2
 PROBE_TIMEOUT_S: Final = 0.5
@@ -29,7 +28,7 @@ FAILED_STARTS: Final = 2
 
 @dataclass
 class ServerSlot:
-    """One server; its process may change."""
+    """One server. Its process changes with every restart."""
 
     plan: ServerPlan
     state: Literal["idle", "starting", "up", "lost", "waiting", "given_up"] = "idle"
@@ -49,7 +48,7 @@ class ServerSlot:
 
 
 class ServerNews(NamedTuple):
-    """What a worker's server did."""
+    """A change of a worker's server."""
 
     kind: Literal["up", "died", "given_up"]
     worker: str
@@ -58,7 +57,7 @@ class ServerNews(NamedTuple):
 
 
 class ServerWatch:
-    """The servers that the launcher started, by the worker whose they are."""
+    """The servers that the launcher started. `worker` is always the name of the worker that uses the server."""
 
     def __init__(
         self,
@@ -88,12 +87,12 @@ class ServerWatch:
 
     @property
     def slots(self) -> dict[str, ServerSlot]:
-        """By the server's name."""
+        """Server name -> slot."""
         return self._by_name
 
     @property
     def start_timeout_s(self) -> float:
-        """Of all of them, as they start side by side."""
+        """Longest start timeout; servers start side by side."""
         return max((slot.plan.start_timeout_s for slot in self._slots.values()), default=0.0)
 
     def is_up(self, worker: str) -> bool:
@@ -103,24 +102,24 @@ class ServerWatch:
         return self._slots[worker].url
 
     def log_name(self, worker: str) -> str:
-        """Name of the log that tells most about this worker's server."""
+        """Name of the most informative log about this worker's server."""
         name = self._slots[worker].plan.name
         return name if (self._log_dir / f"{name}.log").is_file() else ZYGOTE_LOG
 
     def start(self) -> None:
-        """All of them; returns at once. Raises OSError where `host` is not an address of this machine."""
+        """Start all servers; returns at once. Raises OSError when `host` is not an address of this machine."""
         for slot in self._slots.values():
             self._start(slot)
 
     def replace(self, worker: str) -> None:
-        """The worker says that its server is dead or stuck. One that is on its way already is left alone."""
+        """Kill a server that its worker reports as dead or stuck, unless it is being restarted already."""
         slot = self._slots[worker]
         if slot.state == "up" and self._processes is not None:
             slot.state = "lost"
             self._processes.kill(slot.plan.name)
 
     def pump(self, *, restart: bool) -> list[ServerNews]:
-        """One look at processes and addresses. `restart=False`: the run ends, nothing is started again."""
+        """Look once at processes and addresses. `restart=False`: the run is ending, nothing is started again."""
         if self._processes is None:
             return []
         news: list[ServerNews] = []
@@ -139,7 +138,7 @@ class ServerWatch:
         return news
 
     def stop(self) -> None:
-        """SIGTERM to all, once; SIGKILL to those that have nothing to finish."""
+        """Send SIGTERM to servers that are up and SIGKILL to others, once."""
         if self._processes is not None and not self._stopping:
             self._stopping = True
             for slot in self._slots.values():
@@ -148,11 +147,11 @@ class ServerWatch:
 
     @property
     def running(self) -> bool:
-        """Whether any process is there that could leave by itself."""
+        """Whether a process exists that could still leave by itself."""
         return any(slot.running and slot.pid is not None for slot in self._slots.values())
 
     def close(self) -> None:
-        """Whatever still runs ends now. Idempotent."""
+        """End everything that still runs. Idempotent."""
         if self._processes is not None:
             self._processes.close()
             self.pump(restart=False)
@@ -168,7 +167,7 @@ class ServerWatch:
         if slot.state == "waiting" and now_s >= slot.restart_at_s:
             self._start(slot)
         elif slot.state == "starting" and slot.pid is not None:
-            if answers(reachable_host(plan.host), slot.port, self._api_key, timeout_s=PROBE_TIMEOUT_S):
+            if plan.engine.answers(reachable_host(plan.host), slot.port, self._api_key, PROBE_TIMEOUT_S):
                 slot.state, slot.ever_up = "up", True
                 return [ServerNews("up", plan.worker, "")]
             if now_s - slot.started_s > plan.start_timeout_s and not slot.late and self._processes is not None:

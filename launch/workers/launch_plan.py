@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from engines.sglang.http import API_KEY_VARIABLE
+from engines.provider import API_KEY_VARIABLE
 from launch.checks.placement import NOWHERE, Placement
 from launch.config.pools import worker_groups
 from launch.config.run import RunConfig

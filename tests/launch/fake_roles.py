@@ -21,7 +21,7 @@ import msgspec
 
 from buffer.journal.store import Store
 from buffer.server import BufferAddress
-from engines.sglang.http import API_KEY_VARIABLE
+from engines.provider import API_KEY_VARIABLE
 from launch.config.run import RunConfig
 from launch.workers.roles import LEAVE_AGAIN_S, run_buffer
 from protocol.client import Client

@@ -67,7 +67,7 @@ def test_resume_keeps_the_results_of_the_launch_before_under_its_number(tmp_path
 
 
 def test_resume_without_a_path_takes_the_newest_run() -> None:
-    with pytest.raises(LaunchError, match="--resume: runs/latest is not there"):
+    with pytest.raises(LaunchError, match="--resume: runs/latest does not exist"):
         RunFolder.open(None, resume=True)
     RunFolder.open(None, resume=False, name="a").close()
     RunFolder.open(None, resume=False, name="b").close()

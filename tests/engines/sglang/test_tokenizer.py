@@ -85,7 +85,7 @@ def test_a_teacher_on_a_running_server_with_another_tokenizer_is_refused(
     def probe(url: str, settings: SGLangConfig, *, api_key: str) -> Features:
         return A
 
-    monkeypatch.setattr("launch.servers.attached.probe_server", probe)
+    monkeypatch.setattr("engines.sglang.attached.probe_server", probe)
     url = serve(lambda i: chr(0x4E00 + i))
     models = {"student": str(builtin.STUDENT_DIR)}
     (told,) = ask_servers(build(RunConfig, {"models": models, "teacher": {"engine": "sglang", "urls": [url]}})).mistakes

@@ -78,7 +78,7 @@ def test_servers_get_gpus_after_the_learner_by_their_visible_names(monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1,0")
     report = found(actors=1)
     assert report.mistakes == []
-    assert [(plan.name, plan.gpus, plan.shim) for plan in report.plans] == [
+    assert [(plan.name, plan.gpus, plan.launch.forked) for plan in report.plans] == [
         ("server-actor-0", ("1",), False),
         ("server-teacher-0", ("0",), False),
     ]
@@ -105,7 +105,7 @@ def test_on_a_cpu_nobody_looks_for_gpus_and_the_users_arguments_come_last() -> N
     assert report.mistakes == []
     assert {plan.gpus for plan in report.plans} == {()}
     assert [plan.port for plan in report.plans] == [31000, 31001, 31000]
-    assert report.plans[0].args[-2:] == ("--mem-fraction-static", "0.5")
+    assert report.plans[0].launch.arguments[-2:] == ("--mem-fraction-static", "0.5")
 
 
 def test_an_interpreter_without_sglang_is_told_and_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_what_is_preloaded_for_servers_imports_neither_torch_nor_transformers_an
 def test_on_a_cpu_servers_are_forked_from_the_environment_made_for_it() -> None:
     report = found({"python": ""}, device="cpu")
     assert report.mistakes == []
-    assert all(plan.shim and plan.python == DEFAULT_PYTHON for plan in report.plans)
+    assert all(plan.launch.forked and plan.launch.python == DEFAULT_PYTHON for plan in report.plans)
 
 
 @pytest.mark.skipif(not DEFAULT_PYTHON.exists(), reason="no .venv-sglang: make sglang-cpu")

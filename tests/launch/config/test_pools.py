@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import builtin
+from engines.sglang import attached
 from engines.sglang.features import Features
 from launch.checks.placement import place_run
 from launch.checks.preflight import check
@@ -22,9 +23,7 @@ from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
 from launch.machine.machine import Interpreters, Machine
-from launch.servers import attached
-from launch.servers.attached import ask_servers
-from launch.servers.plan import plan_servers
+from launch.servers.attached import ask_servers, plan_servers
 from tests.launch.servers.test_attached import A
 
 FILE = """
@@ -149,7 +148,7 @@ def test_running_servers_of_a_pool_are_asked_and_their_layout_is_noted(monkeypat
     monkeypatch.setattr(attached, "probe_server", probe)
     pools = {"here": {}, "there": {"engine": "sglang", "urls": ["http://a:1", "http://b:2"], "count": 2}}
     found = ask_servers(build(RunConfig, {"pools": pools, "teachers": 3}))
-    assert found.mistakes == [] and [name for name, _ in found.features] == ["teacher-1", "teacher-2"]
+    assert found.mistakes == [] and [name for name, _ in found.servers] == ["teacher-1", "teacher-2"]
     server = found.config.pools["there"].server
     assert server is not None and (server.device, server.tp) == ("cuda", 2)
     assert found.config.pools["here"].server is None

@@ -78,7 +78,7 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
         (target(), ("--actors=-1",), "actors: got '-1', expected int >= 0"),
         (target(), ("--actors=1", "--student=/no/such"), "models.student: no folder"),
         (target(), ("--actors=1", "--actor.torch.max_context=999999"), "actor.torch.max_context: got 999999"),
-        (target(models=MODELS | {"teacher": "/gone"}), ("--teachers=1",), "--models.teacher FOLDER says where it is"),
+        (target(models=MODELS | {"teacher": "/gone"}), ("--teachers=1",), "--models.teacher FOLDER to say where it is"),
         (target(address="tcp://203.0.113.9:5555"), ("--actors=1",), "weights.host: the learner sends"),
     ],
 )

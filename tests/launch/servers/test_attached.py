@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engines.provider import record_server
+from engines.sglang import attached
 from engines.sglang.config import SGLangConfig
 from engines.sglang.features import Features
 from launch.config.run import RunConfig
 from launch.config.tree import build
-from launch.servers import attached
-from launch.servers.attached import ask_servers, features_of_run, grouped
+from launch.servers.attached import Attached, ask_servers, features_of_run, grouped
 
 A = msgspec.convert(
     {
@@ -38,7 +39,7 @@ A = msgspec.convert(
 replace = msgspec.structs.replace
 
 
-def run_on(monkeypatch: pytest.MonkeyPatch, *servers: Features, update_mode: str = "abort") -> attached.Attached:
+def run_on(monkeypatch: pytest.MonkeyPatch, *servers: Features, update_mode: str = "abort") -> Attached:
     """Actors on servers that answer so."""
     urls = [f"http://127.0.0.1:{port}" for port in range(1, 1 + len(servers))]
     told = dict(zip(urls, servers, strict=True))
@@ -55,7 +56,7 @@ def test_device_and_tp_are_what_the_servers_say(monkeypatch: pytest.MonkeyPatch)
     found = run_on(monkeypatch, A, A)
     assert found.mistakes == []
     assert (found.config.actor.server.device, found.config.actor.server.tp) == ("cuda", 2)
-    assert found.features == [("actor-0", A), ("actor-1", A)]
+    assert found.servers == [("actor-0", A.facts), ("actor-1", A.facts)]
 
 
 def test_actors_servers_that_cannot_do_what_is_configured_are_refused_before_the_run(
@@ -77,17 +78,20 @@ def test_actors_servers_that_differ_in_tp_or_device_are_refused(
 
 def test_servers_that_can_do_the_same_are_told_once(tmp_path: Path) -> None:
     told = grouped(
-        [("actor-0", A), ("actor-1", replace(A, weights_label="run/0.1")), ("teacher-0", replace(A, tp_size=1))]
+        [
+            ("actor-0", A.facts),
+            ("actor-1", replace(A, weights_label="run/0.1").facts),
+            ("teacher-0", replace(A, tp_size=1).facts),
+        ]
     )
     assert told.count("SGLang") == 2
-    assert "server of actor-0, actor-1:" in told and "default, run/0.1" in told
-    assert grouped((f"actor-{i}", A) for i in range(20)).startswith("server of actor-0, actor-1, actor-2")
-    assert "and 12 more" in grouped((f"actor-{i}", A) for i in range(20))
+    assert "server of actor-0, actor-1 (weights default, run/0.1):" in told
+    assert grouped((f"actor-{i}", A.facts) for i in range(20)).startswith("server of actor-0, actor-1, actor-2")
+    assert "and 12 more" in grouped((f"actor-{i}", A.facts) for i in range(20))
 
 
 def test_what_workers_wrote_down_is_read_and_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     assert features_of_run(tmp_path) == ""
-    (tmp_path / "servers").mkdir()
-    (tmp_path / "servers" / "actor-0.json").write_bytes(msgspec.json.encode({"url": "http://x", "features": A}))
+    record_server(tmp_path, "actor-0", "http://x", A.facts)
     (tmp_path / "servers" / "actor-1.json").write_text("{")
-    assert features_of_run(tmp_path).startswith("server of actor-0:")
+    assert features_of_run(tmp_path).startswith("server of actor-0 (weights default):")

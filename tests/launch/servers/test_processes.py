@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 import builtin
+from engines.provider import Launch
+from engines.sglang.servers import SGLangServers
 from launch.servers.plan import ServerPlan
 from launch.servers.processes import Event, Exited, ServerProcesses, Started
 from protocol.addresses import free_port
@@ -38,10 +40,9 @@ class Watched:
         plan = ServerPlan(
             worker=worker,
             model=str(builtin.STUDENT_DIR),
-            python=DEFAULT_PYTHON,
-            shim=shim,
+            engine=SGLangServers(),
+            launch=Launch(DEFAULT_PYTHON, SERVER_ARGS, shim),
             gpus=(),
-            args=SERVER_ARGS,
             host="127.0.0.1",
             port=0,
             start_timeout_s=PATIENCE_S,
