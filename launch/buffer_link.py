@@ -21,17 +21,15 @@ ANEW_S: Final = 0.5
 log = logging.getLogger(__name__)
 
 
+def read_listening(file: Path) -> BufferAddress | None:
+    """Address and incarnation of the buffer that listens, or listened last; None if none did yet."""
+    return msgspec.json.decode(file.read_bytes(), type=BufferAddress) if file.is_file() else None
+
+
 def read_address(file: Path, run_id: str) -> str | None:
     """Address of this run's buffer; None while it does not listen yet."""
-    if not file.is_file():
-        return None
-    found = msgspec.json.decode(file.read_bytes(), type=BufferAddress)
-    return found.address if found.run_id == run_id else None
-
-
-def read_incarnation(file: Path) -> str | None:
-    """Incarnation of the buffer process that listens, or listened last."""
-    return msgspec.json.decode(file.read_bytes(), type=BufferAddress).incarnation if file.is_file() else None
+    found = read_listening(file)
+    return found.address if found is not None and found.run_id == run_id else None
 
 
 class BufferLink:

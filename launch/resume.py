@@ -19,7 +19,7 @@ from launch.errors import ConfigError
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, VALUE_HEAD, Found, NoneUsable, go_on_from, set_aside
 from learner.objectives.options import TokenAdvantage
 from learner.prompts.config import n_held_out
-from learner.prompts.data import PromptSource, open_prompts
+from learner.prompts.data import open_prompts
 from learner.prompts.records import DataError
 
 
@@ -99,7 +99,10 @@ def _differences(
         yield f"learner.tasks.mix: got {tasks.mix}, expected {identity.mix}, as in the checkpoint"
     former_tasks = former.learner.tasks if former is not None else None
     if read_prompts or former_tasks is None or tasks.prompts != former_tasks.prompts:
-        source = _open(tasks.prompts)
+        try:
+            source = open_prompts(tasks.prompts)
+        except (DataError, OSError) as error:
+            raise ConfigError(f"learner.tasks.prompts: {error}") from error
         if source.fingerprint != identity.prompts:
             was = former_tasks.prompts if former_tasks is not None else "those of the checkpoint"
             yield (
@@ -115,10 +118,3 @@ def _differences(
             f"{', '.join(f'learner.tasks.{name}' for name in changed or names)}: got values that hold {held_out} "
             f"prompts out of training, expected {identity.held_out}, as in the checkpoint"
         )
-
-
-def _open(prompts: str) -> PromptSource:
-    try:
-        return open_prompts(prompts)
-    except (DataError, OSError) as error:
-        raise ConfigError(f"learner.tasks.prompts: {error}") from error

@@ -23,7 +23,7 @@ from launch.config.pools import needs_no_teacher
 from launch.config.run import RunConfig
 from launch.errors import LaunchError, interrupted, refuse
 from launch.machine.machine import pretended_machine
-from launch.processes.local import local_processes
+from launch.processes.local import LocalProcesses
 from launch.processes.slots import worker_name
 from launch.report.status import make_status
 from launch.report.summary import add_teachers, write_summary
@@ -37,7 +37,7 @@ from launch.workers.supervisor import Supervisor
 from learner.checkpoints.files import NOTHING_FOUND, Found
 
 
-def main(arguments: Sequence[str], make_backend: MakeBackend = local_processes) -> int:
+def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -> int:
     """Run the command; returns the exit code."""
     with lasting_output():
         return _main(arguments, make_backend)
@@ -103,7 +103,7 @@ def run(
     folder: RunFolder,
     *,
     found: Found = NOTHING_FOUND,
-    make_backend: MakeBackend = local_processes,
+    make_backend: MakeBackend = LocalProcesses,
 ) -> int:
     """Run in an open folder and write summary.json there, whatever happens. `found`: the checkpoint that a resumed run
     continues from. Returns the exit code."""

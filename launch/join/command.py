@@ -28,7 +28,7 @@ from launch.errors import ConfigError, LaunchError, interrupted, refuse
 from launch.join.config import Joining, check_joining
 from launch.join.joiner import Joiner, JoinStatus, JoinSummary
 from launch.join.target import Target, TryAgain, close_on_error, connect, find_target
-from launch.processes.local import local_processes
+from launch.processes.local import LocalProcesses
 from launch.processes.slots import worker_name
 from launch.terminal import lasting_output
 from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
@@ -73,7 +73,7 @@ class JoinLine:
     overrides: tuple[tuple[Key, str], ...]
 
 
-def main(arguments: Sequence[str], make_backend: MakeBackend = local_processes) -> int:
+def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -> int:
     """Run the command; returns the exit code."""
     with lasting_output():
         return _main(arguments, make_backend)

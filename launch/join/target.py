@@ -120,27 +120,15 @@ def find_target(run: str, *, keys: Path | None = None, config: Path | None = Non
     settings_file = config or folder / "config.yaml"
     if (folder / JOIN_FILE).is_file():
         card = msgspec.json.decode((folder / JOIN_FILE).read_bytes(), type=JoinCard)
-        target = Target(
-            name=card.name,
-            address=card.address,
-            run_id="",
-            keys=keys,
-            settings=read_plain(settings_file),
-            home=folder / JOINED,
-        )
+        name, address, run_id = card.name, card.address, ""
+        settings = read_plain(settings_file)
     else:
         record = running_record(folder)
         address = listening_address(folder, record)
         settings = read_plain(settings_file)  # only now: the launcher writes it before it starts the buffer
+        name, run_id = record.name, record.run_id
         address = _address_from_here(address, record, build(RunConfig, settings))
-        target = Target(
-            name=record.name,
-            address=address,
-            run_id=record.run_id,
-            keys=keys,
-            settings=settings,
-            home=folder / JOINED,
-        )
+    target = Target(name=name, address=address, run_id=run_id, keys=keys, settings=settings, home=folder / JOINED)
     return _with_keys_if_encrypted(target)
 
 

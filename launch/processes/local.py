@@ -16,9 +16,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import msgspec
 
@@ -29,7 +29,6 @@ from launch.processes.lifeline import kill_group, reap
 from launch.workers.launch_plan import LaunchPlan
 from launch.workers.start_role import StartRole, WorkFolder
 
-StartMethod: TypeAlias = Literal["auto", "fork", "spawn"]
 FORKSERVER: Final = "forkserver"
 """Name of its log and of its vitals."""
 REPO_ROOT: Final = Path(__file__).resolve().parents[2]
@@ -57,39 +56,19 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
 
 
-def local_processes(plan: LaunchPlan, folder: WorkFolder) -> LocalProcesses:
-    """The backend that `launch.start_method` asks for."""
-    launch = plan.config.launch
-    return LocalProcesses(
-        folder,
-        method=launch.start_method,
-        preload=plan.preload,
-        threads=launch.threads_per_worker,
-        environment=plan.environment,
-    )
-
-
 class LocalProcesses(ProcessBackend):
     """Worker processes as children (spawned) and grandchildren (forked) of the launcher."""
 
-    def __init__(
-        self,
-        folder: WorkFolder,
-        *,
-        method: StartMethod,
-        preload: tuple[str, ...],
-        threads: int = 1,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """`environment`: variables that workers get in addition to this process's."""
+    def __init__(self, plan: LaunchPlan, folder: WorkFolder) -> None:
+        launch = plan.config.launch
         forkable = sys.platform == "linux"
-        if method == "fork" and not forkable:
+        if launch.start_method == "fork" and not forkable:
             raise ValueError(f"launch.start_method is fork, which is not safe on {sys.platform}; use auto or spawn")
-        self._method: StartMethod = method
-        self._forking = forkable and method != "spawn"
+        self._method = launch.start_method
+        self._forking = forkable and self._method != "spawn"
         self._folder = folder
-        self._preload = preload
-        self._environment = worker_environment(threads) | dict(environment or {})
+        self._preload = plan.preload
+        self.environment = worker_environment(launch.threads_per_worker) | plan.environment
         self.lifeline_fd, self._lifeline_held = os.pipe()
         self._forkserver: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -148,7 +127,7 @@ class LocalProcesses(ProcessBackend):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment,
+                env=self.environment,
                 pass_fds=(theirs.fileno(), self.lifeline_fd),
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
             )
@@ -161,7 +140,8 @@ class LocalProcesses(ProcessBackend):
         elif not self._warm:
             self._queued.append(start)
         else:
-            self._ask_fork(start)
+            self._asked[start.name, start.incarnation] = start
+            self._send(start)
 
     def stop(self, name: str) -> None:
         self._signal(name, signal.SIGTERM)
@@ -242,7 +222,7 @@ class LocalProcesses(ProcessBackend):
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=self._environment,
+                env=self.environment,
                 start_new_session=True,
                 bufsize=0,
             )
@@ -251,10 +231,6 @@ class LocalProcesses(ProcessBackend):
             process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._spawned[process.pid] = (start, process)
         self._events.append(Started(start.name, start.incarnation, _where(process.pid)))
-
-    def _ask_fork(self, start: StartRole) -> None:
-        self._asked[start.name, start.incarnation] = start
-        self._send(start)
 
     def _send(self, message: forkserver.ToForkserver) -> None:
         if self._control is None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import msgspec
+
 from launch.config.run import LaunchConfig
 from protocol.context import ExitCode, WorkerRole
 from protocol.messages import Snapshot
@@ -91,13 +93,14 @@ class Ending(NamedTuple):
     exit_code: int
 
 
-class ServerEnd(NamedTuple):
-    """Record of an inference server."""
+class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of an inference server that the launcher started, over all its processes."""
 
     worker: str
     """Name of the worker that used it."""
     place: str
     """`CPU` or its GPUs."""
+    restarts: int
     exit_codes: list[int]
 
 
@@ -113,7 +116,7 @@ class Outcome(NamedTuple):
     """The last snapshot received from the buffer."""
     restarts: dict[str, int]
     exit_codes: dict[str, list[int]]
-    servers: Mapping[str, ServerEnd] = MappingProxyType({})
+    servers: Mapping[str, ServerAccount] = MappingProxyType({})
     """By server name."""
 
 

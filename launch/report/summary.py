@@ -16,17 +16,18 @@ import msgspec
 
 from launch.config.run import RunConfig
 from launch.errors import unwritten
-from launch.processes.slots import Ending, Outcome
+from launch.processes.slots import Ending, Outcome, ServerAccount
 from launch.report.figures import guests, learner_stats, staleness
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import EndState, RunFolder, end_state
 from learner.checkpoints.files import CHECKPOINTS, damaged, newest
 from learner.evaluation.figures import EvalPoint
 from protocol.atomic_file import write_atomic
-from protocol.messages import ForgottenPeers, LedgerCounts, Role, Snapshot
+from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, Role, Snapshot
 
 UNBALANCED_EXIT_CODE = 3
 NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
+NO_LEDGER = Ledger(NO_COUNTS, NO_COUNTS, NO_COUNTS, {}, NO_COUNTS)
 log = logging.getLogger(__name__)
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -101,16 +102,6 @@ class WorkerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """Started by another launcher; its restarts and exit codes are not known here."""
 
 
-class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """An inference server that the launcher started, over all its processes."""
-
-    worker: str
-    place: str
-    """`CPU` or its GPUs."""
-    restarts: int
-    exit_codes: list[int]
-
-
 class FailedRollouts(msgspec.Struct, frozen=True, kw_only=True):
     """Attempts of this launch that failed for one reason; `examples` are the first distinct texts."""
 
@@ -130,8 +121,8 @@ class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
     rejected: dict[str, int]
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """summary.json."""
+class Summary(LearnerAccount, frozen=True, kw_only=True):
+    """summary.json. `steps` and `eval` cover all launches of the run, and `checkpoint` is the newest of any launch."""
 
     name: str
     run_id: str
@@ -140,31 +131,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     state: EndState
     reason: str
     exit_code: int
-    steps: int
-    """Optimizer steps of the student, over all launches of the run."""
     wall_s: float
     ready_s: float | None
     peak_memory_bytes: int
     """Largest sampled sum of PSS over the process tree."""
     tokens: TokenCounts
     staleness: Staleness
-    eval: tuple[EvalPoint, ...]
-    learner: LearnerTimes
     actors: int
     teachers: int
-    versions_published: int
-    tokens_trained_offline: int = 0
-    """In this launch."""
-    reverse_kl_first: float | None
-    reverse_kl_last: float | None
     teacher_accuracy: Mapping[str, MeasuredTeacher] = msgspec.field(default_factory=dict[str, MeasuredTeacher])
     """By pool, on this run's evaluation prompts; empty when not measured (launch.report.teacher_accuracy)."""
     teacher_noise: TeacherNoise | None
-    checkpoint: str | None
-    """The newest one, whichever launch of the run wrote it."""
     checkpoints_damaged: tuple[str, ...] = ()
     """Checkpoints that could not be read on --resume; older ones were used."""
-    tensorboard: str | None
     ledger: LedgerAccount
     workers: dict[str, WorkerAccount]
     forgotten: Mapping[Role, ForgottenPeers] = msgspec.field(default_factory=dict[Role, ForgottenPeers])
@@ -180,47 +159,42 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
     snapshot = final or outcome.snapshot
     account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
     ending = judge(outcome.ending, final, snapshot)
-    ledger = snapshot.ledger if snapshot is not None else None
-    tokens = ledger.tokens if ledger is not None else NO_COUNTS
+    ledger = snapshot.ledger if snapshot is not None else NO_LEDGER
     mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
     found = newest(folder.path / CHECKPOINTS)
+    account = msgspec.structs.replace(
+        account,
+        eval=_former_evaluations(folder, account) + account.eval,
+        checkpoint=_inside(folder, account.checkpoint or found),
+        tensorboard=_inside(folder, account.tensorboard),
+    )
     summary = Summary(
+        **msgspec.structs.asdict(account),
         name=folder.record.name,
         run_id=folder.record.run_id,
         ok=ending.ok,
         state=end_state(ending.exit_code),
         reason=ending.reason,
         exit_code=ending.exit_code,
-        steps=account.steps,
         wall_s=outcome.wall_s,
         ready_s=outcome.ready_s,
         peak_memory_bytes=outcome.peak_memory_bytes,
-        tokens=TokenCounts(
-            **msgspec.structs.asdict(tokens), balanced=ledger.balanced if ledger is not None else tokens.balanced
-        ),
+        tokens=TokenCounts(**msgspec.structs.asdict(ledger.tokens), balanced=ledger.balanced),
         staleness=Staleness(max=top, mean=mean, bound=config.buffer.max_staleness),
-        eval=_former_evaluations(folder, account) + account.eval,
-        learner=account.learner,
         actors=config.actors,
         teachers=config.teachers,
-        versions_published=account.versions_published,
-        tokens_trained_offline=account.tokens_trained_offline,
-        reverse_kl_first=account.reverse_kl_first,
-        reverse_kl_last=account.reverse_kl_last,
         teacher_noise=teacher_noise(snapshot, one_model=not config.pools),
-        checkpoint=_inside(folder, account.checkpoint or found),
         checkpoints_damaged=tuple(_inside(folder, path) or "" for path in damaged(folder.path / CHECKPOINTS)),
-        tensorboard=_inside(folder, account.tensorboard),
         ledger=LedgerAccount(
             source="final" if final is not None else "last_seen" if snapshot is not None else "none",
-            rollouts=ledger.rollouts if ledger is not None else NO_COUNTS,
-            segments=ledger.segments if ledger is not None else NO_COUNTS,
-            eval_tokens=ledger.eval_tokens if ledger is not None else NO_COUNTS,
-            rejected=ledger.rejected if ledger is not None else {},
+            rollouts=ledger.rollouts,
+            segments=ledger.segments,
+            eval_tokens=ledger.eval_tokens,
+            rejected=ledger.rejected,
         ),
         workers=_workers(outcome, snapshot),
         forgotten=snapshot.forgotten if snapshot is not None else {},
-        servers=_servers(outcome),
+        servers=dict(outcome.servers),
         failed_rollouts={
             each.reason: FailedRollouts(n=each.n, newest=each.newest, examples=each.examples)
             for each in (snapshot.failures if snapshot is not None else ())
@@ -328,12 +302,3 @@ def teacher_noise(snapshot: Snapshot | None, *, one_model: bool) -> TeacherNoise
         return None
     spread = max(logprobs) - min(logprobs) if one_model and len(logprobs) > 1 else None
     return TeacherNoise(batch=max(noise), teachers=spread)
-
-
-def _servers(outcome: Outcome) -> dict[str, ServerAccount]:
-    return {
-        name: ServerAccount(
-            worker=end.worker, place=end.place, restarts=outcome.restarts.get(name, 0), exit_codes=end.exit_codes
-        )
-        for name, end in outcome.servers.items()
-    }

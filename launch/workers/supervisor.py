@@ -19,10 +19,10 @@ import time
 from collections.abc import Collection
 from typing import Final
 
-from launch.buffer_link import BufferLink, read_address, read_incarnation
+from launch.buffer_link import BufferLink, read_address, read_listening
 from launch.processes.activity import LOOK_S, Activity, MemoryGauge
 from launch.processes.backend import ProcessBackend
-from launch.processes.slots import Ending, Outcome, Worker, said
+from launch.processes.slots import Ending, Outcome, ServerAccount, Worker, said
 from launch.report.figures import News, RunView, failures_text
 from launch.report.status import StatusView
 from launch.workers.crew import ROLES
@@ -92,7 +92,15 @@ class Supervisor(Watch):
             snapshot=self._link.snapshot if self._link is not None else None,
             restarts=dict(self._budget.totals),
             exit_codes={name: worker.exit_codes for name, worker in self._crew.workers.items()},
-            servers=self._server_ends(),
+            servers={
+                name: ServerAccount(
+                    worker=slot.plan.worker,
+                    place=slot.plan.place,
+                    restarts=self._budget.totals.get(name, 0),
+                    exit_codes=slot.exit_codes,
+                )
+                for name, slot in self._servers.slots.items()
+            },
         )
 
     # ------------------------------------------------------------------------------------------------- starting
@@ -276,7 +284,8 @@ class Supervisor(Watch):
         deadline_s = time.monotonic() + self._config.launch.ready_timeout_s
         file = self._folder.path / "buffer.json"
         while buffer.running and buffer.exit_codes and not self._at_once and time.monotonic() < deadline_s:
-            if buffer.where and read_incarnation(file) == buffer.incarnation:
+            listening = read_listening(file)
+            if buffer.where and listening is not None and listening.incarnation == buffer.incarnation:
                 return
             self._pump(STARTING_PUMP_S)
 

@@ -19,7 +19,7 @@ from launch.buffer_link import BufferLink
 from launch.processes.activity import Patience
 from launch.processes.backend import Exited, Notice, ProcessBackend, Started
 from launch.processes.lifeline import sweep
-from launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, ServerEnd, Worker, said
+from launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, Worker, said
 from launch.report.figures import RunView
 from launch.report.status import StatusView
 from launch.servers.attached import features_of_run
@@ -360,9 +360,3 @@ class Watch(ABC):
         self._servers.close()
         for left in sweep():
             self._status.say(f"a process was left behind and is killed: {left}")
-
-    def _server_ends(self) -> dict[str, ServerEnd]:
-        return {
-            name: ServerEnd(slot.plan.worker, slot.plan.place, slot.exit_codes)
-            for name, slot in self._servers.slots.items()
-        }

@@ -14,7 +14,7 @@ from pathlib import Path
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import LaunchError
-from launch.processes.local import local_processes
+from launch.processes.local import LocalProcesses
 from launch.run import run
 from launch.runfolder import RunFolder
 from launch.servers.plan import plan_servers
@@ -30,7 +30,7 @@ ENTRIES: dict[WorkerRole, str] = {
     "teacher": "fake_roles:worker",
 }
 BACKEND = "TEST_BACKEND"
-BACKENDS: dict[str, MakeBackend] = {"local": local_processes, "subprocess": SubprocessBackend}
+BACKENDS: dict[str, MakeBackend] = {"local": LocalProcesses, "subprocess": SubprocessBackend}
 
 
 def main() -> int:

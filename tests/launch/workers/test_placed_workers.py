@@ -18,7 +18,7 @@ from launch.checks.placement import Choice, Placement
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
-from launch.processes import local
+from launch.processes.local import LocalProcesses
 from launch.processes.slots import Worker
 from launch.workers.crew import Crew
 from launch.workers.launch_plan import LaunchPlan
@@ -49,15 +49,11 @@ def test_a_worker_is_started_with_the_device_that_it_was_given() -> None:
 def test_the_environment_of_nccl_goes_on_from_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
-    seen: dict[str, Any] = {}
-
-    def processes(*_: Any, **settings: Any) -> None:
-        seen.update(settings)
-
-    monkeypatch.setattr(local, "LocalProcesses", processes)
     plan = LaunchPlan(config=build(RunConfig, {"actor": {"engine": "sglang"}}), began_s=0.0)
-    local.local_processes(plan, WorkFolder(tmp_path))
-    assert seen["environment"] == {"NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    backend = LocalProcesses(plan, WorkFolder(tmp_path))
+    backend.close()
+    expected = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert expected.items() <= backend.environment.items()
 
 
 class Server:
