@@ -71,8 +71,8 @@ class Joined:
             time.sleep(0.05)
 
     def until_there(self, times: int = 1, timeout_s: float = RUN_PATIENCE_S) -> None:
-        told = "have joined after"
-        self.until(lambda: self.text().count(told) >= times, f"{self.prefix} in the run", timeout_s)
+        sign = "have joined after"
+        self.until(lambda: self.text().count(sign) >= times, f"{self.prefix} in the run", timeout_s)
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())

@@ -52,8 +52,8 @@ DRAIN_S = 1.5
 
 def behaviour(ctx: Context) -> str:
     file = ctx.run_dir / "behaviour.json"
-    told: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
-    return told.get(ctx.name, "work")
+    given: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+    return given.get(ctx.name, "work")
 
 
 def note_pid(ctx: Context) -> int:
@@ -245,9 +245,9 @@ def worker(ctx: Context) -> int:
 
 
 def tell(ctx: Context) -> int:
-    """What it was told."""
-    told = f"resume={ctx.resume} actors={ctx.config.actors} in {ctx.run_dir}"
-    print(f"{ctx.name} {ctx.incarnation} {ctx.run_id} {ctx.buffer_address} {told}")
+    """Prints what it was given."""
+    given = f"resume={ctx.resume} actors={ctx.config.actors} in {ctx.run_dir}"
+    print(f"{ctx.name} {ctx.incarnation} {ctx.run_id} {ctx.buffer_address} {given}")
     return 0
 
 

@@ -23,7 +23,7 @@ def bash(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--learner.chec"], ["--learner.checkpoint_every"]),
         (["--max-s"], ["--max-staleness"]),
@@ -36,8 +36,8 @@ def bash(*words: str) -> list[str]:
         (["--no-such"], []),
     ],
 )
-def test_bash_completes_keys_values_sections_and_commands(words: list[str], told: list[str]) -> None:
-    assert bash(*words) == told
+def test_bash_completes_keys_values_sections_and_commands(words: list[str], expected: list[str]) -> None:
+    assert bash(*words) == expected
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")

@@ -24,8 +24,8 @@ def test_a_run_folder_that_cannot_be_written_is_named(
     (tmp_path / "file").touch()
     folder = tmp_path / place
     assert main([f"--run-dir={folder}", "--steps=1"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"stillhouse: the run folder {folder} cannot be written: ") and "--run-dir DIR" in told
+    message = capsys.readouterr().err
+    assert message.startswith(f"stillhouse: the run folder {folder} cannot be written: ") and "--run-dir DIR" in message
 
 
 def test_ctrl_c_before_the_workers_leaves_a_run_that_was_stopped(

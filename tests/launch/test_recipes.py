@@ -1,4 +1,4 @@
-"""The recipes: each is a configuration that fits, and is told in docs/recipes.md."""
+"""Each recipe is a valid configuration and is described in docs/recipes.md."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_buffer_that_breaks_off_while_it_drains_still_leaves_its_ledger(
     )
     launcher.until_ready()
     launcher.finish()
-    eventually(lambda: "the run is over" in launcher.log("launcher"), "the end is told")
+    eventually(lambda: "the run is over" in launcher.log("launcher"), "the end is announced")
     os.kill(launcher.pids("buffer-0")[0], signum)
     assert launcher.wait() == 0, launcher.said
     summary = launcher.summary()

@@ -75,10 +75,10 @@ def test_other_prompts_are_refused_and_the_run_can_still_go_on(
 ) -> None:
     before = contents(run_dir)
     assert main(["--resume", "--run-dir", str(run_dir), "--prompts", str(builtin.TRAIN_JSONL)]) == 2
-    told = capsys.readouterr().err
-    assert f"learner.tasks.prompts: got {builtin.TRAIN_JSONL} (8192 rows), expected " in told
-    assert "mine.jsonl (100 rows)" in told
-    assert "resume with the settings that the run was started with, or start a new run; nothing was changed" in told
+    printed = capsys.readouterr().err
+    assert f"learner.tasks.prompts: got {builtin.TRAIN_JSONL} (8192 rows), expected " in printed
+    assert "mine.jsonl (100 rows)" in printed
+    assert "resume with the settings that the run was started with, or start a new run; nothing was changed" in printed
     assert contents(run_dir) == before
     assert check_resume() == 0
 
@@ -129,9 +129,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_and_it_is_said(
     before = contents(run_dir)
     assert check_resume("--seed", "4") == 2
     assert check_resume() == 0
-    told = capsys.readouterr().out
-    assert f"checkpoint {newer} is damaged: " in told and "an older one is used" in told
-    assert "going on from step 4 (" in told
+    printed = capsys.readouterr().out
+    assert f"checkpoint {newer} is damaged: " in printed and "an older one is used" in printed
+    assert "going on from step 4 (" in printed
     assert contents(run_dir) == before
 
 
@@ -143,9 +143,9 @@ def test_a_run_of_which_no_checkpoint_can_be_read_is_not_begun_anew(
     (older / TRAINER).unlink()
     before = contents(run_dir)
     assert main(["--resume", "--run-dir", str(run_dir)]) == 2
-    told = capsys.readouterr().err
-    assert f"checkpoint {newer} is damaged: " in told and f"checkpoint {older} is damaged: " in told
-    assert f"no checkpoint in {older.parent} can be used: restore one from a copy" in told
+    printed = capsys.readouterr().err
+    assert f"checkpoint {newer} is damaged: " in printed and f"checkpoint {older} is damaged: " in printed
+    assert f"no checkpoint in {older.parent} can be used: restore one from a copy" in printed
     assert contents(run_dir) == before
 
 
@@ -173,8 +173,11 @@ def test_an_advantage_of_single_tokens_needs_the_value_head_of_the_checkpoint(
 ) -> None:
     rewards = ("--learner.objective.advantage", "gae", "--buffer.release", "rollout")
     assert check_resume(*rewards) == 2
-    told = capsys.readouterr().err
-    assert "learner.objective.advantage: got 'gae', which needs a value head" in told and "nothing was changed" in told
+    printed = capsys.readouterr().err
+    assert (
+        "learner.objective.advantage: got 'gae', which needs a value head" in printed
+        and "nothing was changed" in printed
+    )
     saved = run_dir / CHECKPOINTS / "step_000004"
     (saved / VALUE_HEAD).touch()
     write_manifest(saved, WeightVersion(0, 4))

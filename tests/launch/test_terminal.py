@@ -73,9 +73,9 @@ def test_commands_whose_reader_has_gone_say_nothing_of_it() -> None:
         reader = process.stdout if arguments == ["--help"] else process.stderr
         reader.close()
         if arguments == ["--help"]:
-            told = process.stderr.read()
+            printed = process.stderr.read()
             process.stderr.close()
-            assert told == b""
+            assert printed == b""
         else:
             process.stdout.close()
         assert process.wait(PATIENCE_S) == (0 if arguments == ["--help"] else 2)

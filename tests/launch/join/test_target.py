@@ -33,7 +33,7 @@ def make_run(folder: Path, *, address: str = OPEN, buffer: dict[str, Any] | None
     if config.buffer.encrypted:
         make_keys(folder / KEYS)
     (folder / "buffer.json").write_text(json.dumps({"address": address, "pid": 1, "run_id": "r-1"}))
-    told = {
+    fields = {
         "name": "run",
         "run_id": "r-1",
         "state": "running",
@@ -41,7 +41,7 @@ def make_run(folder: Path, *, address: str = OPEN, buffer: dict[str, Any] | None
         "launcher_pid": os.getpid(),
         "host": platform.node(),
     }
-    (folder / "run.json").write_text(json.dumps(told | record))
+    (folder / "run.json").write_text(json.dumps(fields | record))
     return folder
 
 
@@ -52,8 +52,8 @@ def test_a_run_of_this_machine_says_address_run_and_keys(tmp_path: Path) -> None
     assert target.check_keys(("actor", "teacher")) == []
     assert target.elsewhere  # none of this machine's interfaces has that address
     (run / KEYS / "actor.key_secret").unlink()
-    (told,) = target.check_keys(("actor", "teacher"))
-    assert "actor.key_secret" in told and "cluster.py export" in told
+    (mistake,) = target.check_keys(("actor", "teacher"))
+    assert "actor.key_secret" in mistake and "cluster.py export" in mistake
 
 
 def test_a_buffer_on_all_addresses_is_found_on_loopback_and_elsewhere_by_what_it_advertises(
@@ -64,8 +64,8 @@ def test_a_buffer_on_all_addresses_is_found_on_loopback_and_elsewhere_by_what_it
     far = make_run(tmp_path / "far", address=wild, host="another-host")
     with pytest.raises(LaunchError, match=r"listens on all its addresses .*--buffer\.advertise"):
         find_target(str(far))
-    told = make_run(tmp_path / "told", address=wild, host="another-host", buffer={"advertise": OPEN})
-    assert find_target(str(told)).address == OPEN
+    advertised = make_run(tmp_path / "advertised", address=wild, host="another-host", buffer={"advertise": OPEN})
+    assert find_target(str(advertised)).address == OPEN
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ def test_one_gpu_may_be_shared_by_all_when_the_user_says_so() -> None:
 def test_too_few_tells_the_counts_and_how_to_share() -> None:
     with pytest.raises(NotEnoughGpus) as caught:
         assign_gpus(4, [0], [Wanted("actor", 2, 2), Wanted("teacher", 1, 1)])
-    told = str(caught.value)
-    assert "got 4 visible GPUs, 3 of them free (1 has the learner or an embedded engine)" in told
-    assert "expected 4 for 2 actor servers (tp 2), 1 for 1 teacher servers (tp 1)" in told
-    assert "actors' and teachers' together: 3 with tp 1 or 1 with tp 2" in told
-    assert "--actor.server.gpus names one GPU several times" in told
+    message = str(caught.value)
+    assert "got 4 visible GPUs, 3 of them free (1 has the learner or an embedded engine)" in message
+    assert "expected 4 for 2 actor servers (tp 2), 1 for 1 teacher servers (tp 1)" in message
+    assert "actors' and teachers' together: 3 with tp 1 or 1 with tp 2" in message
+    assert "--actor.server.gpus names one GPU several times" in message
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ class Proc:
         for i in range(listed):
             folder = self.proc / f"0000:{i + 1:02x}:00.0"
             folder.mkdir(parents=True)
-            told = f"Model: \t\t NVIDIA H100\nGPU UUID: \t GPU-{i}{i}\nBus Location: \t 0000:{i + 1:02x}:00.0\n"
-            told += f"Device Minor: \t {i}\n"
-            (folder / "information").write_text(told)
+            text = f"Model: \t\t NVIDIA H100\nGPU UUID: \t GPU-{i}{i}\nBus Location: \t 0000:{i + 1:02x}:00.0\n"
+            text += f"Device Minor: \t {i}\n"
+            (folder / "information").write_text(text)
         for i in range(nodes):
             (self.dev / f"nvidia{i}").touch()
 
@@ -53,8 +53,8 @@ def test_where_the_driver_lists_none_torch_counts_them(tmp_path: Path, variable:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 2\n")
     python.chmod(0o755)
-    told = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    found = Proc(tmp_path, listed=0, nodes=0).find(str(python), **told)
+    variables = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
+    found = Proc(tmp_path, listed=0, nodes=0).find(str(python), **variables)
     assert found.gpus == (("0", "1") if variable is None else ("5", "6"))
 
 

@@ -178,9 +178,9 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
 
 
 def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
-    told = snapshot(1.0, 3, peer("learner", 0, 5))
-    full = msgspec.structs.replace(told, intake_trouble="No space left on device")
-    assert "NO INTAKE" not in line(Rates().figures(view(told)))
+    usual_snapshot = snapshot(1.0, 3, peer("learner", 0, 5))
+    full = msgspec.structs.replace(usual_snapshot, intake_trouble="No space left on device")
+    assert "NO INTAKE" not in line(Rates().figures(view(usual_snapshot)))
     assert line(Rates().figures(view(full))).split("] ")[1].startswith("NO INTAKE: No space left on device | step ")
 
 
@@ -224,11 +224,11 @@ def test_many_reasons_for_lost_tokens_do_not_fill_the_line() -> None:
 
 def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:
     teacher = msgspec.structs.replace(peer("teacher", 1), held_back="leaving")
-    told = snapshot(1.0, 3, peer("learner", 0, 5), peer("teacher", 0))
+    usual_snapshot = snapshot(1.0, 3, peer("learner", 0, 5), peer("teacher", 0))
     worse = snapshot(1.0, 3, peer("learner", 0, 5), teacher)
     queues = {"hedges_sent_total": 5, "hedges_won_total": 3, "leases_wasted_hedge_late_total": 1}
     worse = msgspec.structs.replace(worse, queues={**queues, "leases_wasted_original_late_total": 3})
-    usual = line(Rates().figures(view(told)))
+    usual = line(Rates().figures(view(usual_snapshot)))
     assert "held back" not in usual and "hedges" not in usual
     figures = Rates().figures(view(worse))
     assert "hedges sent 5 won 3 wasted 1 | held back: teacher-1: leaving" in line(figures)

@@ -295,9 +295,9 @@ def test_rollouts_that_failed_are_listed_with_a_few_of_their_texts(folder: RunFo
     )
     leave(folder, msgspec.structs.replace(snapshot(), failures=failures), ACCOUNT)
     summary = write_summary(CONFIG, folder, outcome(WELL))
-    told = written(folder)["failed_rollouts"]
-    assert told["env_error_KeyError"] == {"n": 64, "newest": text, "examples": ["actor-0: KeyError: 'first'", text]}
-    assert list(told) == ["env_timeout", "env_error_KeyError"]
+    failed = written(folder)["failed_rollouts"]
+    assert failed["env_error_KeyError"] == {"n": 64, "newest": text, "examples": ["actor-0: KeyError: 'first'", text]}
+    assert list(failed) == ["env_timeout", "env_error_KeyError"]
     console = Console(width=160)
     with console.capture() as shown:
         print_summary(summary, folder, console)
@@ -317,13 +317,13 @@ def test_a_summary_that_cannot_be_written_is_shown_all_the_same(
     summary = write_summary(CONFIG, folder, outcome(WELL))
     folder.finish(summary.exit_code)
     assert summary.ok and "finished" in table(summary, folder)
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for name in ("summary.json", "run.json"):
-        assert f"{folder.path / name} could not be written: [Errno 28] No space left on device" in told
+        assert f"{folder.path / name} could not be written: [Errno 28] No space left on device" in printed
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "told"),
+    ("checkpoint", "note"),
     [
         ("step_000012", ""),
         ("step_000008_epoch_1", "(from step 8: the newest checkpoint)"),
@@ -331,11 +331,11 @@ def test_a_summary_that_cannot_be_written_is_shown_all_the_same(
     ],
 )
 def test_a_run_that_was_stopped_says_how_to_go_on_and_from_where(
-    folder: RunFolder, checkpoint: str | None, told: str
+    folder: RunFolder, checkpoint: str | None, note: str
 ) -> None:
     leave(folder, snapshot(), {**ACCOUNT, "checkpoint": checkpoint and str(folder.path / CHECKPOINTS / checkpoint)})
     stopped = table(write_summary(CONFIG, folder, outcome(Ending(False, "stopped by Ctrl-C", 130))), folder)
-    assert f"--resume --run-dir {folder.path} {told}".strip() in " ".join(stopped.split())
+    assert f"--resume --run-dir {folder.path} {note}".strip() in " ".join(stopped.split())
     assert "--resume" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
 
 

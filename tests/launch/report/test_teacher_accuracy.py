@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 def eval_file(path: Path, **changed: str) -> Path:
-    """The first built-in evaluation problems, with some fields as told."""
+    """The first built-in evaluation problems, with some fields replaced."""
     rows = [json.loads(line) for line in builtin.EVAL_JSONL.read_text().splitlines()[:N]]
     path.write_text("".join(f"{json.dumps(row | changed)}\n" for row in rows))
     return path
@@ -102,7 +102,7 @@ def test_each_pool_is_measured_on_the_prompts_that_it_grades(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "told",
+    "plain",
     [
         {"learner": {"eval_every": 0}},
         {"learner": {"tasks": {"eval_sampled": 0}}},
@@ -114,8 +114,8 @@ def test_each_pool_is_measured_on_the_prompts_that_it_grades(tmp_path: Path) -> 
         {"teachers": 0},
     ],
 )
-def test_what_cannot_be_measured_is_absent(told: dict[str, Any], folder: RunFolder) -> None:
-    config = build(RunConfig, told)
+def test_what_cannot_be_measured_is_absent(plain: dict[str, Any], folder: RunFolder) -> None:
+    config = build(RunConfig, plain)
     assert measurable_pools(config) == ()
     said: list[str] = []
     assert measured_teachers(config, folder, 60.0, said.append) == {}

@@ -108,7 +108,7 @@ def test_fractions_on_one_gpu_leave_room_together() -> None:
 
 
 def test_nccl_finds_the_same_on_all_sides() -> None:
-    """As SGLang 0.5.23 sets it by itself where nobody has: 0, and 1 by its own switches."""
+    """As SGLang 0.5.23 sets them unless they are set: 0, and 1 with its own switches."""
     config = served()
     both = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert nccl_environment(config, {}) == both
@@ -127,8 +127,8 @@ def test_on_a_network_nccl_chooses_the_interface_and_embedded_engines_keep_its_d
 
 
 def test_a_broken_weight_group_does_not_end_a_server() -> None:
-    told = server_environment(served(), Path("/tmp/x"), {})
-    assert (told["TORCH_NCCL_ASYNC_ERROR_HANDLING"], told["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("2", "0")
+    variables = server_environment(served(), Path("/tmp/x"), {})
+    assert (variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"], variables["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("2", "0")
     kept = server_environment(served(), Path("/tmp/x"), {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"})
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in kept
 

@@ -42,10 +42,10 @@ replace = msgspec.structs.replace
 def run_on(monkeypatch: pytest.MonkeyPatch, *servers: Features, update_mode: str = "abort") -> Attached:
     """Actors on servers that answer so."""
     urls = [f"http://127.0.0.1:{port}" for port in range(1, 1 + len(servers))]
-    told = dict(zip(urls, servers, strict=True))
+    by_url = dict(zip(urls, servers, strict=True))
 
     def probe(url: str, settings: SGLangConfig, *, api_key: str) -> Features:
-        return told[url]
+        return by_url[url]
 
     monkeypatch.setattr(attached, "probe_server", probe)
     actor = {"engine": "sglang", "urls": urls, "sglang": {"update_mode": update_mode}}
@@ -77,15 +77,15 @@ def test_actors_servers_that_differ_in_tp_or_device_are_refused(
 
 
 def test_servers_that_can_do_the_same_are_told_once(tmp_path: Path) -> None:
-    told = grouped(
+    text = grouped(
         [
             ("actor-0", A.facts),
             ("actor-1", replace(A, weights_label="run/0.1").facts),
             ("teacher-0", replace(A, tp_size=1).facts),
         ]
     )
-    assert told.count("SGLang") == 2
-    assert "server of actor-0, actor-1 (weights default, run/0.1):" in told
+    assert text.count("SGLang") == 2
+    assert "server of actor-0, actor-1 (weights default, run/0.1):" in text
     assert grouped((f"actor-{i}", A.facts) for i in range(20)).startswith("server of actor-0, actor-1, actor-2")
     assert "and 12 more" in grouped((f"actor-{i}", A.facts) for i in range(20))
 

@@ -121,9 +121,9 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(start_launc
 
 
 def test_a_server_that_takes_too_long_to_start_is_killed(start_launcher: StartLauncher) -> None:
-    told = settings("mute")
-    told["actor"]["server"]["start_timeout_s"] = 1.5
-    launcher = start_launcher(settings=told)
+    mute = settings("mute")
+    mute["actor"]["server"]["start_timeout_s"] = 1.5
+    launcher = start_launcher(settings=mute)
     assert launcher.wait() == 1
     assert "did not answer within 2 s (server.start_timeout_s)" in launcher.said
     assert launcher.summary()["servers"]["server-actor-0"]["exit_codes"] == [-signal.SIGKILL] * 2

@@ -20,10 +20,10 @@ def test_the_buffer_is_told_the_vocabulary_of_the_student_that_the_configuration
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     """From its files; where only transformers can read them, the learner's counts."""
-    told: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
 
     def main(**settings: Any) -> int:
-        told.update(settings)
+        seen.update(settings)
         return 0
 
     monkeypatch.setattr(buffer.server, "main", main)
@@ -42,4 +42,4 @@ def test_the_buffer_is_told_the_vocabulary_of_the_student_that_the_configuration
     )
     assert run_buffer(context) == 0
     expected = token_map_fingerprint(load_tokenizer(builtin.STUDENT_DIR)) if readable else None
-    assert told["vocab_fingerprint"] == expected
+    assert seen["vocab_fingerprint"] == expected

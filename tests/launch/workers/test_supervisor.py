@@ -1,4 +1,4 @@
-"""Supervision with real processes: starting, restarting, the several ways of ending, and nobody left behind."""
+"""Supervision with real processes: starting, restarting, the several ways of ending, and no process left behind."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher, signum: int
     launcher.process.send_signal(signum)
     assert launcher.wait() == code
     summary = launcher.summary()
-    told = (launcher.said, launcher.log("buffer-0"))
-    assert summary["ledger"]["source"] == "final", told  # the buffer was told last, and had its time
+    logs = (launcher.said, launcher.log("buffer-0"))
+    assert summary["ledger"]["source"] == "final", logs  # the buffer was asked last, and had its time
     assert {tuple(w["exit_codes"]) for w in summary["workers"].values()} == {(143,)}
     assert launcher.leftovers() == []
 
