@@ -129,7 +129,7 @@ class Joiner(Watch):
                 broke_off = self._has_broken_off()
             except Exception as error:  # a bug: show it, log it, and fail
                 log.exception("the joining launcher failed")
-                self._end(False, f"the joining launcher failed: {error!r}", ExitCode.FAILED)
+                self._end(f"the joining launcher failed: {error!r}")
             finally:
                 self._stop()
         assert self._ending is not None and self._link is not None
@@ -189,13 +189,13 @@ class Joiner(Watch):
         if self._left is not None:
             self._end_as_worker()
         else:
-            self._end(False, f"the run's buffer does not answer: {why}", ExitCode.FAILED)
+            self._end(f"the run's buffer does not answer: {why}")
 
     def _end_as_worker(self) -> None:
         """End as the worker did that has left."""
         assert self._left is not None
         name, _, code = self._left
-        self._end(code == ExitCode.OK, f"{name} {said(code)}, because the run is over", ExitCode(code))
+        self._end(f"{name} {said(code)}, because the run is over", code)
 
     def _stop(self) -> None:
         """End all our processes, however it went, and let the buffer know that they are gone."""

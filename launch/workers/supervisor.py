@@ -80,7 +80,7 @@ class Supervisor(Watch):
                 self._start_and_watch()
             except Exception as error:  # a bug: show it, log it, and fail the run
                 log.exception("the launcher failed")
-                self._end(False, f"the launcher failed: {error!r}", ExitCode.FAILED)
+                self._end(f"the launcher failed: {error!r}")
             finally:
                 self._stop()
         assert self._ending is not None
@@ -127,7 +127,7 @@ class Supervisor(Watch):
                 reconnect_timeout_s=self._config.launch.ready_timeout_s,
             )
         except ProtocolError as error:
-            self._end(False, f"no connection to the buffer: {error}", ExitCode.FAILED, tail_of=(BUFFER,))
+            self._end(f"no connection to the buffer: {error}", log=BUFFER)
             return
         for role in ("learner", "teacher", "actor"):
             for worker in self._crew.of(role):
@@ -181,14 +181,14 @@ class Supervisor(Watch):
                 self._left = None
                 self._restart(worker, code)
                 return
-            self._end(False, f"{name} {said(code)}", ExitCode.FAILED, tail_of=(name,))
+            self._end(f"{name} {said(code)}", log=name)
         elif now_s - left_s > WORD_S:
             reason = f"{name} left {WORD_S:.0f} s ago, but the buffer did not say that the run is over"
-            self._end(False, reason, ExitCode.FAILED, tail_of=(name,))
+            self._end(reason, log=name)
 
     def _link_lost(self, why: str) -> None:
         if self._crew.workers[BUFFER].running:
-            self._end(False, f"the buffer does not answer: {why}", ExitCode.FAILED, tail_of=(BUFFER,))
+            self._end(f"the buffer does not answer: {why}", log=BUFFER)
 
     def _read_link(self, now_s: float) -> None:
         super()._read_link(now_s)

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Final
 
 from launch.buffer_link import BufferLink
@@ -134,7 +134,7 @@ class Watch(ABC):
             if there():
                 return True
             if patience.over(lambda: self._backend.vitals(missing())):
-                self._end(False, f"waited {patience.waited_s:.0f} s for {what()}", ExitCode.FAILED)
+                self._end(f"waited {patience.waited_s:.0f} s for {what()}")
                 break
             self._pump(STARTING_PUMP_S)
         return False
@@ -153,7 +153,7 @@ class Watch(ABC):
                 case Notice(text, fatal):
                     self._status.say(text)
                     if fatal:
-                        self._end(False, text, ExitCode.FAILED)
+                        self._end(text)
         for news in self._servers.pump(restart=self._ending is None):
             self._take_news(news)
         now_s = time.monotonic()
@@ -162,7 +162,7 @@ class Watch(ABC):
             self._status.say(f"the terminal is gone (SIGHUP); this continues, end it with: kill {os.getpid()}")
         if self._signals.count and self._ending is None:
             assert self._signals.first is not None
-            self._end(False, f"stopped by {said_of(self._signals.first)}", self._signals.exit_code)
+            self._end(f"stopped by {said_of(self._signals.first)}", self._signals.exit_code)
         self._read_link(now_s)
         if self._ending is None:
             self._restart_leavers(now_s)
@@ -198,9 +198,7 @@ class Watch(ABC):
             # Shutdown may be on its way to us: the buffer sends it to all at once.
             self._left = self._left or (worker.name, time.monotonic(), event.code)
         else:
-            self._end(
-                False, f"{worker.name} {self._cause(worker, event.code)}", ExitCode.FAILED, tail_of=(worker.name,)
-            )
+            self._end(f"{worker.name} {self._cause(worker, event.code)}", log=worker.name)
 
     def _restart(self, worker: Worker, code: int) -> None:
         now_s = time.monotonic()
@@ -208,7 +206,7 @@ class Watch(ABC):
         if wait_s is None:
             launch = self._config.launch
             spent = f"more than {launch.max_restarts} times in {RESTART_WINDOW_S:.0f} s"
-            self._end(False, f"{worker.name} died {spent}; it {said(code)}", ExitCode.FAILED, tail_of=(worker.name,))
+            self._end(f"{worker.name} died {spent}; it {said(code)}", log=worker.name)
             return
         worker.restart_at_s = now_s + wait_s
         self._status.say(f"{worker.name} {said(code)}; it is started again in {wait_s:.1f} s")
@@ -229,7 +227,7 @@ class Watch(ABC):
                 self._crew.start(worker)
             return
         if news.kind == "given_up":
-            self._end(False, news.text, ExitCode.FAILED, tail_of=(self._servers.log_name(news.worker),))
+            self._end(news.text, log=self._servers.log_name(news.worker))
             return
         log_name = self._servers.log_name(news.worker)
         self._status.say(f"{news.text}; the last lines of {log_name}.log:\n{self._folder.log_tail(log_name, lines=5)}")
@@ -254,7 +252,7 @@ class Watch(ABC):
             self._kill_silent(self._link.snapshot, now_s)
         if self._ending is None and self._link.shutdown is not None:
             shutdown = self._link.shutdown
-            self._end(shutdown.ok, shutdown.reason, ExitCode.OK if shutdown.ok else ExitCode.FAILED)
+            self._end(shutdown.reason, ExitCode.OK if shutdown.ok else ExitCode.FAILED)
         elif self._ending is None and self._link.lost is not None:
             self._link_lost(self._link.lost)
 
@@ -272,13 +270,14 @@ class Watch(ABC):
                 self._dump_stacks([worker])
                 self._backend.kill(worker.name)
 
-    def _end(self, ok: bool, reason: str, exit_code: int, *, tail_of: Iterable[str] = ()) -> None:
-        """End the watch for this reason; the first one counts."""
+    def _end(self, reason: str, exit_code: int = ExitCode.FAILED, *, log: str = "") -> None:
+        """End the watch for this reason; the first one counts. `log`: show the end of this worker's log."""
         if self._ending is not None:
             return
-        for name in tail_of:
-            reason = f"{reason}: {self._folder.log_tail(name, lines=1).strip()}"  # usually the error
-            self._status.say(f"the last lines of {self._folder.log_path(name)}:\n{self._folder.log_tail(name)}")
+        if log:
+            reason = f"{reason}: {self._folder.log_tail(log, lines=1).strip()}"  # usually the error
+            self._status.say(f"the last lines of {self._folder.log_path(log)}:\n{self._folder.log_tail(log)}")
+        ok = exit_code == ExitCode.OK
         self._ending = Ending(ok, reason, int(exit_code))
         self._status.say(f"the run is over: {reason}" if ok else f"{self.LEAVING}: {reason}")
 
