@@ -23,7 +23,8 @@ from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
 from launch.machine.machine import Interpreters, Machine
-from launch.servers.attached import ask_servers, plan_servers
+from launch.servers.attached import ask_servers
+from launch.servers.plan import plan_servers
 from tests.launch.servers.test_attached import A
 
 FILE = """
