@@ -91,6 +91,7 @@ def _about(topic: str) -> Iterator[str]:
         keys = [key]
     documents = dict(sections_of(RunConfig))
     section = None
+    listed: dict[int, str] = {}
     for key in keys:
         branch = key.name.rpartition(".")[0] or "run"
         if branch != section:
@@ -98,14 +99,19 @@ def _about(topic: str) -> Iterator[str]:
             if branch in documents and branch != "run":
                 yield _wrapped(inspect.getdoc(documents[branch]) or "", 2)
             section = branch
-        yield from _key_lines(key)
+        first = key.name if key.members is None else listed.setdefault(id(key.members), key.name)
+        yield from _key_lines(key, options_of=first)
 
 
-def _key_lines(key: Key) -> Iterator[str]:
+def _key_lines(key: Key, options_of: str | None = None) -> Iterator[str]:
+    """`options_of`: the key under which this output already lists the same members and their options."""
     yield _heading(key)
     if key.doc:
         yield _wrapped(key.doc, 8)
-    yield from _member_lines(key)
+    if options_of in (None, key.name):
+        yield from _member_lines(key)
+    else:
+        yield _wrapped(f"Its options are those of {options_of}.", 8)
     if (item := struct_of_items(key.type)) is not None:
         for option in keys_of(item, f"{key.name}.NAME."):
             yield from _key_lines(option)
