@@ -42,7 +42,7 @@ class RunView(NamedTuple):
     ending: str | None = None
     """Why the run is ending, once it is."""
     servers_up: int = 0
-    """Of the launcher's inference servers, those that answer."""
+    """Inference servers of the launcher that answer."""
     servers: int = 0
 
 

@@ -104,7 +104,7 @@ def test_senseless_digits_are_refused(digits: tuple[int, int]) -> None:
 
 def test_more_distinct_problems_than_there_are_is_an_error_not_a_hang() -> None:
     assert len(set(distinct(problems(0, digits=(1, 1)), 60))) == 60
-    with pytest.raises(ValueError, match="100 are wanted"):
+    with pytest.raises(ValueError, match="100 are needed"):
         distinct(problems(0, digits=(1, 1)), 100)
 
 

@@ -60,7 +60,7 @@ def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGE
         (["FILE", "--compare="], "names of divergences"),
         (["FILE", "--learner.lrr=1"], r"learner.lrr: unknown key; did you mean learner.lr"),
         (["FILE", "--resume", "--run-dir=gone"], "gone holds no replay"),
-        (["FILE", "--resume"], "runs/latest is not there"),
+        (["FILE", "--resume"], "runs/latest does not exist"),
         (["FILE", "--resume", "--compare=k1,k2"], "nothing to resume"),
         (["FILE", "--objective", "k9"], "divergence = 'k9'"),
         (["FILE", "--learner.objective.importance=seldom"], "importance = 'seldom'"),

@@ -34,7 +34,7 @@ POINTS: Final[Mapping[str, Sequence[str]]] = {
         "buffer.loop:BufferLoop._send",
     ),
     "actor": ("actors.worker:ActorWorker._send_credit", "actors.worker:ActorWorker._take"),
-    "teacher": ("teachers.worker:TeacherWorker._grade", "teachers.worker:TeacherWorker._report"),
+    "teacher": ("teachers.worker:TeacherWorker._score_batch", "teachers.worker:TeacherWorker._report"),
     "launcher": ("launch.workers.watch:Watch._kill_silent", "launch.workers.watch:Watch._read_link"),
 }
 """By the role whose process passes there."""
