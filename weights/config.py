@@ -18,7 +18,7 @@ PublishDtype: TypeAlias = Literal["auto", SentDtype]
 Staging: TypeAlias = Literal["auto", "device", "host"]
 
 BUILT_IN: Final = {
-    "collective": "weights.transports.collective:collective",
+    "collective": "weights.transports.servers:collective",
     "folder": "weights.transports.folder:FolderTransport",
 }
 """Transports by name; each value is a callable that makes one from a weights.transport.Setup."""

@@ -39,7 +39,7 @@ from weights.group_operations import (
 from weights.manifest import Manifest
 from weights.roster import Seat
 from weights.sink import GroupBroken, Interrupted, WeightsRefused
-from weights.transport import Setup, Transport
+from weights.transport import Setup
 
 
 def _never() -> str | None:
@@ -170,12 +170,3 @@ class CollectiveTransport(GroupHost):
 
     def _layout_of(self, manifest: Manifest) -> BucketLayout:
         return Layout(manifest, self._config.bucket_bytes)
-
-
-def collective(setup: Setup) -> Transport:
-    """`weights.transport = collective`: broadcasts to embedded engines, or to SGLang servers."""
-    if setup.members.kind == "servers":
-        from weights.transports.servers import ServerTransport
-
-        return ServerTransport(setup)
-    return CollectiveTransport(setup)

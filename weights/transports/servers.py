@@ -33,6 +33,7 @@ from weights.group_operations import (
 from weights.manifest import Manifest, smallest_tensor_bucket
 from weights.roster import Seat
 from weights.sink import GroupBroken, Interrupted
+from weights.transport import Setup, Transport
 from weights.transports.collective import CollectiveTransport
 
 LATE_S: Final = 1.5
@@ -130,3 +131,8 @@ class ServerTransport(CollectiveTransport):
 
     def _layout_of(self, manifest: Manifest) -> PackedLayout:
         return PackedLayout(manifest, self._config.bucket_bytes)
+
+
+def collective(setup: Setup) -> Transport:
+    """`weights.transport = collective`: broadcasts to embedded engines, or to SGLang servers."""
+    return (ServerTransport if setup.members.kind == "servers" else CollectiveTransport)(setup)
