@@ -79,10 +79,6 @@ class TokenStore:
         """[end], read-only view."""
         return _read_only(self._logprobs_T[:end])
 
-    def loss_mask(self, end: int) -> Bytes:
-        """[end], read-only view."""
-        return _read_only(self._loss_mask_T[:end])
-
     def teacher_logprobs(self, end: int) -> Float32s:
         """[P, end], a copy; 0 for tokens without a score."""
         return _read_only(self._teacher_logprobs_PT[:, :end].copy())

@@ -45,7 +45,6 @@ class Journal:
         self._memory_bytes = memory_bytes
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
-        self._image_bytes = 0
         self._next_image_at = log_bytes
         self._trouble = ""
         self._retry_at_s = 0.0
@@ -78,7 +77,6 @@ class Journal:
 
     def image_read(self, n_bytes: int) -> None:
         """Note the size of the present image."""
-        self._image_bytes = n_bytes
         self._next_image_at = max(self._log_bytes, IMAGE_SHARE * n_bytes)
 
     def write(self, body: bytes, now_s: float) -> None:

@@ -52,7 +52,6 @@ class Store:
         self.path = folder / "data.mdb"
         self._sync = sync == "disk"
         self._next_part = 0
-        self._n_image_parts = 0
         self.log_bytes = 0
         """Size of the log, without framing."""
         try:
@@ -97,7 +96,7 @@ class Store:
     def begin(self, meta: bytes) -> None:
         """Delete everything, and store the run's starting point."""
         self._transact([(_META, _part(meta, last=True))], delete=(b"",))
-        self._next_part = self._n_image_parts = self.log_bytes = 0
+        self._next_part = self.log_bytes = 0
 
     def append(self, bodies: Sequence[bytes]) -> None:
         """Commit turns: all of them or none."""
