@@ -57,7 +57,7 @@ def test_a_killed_server_is_reported_takes_its_helpers_along_and_can_be_started_
 
 def test_a_name_in_use_is_refused(servers: Servers) -> None:
     server = servers.start("twin", STUDENT)
-    with pytest.raises(ServerError, match="runs already"):
+    with pytest.raises(ServerError, match="is already running"):
         servers.start("twin", STUDENT)
     servers.stop(server, grace_s=0.0)
 
