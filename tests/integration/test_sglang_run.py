@@ -69,7 +69,7 @@ def test_a_run_on_servers_ends_well_and_leaves_neither_process_nor_key(launch: L
     assert all(workers.values()), workers
     assert summary["servers"].keys() == {"server-actor-0", "server-actor-1", "server-teacher-0"}
     assert summary["versions_published"] >= 1
-    assert run.text().count("server of actor-0, actor-1") == 1  # alike: told once
+    assert run.text().count("server of actor-0, actor-1") == 1  # alike: printed once
     assert not [file for file in run.run_dir.rglob("*") if file.is_file() and key.encode() in file.read_bytes()]
     assert key not in run.text()
 
@@ -119,7 +119,10 @@ def test_a_run_uses_running_servers_and_leaves_them_running(
         )
         checked = launch(*arguments, "--check", folder="checked")
         assert checked.wait() == 0, checked.text()
-        assert "server of actor-0, teacher-0 (weights default):" in checked.text() and "versions of tokens  spans" in checked.text()
+        assert (
+            "server of actor-0, teacher-0 (weights default):" in checked.text()
+            and "versions of tokens  spans" in checked.text()
+        )
         for folder in ("first", "second"):  # the second one finds the weights that the first one left
             run = launch(*arguments, "--steps=3", folder=folder)
             assert run.wait() == 0, run.text()
