@@ -37,7 +37,7 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Weight transport: sending to all actors at once, snapshots for latecomers, and deadlines for slow actors."""
 
     transport: str = "auto"
-    """The way of a version to the actors. collective: one broadcast to all. folder: a file in the run's folder, for
+    """The way of a version to the actors. collective: one broadcast to all. folder: a file in the run folder, for
     actors that can read that folder but can connect only to weights.control_port. auto: collective. A transport from
     another package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

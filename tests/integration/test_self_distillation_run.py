@@ -21,7 +21,7 @@ def test_teachers_grade_with_the_average_and_the_solution(launch: Callable[..., 
     assert all(row["train/reverse_kl"] > 0.1 for row in rows) and rows[-1]["weights/ema_step"] == 4
     assert run.summary()["tokens"]["balanced"]
     log = (run.run_dir / "logs" / "teacher-0.log").read_text()
-    assert "grading with the average of version 0.0" in log and "grading with the average of version 0.2" in log
+    assert "scoring with the average of version 0.0" in log and "scoring with the average of version 0.2" in log
     checkpoint = run.run_dir / "checkpoints" / "step_000004"
     assert (checkpoint / "ema.safetensors").is_file()
     assert "ema.safetensors" in json.loads((checkpoint / "manifest.json").read_text())["files"]

@@ -112,7 +112,7 @@ def test_an_actor_writes_on_a_server_and_never_loads_torch(
         expected = student_reference.of_tokens(ids.tolist(), 3)
         assert logprobs[mask.astype(bool)] == pytest.approx(expected, abs=TOLERANCE)
     said: dict[str, Any] = json.loads((tmp_path / "servers" / "actor-0.json").read_text())
-    assert said["url"] == student.url and said["features"]["tp_size"] == 1 and said["features"]["device"] == "cpu"
+    assert said["url"] == student.url and said["facts"]["tp"] == 1 and said["facts"]["device"] == "cpu"
 
 
 def test_an_actor_whose_server_dies_says_so(peer: ScriptedBuffer, doomed: Server, tmp_path: Path) -> None:
