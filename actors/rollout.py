@@ -61,6 +61,7 @@ class Rollout:
         self._turn_start: int | None = None
         self._cut_end = 0
         self._segments_cut = 0
+        self._own_prompt = False
         self._append(prompt_ids, np.zeros(self.n_prompt, dtype=np.float32), sampled=False)
 
     def __len__(self) -> int:
@@ -98,6 +99,19 @@ class Rollout:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def replace_prompt(self, prompt_ids: Int32s) -> None:
+        """Begin with a prompt [n] of the environment's instead of the ticket's. Raises ValueError for an empty one, and
+        RuntimeError when something follows the prompt already."""
+        if prompt_ids.size == 0:
+            raise ValueError(f"{self!r}: got an empty prompt, expected token ids [n], n >= 1")
+        if len(self) > self.n_prompt or self.finished:
+            raise RuntimeError(f"{self!r}: a prompt can only be replaced before anything follows it")
+        if np.array_equal(prompt_ids, self.token_ids):
+            return
+        self._own_prompt, self.n_prompt = True, int(prompt_ids.size)
+        del self._ids[:], self._logprobs[:], self._mask[:]
+        self._append(prompt_ids, np.zeros(self.n_prompt, dtype=np.float32), sampled=False)
 
     def next_request(self, stop_token_ids: Sequence[int]) -> GenerationRequest:
         """The request to continue from here. Raises RuntimeError when nothing more may be sampled."""
@@ -184,6 +198,7 @@ class Rollout:
             finish_reason=self.finish_reason if final else None,
             reward=self._reward if final else None,
             n_turns=max(1, self.n_turns),
+            own_prompt_tokens=self.n_prompt if self._own_prompt and self._segments_cut == 0 else 0,
         )
         self._segments_cut += 1
         arrays = (

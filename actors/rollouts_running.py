@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.env_thread import EnvironmentTimeout, Outcome
-from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
+from actors.envs.base import EnvTask, Observation, TextTokenizer, TurnEnd
 from actors.envs.episode import Continuation, Episode
 from actors.envs.registry import LoadedEnvironment, load_environments
 from actors.failures import Brake, Failure, of_environment
@@ -138,14 +139,15 @@ class RunningRollouts:
         return holds_s if self._waiting and holds_s else math.inf
 
     def _start(self, ticket: Ticket, prompt_ids: Int32s, known: LoadedEnvironment) -> None:
-        """Raises ValueError for an unusable prompt, OSError or RuntimeError when the system gives no thread."""
+        """Raises ValueError for an unusable prompt or row, OSError or RuntimeError when the system gives no thread."""
         rollout = Rollout(
             ticket,
             prompt_ids,
             segment_tokens=self._config.segment_tokens,
             max_context_tokens=self._max_context_tokens,
         )
-        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed)
+        row = msgspec.json.decode(ticket.row, type=dict[str, Any]) if ticket.row else {}
+        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed, row)
         episode = Episode(
             known.make,
             task,
@@ -195,9 +197,15 @@ class RunningRollouts:
                 )
                 self._drop(outcome.key, failure)
             elif run.phase is Phase.RESETTING:
-                self._append_and_generate(outcome.key, run, outcome.result)
+                self._begin(outcome.key, run, outcome.result)
             else:
                 self._continue(outcome.key, run, outcome.result)
+
+    def _begin(self, rollout_id: str, run: Run, observation: Observation) -> None:
+        if observation.prompt_ids is not None:
+            run.rollout.replace_prompt(observation.prompt_ids)
+            self.counts["own_prompts_total"] += 1
+        self._append_and_generate(rollout_id, run, observation.token_ids)
 
     def _continue(self, rollout_id: str, run: Run, continuation: Continuation) -> None:
         for name, value in continuation.info.items():

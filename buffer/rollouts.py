@@ -128,6 +128,7 @@ class Rollout:
 
     slot: Slot
     ticket: Ticket
+    """Without its row, which the task holds."""
     actor: str
     deadline_s: float = 0.0
     """Time at which the ticket is taken back, unless a segment arrives."""
@@ -318,6 +319,7 @@ def make_ticket(slot: Slot, min_version: WeightVersion) -> Ticket:
         tag=task.tag,
         ground_truth=task.ground_truth,
         min_version=min_version,
+        row=task.row,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import msgspec
+
 from buffer.batch_size import in_messages
 from buffer.config import BufferConfig
 from buffer.lifecycle import Lifecycle
@@ -76,7 +78,7 @@ class TicketDesk:
             task = slot.task
             is_train = task.task.kind == "train"
             ticket = make_ticket(slot, self._pacing.min_version(slot.n) if is_train else task.min_version)
-            rollout = self._life.open(slot, ticket, name)
+            rollout = self._life.open(slot, msgspec.structs.replace(ticket, row=b""), name)
             actor.ticket_sent(rollout)
             self.heard(now_s, rollout)
             tickets.setdefault(name, []).append((ticket, task.prompt_T))

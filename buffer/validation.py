@@ -16,8 +16,8 @@ from buffer.rollouts import Rollout, Segment
 from buffer.tokens import Array
 from buffer.versions import VersionTable
 from protocol.errors import MalformedMessage
+from protocol.messages import MAX_ROW_BYTES, Task
 from protocol.messages import Segment as SegmentMessage
-from protocol.messages import Task
 from protocol.topk_codec import HEADER_BYTES, check_payload
 
 LOGPROB_TOLERANCE = 1e-3
@@ -64,13 +64,18 @@ class SegmentChecker:
     def _prompt_refusal(
         self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]
     ) -> RejectReason | None:
+        n_own = message.own_prompt_tokens
         if message.index != 0:
-            return None
+            return RejectReason.OWN_PROMPT if n_own else None
         ids_N, _, loss_mask_N = arrays
-        prompt_T = rollout.slot.task.prompt_T
-        if not np.array_equal(ids_N[: len(prompt_T)], prompt_T):
+        task = rollout.slot.task
+        if not 0 <= n_own <= len(ids_N):
+            return RejectReason.OWN_PROMPT
+        if n_own and task.teacher_prompt_T is not None:
+            return RejectReason.OWN_PROMPT_PRIVILEGED
+        if not n_own and not np.array_equal(ids_N[: len(task.prompt_T)], task.prompt_T):
             return RejectReason.PROMPT_MISMATCH
-        if loss_mask_N[: len(prompt_T)].any():
+        if loss_mask_N[: n_own or len(task.prompt_T)].any():
             return RejectReason.BAD_MASK
         return None
 
@@ -128,6 +133,8 @@ def task_fault(task: Task, prompts_T: Array, vocab_size: int | None) -> tuple[st
             f"prompt ids from {prompts_T.min()} to {prompts_T.max()}",
             f"0 up to {'any' if vocab_size is None else vocab_size - 1}",
         )
+    if len(task.row) > MAX_ROW_BYTES:
+        return f"a row of {len(task.row)} bytes", f"{MAX_ROW_BYTES} or fewer"
     if task.group_size < 1:
         return f"group_size {task.group_size}", "1 or more"
     if task.sampling.max_new_tokens < 1:

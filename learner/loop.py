@@ -29,7 +29,7 @@ from learner.evaluation.figures import describe
 from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest, describe_queues
 from learner.offline import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
-from learner.prompts.tasks import TaskStream
+from learner.prompts.tasks import TaskStream, in_messages
 from learner.reports.figures import RolloutFigures, WorkerFigures
 from learner.reports.metrics import MetricsWriter
 from learner.reports.progress import Progress, weight_figures
@@ -48,7 +48,6 @@ from protocol.messages import (
     RunFinished,
     Snapshot,
     SnapshotWanted,
-    TasksOffered,
     WeightVersion,
 )
 from recording.writer import BatchRecorder
@@ -62,7 +61,6 @@ ASK_AGAIN_S: Final = 2.0
 """Interval between requests for the same batch; the buffer answers each with the same one."""
 LOOK_EVERY_S: Final = 0.5
 """Interval at which a waiting learner requests a snapshot, to find out what it waits for."""
-TASKS_PER_MESSAGE: Final = 256
 GOODBYE_S: Final = 30.0
 """Time for the buffer to end the run once the learner is done."""
 STOP_ANSWER_S: Final = 15.0
@@ -263,9 +261,8 @@ class LearnerLoop:
     def _offer_tasks(self) -> None:
         """Send the buffer as many tasks as it asked for."""
         wanted, self._inbox.tasks_wanted = self._inbox.tasks_wanted, 0
-        for first in range(0, wanted, TASKS_PER_MESSAGE):
-            offers = self._stream.next(min(TASKS_PER_MESSAGE, wanted - first))
-            self._client.send(TasksOffered(tasks=tuple(o.task for o in offers)), [o.frame for o in offers])
+        for message, frames in in_messages(self._stream.next(wanted)):
+            self._client.send(message, frames)
 
     def _evaluate_and_wait(self) -> None:
         """Evaluate the current version and wait for the result, and for that of earlier evaluations."""

@@ -76,14 +76,19 @@ class FileTokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tokenize: bool,
+        add_generation_prompt: bool,
     ) -> str:
         """The rendered text. Raises jinja2's TemplateError, and ValueError for tokenize=True."""
         if tokenize:
             raise ValueError("chat templates are rendered to text here, not to ids; got tokenize=True")
         return self._template.render(
             messages=messages,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **self._named,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
+from jinja2 import TemplateError
 
 from engines.base import Int32s
 
@@ -49,6 +50,8 @@ class EnvTask:
     rollout_id: str
     seed: int
     """The rollout's seed, for environments that draw random numbers."""
+    row: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """All columns of the prompt's row, as in the prompts file, also `prompt` or `messages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Observation:
 
     token_ids: Int32s = field(default_factory=no_tokens)
     """[n] Appended to the prompt, not trained."""
+    prompt_ids: Int32s | None = None
+    """[n] A whole prompt that the environment made, in place of the task's. None: the task's prompt stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +162,27 @@ class TextTokenizer:
         # The student already wrote that token: it was its stop token.
         return self.encode(behind[len(closing) :])
 
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Int32s:
+        """Token ids [n] of a whole prompt: these turns (`role` and `content`), then the opening of the student's turn.
+        `tools`: JSON schemas of functions, for the template. Without a chat template: the contents, joined by newlines.
+
+        Raises ValueError for messages that the template refuses, and for tools without a template."""
+        if self._tokenizer.chat_template is None:
+            if tools:
+                raise ValueError("tools need a tokenizer with a chat template, got one without; describe them as text")
+            text = "\n".join(str(message["content"]) for message in messages)
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
+        try:
+            return self.encode(cast(str, self._render([dict(m) for m in messages], tools)))
+        except (TemplateError, TypeError, KeyError) as error:
+            roles = [message.get("role") for message in messages]
+            raise ValueError(f"the chat template refuses these messages (roles {roles}): {error}") from error
+
     def _special_tokens(self) -> Sequence[str]:
         return sorted((str(t) for t in self._tokenizer.all_special_tokens), key=len, reverse=True)
 
-    def _render(self, messages: list[dict[str, str]]) -> object:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> object:
+        listed: Any = None if tools is None else [dict(tool) for tool in tools]
+        return self._tokenizer.apply_chat_template(messages, tools=listed, tokenize=False, add_generation_prompt=True)

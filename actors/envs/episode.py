@@ -70,15 +70,23 @@ class Episode:
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(self._model_stops))
         """Stop tokens for this rollout's generation requests; complete once it has started."""
 
-    async def start(self) -> Int32s:
-        """Build and reset the environment; returns token ids [n] to append to the prompt (usually none)."""
+    async def start(self) -> Observation:
+        """Build and reset the environment; returns what `reset` gave, checked."""
         self._environment = self._make()
         stops = self._checked_ids(self._environment.stop_token_ids, "stop_token_ids")
         self.stop_token_ids = tuple(sorted(self._model_stops | set(stops.tolist())))
         observation = await self._call("reset", self._task)
         if not isinstance(observation, Observation):
             raise self._fault("reset", observation, "an Observation")
-        return self._checked_ids(observation.token_ids, "reset")
+        prompt_ids = observation.prompt_ids
+        if prompt_ids is not None:
+            prompt_ids = self._checked_ids(prompt_ids, "reset")
+            if prompt_ids.size == 0:
+                raise EnvironmentFault(
+                    f"{self._name}.reset gave a prompt without tokens, expected prompt_ids [n], n >= 1, or None to "
+                    "keep the task's prompt"
+                )
+        return Observation(self._checked_ids(observation.token_ids, "reset"), prompt_ids)
 
     async def advance(
         self, token_ids: Int32s, finish_reason: TurnEnd, *, budget_left: int, context_left: int

@@ -97,7 +97,7 @@ class LocalEvaluator:
             self._rollouts.add(ticket, offer.prompt_ids)
         self._write()
         for eval_id in evaluation.eval_ids:
-            done = [i for i, offer in self._offers.items() if offer.task.eval_id == eval_id and i in self._segments]
+            done = [i for i, offer in self._offers.items() if offer.task.eval_id == eval_id and self._keeps(i)]
             scored = [self._scored(rollout_id) for rollout_id in done]
             result = EvalResult(eval_id, tuple(item for item, _ in scored), self._failed[eval_id], 0)
             evaluation.add(result, [array for _, arrays in scored for array in arrays])
@@ -135,14 +135,24 @@ class LocalEvaluator:
             case _:
                 raise AssertionError(f"an actor sends no {type(message).__name__} for a rollout")
 
+    def _keeps(self, rollout_id: str) -> bool:
+        """Return True for a finished rollout that a buffer would not refuse."""
+        if rollout_id not in self._segments:
+            return False
+        offer, first = self._offers[rollout_id], self._segments[rollout_id][0][0]
+        if first.own_prompt_tokens and len(offer.teacher_prompt_ids):
+            self._failed[offer.task.eval_id] += 1
+            return False
+        return True
+
     def _scored(self, rollout_id: str) -> tuple[BatchItem, tuple[Array, ...]]:
         """A finished rollout with its scores, as the buffer would give it to the learner."""
         offer, segments = self._offers[rollout_id], self._segments[rollout_id]
-        task, n_prompt = offer.task, len(offer.prompt_ids)
+        task, n_prompt = offer.task, segments[0][0].own_prompt_tokens or len(offer.prompt_ids)
         ids, behaviour, mask = (np.concatenate([arrays[i] for _, arrays in segments]) for i in range(3))
         last = segments[-1][0]
         teacher = np.zeros((len(task.teachers), len(ids)), np.float32)
-        before = offer.teacher_prompt_ids if len(offer.teacher_prompt_ids) else offer.prompt_ids
+        before = offer.teacher_prompt_ids if len(offer.teacher_prompt_ids) else ids[:n_prompt]
         read = np.concatenate([before, ids[n_prompt:]])
         for row, pool in enumerate(task.teachers):
             (scored,) = self._scorers[pool].score([ScoreRequest(read, len(before))])
@@ -185,6 +195,7 @@ def _ticket(offer: TaskOffer, version: WeightVersion) -> Ticket:
         tag=task.tag,
         ground_truth=task.ground_truth,
         min_version=version,
+        row=task.row,
     )
 
 

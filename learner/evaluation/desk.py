@@ -14,13 +14,13 @@ from typing import Any, Final
 import numpy as np
 
 from learner.evaluation.evaluation import Evaluation, EvaluationResult
-from protocol.messages import EvalResult, Message, TasksOffered, WeightVersion
+from learner.prompts.tasks import in_messages
+from protocol.messages import EvalResult, Message, WeightVersion
 
 log = logging.getLogger(__name__)
 
 REPEAT_S: Final = 1.0
 """Interval between requests for results. The buffer also sends results as they arrive."""
-TASKS_PER_MESSAGE: Final = 256
 
 Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
 
@@ -47,10 +47,8 @@ class EvalDesk:
 
     def start(self, version: WeightVersion) -> None:
         evaluation = self._make(version)
-        offers = evaluation.tasks()
-        for first in range(0, len(offers), TASKS_PER_MESSAGE):
-            part = offers[first : first + TASKS_PER_MESSAGE]
-            self._send(TasksOffered(tasks=tuple(o.task for o in part)), [o.frame for o in part])
+        for message, frames in in_messages(evaluation.tasks()):
+            self._send(message, frames)
         self._active.append(evaluation)
         self._asked_s = -math.inf
         self._close_done()

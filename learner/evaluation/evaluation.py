@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from engines.base import Int32s
 from learner.evaluation.figures import EvalPoint, EvalRollout, accuracy, figures_by_tag, mean, ratio, reverse_kl
 from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
-from learner.prompts.records import PromptRecord
+from learner.prompts.records import PromptRecord, columns_fault
 from learner.prompts.rendering import NONE, render, teacher_prompt
 from learner.prompts.tasks import TaskOffer, derive_seed
 from models.tokenizer import TokenizerError
@@ -83,10 +83,12 @@ class EvalPrompt:
     ground_truth: str | None
     teacher_ids: Int32s = field(default_factory=lambda: NONE)
     """Prompt for the teachers; empty: the same as the student's."""
+    row: bytes = b""
+    """All columns of its row, as one JSON object."""
 
 
 class EvalSet(NamedTuple):
-    """Evaluation prompts in order, and how many were left out (too long, or without privileged context)."""
+    """Evaluation prompts in order, and how many were left out (prompt or row too long, or no privileged context)."""
 
     prompts: tuple[EvalPrompt, ...]
     dropped: int
@@ -101,8 +103,8 @@ def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokeni
             teachers = teacher_prompt(record, tokenizer, config)
         except TokenizerError as error:
             raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
-        if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason:
-            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids))
+        if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason and columns_fault(record.columns) is None:
+            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids, record.columns))
     return EvalSet(tuple(prompts), len(records) - len(prompts))
 
 
@@ -223,6 +225,7 @@ class Evaluation:
             ground_truth=prompt.ground_truth,
             teacher_prompt_tokens=len(teacher_ids),
             eval_id=eval_id,
+            row=prompt.row,
         )
         return TaskOffer(task, prompt.ids, teacher_ids)
 
@@ -235,22 +238,19 @@ class Evaluation:
         for eval_id, half in self._half_of.items():
             received = self._received[eval_id]
             for task_id in sorted(received)[:SAMPLES_SHOWN]:
-                rollout, n_prompt = received[task_id], len(self._prompt_ids(eval_id, task_id))
+                rollout = received[task_id]
                 shown.append(
                     EvalSample(
                         half=half,
                         task_id=task_id,
-                        prompt=self._text(rollout.ids_N[:n_prompt]),
-                        completion=self._text(rollout.ids_N[n_prompt:]),
+                        prompt=self._text(rollout.ids_N[: rollout.n_read]),
+                        completion=self._text(rollout.ids_N[rollout.n_read :]),
                         ground_truth=self._task_of[task_id].ground_truth,
                         reward=rollout.reward,
                         finish_reason=rollout.finish_reason,
                     )
                 )
         return tuple(shown)
-
-    def _prompt_ids(self, eval_id: str, task_id: int) -> Int32s:
-        return self._offers[eval_id][task_id % MAX_EVAL_PROMPTS].prompt_ids
 
     def _text(self, ids_N: npt.NDArray[np.int32]) -> str:
         return str(self._tokenizer.decode(ids_N.tolist(), skip_special_tokens=False))

@@ -28,6 +28,8 @@ class EvalRollout:
     reward: float | None
     finish_reason: str | None
     ids_N: npt.NDArray[np.int32]
+    n_read: int
+    """Tokens that the student read before it wrote its first one."""
     behaviour_N: npt.NDArray[np.float64]
     """Sampled tokens only, like `teacher_KN`."""
     teacher_KN: npt.NDArray[np.float64]
@@ -48,6 +50,7 @@ class EvalRollout:
             reward=item.reward,
             finish_reason=item.finish_reason,
             ids_N=ids_N.copy(),  # a copy, because the frame would keep its whole message in memory
+            n_read=int(sampled_N.argmax()) if sampled_N.any() else len(ids_N),
             behaviour_N=behaviour_N[sampled_N].astype(np.float64),
             teacher_KN=teacher_KN[:, sampled_N].astype(np.float64),
             version_min=min((s.version for s, n in zip(item.spans, tokens, strict=True) if n), default=None),

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.prompts.records import (
-    FIELDS,
     DataError,
     PromptRecord,
     check_columns,
@@ -150,7 +149,7 @@ class ParquetSource:
         return record_from_columns(columns, row, lambda: f"{self.path}, row {row}")
 
     def _table(self, block: int) -> Any:
-        """Row group `block` as a pyarrow Table of the columns we read."""
+        """Row group `block` as a pyarrow Table."""
         if block in self._cache:
             self._cache.move_to_end(block)
             return self._cache[block]
@@ -159,8 +158,7 @@ class ParquetSource:
         if _stamp(file) != self._stamps[i]:
             raise DataError(f"{file}: the file has changed since it was opened; it must stay as it is during a run")
         with _parquet_file(file) as parquet:
-            columns = [name for name in parquet.schema_arrow.names if name in FIELDS]
-            table = parquet.read_row_group(group, columns=columns, use_threads=False)
+            table = parquet.read_row_group(group, use_threads=False)
         self._cache[block] = table
         while len(self._cache) > CACHED_BLOCKS:
             self._cache.popitem(last=False)
@@ -185,7 +183,7 @@ class DatasetsSource:
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{folder}: datasets cannot load it: {error}") from error
         check_columns(dataset.column_names, self.path)
-        self._rows: Any = dataset.select_columns([name for name in dataset.column_names if name in FIELDS])
+        self._rows: Any = dataset
         if len(self) == 0:
             raise DataError(f"{self.path}: no rows")
         self.fingerprint = _fingerprint(len(self), (folder / "state.json",))

@@ -4,17 +4,19 @@
     {"messages": [{"role": "user", "content": "8293+4758="}], "ground_truth": "13051"}
 
 A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`. `tag`, `ground_truth` and
-`hint` (text for teachers only, see `learner.prompts.rendering`) are optional. Other columns are ignored. A
-`ground_truth` that is not text becomes its JSON (42 -> "42")."""
+`hint` (text for teachers only, see `learner.prompts.rendering`) are optional. A `ground_truth` that is not text becomes
+its JSON (42 -> "42"). All columns, these and others, are handed to the row's environment."""
 
 from __future__ import annotations
 
 import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+from protocol.messages import MAX_ROW_BYTES
 
 FIELDS = ("prompt", "messages", "tag", "ground_truth", "hint")
 
@@ -39,6 +41,26 @@ class PromptRecord(msgspec.Struct, frozen=True):
     tag: str = ""
     ground_truth: str | None = None
     hint: str | None = None
+    columns: bytes = b""
+    """All columns, as one JSON object. Not checked beyond the fields above (`columns_fault`)."""
+
+
+class ColumnsFault(NamedTuple):
+    """Reason why the columns of a row cannot be handed to an environment, and the details."""
+
+    reason: str
+    detail: str
+
+
+def columns_fault(columns: bytes) -> ColumnsFault | None:
+    """Check that the columns are not too large, and that an environment's side will be able to read them."""
+    if len(columns) > MAX_ROW_BYTES:
+        return ColumnsFault("row_too_large", f"{len(columns)} bytes of JSON, expected at most {MAX_ROW_BYTES}")
+    try:
+        msgspec.json.decode(columns or b"{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return ColumnsFault("bad_row", f"a column cannot be read: {error}; got {_excerpt(columns)}")
+    return None
 
 
 class _Fields(msgspec.Struct):
@@ -60,7 +82,7 @@ def record_from_json(line: bytes, row: int, where: Callable[[], str]) -> PromptR
         raise RowError(f"{where()}: {error}; got {_excerpt(line)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RowError(f"{where()}: not a JSON object on one line ({error}); got {_excerpt(line)}") from error
-    return _record(fields, row, where, lambda: json_columns(line))
+    return _record(fields, row, where, lambda: json_columns(line), line.strip())
 
 
 def record_from_columns(columns: Mapping[str, Any], row: int, where: Callable[[], str]) -> PromptRecord:
@@ -69,7 +91,8 @@ def record_from_columns(columns: Mapping[str, Any], row: int, where: Callable[[]
         fields = msgspec.convert(columns, _Fields)
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}") from error
-    return _record(fields, row, where, lambda: list(columns))
+    # Dates and decimals become text, bytes base64, NaN null; what JSON has no form for becomes its `str`.
+    return _record(fields, row, where, lambda: list(columns), msgspec.json.encode(columns, enc_hook=str))
 
 
 def json_columns(line: bytes) -> list[str]:
@@ -87,21 +110,27 @@ def check_columns(found: Sequence[str], where: str) -> None:
             _log.warning("%s: column %r is not read; the field is called %r", where, close[0], field)
 
 
-def _record(fields: _Fields, row: int, where: Callable[[], str], found: Callable[[], Sequence[str]]) -> PromptRecord:
+def _record(
+    fields: _Fields, row: int, where: Callable[[], str], found: Callable[[], Sequence[str]], columns: bytes
+) -> PromptRecord:
     prompt, messages = fields.prompt, fields.messages
     if prompt is not None and messages is not None:
         raise RowError(f"{where()}: both 'prompt' and 'messages' are given; expected one of them, leave the other out")
     if isinstance(prompt, list):
         prompt, messages = None, prompt
-    if messages is not None:
-        return PromptRecord(
-            row, None, _turns(messages, where), fields.tag or "", _as_text(fields.ground_truth), fields.hint
-        )
-    if prompt is None:
+    if messages is None and prompt is None:
         raise RowError(f"{where()}: {_no_prompt(found())}")
-    if not prompt.strip():
+    if prompt is not None and not prompt.strip():
         raise RowError(f"{where()}: 'prompt' is blank; expected text for the student to continue or answer")
-    return PromptRecord(row, prompt, None, fields.tag or "", _as_text(fields.ground_truth), fields.hint)
+    return PromptRecord(
+        row=row,
+        prompt=prompt,
+        messages=None if messages is None else _turns(messages, where),
+        tag=fields.tag or "",
+        ground_truth=_as_text(fields.ground_truth),
+        hint=fields.hint,
+        columns=columns,
+    )
 
 
 def _turns(messages: list[dict[str, Any]], where: Callable[[], str]) -> tuple[dict[str, Any], ...]:

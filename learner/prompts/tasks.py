@@ -16,7 +16,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -29,15 +29,19 @@ from engines.base import Int32s
 from learner.prompts.config import TaskConfig
 from learner.prompts.data import PromptSource, open_prompts
 from learner.prompts.order import EndlessSampler, MixedSampler, Rows, check_tags, held_out_rows, row_tags
-from learner.prompts.records import DataError, PromptRecord, RowError
+from learner.prompts.records import DataError, PromptRecord, RowError, columns_fault
 from learner.prompts.rendering import NONE, render, teacher_prompt
 from learner.prompts.sample_book import Account, SampleBook, Trained
 from models.tokenizer import TokenizerError
-from protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind
+from protocol.codec import MAX_HEADER_BYTES
+from protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered
 
 STATE_FORMAT = 2
 _PROBED_PROMPTS = 32
 _DROPS_LOGGED = 5
+TASKS_PER_MESSAGE: Final = 256
+ROW_BYTES_PER_MESSAGE: Final = MAX_HEADER_BYTES // 4
+"""As much again may be the ground truths, which are columns of the rows; the rest is for the other fields."""
 
 _log = logging.getLogger(__name__)
 
@@ -145,8 +149,8 @@ class TaskStream:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Prompts dropped, by reason: prompt_too_long, bad_row, unrenderable, no_privileged, teacher_prompt_too_long. A
-        prompt counts again in each pass."""
+        """Prompts dropped, by reason: prompt_too_long, bad_row, row_too_large, unrenderable, no_privileged,
+        teacher_prompt_too_long. A prompt counts again in each pass."""
         return dict(self._dropped)
 
     def next(self, n: int) -> list[TaskOffer]:
@@ -267,7 +271,24 @@ class TaskStream:
             teachers=teachers,
             ground_truth=record.ground_truth,
             teacher_prompt_tokens=teacher_prompt_tokens,
+            row=record.columns,
         )
+
+
+def in_messages(offers: Sequence[TaskOffer]) -> Iterator[tuple[TasksOffered, list[Int32s]]]:
+    """Distribute tasks, each with its frame, over messages that can be sent."""
+    first, n_bytes = 0, 0
+    for at, offer in enumerate(offers):
+        n_bytes += len(offer.task.row)
+        if at - first == TASKS_PER_MESSAGE or (n_bytes > ROW_BYTES_PER_MESSAGE and at > first):
+            yield _message(offers[first:at])
+            first, n_bytes = at, len(offer.task.row)
+    if offers:
+        yield _message(offers[first:])
+
+
+def _message(offers: Sequence[TaskOffer]) -> tuple[TasksOffered, list[Int32s]]:
+    return TasksOffered(tasks=tuple(offer.task for offer in offers)), [offer.frame for offer in offers]
 
 
 class Rendered(NamedTuple):
@@ -308,6 +329,8 @@ class RenderedPrompts(Dataset[Rendered]):
             record = self._source.read(row)
         except RowError as error:
             return Rendered(None, None, "bad_row", str(error))
+        if fault := columns_fault(record.columns):
+            return Rendered(None, None, fault.reason, f"{self._source.path}, row {row}: {fault.detail}")
         try:
             ids = self._render(record)
             teachers = teacher_prompt(record, self._tokenizer, self._config)

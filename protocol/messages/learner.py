@@ -31,6 +31,8 @@ class Task(msgspec.Struct, frozen=True):
     teacher_prompt_tokens: int = 0
     """0: teachers read the student's own prompt. Above 0: their prompt holds something that the student does not
     see."""
+    row: bytes = b""
+    """All columns of the prompt's row as one JSON object, for the environment. Empty: none."""
 
 
 class PartialSample(msgspec.Struct, frozen=True, array_like=True):

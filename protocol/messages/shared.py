@@ -6,11 +6,13 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
 MAX_STEP = 2**40
+MAX_ROW_BYTES = 1 << 20
+"""Longest row of a prompts file, as JSON. The text of a prompt as long as the longest rollout has about half of it."""
 
 Role: TypeAlias = Literal["actor", "teacher", "learner", "launcher"]
 TaskKind: TypeAlias = Literal["train", "eval"]

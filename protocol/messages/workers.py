@@ -31,6 +31,8 @@ class Ticket(msgspec.Struct, frozen=True):
     ground_truth: str | None
     min_version: WeightVersion
     """The engine must have at least this version before the first token is sampled."""
+    row: bytes = b""
+    """As in Task."""
 
 
 class TicketCredit(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +56,7 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     """actor -> buffer, acknowledged. A contiguous run of tokens of one rollout.
 
     Frames: token ids int32 [n]; behaviour log-probs float32 [n] (0 where not sampled); loss mask uint8 [n];
-    n = end - start. Segment 0 starts at offset 0 and begins with the prompt."""
+    n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt."""
 
     rollout_id: str
     index: int
@@ -67,6 +69,9 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     reward: float | None = None
     """On the final one, if the environment gave one."""
     n_turns: int = 1
+    own_prompt_tokens: int = 0
+    """Segment 0 only. 0: it begins with the ticket's prompt. Above 0: the environment made the prompt, which is as long
+    as this."""
 
 
 class SegmentAck(msgspec.Struct, frozen=True, tag=True):

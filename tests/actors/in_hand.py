@@ -127,9 +127,11 @@ class Breakable(Environment):
             raise self.ERRORS[self._error]
 
     async def reset(self, task: EnvTask) -> Observation:
+        """The row's `prompt_ids` and `reply_ids`, if it has them."""
         self._rollout_id = task.rollout_id
         await self._maybe_break("reset")
-        return Observation()
+        own, reply = task.row.get("prompt_ids"), task.row.get("reply_ids", ())
+        return Observation(ids_of(*reply), None if own is None else ids_of(*own))
 
     async def step(self, action: Action) -> StepResult:
         await self._maybe_break("step")

@@ -46,7 +46,7 @@ async def bisect(game: Episode, tokenizer: TextTokenizer) -> list[Continuation]:
     """A student that halves the range each time."""
     low, high = 0, 63
     answers: list[Continuation] = []
-    assert (await game.start()).size == 0
+    assert (await game.start()).token_ids.size == 0
     while not answers or answers[-1].finish_reason is None:
         middle = (low + high) // 2
         turn = tokenizer.encode(f"#{middle}<|im_end|>")

@@ -274,3 +274,40 @@ def test_chat_turn_needs_a_template(hf_tokenizer: PreTrainedTokenizerBase, monke
     monkeypatch.setattr(hf_tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] + '. ' }}{% endfor %}")
     with pytest.raises(ValueError, match="expected a special token"):
         TextTokenizer(hf_tokenizer).chat_turn("hello")
+
+
+def test_chat_prompt_is_the_template_s_own_rendering(
+    tokenizer: TextTokenizer, hf_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    turns = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "#3"},
+        {"role": "user", "content": "no"},
+    ]
+    expected = hf_tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    ids = tokenizer.chat_prompt(turns)
+    assert ids.dtype == np.int32 and ids.tolist() == expected
+
+
+def test_chat_prompt_hands_tools_to_the_template(
+    hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ tools[0]['name'] }}:{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", template)
+    tokenizer = TextTokenizer(hf_tokenizer)
+    ids = tokenizer.chat_prompt([{"role": "user", "content": "go"}], [{"name": "look"}])
+    assert tokenizer.decode(ids) == "look:go>"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", "{{ raise_exception('no tool turns here') }}")
+    with pytest.raises(ValueError, match=r"refuses these messages \(roles \['tool'\]\): no tool turns here"):
+        tokenizer.chat_prompt([{"role": "tool", "content": "go"}])
+
+
+def test_chat_prompt_without_a_template_joins_the_contents(
+    hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_tokenizer, "chat_template", None)
+    tokenizer = TextTokenizer(hf_tokenizer)
+    turns = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
+    assert tokenizer.chat_prompt(turns).tolist() == hf_tokenizer("add\n1+1=")["input_ids"]
+    with pytest.raises(ValueError, match="tools need a tokenizer with a chat template"):
+        tokenizer.chat_prompt(turns, [{"name": "look"}])

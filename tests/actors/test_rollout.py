@@ -124,6 +124,37 @@ def test_the_whole_prompt_rides_in_the_first_segment_however_long() -> None:
     assert (first.message.start, first.message.end) == (0, 54)
 
 
+def test_a_prompt_of_the_environments_replaces_the_tickets_and_says_so_once() -> None:
+    rollout = new_rollout(3, segment_tokens=4)
+    rollout.replace_prompt(np.arange(90, 96, dtype=np.int32))
+    sample(rollout, 10, [0] * 6)
+    rollout.finish("stop")
+    cuts = rollout.take_segments()
+    assert [(c.message.start, c.message.end, c.message.own_prompt_tokens) for c in cuts] == [(0, 10, 6), (10, 12, 0)]
+    ids, _, mask = (np.concatenate([c.arrays[i] for c in cuts]) for i in range(3))
+    assert ids.tolist() == [*range(90, 96), *range(10, 16)] and mask.tolist() == [0] * 6 + [1] * 6
+    assert [s for c in cuts for s in c.message.spans] == [
+        VersionSpan(WeightVersion(0, 0), 6, 10),
+        VersionSpan(WeightVersion(0, 0), 10, 12),
+    ]
+
+
+def test_the_tickets_prompt_made_again_is_the_tickets_prompt() -> None:
+    rollout = new_rollout(3)
+    rollout.replace_prompt(np.arange(3, dtype=np.int32))
+    rollout.finish("aborted")
+    assert rollout.take_segments()[0].message.own_prompt_tokens == 0
+
+
+def test_a_prompt_is_replaced_before_anything_follows_it_and_by_something() -> None:
+    rollout = new_rollout(3)
+    with pytest.raises(ValueError, match="empty prompt"):
+        rollout.replace_prompt(np.zeros(0, np.int32))
+    sample(rollout, 3, [0])
+    with pytest.raises(RuntimeError, match="before anything follows"):
+        rollout.replace_prompt(np.arange(5, dtype=np.int32))
+
+
 def test_one_token_is_held_back_until_the_reward_is_known() -> None:
     rollout = new_rollout(3, segment_tokens=4)
     sample(rollout, 3, [0] * 4)

@@ -96,6 +96,41 @@ def test_a_rollout_goes_from_its_environment_to_the_engine_and_back_until_it_is_
     assert (hand.rollouts.counts["rollouts_finished_total"], hand.rollouts.counts["env_turns_total"]) == (1, 1)
 
 
+def test_an_environment_reads_its_row_and_makes_a_prompt_from_it(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(env="env", row=b'{"prompt_ids": [40, 41, 42, 43], "reply_ids": [44]}'), PROMPT)
+    generating(hand)
+    (request,) = engine.requests.values()
+    assert request.prompt_ids.tolist() == [40, 41, 42, 43, 44]
+    engine.say(request.request_id, 9, STOP, end="stop")
+    hand.until_gone()
+    segments, ids, _, mask = hand.whole("train-0-0-0")
+    assert ids.tolist() == [40, 41, 42, 43, 44, 9, STOP] and mask.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert segments[0].own_prompt_tokens == 4
+    assert hand.rollouts.counts["own_prompts_total"] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b'{"prompt_ids": []}', "env_error (EnvironmentFault): Breakable.reset gave a prompt without tokens"),
+        (b'{"prompt_ids": [-1]}', "env_error (EnvironmentFault): Breakable.reset gave token ids -1 to -1"),
+        (b'{"prompt_ids": ' + b"[" + b"7," * 300 + b"7]}", "engine_refused"),
+        (b"[1]", "engine_refused: Expected `object`, got `array`"),
+    ],
+)
+def test_a_row_or_a_prompt_that_is_none_fails_one_rollout(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine, row: bytes, reason: str
+) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(0, env="env", row=row), PROMPT)
+    hand.rollouts.add(ticket(1, env="env"), PROMPT)
+    hand.until(lambda: hand.rollouts.generating == 1 and len(hand.rollouts) == 1)
+    assert list(hand.failures) == ["train-0-0-0"] and hand.failures["train-0-0-0"].startswith(reason)
+
+
 def test_segments_leave_while_the_rollout_is_under_way(in_hand: Callable[..., InHand], engine: ScriptedEngine) -> None:
     hand = in_hand()
     hand.rollouts.add(ticket(env="env"), PROMPT)

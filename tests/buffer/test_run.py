@@ -43,6 +43,7 @@ def test_train_and_evaluation_tasks_are_acknowledged_apart(make: Make) -> None:
         (m.Task(0, "train", 1, m.Sampling()), [], "int32 [n_prompt], not empty"),
         (m.Task(0, "train", 1, m.Sampling()), [50], "0 up to 49"),
         (m.Task(0, "train", 1, m.Sampling(), teachers=("x", "x")), [1], "each pool once"),
+        (m.Task(0, "train", 1, m.Sampling(), row=bytes(m.MAX_ROW_BYTES + 1)), [1], "1048576 or fewer"),
     ],
 )
 def test_a_task_that_cannot_be_run_is_refused_with_all_that_came_with_it(
@@ -53,6 +54,14 @@ def test_a_task_that_cannot_be_run_is_refused_with_all_that_came_with_it(
     driver.send("learner", "learner", m.TasksOffered((good, task)), np.array([1], np.int32), np.array(prompt, np.int32))
     (refused,) = driver.take(m.Refused)
     assert refused.expected == expected and not driver.tickets
+
+
+def test_every_ticket_carries_the_row_of_its_task(make: Make) -> None:
+    """The rollout keeps a ticket without it, because an image would hold it once for each rollout."""
+    driver = make(batch=10)
+    task = m.Task(5, "train", 2, m.Sampling(), row=b'{"a":1}')
+    driver.send("learner", "learner", m.TasksOffered((task,)), np.array([1], np.int32))
+    assert [ticket.row for ticket in driver.tickets.values()] == [b'{"a":1}'] * 2
 
 
 def test_samples_of_a_task_differ_in_seed_only(make: Make) -> None:

@@ -143,6 +143,10 @@ def _spans(*spans: tuple[int, int, int]) -> Callable[[Columns], None]:
     return _replace(spans=tuple(VersionSpan(v(step), start, end) for step, start, end in spans))
 
 
+def _own_prompt(n: int) -> Callable[[Columns], None]:
+    return _replace(own_prompt_tokens=n)
+
+
 # Segment 0 of a rollout with prompt [1, 2] and four sampled tokens at [2, 6).
 FAULTS: list[tuple[Callable[[Columns], None], Reason]] = [
     (_replace(start=1, end=7), Reason.OFFSET_GAP),
@@ -153,6 +157,9 @@ FAULTS: list[tuple[Callable[[Columns], None], Reason]] = [
     (_set("ids", 3, -1), Reason.TOKEN_ID_OUT_OF_RANGE),
     (_set("ids", 3, 50), Reason.TOKEN_ID_OUT_OF_RANGE),
     (_set("ids", 0, 2), Reason.PROMPT_MISMATCH),
+    (_own_prompt(3), Reason.BAD_MASK),
+    (_own_prompt(7), Reason.OWN_PROMPT),
+    (_own_prompt(-1), Reason.OWN_PROMPT),
     (_set("sampled", 0, 1), Reason.BAD_MASK),
     (_set("sampled", 3, 2), Reason.BAD_MASK),
     (_set("logprobs", 4, np.nan), Reason.NAN_LOGPROB),
@@ -233,6 +240,46 @@ def test_a_final_segment_may_be_empty_and_no_other(make: Make) -> None:
         empty: tuple[Array, ...] = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
         ack = driver.submit(m.Segment(f"train-{task_id}-0-0", 1, 4, 4, (), final, "env_done" if final else None), empty)
         assert ack is not None and ack.reason == (None if final else Reason.EMPTY_SEGMENT)
+
+
+def own_prompt(driver: Driver, rollout_id: str = "train-0-0-0") -> m.SegmentAck | None:
+    """Segment 0 of a rollout whose environment made the prompt [7, 8, 9], and two sampled tokens."""
+    ids = np.array([7, 8, 9, 10, 11], np.int32)
+    sampled = np.array([0, 0, 0, 1, 1], np.uint8)
+    message = m.Segment(rollout_id, 0, 0, 5, (VersionSpan(v(0), 3, 5),), True, "stop", 1.0, own_prompt_tokens=3)
+    return driver.submit(message, (ids, -0.5 * sampled.astype(np.float32), sampled))
+
+
+def test_a_prompt_that_the_environment_made_stands_in_place_of_the_tickets(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    assert own_prompt(driver) == m.SegmentAck("train-0-0-0", 0, "accepted")
+    ((_, item, ids),) = driver.work.values()
+    assert (item.start, item.end, item.first, ids.tolist()) == (0, 5, 1, [7, 8, 9, 10, 11])
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None and batch.items[0].end == 5
+    driver.trained(batch)
+    assert (driver.ledger.tokens.trained, driver.ledger.rejected) == (2, {})
+
+
+def test_a_prompt_of_the_environments_is_refused_where_teachers_read_a_privileged_one(make: Make) -> None:
+    """Which text they should read before it, nobody knows."""
+    driver = make()
+    task = m.Task(0, "train", 1, m.Sampling(), teacher_prompt_tokens=3)
+    driver.send("learner", "learner", m.TasksOffered((task,)), np.array([1, 2, 7, 1, 2], np.int32))
+    ack = own_prompt(driver)
+    assert ack is not None and (ack.status, ack.reason) == ("rejected", "own_prompt_privileged")
+    assert driver.ledger.rejected == {"own_prompt_privileged": 1}
+
+
+def test_only_the_first_segment_begins_with_a_prompt(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    message, arrays = driver.make("train-0-0-0", 2)
+    ack = driver.submit(msgspec.structs.replace(message, own_prompt_tokens=1), arrays)
+    assert ack is not None and (ack.status, ack.reason) == ("rejected", "own_prompt")
 
 
 def test_a_rollout_without_a_sampled_token_is_settled_as_context(make: Make) -> None:

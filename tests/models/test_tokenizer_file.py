@@ -65,6 +65,8 @@ def test_environments_cannot_tell_them_apart(folder: Path) -> None:
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
         assert ours.single_token(text) == theirs.single_token(text)
     np.testing.assert_array_equal(ours.chat_turn("go on", "tool"), theirs.chat_turn("go on", "tool"))
+    turns, tools = [{"role": "user", "content": "what is in the box?"}], [{"name": "look", "parameters": {"é": 1}}]
+    np.testing.assert_array_equal(ours.chat_prompt(turns, tools), theirs.chat_prompt(turns, tools))
 
 
 def test_a_template_is_rendered_as_transformers_does(folder: Path) -> None:

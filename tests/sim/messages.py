@@ -12,8 +12,9 @@ VERSION = m.WeightVersion(1, 7)
 WEIGHTS = m.WeightsRef(VERSION, "weights/1.7.safetensors", "ab" * 32)
 SPANS = (m.VersionSpan(m.WeightVersion(1, 6), 2, 3), m.VersionSpan(VERSION, 3, 5))
 SAMPLING = m.Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=32, seed=2**63 - 1)
-TASK = m.Task(3, "train", 8, SAMPLING, "calculator", "add", ("default", "math"), "13051", "e1")
-TICKET = m.Ticket("train-3-0-1", 3, 0, "train", SAMPLING, "calculator", "add", "13051", VERSION)
+ROW = b'{"prompt":"8293+4758="}'
+TASK = m.Task(3, "train", 8, SAMPLING, "calculator", "add", ("default", "math"), "13051", "e1", 0, ROW)
+TICKET = m.Ticket("train-3-0-1", 3, 0, "train", SAMPLING, "calculator", "add", "13051", VERSION, ROW)
 ITEM = m.BatchItem("train-3-0-1", 3, 0, 8, "add", ("default", "math"), 5, SPANS, True, "stop", 1.0, 2)
 UNTAUGHT = msgspec.structs.replace(ITEM, teachers=(), reward=None)
 COUNTS = m.LedgerCounts(9, 4, {"stale": 1}, {"actor_lost": 2}, 1, 1)
@@ -36,7 +37,7 @@ def mask(n: int) -> Array:
     return np.ones(n, dtype=np.uint8)
 
 
-SEGMENT = (m.Segment("train-3-0-1", 1, 2, 5, SPANS, True, "stop", 1.0, 2), (ids(3), logprobs(3), mask(3)))
+SEGMENT = (m.Segment("train-3-0-1", 1, 2, 5, SPANS, True, "stop", 1.0, 2, 2), (ids(3), logprobs(3), mask(3)))
 FOUR = (ids(5), logprobs(5), mask(5), logprobs(2, 5))
 FOUR_UNTAUGHT = (ids(5), logprobs(5), mask(5), logprobs(0, 5))
 EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [

@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import learner.evaluation.desk
+import learner.prompts.tasks
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult
 from learner.prompts.config import TaskConfig
@@ -83,7 +84,7 @@ def test_many_tasks_go_out_in_several_messages(small_tokenizer: PreTrainedTokeni
     world = World(small_tokenizer, n_prompts=300)
     world.desk.start(V0)
     sizes = [len(message.tasks) for message in world.sent if isinstance(message, TasksOffered)]
-    assert sum(sizes) == 600 and max(sizes) <= learner.evaluation.desk.TASKS_PER_MESSAGE
+    assert sum(sizes) == 600 and max(sizes) <= learner.prompts.tasks.TASKS_PER_MESSAGE
     assert len({task.task_id for task in world.tasks}) == 600
 
 

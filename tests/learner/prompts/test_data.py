@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from datasets import Dataset, DatasetDict
 from datasets.utils.logging import disable_progress_bar
 
 from learner.prompts.data import CACHED_BLOCKS, ParquetSource, PromptSource, open_prompts
-from learner.prompts.records import DataError, PromptRecord, RowError
+from learner.prompts.records import DataError, PromptRecord, RowError, columns_fault
+from protocol.messages import MAX_ROW_BYTES
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
 ROWS: list[dict[str, Any]] = [
@@ -32,7 +36,8 @@ def no_progress_bars() -> None:
 
 
 def all_of(source: PromptSource) -> list[PromptRecord]:
-    return [source.read(row) for row in range(len(source))]
+    """Without their columns, which the formats write in their own ways."""
+    return [msgspec.structs.replace(source.read(row), columns=b"") for row in range(len(source))]
 
 
 def write_bytes(folder: Path, content: bytes, name: str = "p.jsonl") -> str:
@@ -48,6 +53,38 @@ def test_jsonl_parquet_and_datasets_give_the_same_records(tmp_path: Path, write_
     Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     for path in (write_rows(ROWS), tmp_path / "p.parquet", tmp_path / "saved"):
         assert all_of(open_prompts(str(path))) == EXPECTED, path
+
+
+def test_every_format_hands_over_all_columns_as_json(tmp_path: Path, write_rows: WriteRows) -> None:
+    rows: list[dict[str, Any]] = [{**row, "env_options": {"n": [1, 2], "name": "\u00fc"}} for row in ROWS]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet", row_group_size=4)
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for path in (write_rows(rows), tmp_path / "p.parquet", tmp_path / "saved"):
+        source = open_prompts(str(path))
+        read = [msgspec.json.decode(source.read(row).columns) for row in range(len(source))]
+        assert read == rows, path
+
+
+def test_columns_that_json_has_no_form_for_become_text(tmp_path: Path) -> None:
+    row = {"prompt": "a", "day": date(2026, 11, 23), "price": Decimal("1.50"), "raw": b"\xff\x00", "ratio": math.nan}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "p.parquet")
+    read = msgspec.json.decode(open_prompts(str(tmp_path / "p.parquet")).read(0).columns)
+    assert read == {"prompt": "a", "day": "2026-11-23", "price": "1.50", "raw": "/wA=", "ratio": None}
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        (b'{"a":1}', ""),
+        (b'{"a":"' + b"x" * (MAX_ROW_BYTES - 8) + b'"}', ""),
+        (b'{"a":"' + b"x" * (MAX_ROW_BYTES - 7) + b'"}', "row_too_large"),
+        (b'{"a":"\xff"}', "bad_row"),
+        (b'{"a":1e999}', "bad_row"),
+    ],
+)
+def test_columns_that_cannot_go_to_an_environment_are_named(columns: bytes, reason: str) -> None:
+    fault = columns_fault(columns)
+    assert (fault.reason if fault else "") == reason
 
 
 def test_rows_are_read_in_any_order(write_rows: WriteRows) -> None:
@@ -95,7 +132,7 @@ def test_messages_come_from_every_format_without_the_nulls_that_tables_add(
 
 def test_a_prompt_that_is_a_list_of_turns_is_read_as_messages(write_rows: WriteRows) -> None:
     turns = [{"role": "user", "content": "a"}]
-    assert open_prompts(str(write_rows([{"prompt": turns}]))).read(0) == PromptRecord(0, None, tuple(turns))
+    assert all_of(open_prompts(str(write_rows([{"prompt": turns}])))) == [PromptRecord(0, None, tuple(turns))]
 
 
 def test_a_ground_truth_that_is_not_text_becomes_json(write_rows: WriteRows) -> None:

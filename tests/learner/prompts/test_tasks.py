@@ -24,9 +24,10 @@ from learner.prompts.data import CACHED_BLOCKS, open_prompts
 from learner.prompts.order import EndlessSampler, held_out_rows, shuffled_rows
 from learner.prompts.records import DataError
 from learner.prompts.sample_book import SettledTwice
-from learner.prompts.tasks import TaskStream, derive_seed, load_prompts
+from learner.prompts.tasks import TaskStream, derive_seed, in_messages, load_prompts
 from models.tokenizer import TokenizerError, render_prompt
-from protocol.messages import Settled, Task
+from protocol.codec import encode
+from protocol.messages import MAX_ROW_BYTES, Settled, Task
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
 ROWS = [{"prompt": f"p{i}", "tag": "ab"[i % 2], "ground_truth": str(i)} for i in range(11)]
@@ -80,10 +81,42 @@ def test_a_task_carries_what_the_config_says(write_rows: WriteRows, small_tokeni
             tag=row["tag"],
             teachers=("general", "only_b") if row["tag"] == "b" else ("general",),
             ground_truth=row["ground_truth"],
+            row=offer.task.row,
         )
+        assert json.loads(offer.task.row) == row
         assert offer.task.sampling.seed == derive_seed(5, "train", n)
         record = open_prompts(config.prompts).read(int(row["ground_truth"]))
         np.testing.assert_array_equal(offer.prompt_ids, render_prompt(small_tokenizer, record, "sys"))
+
+
+def test_rows_whose_columns_an_environment_cannot_read_are_dropped_and_counted(
+    tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lines = [b'{"prompt":"a"}', b'{"prompt":"b","x":"\xff"}', b'{"prompt":"c","x":"' + b"x" * MAX_ROW_BYTES + b'"}']
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    stream = make_stream(make_config(path, shuffle=False), small_tokenizer)
+    assert [json.loads(offer.task.row) for offer in stream.next(2)] == [{"prompt": "a"}] * 2
+    assert stream.dropped == {"bad_row": 1, "row_too_large": 1}
+
+
+def test_a_row_survives_a_checkpoint(write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    config = make_config(write_rows([{**row, "x": "\u00fc\n"} for row in ROWS]))
+    stream = make_stream(config, small_tokenizer)
+    before = [offer.task for offer in stream.next(3)]
+    assert [offer.task for offer in resume(config, small_tokenizer, stream.state()).next(3)] == before
+
+
+def test_tasks_with_large_rows_go_in_messages_that_can_be_sent(
+    write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"prompt": f"p{i}", "ground_truth": "x" * 900_000} for i in range(12)]
+    offers = make_stream(make_config(write_rows(rows), shuffle=False), small_tokenizer).next(12)
+    messages = list(in_messages(offers))
+    for message, frames in messages:
+        encode(message, frames)
+    assert [task.task_id for message, _ in messages for task in message.tasks] == list(range(12))
+    assert [len(message.tasks) for message, _ in messages] == [2] * 6
 
 
 def test_seeds_of_tasks_runs_and_kinds_differ_and_fit_into_63_bits() -> None:
