@@ -1,5 +1,5 @@
-# make demo | test | test-all | check | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make; the first target makes .venv and
-# installs into it.
+# make demo | test | test-all | check | agents | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
 #   make venv PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"     a smaller torch, without CUDA
@@ -11,11 +11,13 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 TEST_PROCESSES ?= 3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+AGENTS := gymnasium,reasoning-gym
+AGENTS_INSTALLED := $(VENV)/.agents
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-all check sglang-cpu clean
+.PHONY: help venv agents demo test test-slow test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -30,6 +32,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,data]'
 	@touch $@
 
+agents: $(AGENTS_INSTALLED)  ## the packages whose environments have an adapter here (docs/agents), into the same virtual environment
+
+$(AGENTS_INSTALLED): $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[$(AGENTS)]'
+	@touch $@
+
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
@@ -42,7 +50,7 @@ test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but serve
 test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: test test-slow  ## every test, once; within 40 minutes on two cores
+test-all: agents test test-slow  ## every test, once; within 40 minutes on two cores
 
 check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check

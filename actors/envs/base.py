@@ -129,6 +129,11 @@ class TextTokenizer:
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         """Every id is below this."""
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template, which `chat_turn` needs."""
+        return self._tokenizer.chat_template is not None
+
     def encode(self, text: str) -> Int32s:
         """Token ids [n] of the environment's own text, without a template or special tokens."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

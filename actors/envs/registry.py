@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from actors.config import EnvConfig
+from actors.envs.adapters.packages import MissingPackage
 from actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
 from protocol.plugins import installed, load
 
@@ -22,6 +23,8 @@ ENTRY_POINT_GROUP = "stillhouse.environments"
 BUILT_IN = {
     "single_turn": "actors.envs.single_turn:SingleTurn",
     "calculator": "actors.envs.calculator:Calculator",
+    "gymnasium": "actors.envs.adapters.gymnasium:Gymnasium",
+    "reasoning_gym": "actors.envs.adapters.reasoning_gym:ReasoningGym",
 }
 
 
@@ -51,6 +54,8 @@ def find_environment(name: str) -> EnvironmentFactory:
         )
     try:
         factory = load(path)
+    except MissingPackage as error:
+        raise UnknownEnvironment(str(error)) from error
     except (ImportError, AttributeError, ValueError) as error:
         raise UnknownEnvironment(f"environment {name!r}: cannot load {path!r}: {error}") from error
     if not callable(factory):
@@ -59,9 +64,20 @@ def find_environment(name: str) -> EnvironmentFactory:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """The class behind `name`, checked to accept a tokenizer and these options.
+    """The class behind `name`, checked to accept a tokenizer and these options. A class that has a class method
+    `check_options(**options)` also checks their values with it.
 
-    Raises UnknownEnvironment, and ValueError for an unknown option (naming the nearest known one) or a missing one."""
+    Raises UnknownEnvironment, and ValueError for an unknown option (naming the nearest known one), a missing one, or a
+    value that the class refuses."""
+    factory = _accepting(name, options)
+    check_values: Callable[..., None] | None = getattr(factory, "check_options", None)
+    if check_values is not None:
+        check_values(**options)
+    return factory
+
+
+def _accepting(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    """The class behind `name`, checked to have the methods and options of these names."""
     factory = find_environment(name)
     _check_methods(name, factory)
     try:
@@ -129,4 +145,4 @@ def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, 
     """A new environment for one rollout.
 
     Raises what `check_options` raises, and ValueError for options that the environment refuses."""
-    return check_options(name, options)(tokenizer, **options)
+    return _accepting(name, options)(tokenizer, **options)

@@ -1,0 +1,1 @@
+"""Environments of other packages, on our contract. Each module imports its package, and is imported only when named."""
