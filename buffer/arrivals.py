@@ -99,7 +99,17 @@ class Arrivals:
             if refusal is not None:
                 self._refuse(actor, rollout, message, refusal)
                 return
-            self._accept(now_s, actor, rollout, message, arrays)
+            segment = self._life.accept(rollout, message, arrays)
+            actor.tokens_total += segment.n_sampled
+            if message.final:
+                self._tickets.returned(rollout)
+                actor.done_total += 1
+            else:
+                self._tickets.heard(now_s, rollout)
+            if segment.state is SegmentState.UNSCORED:
+                self._scoring.offer(rollout, segment)
+            self._acknowledge(actor, message, "accepted")
+            self._advance(rollout)
             following = rollout.held.pop(len(rollout.segments), None)
             if following is None:
                 break
@@ -109,21 +119,6 @@ class Arrivals:
                 break
         if rollout.closed:
             self._refuse_held(rollout, RejectReason.AFTER_FINAL)
-
-    def _accept(
-        self, now_s: float, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]
-    ) -> None:
-        segment = self._life.accept(rollout, message, arrays)
-        actor.tokens_total += segment.n_sampled
-        if message.final:
-            self._tickets.returned(rollout)
-            actor.done_total += 1
-        else:
-            self._tickets.heard(now_s, rollout)
-        if segment.state is SegmentState.UNSCORED:
-            self._scoring.offer(rollout, segment)
-        self._acknowledge(actor, message, "accepted")
-        self._advance(rollout)
 
     def _acknowledge(self, actor: ActorPeer, message: SegmentMessage, status: Literal["accepted", "duplicate"]) -> None:
         self._outbox.send("actor", actor.name, SegmentAck(message.rollout_id, message.index, status))
@@ -231,15 +226,11 @@ class Arrivals:
         if slot.task.task.kind == "train":
             self._batches.touch(slot)
             return
-        message = self._evals.given_up(slot.task.task.eval_id)
-        if message is not None:
-            self._outbox.send_learner(*message)
+        self._evals.given_up(slot.task.task.eval_id)
 
     def _advance(self, rollout: Rollout) -> None:
         """Something arrived or was settled: release it if it may leave now."""
         if rollout.kind == "train":
             self._batches.touch(rollout.slot)
         elif rollout.whole:
-            message = self._evals.whole(rollout)
-            if message is not None:
-                self._outbox.send_learner(*message)
+            self._evals.whole(rollout)

@@ -82,16 +82,14 @@ def fits_alone(sizes: Sequence[Size]) -> bool:
 def in_messages(parts: Sequence[tuple[PartT, Array]]) -> Iterator[tuple[tuple[PartT, ...], tuple[Array, ...]]]:
     """Distribute parts, each with its frame, over messages, in order. A single part always fits: it arrived in one
     message."""
-    room, first = Room(), 0
-    for at, (part, array) in enumerate(parts):
+    room, chosen, arrays = Room(), list[PartT](), list[Array]()
+    for part, array in parts:
         size = Size(array.nbytes, array.nbytes, len(_encode(part)))
         if not room.take([size]):
-            yield _message(parts[first:at])
-            room, first = Room(), at
+            yield tuple(chosen), tuple(arrays)
+            room, chosen, arrays = Room(), [], []
             room.take([size])
-    if parts:
-        yield _message(parts[first:])
-
-
-def _message(parts: Sequence[tuple[PartT, Array]]) -> tuple[tuple[PartT, ...], tuple[Array, ...]]:
-    return tuple(part for part, _ in parts), tuple(array for _, array in parts)
+        chosen.append(part)
+        arrays.append(array)
+    if chosen:
+        yield tuple(chosen), tuple(arrays)

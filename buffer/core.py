@@ -8,7 +8,7 @@ refused) is recorded in the turn as a fact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -125,7 +125,19 @@ class Core:
             self.refused = turn.refused
         outgoing: list[Outgoing] = []
         for entry in turn.entries:
-            outgoing += self._outcome(turn.now_s, entry)
+            match entry:
+                case FromPeer(role, name, received):
+                    outgoing += self.state.handle(turn.now_s, role, name, received.message, received.arrays)
+                case Joined(hello):
+                    outgoing += self.state.peer_joined(
+                        turn.now_s, hello.role, hello.name, hello.incarnation, hello.pool
+                    )
+                case Left(role, name):
+                    outgoing += self.state.peer_lost(turn.now_s, role, name)
+                case GivenUp(reason):
+                    outgoing += self.state.give_up(reason)
+                case IntakeChanged(trouble):
+                    outgoing += self.state.intake_changed(turn.now_s, trouble)
         if turn.tick_s is not None:
             outgoing += self.state.tick(turn.tick_s)
         return [self._completed(out) for out in outgoing]
@@ -133,19 +145,6 @@ class Core:
     def snapshot(self, now_s: float) -> Snapshot:
         """Snapshot of the state, with the server's refusals added to `rejected`."""
         return self._with_refusals(self.state.snapshot(now_s))
-
-    def _outcome(self, now_s: float, entry: Entry) -> Sequence[Outgoing]:
-        match entry:
-            case FromPeer(role, name, received):
-                return self.state.handle(now_s, role, name, received.message, received.arrays)
-            case Joined(hello):
-                return self.state.peer_joined(now_s, hello.role, hello.name, hello.incarnation, hello.pool)
-            case Left(role, name):
-                return self.state.peer_lost(now_s, role, name)
-            case GivenUp(reason):
-                return self.state.give_up(reason)
-            case IntakeChanged(trouble):
-                return self.state.intake_changed(now_s, trouble)
 
     def _completed(self, out: Outgoing) -> Outgoing:
         message = out.message

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from buffer.batch_size import Room, Size, fits_alone, size_of
 from buffer.ledger import TOO_LARGE
 from buffer.lifecycle import Lifecycle
+from buffer.peers import Outbox
 from buffer.release import make_item
 from buffer.rollouts import Rollout
 from buffer.tokens import Array
@@ -47,8 +48,9 @@ class Evaluation:
 class EvalDesk:
     """Owner of finished evaluation rollouts."""
 
-    def __init__(self, life: Lifecycle) -> None:
+    def __init__(self, life: Lifecycle, outbox: Outbox) -> None:
         self._life = life
+        self._outbox = outbox
         self._evaluations: dict[str, Evaluation] = {}
         self._asked_early: dict[str, None] = {}
         """Evaluations that were asked for before any of their tasks was offered."""
@@ -65,27 +67,29 @@ class EvalDesk:
             self._asked_early.pop(eval_id, None)
         evaluation.outstanding += group_size
 
-    def whole(self, rollout: Rollout) -> tuple[EvalResult, tuple[Array, ...]] | None:
-        """Take a finished and scored rollout. Returns the message to send, if the learner has asked."""
+    def whole(self, rollout: Rollout) -> None:
+        """Take a finished and scored rollout, and send it if the learner has asked."""
         evaluation = self._evaluations[rollout.slot.task.task.eval_id]
         evaluation.outstanding -= 1
         evaluation.unsent[rollout.rollout_id] = rollout
-        return self._message(evaluation, self._deliver(evaluation)) if evaluation.subscribed else None
+        if evaluation.subscribed:
+            self._send(evaluation, self._deliver(evaluation))
 
-    def given_up(self, eval_id: str) -> tuple[EvalResult, tuple[Array, ...]] | None:
-        """Count a rollout that failed for good. Returns the message to send, if the learner has asked."""
+    def given_up(self, eval_id: str) -> None:
+        """Count a rollout that failed for good, and say so if the learner has asked."""
         evaluation = self._evaluations[eval_id]
         evaluation.outstanding -= 1
         evaluation.failed += 1
-        return self._message(evaluation, []) if evaluation.subscribed else None
+        if evaluation.subscribed:
+            self._send(evaluation, [])
 
-    def wanted(self, eval_id: str, have: tuple[str, ...]) -> tuple[EvalResult, tuple[Array, ...]] | None:
-        """Answer the learner's request with the results that it neither has nor will receive. None while no task of
-        this evaluation has been offered."""
+    def wanted(self, eval_id: str, have: tuple[str, ...]) -> None:
+        """Answer the learner's request with the results that it neither has nor will receive. No answer while no task
+        of this evaluation has been offered."""
         evaluation = self._evaluations.get(eval_id)
         if evaluation is None:
             self._asked_early[eval_id] = None
-            return None
+            return
         evaluation.subscribed = True
         self._deliver(evaluation)
         for rollout_id in have:
@@ -97,9 +101,8 @@ class EvalDesk:
             for key, result in evaluation.results.items()
             if key not in evaluation.on_the_way and room.take([result.size])  # the rest when it asks again
         ]
-        message = self._message(evaluation, missing)
+        self._send(evaluation, missing)
         self._forget_old()
-        return message
 
     def learner_away(self) -> None:
         """Stop sending results: the learner asks again when it is back."""
@@ -130,7 +133,7 @@ class EvalDesk:
         evaluation.unsent.clear()
         return new
 
-    def _message(self, evaluation: Evaluation, results: list[Result]) -> tuple[EvalResult, tuple[Array, ...]]:
+    def _send(self, evaluation: Evaluation, results: list[Result]) -> None:
         evaluation.on_the_way.update(dict.fromkeys(result.item.rollout_id for result in results))
         message = EvalResult(
             eval_id=evaluation.eval_id,
@@ -138,7 +141,8 @@ class EvalDesk:
             failed=evaluation.failed,
             outstanding=evaluation.outstanding,
         )
-        return message, tuple(array for result in results for array in result.arrays)
+        arrays = tuple(array for result in results for array in result.arrays)
+        self._outbox.send("learner", self._outbox.learner, message, arrays)
 
     def _forget_old(self) -> None:
         """Forget all but the newest of the evaluations whose results were all sent."""

@@ -140,7 +140,7 @@ class LearnerDesk:
 
     def _acknowledge_tasks(self, task_ids: tuple[int, ...], kind: TaskKind) -> None:
         self._reported_wanted = self._tasks.tasks_wanted
-        self._out.send_learner(m.TasksAck(task_ids, kind, self._reported_wanted))
+        self._out.send("learner", self._out.learner, m.TasksAck(task_ids, kind, self._reported_wanted))
 
     def _group_fault(self, task: m.Task) -> tuple[str, str] | None:
         limit = self._pacing.limit
@@ -183,7 +183,7 @@ class LearnerDesk:
             self._batches.forget_request()
             settled = tuple(self._tasks.to_report())
             self._tasks.reported(settled)
-            self._out.send_learner(m.Batch(0, version, (), {}, settled, self._snapshot(now_s)))
+            self._out.send("learner", self._out.learner, m.Batch(0, version, (), {}, settled, self._snapshot(now_s)))
 
     def _nothing_follows(self) -> bool:
         """True when everything that was out is back and scored, and no ticket can be issued before a batch is
@@ -225,7 +225,7 @@ class LearnerDesk:
             settled=batch.settled,
             snapshot=self._snapshot(now_s),
         )
-        self._out.send_learner(message, batch.arrays)
+        self._out.send("learner", self._out.learner, message, batch.arrays)
 
     # ---------------------------------------------------------------------------------- versions and evaluation
 
@@ -239,9 +239,7 @@ class LearnerDesk:
             self.weights = weights
 
     def eval_wanted(self, now_s: float, peer: Peer, message: m.EvalWanted, arrays: Sequence[Array]) -> None:
-        answer = self._evals.wanted(message.eval_id, message.have)
-        if answer is not None:
-            self._out.send_learner(*answer)
+        self._evals.wanted(message.eval_id, message.have)
 
     def _same_branch(self, peer: Peer, version: WeightVersion) -> bool:
         """Return True if the version is on the surviving branch. Otherwise the sender is sent a Refused."""

@@ -35,13 +35,10 @@ class Outbox:
         self.learner: str | None = None
         """Name of the connected learner."""
 
-    def send(self, role: Role, name: str, message: Message, arrays: tuple[Array, ...] = ()) -> None:
-        self._messages.append(Outgoing(role, name, message, arrays))
-
-    def send_learner(self, message: Message, arrays: tuple[Array, ...] = ()) -> None:
-        """Send to the learner if one is connected. One that comes back is sent the same again, or asks for it."""
-        if self.learner is not None:
-            self.send("learner", self.learner, message, arrays)
+    def send(self, role: Role, name: str | None, message: Message, arrays: tuple[Array, ...] = ()) -> None:
+        """`name` None: no learner is connected; one that comes back is sent the same again, or asks for it."""
+        if name is not None:
+            self._messages.append(Outgoing(role, name, message, arrays))
 
     def take(self) -> list[Outgoing]:
         """Return the collected messages, and forget them."""

@@ -27,12 +27,12 @@ from buffer.breaker import Breaker
 from buffer.config import BufferConfig
 from buffer.history import Runs
 from buffer.ledger import LedgerBook, RejectReason
-from buffer.peers import Lease, TeacherPeer
+from buffer.peers import Lease, Outbox, TeacherPeer
 from buffer.pools import MAX_PASSED_OVER, HedgeCounts, Pool, TeacherHealth, Waste
 from buffer.rollouts import Rollout, ScoreJob, Segment
 from buffer.tokens import Array
 from buffer.validation import score_refusal, top_k_refusal
-from protocol.messages import ScoreItem, Scores, ScoreWork
+from protocol.messages import Scores, ScoreWork
 
 MAX_ANSWER_RUNS = 65_536
 """Limit on runs of leases with equal answers, which are kept so that repeated Scores get the same answer."""
@@ -48,20 +48,13 @@ class Answer(NamedTuple):
     reason: str | None = None
 
 
-class Work(NamedTuple):
-    """Items for one teacher, and their token ids."""
-
-    teacher: TeacherPeer
-    message: ScoreWork
-    arrays: tuple[Array, ...]
-
-
 class ScoreDesk:
     """Owner of score jobs and leases."""
 
-    def __init__(self, config: BufferConfig, book: LedgerBook) -> None:
+    def __init__(self, config: BufferConfig, book: LedgerBook, outbox: Outbox) -> None:
         self._config = config
         self._book = book
+        self._outbox = outbox
         self._pools: dict[str, Pool] = {}
         self._leases: dict[int, Lease] = {}
         self._by_deadline: deque[tuple[float, int]] = deque()
@@ -140,15 +133,13 @@ class ScoreDesk:
                 lease.teacher.breaker.inconclusive(lease.lease_id)
                 self._end(lease, "hedge_unwanted" if lease.hedge else None)
 
-    def dispatch(self, now_s: float) -> list[Work]:
+    def dispatch(self, now_s: float) -> None:
         """Grant all leases that are possible."""
-        work: list[Work] = []
         for pool_name in self._dirty:
             pool = self._pools[pool_name]
             if any(teacher.free_tokens > 0 for teacher in pool.teachers.values()):
-                work += self._dispatch_pool(now_s, pool)
+                self._dispatch_pool(now_s, pool)
         self._dirty.clear()
-        return work
 
     # -------------------------------------------------------------------------------------------------- answers
 
@@ -229,12 +220,12 @@ class ScoreDesk:
         heapq.heappush(self._pool(job.pool).queue, (first, slot.order, job.segment.index, self._n_queued, job))
         self._dirty[job.pool] = None
 
-    def _dispatch_pool(self, now_s: float, pool: Pool) -> list[Work]:
-        items: dict[str, list[tuple[ScoreItem, Array]]] = {}
+    def _dispatch_pool(self, now_s: float, pool: Pool) -> None:
+        leases: dict[str, list[Lease]] = {}
         for lease in pool.overdue(now_s, self._config):
             teacher = self._choose(now_s, pool, lease.job)
             if teacher is not None:
-                items.setdefault(teacher.name, []).append(self._lease(now_s, lease.job, teacher))
+                leases.setdefault(teacher.name, []).append(self._lease(now_s, lease.job, teacher))
         passed_over: list[tuple[int, int, int, int, ScoreJob]] = []
         while pool.queue and len(passed_over) < MAX_PASSED_OVER:
             job = pool.queue[0][-1]
@@ -248,15 +239,14 @@ class ScoreDesk:
             if teacher is None:
                 passed_over.append(entry)
                 continue
-            items.setdefault(teacher.name, []).append(self._lease(now_s, job, teacher))
+            leases.setdefault(teacher.name, []).append(self._lease(now_s, job, teacher))
         for entry in passed_over:
             heapq.heappush(pool.queue, entry)
             self._unpardoned[pool.name] = None
-        return [
-            Work(pool.teachers[name], ScoreWork(part), frames)
-            for name, pairs in items.items()
-            for part, frames in in_messages(pairs)
-        ]
+        for name, granted in leases.items():
+            pairs = [lease.job.rollout.score_item(lease.lease_id, lease.job.segment) for lease in granted]
+            for part, frames in in_messages(pairs):
+                self._outbox.send("teacher", name, ScoreWork(part), frames)
 
     def _choose(self, now_s: float, pool: Pool, job: ScoreJob) -> TeacherPeer | None:
         """The teacher for this job, other than one that already has it; None while no teacher that may take it has
@@ -280,7 +270,7 @@ class ScoreDesk:
                 best = teacher
         return best
 
-    def _lease(self, now_s: float, job: ScoreJob, teacher: TeacherPeer) -> tuple[ScoreItem, Array]:
+    def _lease(self, now_s: float, job: ScoreJob, teacher: TeacherPeer) -> Lease:
         lease = Lease(self._next_lease_id, job, teacher, now_s, hedge=job.lease_id is not None)
         self._next_lease_id += 1
         self._leases[lease.lease_id] = lease
@@ -296,9 +286,8 @@ class ScoreDesk:
             job.rollout.affinity[job.pool_index] = teacher.name
         pool.granted(lease)
         self._health.sent(lease)
-        item, ids_N = job.rollout.score_item(lease.lease_id, job.segment)
-        teacher.item_sent(lease, item.context_tokens)
-        return item, ids_N
+        teacher.item_sent(lease, job.rollout.context_tokens(job.segment))
+        return lease
 
     def _lease_of(self, teacher: TeacherPeer, lease_id: int) -> Lease | None:
         lease = self._leases.get(lease_id)

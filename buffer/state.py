@@ -67,9 +67,9 @@ class BufferState:
         out = self._out = Outbox()
         life = self._life = Lifecycle(config, version, carried)
         tickets = self._tickets = TicketDesk(config, life, out)
-        scoring = self._scoring = ScoreDesk(config, life.book)
+        scoring = self._scoring = ScoreDesk(config, life.book, out)
         batches = self._batches = BatchDesk(config, life)
-        evals = self._evals = EvalDesk(life)
+        evals = self._evals = EvalDesk(life, out)
         arrivals = self._arrivals = Arrivals(config, life, tickets, scoring, batches, evals, out, vocab_size)
         self._learner = LearnerDesk(
             config, life, tickets, batches, evals, arrivals, out, vocab_size, snapshot=self.snapshot
@@ -327,8 +327,7 @@ class BufferState:
         """Send what the event made possible: score leases, a batch and tickets. Ask for tasks if needed."""
         if self._phase != "running":
             return
-        for work in self._scoring.dispatch(now_s):
-            self._out.send("teacher", work.teacher.name, work.message, work.arrays)
+        self._scoring.dispatch(now_s)
         self._learner.form_batch(now_s)
         if not self.intake_trouble:
             self._tickets.dispatch(now_s)
@@ -366,7 +365,7 @@ class BufferState:
     def _send_membership(self) -> None:
         actors = [peer for peer in self._peers if peer.role == "actor" and peer.alive]
         membership = m.Membership(tuple(a.name for a in actors), tuple(a.incarnation for a in actors))
-        self._out.send_learner(membership)
+        self._out.send("learner", self._out.learner, membership)
 
     def _send_shutdown(self, peer: Peer) -> None:
         self._out.send(peer.role, peer.name, m.Shutdown(self._phase == "finished", self._phase_reason))

@@ -32,7 +32,7 @@ from protocol.errors import AddressUnusable
 from protocol.keys import Gatekeeper, Owner, ServerKeys, encrypt_server, owner_of
 from protocol.monitor import HANDSHAKE_EVENTS, Monitor, bytes_received, tcp_socket
 from protocol.ratelimit import RateLimitedLog
-from protocol.sockets import CHECKSUM_BYTES, FromRouter, new_socket, receive_from_router, send_from_router
+from protocol.sockets import CHECKSUM_BYTES, NO_WAIT_MORE, FromRouter, new_socket, receive_from_router, send_frames
 
 WAITING_MESSAGES: Final = 256
 """Messages queued per connection before ZeroMQ stops reading it; TCP then blocks the sender, which bounds memory."""
@@ -148,7 +148,8 @@ class Router:
     def send(self, identity: bytes, frames: list[Frame]) -> bool:
         """Never blocks. Returns False if that connection is gone."""
         try:
-            send_from_router(self._socket, identity, frames)
+            self._socket.send(identity, NO_WAIT_MORE)
+            send_frames(self._socket, frames)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -29,7 +29,7 @@ HANDSHAKE_MS: Final = 10_000
 
 # As plain integers: combining pyzmq's enums costs more than a small send.
 _NO_WAIT = int(zmq.NOBLOCK)
-_NO_WAIT_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
@@ -47,14 +47,8 @@ def send_frames(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
 
     Frames of 64 KiB and more (pyzmq's threshold) are not copied into the socket."""
     for frame in frames:
-        socket.send(frame, _NO_WAIT_MORE, copy=False)
+        socket.send(frame, NO_WAIT_MORE, copy=False)
     socket.send(checksum(frames), _NO_WAIT)
-
-
-def send_from_router(socket: zmq.Socket[bytes], identity: bytes, frames: list[Frame]) -> None:
-    """Send to one connection of a ROUTER. Raises zmq.ZMQError (EHOSTUNREACH) when it is gone."""
-    socket.send(identity, _NO_WAIT_MORE)
-    send_frames(socket, frames)
 
 
 class FromRouter(NamedTuple):

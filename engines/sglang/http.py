@@ -1,6 +1,6 @@
 """The connection to one SGLang server: one pooled HTTP client on an event loop in a thread of its own.
 
-    any thread --run/spawn--> event loop --> server
+    any thread --run/spawn/post_soon--> event loop --> server
                                  |
                               monitor: GET /model_info every `health_every_s`, which answers even while generation is
                               paused (/health then takes 20 s and says no)
@@ -20,6 +20,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar, cast
 
 import aiohttp
@@ -153,6 +154,19 @@ class ServerLink:
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a coroutine on the loop without waiting. It must handle its own errors."""
         self._loop.call_soon_threadsafe(self.start_task, coroutine)
+
+    def post_soon(self, path: str, body: Any, *, timeout_s: float) -> Future[bytes]:
+        """Start a `post` on the loop without waiting for it."""
+        future: Future[bytes] = Future()
+
+        async def run() -> None:
+            try:
+                future.set_result(await self.post(path, body, timeout_s=timeout_s))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.spawn(run())
+        return future
 
     def call_soon(self, function: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(function, *args)

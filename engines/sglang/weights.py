@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -144,7 +144,7 @@ class ServerWeights:
         deadline_s = time.monotonic() + header.timeout_s
         check = header.check
         named_by_update = check is None or not self._engine.features.labels_settable
-        name = header.version if named_by_update else None
+        label = {"weight_version": self._engine.labels.of(header.version)} if named_by_update else {}
         began_s = time.monotonic()
         with self._faults():
             path = self._checked(header.weights, deadline_s, interrupted) if header.weights is not None else None
@@ -152,9 +152,10 @@ class ServerWeights:
             paused_s = time.monotonic()
             if path is not None:
                 self._known = False
-                self._ask(_FROM_DISK, self._from_disk(str(path.parent), name), deadline_s, interrupted)
+                self._ask(_FROM_DISK, self._from_disk(str(path.parent), label), deadline_s, interrupted)
             else:
-                self._receive(whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes), name, deadline_s, interrupted)
+                buckets = whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes)
+                self._receive(buckets, label, deadline_s, interrupted)
             received_s = time.monotonic()
             if check is not None:
                 self._check(check, header.version, deadline_s, interrupted)
@@ -164,14 +165,14 @@ class ServerWeights:
         return Taken(n_bytes=n_bytes, receive_s=receive_s, stage_s=whole_s - receive_s)
 
     def _receive(
-        self, buckets: Sequence[Bucket], name: WeightVersion | None, deadline_s: float, interrupted: Interrupted
+        self, buckets: Sequence[Bucket], label: dict[str, str], deadline_s: float, interrupted: Interrupted
     ) -> None:
-        """Receive a broadcast. `name`: the label of the weights after the last bucket."""
+        """Receive a broadcast. `label`: of the weights after the last bucket."""
         self._open_session()
         self._known = False
         for index, bucket in enumerate(buckets):
             last = index == len(buckets) - 1
-            body = self._update(bucket, name if last else None, last=last)
+            body = self._update(bucket, label if last else {}, last=last)
             self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
         if self._answers_when_queued:
             self._confirm(buckets, deadline_s, interrupted)
@@ -231,9 +232,8 @@ class ServerWeights:
 
     # --------------------------------------------------------------------------------------- parts of a round
 
-    def _update(self, bucket: Bucket, version: WeightVersion | None, *, last: bool) -> dict[str, Any]:
-        """`version`: as in `_naming`."""
-        return bucket_update(bucket, str(self._group_name), flush=last and self._flushes) | self._naming(version)
+    def _update(self, bucket: Bucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
+        return bucket_update(bucket, str(self._group_name), flush=last and self._flushes) | label
 
     def _load_from(self, folder: str, version: WeightVersion, n_bytes: int, canary: Canary | None = None) -> None:
         limit_s = self._engine.config.pause_timeout_s
@@ -241,7 +241,8 @@ class ServerWeights:
         try:
             self._pause(time.monotonic() + limit_s, cut=canary is not None)
             self._known = False
-            body = self._from_disk(folder, version if named_by_update else None)
+            label = {"weight_version": self._engine.labels.of(version)} if named_by_update else {}
+            body = self._from_disk(folder, label)
             self._post(_FROM_DISK, body, limit_s + n_bytes / _SLOWEST_DISK_BYTES_S)
             if canary is not None:
                 self._verify.check_canary(canary, version, lambda path, body: self._post(path, body, limit_s))
@@ -249,13 +250,8 @@ class ServerWeights:
         except (RequestRefused, ServerUnavailable, ValueError, WeightsDiffer) as error:
             raise SnapshotRefused(f"{folder}: {error}") from error
 
-    def _from_disk(self, folder: str, version: WeightVersion | None) -> dict[str, Any]:
-        """`version`: as in `_naming`."""
-        return disk_update(folder, flush=self._flushes) | self._naming(version)
-
-    def _naming(self, version: WeightVersion | None) -> dict[str, Any]:
-        """The new label of the weights in an update request; None: the label keeps saying that they change."""
-        return {} if version is None else {"weight_version": self._engine.labels.of(version)}
+    def _from_disk(self, folder: str, label: dict[str, str]) -> dict[str, Any]:
+        return disk_update(folder, flush=self._flushes) | label
 
     def _synchronise(self, deadline_s: float, interrupted: Interrupted) -> None:
         """Over NCCL a server answers as soon as a bucket is queued. A checksum request makes it synchronise its device
@@ -269,7 +265,7 @@ class ServerWeights:
         """An operation that the server's watchdog aborted looks finished, even to the server. So after the last one it
         is sent the smallest tensor again, which it refuses on an aborted communicator."""
         self._synchronise(deadline_s, interrupted)
-        body = self._update(smallest_tensor_bucket(buckets), None, last=False)
+        body = self._update(smallest_tensor_bucket(buckets), {}, last=False)
         self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
 
     def _check(self, check: Check, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
@@ -280,7 +276,7 @@ class ServerWeights:
 
         def reload(ref: WeightsRef) -> None:
             path = self._checked(ref, deadline_s, interrupted)
-            ask(_FROM_DISK, self._from_disk(str(path.parent), None))
+            ask(_FROM_DISK, self._from_disk(str(path.parent), {}))
 
         self._verify.check(check, version, ask, reload)
 
@@ -359,23 +355,11 @@ class ServerWeights:
         left_s = max(deadline_s - time.monotonic(), 0.1)
         self._pending_ends_in_s = left_s if ends_in_s is None else ends_in_s
         patience_s = left_s + self._pending_ends_in_s + (2 + _MORE_PATIENCE) * self._engine.config.control_timeout_s
-        self._pending = request = self._start(self._server.post(path, body, timeout_s=patience_s))
+        self._pending = request = self._server.post_soon(path, body, timeout_s=patience_s)
         missed = f"{self._server.url}{path}: not done at the deadline"
         reply = wait_patiently(request, deadline_s, interrupted, missed)  # on an error `settle` waits for it
         self._pending = None
         return reply
-
-    def _start(self, coroutine: Coroutine[Any, Any, bytes]) -> Future[bytes]:
-        future: Future[bytes] = Future()
-
-        async def run() -> None:
-            try:
-                future.set_result(await coroutine)
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._server.spawn(run())
-        return future
 
     def _await_free(self) -> None:
         patience_s = self._engine.config.control_timeout_s

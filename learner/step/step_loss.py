@@ -17,7 +17,7 @@ draws per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias, cast
 
@@ -184,7 +184,8 @@ class StepLoss:
         """`divisor` is that of the whole batch."""
         student_N = self._logprobs(head, hidden_NH, targets_N)
         parts = self._between.prepare(inputs, microbatch, student_N, divisor)
-        chunks = _Chunks(targets_N, _terms_of(student_N, inputs, self.objective, divisor), parts)
+        whole = None if student_N is None else token_loss(student_N, inputs, self.objective, divisor)
+        chunks = _Chunks(targets_N, inputs, self.objective, divisor, whole, parts)
         loss = one_pass_loss(head, hidden_NH, chunks, chunk_tokens=self._chunk_tokens)
         return MicrobatchTerms(loss, LossTerms.joined(chunks.terms), torch.cat(chunks.entropies))
 
@@ -208,42 +209,38 @@ def make_step_loss(
     return StepLoss(objective, between, chunk_tokens=chunk_tokens)
 
 
-_TermsOf: TypeAlias = Callable[[Tensor, slice], LossTerms]
-"""(log-probs of a chunk's tokens, their slice of N) -> their terms."""
-
-
-def _terms_of(student_N: Tensor | None, inputs: TokenInputs, objective: Objective, divisor: int) -> _TermsOf:
-    """Terms from a chunk's log-probs; if all log-probs are known, computed once for the whole microbatch."""
-    if student_N is None:
-        return lambda logprobs_C, place: token_loss(logprobs_C, inputs.at(place), objective, divisor)
-    whole = token_loss(student_N, inputs, objective, divisor)
-    return lambda logprobs_C, place: whole.at(place)
-
-
 def _not_made(head: LmHead, hidden_NH: Tensor, targets_N: Tensor) -> Tensor | None:
     return None
 
 
+@dataclass(slots=True)
 class _Chunks:
     """The chunk loss for `one_pass_loss`. Keeps terms and entropies for the metrics."""
 
-    def __init__(self, targets_N: Tensor, terms_of: _TermsOf, parts: ChunkParts) -> None:
-        self._targets_N = targets_N
-        self._terms_of = terms_of
-        self._parts = parts
-        self.terms: list[LossTerms] = []
-        self.entropies: list[Tensor] = []
+    targets_N: Tensor
+    inputs: TokenInputs
+    objective: Objective
+    divisor: int
+    whole: LossTerms | None
+    """Terms of the whole microbatch, if the log-probs are already known."""
+    parts: ChunkParts
+    terms: list[LossTerms] = field(default_factory=list[LossTerms])
+    entropies: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, z_CV: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-        parts = self._parts(z_CV, place)
-        targets_C1 = self._targets_N[place, None]
+        parts = self.parts(z_CV, place)
+        targets_C1 = self.targets_N[place, None]
         z_CV.sub_(z_CV.amax(dim=1, keepdim=True))
         chosen_C1 = z_CV.gather(1, targets_C1)
         exp_CV = z_CV.exp()
         total_C1 = exp_CV.sum(dim=1, keepdim=True)
         log_total_C1 = total_C1.log()
         entropy_C1 = log_total_C1 - z_CV.mul_(exp_CV).sum(dim=1, keepdim=True) / total_C1
-        terms = self._terms_of((chosen_C1 - log_total_C1).squeeze(1), place)
+        if self.whole is None:
+            logprobs_C = (chosen_C1 - log_total_C1).squeeze(1)
+            terms = token_loss(logprobs_C, self.inputs.at(place), self.objective, self.divisor)
+        else:
+            terms = self.whole.at(place)
         slope_C1 = terms.slope_N.to(exp_CV.dtype)[:, None]
         loss_C = terms.slope_N * terms.student_N
         grad_CV = exp_CV.mul_(-slope_C1 / total_C1).scatter_add_(1, targets_C1, slope_C1)

@@ -36,7 +36,7 @@ from protocol.errors import (
 )
 from protocol.link import UNREADABLE_IN_WINDOW
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.sockets import new_socket, receive_from_router, send_from_router
+from protocol.sockets import NO_WAIT_MORE, new_socket, receive_from_router, send_frames
 from tests.patience import PATIENCE_S
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -344,9 +344,11 @@ def test_an_unreadable_message_makes_a_new_connection_and_too_many_are_raised(
             n_before = len(received_totals)
             received_totals.append(hello.received_total)
             for message in (m.Welcome(60.0, 120.0, VERSION, None), m.CancelRollout(f"r{n_before}", "x")):
-                send_from_router(router, identity, encode(message))
+                router.send(identity, NO_WAIT_MORE)
+                send_frames(router, encode(message))
             if n_before < n_garbled:
-                send_from_router(router, identity, [b"garbage"])
+                router.send(identity, NO_WAIT_MORE)
+                send_frames(router, [b"garbage"])
             if n_before == UNREADABLE_IN_WINDOW:
                 return
 
