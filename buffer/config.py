@@ -34,8 +34,6 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     """Longest time between two heartbeats of a worker."""
     peer_timeout_s: PositiveFloat = 10.0
     """A worker that is silent for longer is counted as lost, and its tickets and leases go to others."""
-    tick_s: PositiveFloat = 0.05
-    """Time between two checks for overdue leases, overdue tickets and idle release."""
     max_staleness: NonNegativeInt = 4
     """Staleness bound: no token is trained more than this many optimizer steps after the version that sampled it.
     0: synchronous."""

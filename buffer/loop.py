@@ -1,7 +1,7 @@
 """The buffer's loop: connects the wire (`protocol.server`), the core (`buffer.core`) and the journal.
 
     poll the server -> entries   \\
-    every tick_s    -> a tick     }  one turn -> core.apply -> journal.write -> server.send
+    every TICK_S    -> a tick     }  one turn -> core.apply -> journal.write -> server.send
     SIGTERM         -> give up   /      (once the learner has left, or stays too long)
 
 Nothing is sent before the turn that caused it is in the journal. While the journal cannot be written, segments and
@@ -11,12 +11,9 @@ tasks are discarded unread: they have acknowledgements of their own, so their se
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Sequence
-from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from typing import Final
 
 from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
 from buffer.journal.image import make_image
@@ -28,7 +25,10 @@ from protocol.messages import Message, Refused, ScoresAck, Segment, SegmentAck, 
 from protocol.printable import in_one_line
 from protocol.ratelimit import RateLimitedLog
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from protocol.sigterm import SigtermCount
 
+TICK_S: Final = 0.05
+"""Time between two checks for overdue leases, overdue tickets and idle release."""
 DRAIN_S: Final = 30.0
 """Time for workers to say goodbye after the end: they may have a checkpoint to finish or an engine to stop."""
 DRAIN_TERMINATED_S: Final = 5.0
@@ -44,29 +44,6 @@ STATUS_EVERY_S: Final = 30.0
 """Seconds between two status lines in the log."""
 
 log = logging.getLogger(__name__)
-
-
-class SigtermCount:
-    """Context in which SIGTERMs are counted instead of obeyed. Does nothing outside the main thread, where signals
-    cannot be handled."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._former: Any = None
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGTERM, self._former)
-
-    def _note(self, _signum: int, _frame: FrameType | None) -> None:
-        self.count += 1
 
 
 def refusal_in(message: Message) -> str:
@@ -86,13 +63,12 @@ def refusal_in(message: Message) -> str:
 class BufferLoop:
     """One thread; the only caller of server, core and journal."""
 
-    def __init__(self, server: Server, started: Started, sigterms: SigtermCount, *, tick_s: float) -> None:
+    def __init__(self, server: Server, started: Started, sigterms: SigtermCount) -> None:
         self._server = server
         self._core: Core = started.core
         self._journal: Journal | None = started.journal
         self._clock = CoreClock(started.newest_s)
         self._sigterms = sigterms
-        self._tick_s = tick_s
         self._next_tick_s = 0.0
         self._next_status_s = time.monotonic() + STATUS_EVERY_S
         self._refused_before = dict(started.core.refused)
@@ -159,7 +135,7 @@ class BufferLoop:
         entries = [*self._change_of_intake(), *self._entries(events)]
         tick_s = None
         if time.monotonic() >= self._next_tick_s:
-            self._next_tick_s = time.monotonic() + self._tick_s
+            self._next_tick_s = time.monotonic() + TICK_S
             tick_s = now_s
         self._take(Turn(now_s, tuple(entries), tick_s, self._new_refusals()))
         if time.monotonic() >= self._next_status_s:

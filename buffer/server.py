@@ -29,7 +29,7 @@ import msgspec
 from buffer.config import BufferConfig
 from buffer.journal.image import release_hash
 from buffer.journal.recovery import Beginning, Started, start
-from buffer.loop import BufferLoop, SigtermCount
+from buffer.loop import BufferLoop
 from protocol.addresses import lasting_ports
 from protocol.atomic_file import write_atomic
 from protocol.context import ExitCode
@@ -37,6 +37,7 @@ from protocol.errors import AddressUnusable
 from protocol.keys import KEYS, load_server_keys
 from protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
 from protocol.server import Server
+from protocol.sigterm import SigtermCount
 
 JOURNAL: Final = "journal"
 """Name of the journal's folder in the run folder."""
@@ -95,7 +96,7 @@ def main(
     try:
         server = _listen(bind, run_dir, beginning, started)
         with SigtermCount() as sigterms:
-            loop = BufferLoop(server, started, sigterms, tick_s=config.tick_s)
+            loop = BufferLoop(server, started, sigterms)
             _write_address(run_dir, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
             log.info("listening at %s", server.address)
             try:

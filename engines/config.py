@@ -30,9 +30,6 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     too few; cpu; cuda:1: all actors on that GPU."""
     prefill_tokens_per_step: PositiveInt = 4096
     """Prompt tokens (padding included) that may join one decode step; a longer prompt joins by itself."""
-    emit_every_steps: PositiveInt = 8
-    """Decode steps between two reports of a running request. Requests are also reported when they end and before a
-    weight swap."""
     fused: bool = True
     """Use the hand-written decoder where the architecture has one (Llama, Qwen2, Qwen3); off: transformers' modules."""
 

@@ -115,10 +115,6 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Steps between two checkpoints. The last step always writes one. 0: only the last step does."""
     keep_checkpoints: PositiveInt = 3
     """Number of recent checkpoints to keep. Older ones are deleted."""
-    max_skipped_steps: PositiveInt = 3
-    """Number of consecutive skipped steps that ends the run. A rollout with a non-finite loss or gradient is left out
-    of its step and counted (masked: non_finite). A step with nothing left is skipped: the version rises, the weights
-    stay."""
     stall_timeout_s: PositiveFloat = 900.0
     """Seconds to wait for a batch or an acknowledgement before the run ends with an error. An evaluation that takes
     longer is closed with the rollouts received so far, and its figures report how many are missing."""

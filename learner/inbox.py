@@ -5,18 +5,16 @@ One thread only (the loop's). No message is dropped: one that the loop did not e
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import TracebackType
 
 import numpy as np
 
 from protocol.client import Client
 from protocol.messages import Batch, BatchTrainedAck, EvalResult, Membership, Shutdown, Snapshot, TasksAck
+from protocol.sigterm import SigtermCount
 
 log = logging.getLogger(__name__)
 
@@ -104,31 +102,21 @@ class StopAsked(Exception):
     """The learner received SIGTERM. Raised between two steps only."""
 
 
-class StopRequest:
-    """While entered, SIGTERM sets `asked`: the learner finishes the step under way, writes a checkpoint and leaves.
+class StopRequest(SigtermCount):
+    """While entered, SIGTERM is a request: the learner finishes the step under way, writes a checkpoint and leaves.
+    Once SIGTERM has come, it is not obeyed after exit either, because the process is about to end."""
 
-    Once SIGTERM has come, the handler stays in place after exit, because the process is about to end. Outside the main
-    thread Python cannot handle signals, and `asked` stays False."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._former: Any = None
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGTERM, self._note)
-        return self
+    @property
+    def asked(self) -> bool:
+        return self.count > 0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._former is not None and not self.asked:
-            signal.signal(signal.SIGTERM, self._former)
+        if not self.asked:
+            super().__exit__(kind, error, traceback)
 
     def check(self) -> None:
         """Raises StopAsked after SIGTERM."""
         if self.asked:
             raise StopAsked("asked to leave by SIGTERM")
-
-    def _note(self, _signum: int, _frame: FrameType | None) -> None:
-        self.asked = True

@@ -61,6 +61,8 @@ ASK_AGAIN_S: Final = 2.0
 """Interval between requests for the same batch; the buffer answers each with the same one."""
 LOOK_EVERY_S: Final = 0.5
 """Interval at which a waiting learner requests a snapshot, to find out what it waits for."""
+MAX_SKIPPED_STEPS: Final = 3
+"""Skipped steps in a row that end the run."""
 GOODBYE_S: Final = 30.0
 """Time for the buffer to end the run once the learner is done."""
 STOP_ANSWER_S: Final = 15.0
@@ -105,14 +107,13 @@ class LearnerLoop:
         self._ema = ema
         self._save_checkpoint = save_checkpoint
         self._config = config
-        self._version = version
+        self.version = version
         self._parent = parent
-        self._first_step = version.step
         self._steps = steps
         self._mixer = mixer
         self._recorder = recorder
         self._stop = stop or StopRequest()
-        self._clock = WaitClock()
+        self.clock = WaitClock()
         self._rollout_figures = RolloutFigures()
         self._worker_figures = WorkerFigures()
         self._desk = make_eval_desk(self._on_evaluation)
@@ -120,17 +121,9 @@ class LearnerLoop:
         self.progress = Progress()
 
     @property
-    def clock(self) -> WaitClock:
-        return self._clock
-
-    @property
     def versions_published(self) -> int:
         """Broadcasts that reached every member of the weight group, including those to an empty group."""
         return self._publisher.stats.broadcasts_total
-
-    @property
-    def version(self) -> WeightVersion:
-        return self._version
 
     def run(self) -> None:
         """Run all steps, evaluations and checkpoints. Raises RunStopped when the buffer ends the run, also after a last
@@ -143,15 +136,15 @@ class LearnerLoop:
             raise
 
     def _run(self) -> None:
-        self._client.send(LearnerStarted(self._version, self._parent, self._stream.next_task_id, self._stream.progress))
-        self._publisher.publish(self._version, self._trainer.weights())
+        self._client.send(LearnerStarted(self.version, self._parent, self._stream.next_task_id, self._stream.progress))
+        self._publisher.publish(self.version, self._trainer.weights())
         if self._ema is not None:
-            self._ema.publish(self._version)  # before any task: no other teacher scores a rollout
+            self._ema.publish(self.version)  # before any task: no other teacher scores a rollout
         self._inbox.tasks_wanted = 1  # the first acknowledgement asks for more
         self._offer_tasks()
-        if self._config.eval_every and self._version.step == 0:
+        if self._config.eval_every and self.version.step == 0:
             self._evaluate_and_wait()
-        while self._version.step < self._steps:
+        while self.version.step < self._steps:
             self._one_step()
         self._close_run()
 
@@ -160,16 +153,16 @@ class LearnerLoop:
         items = train_items(delivered.batch.items, delivered.arrays)
         mixed = self._mixer.take(sum(item.n_trained for item in items)) if self._mixer is not None else []
         outcome = finite_step(self._trainer, items, [item for _, item in mixed])
-        self._version = WeightVersion(self._version.epoch, self._version.step + 1)
-        self._client.send(BatchTrained(delivered.batch.batch_id, self._version, outcome.masked))
+        self.version = WeightVersion(self.version.epoch, self.version.step + 1)
+        self._client.send(BatchTrained(delivered.batch.batch_id, self.version, outcome.masked))
         self._stop_if_diverged(outcome)
-        step = self._version.step
+        step = self.version.step
         if step % self._config.publish_every == 0 or step == self._steps:
-            with self._clock.waiting("weights"):
-                self._publisher.publish(self._version, self._trainer.weights())
+            with self.clock.waiting("weights"):
+                self._publisher.publish(self.version, self._trainer.weights())
         if self._ema is not None:
-            with self._clock.waiting("weights"):
-                self._ema.step(self._version, self._trainer.weights())
+            with self.clock.waiting("weights"):
+                self._ema.step(self.version, self._trainer.weights())
         account = self._account(delivered.batch, items, outcome)
         self._offer_tasks()
         if self._recorder is not None:
@@ -186,7 +179,7 @@ class LearnerLoop:
         if every and step % every == 0 and step < self._steps:
             self._checkpoint(delivered.batch.batch_id)
         if self._config.eval_every and step % self._config.eval_every == 0 and step < self._steps:
-            self._desk.start(self._version)
+            self._desk.start(self.version)
         self._last_batch_id = delivered.batch.batch_id
 
     def _account(self, batch: Batch, items: Sequence[TrainItem], outcome: Outcome) -> Account:
@@ -203,46 +196,46 @@ class LearnerLoop:
             return
         self.progress.steps_skipped += 1
         self._skipped_in_a_row += 1
-        log.error("step %d is skipped: no rollout of its batch gives finite numbers", self._version.step)
-        if self._skipped_in_a_row < self._config.max_skipped_steps:
+        log.error("step %d is skipped: no rollout of its batch gives finite numbers", self.version.step)
+        if self._skipped_in_a_row < MAX_SKIPPED_STEPS:
             return
         self._finish(
             ok=False,
-            reason=f"{self._skipped_in_a_row} steps in a row gave no finite number (learner.max_skipped_steps), the "
-            f"last was {self._version.step}: the weights have diverged, or a teacher is broken; resume from an earlier "
-            "checkpoint with a lower learner.lr, and see learner-0.log",
+            reason=f"{self._skipped_in_a_row} steps in a row gave no finite number, the last was {self.version.step}: "
+            "the weights have diverged, or a teacher is broken; resume from an earlier checkpoint with a lower "
+            "learner.lr, and see learner-0.log",
         )
 
     def _next_batch(self) -> Delivered:
         """Wait for the batch of this version, and attribute the time to what is being waited for."""
         began_s = asked_s = looked_s = time.monotonic()
-        wanted = BatchWanted(version=self._version)
+        wanted = BatchWanted(version=self.version)
         self._client.send(wanted)
-        with self._clock.waiting("data"):
+        with self.clock.waiting("data"):
             while True:
                 self._stop.check()
                 self._inbox.pump(PUMP_S)
                 self._desk.ask()
                 self._offer_tasks()
                 batch = self._inbox.batch
-                if batch is not None and batch.batch.version == self._version:
+                if batch is not None and batch.batch.version == self.version:
                     self._inbox.batch = None
                     if not batch.batch.items:
                         self._stream.step((), batch.batch.settled)
-                        raise LearnerStalled(f"nothing is left to train at step {self._version.step}")
+                        raise LearnerStalled(f"nothing is left to train at step {self.version.step}")
                     return batch
                 now_s = time.monotonic()
                 if now_s - asked_s > ASK_AGAIN_S:
                     asked_s = now_s
                     self._client.send(wanted)
                 if now_s - began_s > PUMP_S:
-                    self._clock.blame(self._cause_of_wait())
+                    self.clock.blame(self._cause_of_wait())
                 if now_s - looked_s > LOOK_EVERY_S:
                     looked_s = now_s
                     self._client.send(SnapshotWanted())
                 if now_s - began_s > self._config.stall_timeout_s:
                     raise LearnerStalled(
-                        f"no batch for step {self._version.step} in {self._config.stall_timeout_s:.0f} s: "
+                        f"no batch for step {self.version.step} in {self._config.stall_timeout_s:.0f} s: "
                         f"{describe_queues(self._inbox.snapshot)}; see the actors' and teachers' logs"
                     )
 
@@ -266,9 +259,9 @@ class LearnerLoop:
 
     def _evaluate_and_wait(self) -> None:
         """Evaluate the current version and wait for the result, and for that of earlier evaluations."""
-        self._desk.start(self._version)
+        self._desk.start(self.version)
         deadline_s = time.monotonic() + self._config.stall_timeout_s
-        with self._clock.waiting("eval"):
+        with self.clock.waiting("eval"):
             while self._desk.active:
                 self._stop.check()
                 self._desk.ask()
@@ -289,17 +282,17 @@ class LearnerLoop:
     def _checkpoint(self, batch_id: int) -> OSError | None:
         """Save model, optimizer, task stream and ledger of the same step. If the checkpoint cannot be written, returns
         the error and training goes on: the next one may find room."""
-        with self._clock.waiting("checkpoint"):
+        with self.clock.waiting("checkpoint"):
             snapshot = self._snapshot_after(batch_id)
             if self._recorder is not None:
                 self._recorder.sync()
             try:
-                self._save_checkpoint(self._version, snapshot)
+                self._save_checkpoint(self.version, snapshot)
             except OSError as error:
                 self.progress.checkpoints_failed += 1
                 log.error(
                     "the checkpoint of step %d could not be written (%d so far): %s; the newest one is %s",
-                    self._version.step,
+                    self.version.step,
                     self.progress.checkpoints_failed,
                     error,
                     self.progress.checkpoint or "none of this process",
@@ -316,7 +309,7 @@ class LearnerLoop:
         try:
             self._checkpoint(self._last_batch_id)
         except (LearnerStalled, LinkError) as error:
-            log.error("no checkpoint of step %d: %s", self._version.step, error)
+            log.error("no checkpoint of step %d: %s", self.version.step, error)
 
     def _snapshot_after(self, batch_id: int) -> Snapshot:
         """A snapshot in which the batch counts as trained."""
@@ -335,13 +328,13 @@ class LearnerLoop:
 
     def _close_run(self) -> None:
         """The last evaluation and checkpoint, then the end of the run."""
-        with self._clock.waiting("weights"):
+        with self.clock.waiting("weights"):
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:
             self._evaluate_and_wait()
         lost = self._checkpoint(self._last_batch_id) if self._last_batch_id is not None else None
         self._heartbeat()
-        reason = f"{self._version.step} steps done"
+        reason = f"{self.version.step} steps done"
         if lost is not None:
             reason += f", but the last checkpoint could not be written: {lost}; free some space and use --resume"
         self._finish(ok=lost is None, reason=reason)
@@ -367,10 +360,10 @@ class LearnerLoop:
             self.progress.add(figures, vocab_rows=lm_head(self._trainer.model).weight_VH.shape[0])
         train = {"tokens": 0, "items": len(batch.items)} if figures is None else figures.as_dict()
         self._metrics.step(
-            self._version.step,
+            self.version.step,
             {**train, "items_nonfinite": len(outcome.masked)},
             staleness=batch.staleness,
-            waits=self._clock.take(),
+            waits=self.clock.take(),
             snapshot=batch.snapshot,
             weights=weight_figures(self._publisher.stats) | (self._ema.figures if self._ema is not None else {}),
             tasks_dropped=self._stream.dropped,
@@ -386,10 +379,10 @@ class LearnerLoop:
 
     def _heartbeat(self, *, at_once: bool = False) -> None:
         gauges = {
-            "step": float(self._version.step),
+            "step": float(self.version.step),
             "steps_total": float(self._steps),
             "metrics_unwritten_rows_total": float(self._metrics.unwritten.rows_total),
-            **self._clock.total().gauges(),
+            **self.clock.total().gauges(),
             **self.progress.gauges(),
         }
-        self._client.set_heartbeat(self._version, gauges, at_once=at_once)
+        self._client.set_heartbeat(self.version, gauges, at_once=at_once)

@@ -8,6 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def sync(path: Path) -> None:
+    """fsync a file, or a folder: its list of names then survives a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
     """A draft next to `path`, to be written in the `with` block. At its end the draft is synced to disk and renamed to
@@ -20,8 +29,7 @@ def replacing(path: Path) -> Generator[Path]:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
-        with draft.open("rb") as written:
-            os.fsync(written.fileno())
+        sync(draft)
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -126,8 +126,6 @@ class Server:
         self._polled_at_s = clock()
         self.hellos: Final[list[Hello]] = []
         """Hellos of the peers that came up in the last poll, one for each PeerUp."""
-        self.undeliverable = 0
-        """Messages passed to `send` for peers that had left."""
         self.overtaken = 0
         """Messages, Hellos among them, that arrived on a connection which is over: its peer has opened a newer one, it
         led to a former buffer process, or a message on it was damaged. The peer sends again what matters."""
@@ -173,14 +171,13 @@ class Server:
     def send(self, role: Role, name: str, message: Message, arrays: Sequence[Array] = ()) -> None:
         """Number and send a message, and keep it until the peer confirms it. Do not change the arrays afterwards.
 
-        A message to a peer that has left is counted in `undeliverable` (its PeerDown settles its work).
+        A message to a peer that has left is logged and dropped (its PeerDown settles its work).
         Raises EncodeError.
         """
         session = self.book.sessions.get(PeerId(role, name))
         frames = encode(message, arrays)
         if session is None:
             if not isinstance(message, UNNUMBERED):  # the reply to a last heartbeat is no loss
-                self.undeliverable += 1
                 self._log.warning(f"{type(message).__name__} for {role} {name} has no receiver: the peer has left")
             return
         if not isinstance(message, UNNUMBERED):

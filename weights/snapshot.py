@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import shutil
 import time
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from protocol.atomic_file import replacing
+from protocol.atomic_file import replacing, sync
 from protocol.messages import WeightsRef, WeightVersion
 from weights.checks import Canary
 from weights.sink import SnapshotRefused, check_snapshot
@@ -100,8 +99,8 @@ def write_snapshot(
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except SafetensorError as error:  # raised for a full disk, too
         raise OSError(f"{target}: {error}") from error
-    _sync_folder(target.parent)
-    _sync_folder(target.parent.parent)
+    sync(target.parent)
+    sync(target.parent.parent)
     _delete_old(folder, keep)
     return WeightsRef(version, str(target), sha256)
 
@@ -130,15 +129,6 @@ def snapshots(folder: Path) -> list[WeightVersion]:
 def _delete_old(folder: Path, keep: int) -> None:
     for version in snapshots(folder)[: -max(keep, 1)]:
         shutil.rmtree(folder / str(version))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the folder's file names survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _tensor(loaded: object) -> Tensor:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,10 @@ from engines.torch.weights import WeightStage
 from models.loading import resolve_device
 from models.packed import context_window
 from protocol.messages import WeightVersion
+
+EMIT_EVERY_STEPS: Final = 8
+"""Decode steps between two reports of a running request. Requests are also reported when they end and before a weight
+swap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +246,7 @@ class TorchEngine:
             ended = np.setdiff1d(ended, self._fail_rows(np.flatnonzero(~np.isfinite(logprobs_R))))
         for row in ended.tolist():
             self._end(self._table.at(row), self._table.finish_reason(row))
-        if self._totals.steps % self._config.emit_every_steps == 0:
+        if self._totals.steps % EMIT_EVERY_STEPS == 0:
             self._emit_all()
 
     def _forward(self, n_rows: int, fills: Sequence[Prefill]) -> Tensor:

@@ -48,6 +48,9 @@ REMOVED: Final[Mapping[str, str]] = {
     "teacher.sglang.pause_timeout_s": "a teacher's server is never paused",
     "teacher.sglang.breaker_failures": "the buffer has a breaker for each teacher (buffer.breaker.*)",
     "actor.sglang.breaker_failures": "three failures in a row always open the breaker",
+    "learner.max_skipped_steps": "three skipped steps in a row always end the run",
+    "actor.torch.emit_every_steps": "tokens are always handed out every eight decode steps",
+    "buffer.tick_s": "deadlines are always checked every 50 ms",
 }
 """Key without a successor -> the reason."""
 

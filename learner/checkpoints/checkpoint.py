@@ -51,7 +51,6 @@ from learner.checkpoints.files import (
     VALUE_HEAD,
     CheckpointError,
     defect,
-    flush,
     prune,
     set_aside,
     sweep,
@@ -61,6 +60,7 @@ from learner.checkpoints.files import (
 )
 from learner.step.optimizer import AdamWState
 from models.loading import save_hf
+from protocol.atomic_file import sync
 from protocol.messages import Ledger, WeightVersion
 
 
@@ -202,7 +202,7 @@ def save_checkpoint(
         if (number := _system_error(error)) is not None:
             raise OSError(number, os.strerror(number), str(temporary)) from error
         raise
-    flush(root)
+    sync(root)
     try:
         prune(root, keep=keep, pinned=pinned)
     except OSError as error:  # this checkpoint is complete; failing to delete an old one must not lose it

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -15,6 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from protocol.atomic_file import sync
 from protocol.messages import WeightVersion
 
 CHECKPOINTS: Final = "checkpoints"
@@ -204,21 +204,12 @@ def write_manifest(folder: Path, version: WeightVersion) -> None:
     """Flush every file, then the list of them, then the folder."""
     files: dict[str, FileEntry] = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST):
-        flush(file)
+        sync(file)
         files[file.relative_to(folder).as_posix()] = FileEntry(_sha256(file), file.stat().st_size)
     manifest = folder / MANIFEST
     manifest.write_bytes(msgspec.json.encode(Manifest(FORMAT, version, files)))
-    flush(manifest)
-    flush(folder)
-
-
-def flush(path: Path) -> None:
-    """fsync a file, or a folder (its list of names)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(manifest)
+    sync(folder)
 
 
 def _sha256(file: Path) -> str:

@@ -247,7 +247,7 @@ def test_the_student_writes_a_batch_that_the_buffer_accepts(tokenizer: TextToken
     """The real engine and the real buffer, which checks every segment; the learner is played by the test."""
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
     engine = TorchEngine(model, EngineConfig(max_concurrent=3, max_context=200, device="cpu"))
-    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=4)
+    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, max_staleness=1, batch_rollouts=4)
     prompt = tokenizer.encode("<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n")
     sampling = m.Sampling(max_new_tokens=12)
     tasks = tuple(m.Task(i, "train", 2, sampling, teachers=(), ground_truth="7") for i in range(2))

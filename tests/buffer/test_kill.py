@@ -34,7 +34,6 @@ def test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing(
     config = BufferConfig(
         heartbeat_s=0.2,
         peer_timeout_s=PATIENCE_S,
-        tick_s=0.01,
         max_staleness=2,
         batch_rollouts=8,
         journal_log_mb=log_mb,
@@ -60,7 +59,7 @@ def test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing(
 
 
 def test_a_buffer_killed_after_the_end_says_how_the_run_ended_however_often_it_is_started(tmp_path: Path) -> None:
-    config = BufferConfig(heartbeat_s=0.1, peer_timeout_s=1.0, tick_s=0.01)
+    config = BufferConfig(heartbeat_s=0.1, peer_timeout_s=1.0)
     process = BufferProcess(config, tmp_path)
     try:
         address = process.start()
@@ -136,7 +135,7 @@ def snapshot_when(client: Client, wanted: Callable[[m.Snapshot], bool]) -> m.Sna
 
 def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothing(disk: Path) -> None:
     config = BufferConfig(
-        heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=2
+        heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, max_staleness=6, batch_rollouts=4, journal_reserve_mb=2
     )
     shape = Shape(n_tasks=100, group_size=1, segments=2, segment_tokens=200, step_s=0.3)
     process = BufferProcess(config, disk)
@@ -172,7 +171,7 @@ def test_a_full_disk_stops_intake_not_training_and_a_kill_meanwhile_loses_nothin
 def test_a_buffer_killed_while_it_could_write_nothing_refuses_who_knows_more_and_lets_in_others(disk: Path) -> None:
     """What it sent last was never written: to go on with that peer would be to do it twice."""
     config = BufferConfig(
-        heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=6, batch_rollouts=4, journal_reserve_mb=0
+        heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, max_staleness=6, batch_rollouts=4, journal_reserve_mb=0
     )
     process = BufferProcess(config, disk)
     try:

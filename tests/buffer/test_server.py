@@ -33,7 +33,7 @@ from protocol.server import Server
 from tests.patience import PATIENCE_S, eventually
 
 RUN, VOCAB = "run-1", "ab" * 32
-CONFIG = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=0, batch_rollouts=2)
+CONFIG = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, max_staleness=0, batch_rollouts=2)
 START = m.WeightVersion(0, 0)
 WAIT_S = PATIENCE_S
 

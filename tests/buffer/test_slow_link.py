@@ -19,7 +19,7 @@ from tests.wire import WAIT_S, connected, real_buffer, receive
 START = m.WeightVersion(0, 0)
 TOKENS = 16_000
 """Of each rollout: a batch of two is some 290 kB."""
-CONFIG = BufferConfig(heartbeat_s=0.1, peer_timeout_s=20.0, tick_s=0.01, max_staleness=0, batch_rollouts=2)
+CONFIG = BufferConfig(heartbeat_s=0.1, peer_timeout_s=20.0, max_staleness=0, batch_rollouts=2)
 PROMPT = 5
 REPEATS = 12
 
@@ -98,7 +98,7 @@ def test_a_batch_that_was_cut_off_comes_again_over_a_new_connection(tmp_path: Pa
 
 def test_a_batch_that_takes_longer_than_the_learner_bears_silence_needs_no_new_connection(tmp_path: Path) -> None:
     """While it comes nothing else can: half a peer timeout of that once began the batch again, without an end."""
-    config = BufferConfig(heartbeat_s=0.1, peer_timeout_s=2.0, tick_s=0.01, max_staleness=0, batch_rollouts=2)
+    config = BufferConfig(heartbeat_s=0.1, peer_timeout_s=2.0, max_staleness=0, batch_rollouts=2)
     with far_learner(config, tmp_path, 120_000) as (learner, link):
         assert batches_until_trained(learner, link) == 1
         assert link.accepted == 1 and learner.connects_total == 1

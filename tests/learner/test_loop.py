@@ -43,9 +43,7 @@ LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
 V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
 PUBLISH = WeightsConfig(join_timeout_s=0.3, answer_grace_s=0.1, join_window_s=0.0, rejoin_delay_s=60.0)
 """The made-up actor never joins the weight group: the learner goes on without it after 0.3 s."""
-BUFFER = BufferConfig(
-    heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=2, release="rollout"
-)
+BUFFER = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, max_staleness=1, batch_rollouts=2, release="rollout")
 TASKS = TaskConfig(group_size=1, max_new_tokens=4, eval_share=0.2, eval_greedy=2, eval_sampled=2)
 NONE = m.LedgerCounts(0, 0, {}, {}, 0, 0)
 LEDGER = m.Ledger(NONE, NONE, NONE, {}, NONE)
@@ -268,7 +266,7 @@ def test_asked_to_leave_before_its_first_step_it_leaves_at_once_without_a_checkp
     """Whether it waits for a batch or for an evaluation."""
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=5, eval_every=eval_every) as made:
-            made.stop.asked = True
+            made.stop.count = 1
             with pytest.raises(StopAsked):
                 made.loop.run()
             made.client.send(m.RunFinished(False, "stopped"))
@@ -419,25 +417,25 @@ def test_absurd_batches_are_left_out_and_told_and_so_many_in_a_row_end_the_run(
 ) -> None:
     with (
         ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=9, max_skipped_steps=2) as made,
+        learning(peer.address, steps=9) as made,
         running(made.loop.run) as ran,
     ):
-        for step, absurd in enumerate((True, False, True, True)):
+        for step, absurd in enumerate((True, False, True, True, True)):
             peer.expect(m.BatchWanted, step + 1)
             message, frames = batch(step + 1, m.WeightVersion(0, step))
             frames[3][:] = -1e38 if absurd else -1.0
             peer.send(message, frames, to=LEARNER)
-        trained = [got.message for got in peer.expect(m.BatchTrained, 4)]
-        assert [len(message.masked) for message in trained] == [1, 0, 1, 1]
-        assert [message.version.step for message in trained] == [1, 2, 3, 4]
+        trained = [got.message for got in peer.expect(m.BatchTrained, 5)]
+        assert [len(message.masked) for message in trained] == [1, 0, 1, 1, 1]
+        assert [message.version.step for message in trained] == [1, 2, 3, 4, 5]
         (finished,) = peer.expect(m.RunFinished)
-        assert not finished.message.ok and "2 steps in a row" in finished.message.reason
+        assert not finished.message.ok and "3 steps in a row" in finished.message.reason
         peer.send(m.Shutdown(False, finished.message.reason), to=LEARNER)
-        with pytest.raises(RunStopped, match="max_skipped_steps"):
+        with pytest.raises(RunStopped, match="3 steps in a row"):
             ran.result(WAIT_S)
-    assert (made.loop.progress.tokens_trained, made.loop.progress.steps_skipped) == (4, 3)
+    assert (made.loop.progress.tokens_trained, made.loop.progress.steps_skipped) == (4, 4)
     rows = [row for row in read_metrics(tmp_path) if row["kind"] == "step"]
-    assert [(row["train/tokens"], row["train/items_nonfinite"]) for row in rows] == [(0, 1), (4, 0), (0, 1)]
+    assert [(row["train/tokens"], row["train/items_nonfinite"]) for row in rows] == [(0, 1), (4, 0), (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize(("grade", "doubted"), [(-1.0, False), (-5.5, True)])

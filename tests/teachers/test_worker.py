@@ -275,7 +275,7 @@ def test_figures_tell_scored_from_failed_rejected_and_late() -> None:
 
 def test_a_rollout_is_scored_for_the_real_buffer_as_it_grows(scorer: TorchScorer, tmp_path: Path) -> None:
     """The segments of one rollout, the second scored behind the first; scores arrive at the learner in place."""
-    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, tick_s=0.01, max_staleness=1, batch_rollouts=1)
+    settings = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, max_staleness=1, batch_rollouts=1)
     prompt, v0 = np.array([5, 6, 7], np.int32), m.WeightVersion(0, 0)
     with real_buffer(settings, tmp_path) as (address, buffer_ended):
         with (

@@ -175,11 +175,13 @@ def test_prompts_of_very_different_lengths_join_in_one_step() -> None:
 
 
 def test_deltas_come_every_few_steps_and_at_once_at_the_end() -> None:
-    engine = make_engine(emit_every_steps=4)
-    engine.submit(make_requests(1, new_tokens=10, stops=())[0])
-    assert [[len(delta.token_ids) for delta in engine.poll(0.0)] for _ in range(10)] == [
-        *([], [], [], [4]),
-        *([], [], [], [4]),
+    engine = make_engine()
+    engine.submit(make_requests(1, new_tokens=18, stops=())[0])
+    assert [[len(delta.token_ids) for delta in engine.poll(0.0)] for _ in range(18)] == [
+        *[[]] * 7,
+        [8],
+        *[[]] * 7,
+        [8],
         *([], [2]),
     ]
 
@@ -301,7 +303,6 @@ def test_a_context_beyond_the_models_is_refused() -> None:
         {"max_concurrent": 0},
         {"max_context": 1},
         {"prefill_tokens_per_step": 0},
-        {"emit_every_steps": 0},
         {"device": ""},
     ],
 )
