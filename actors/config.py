@@ -11,24 +11,23 @@ from engines.registry import EngineOptions, check_engine
 from engines.sglang.config import SGLangConfig
 from protocol.settings import PositiveFloat, PositiveInt, Settings
 
+replace = msgspec.structs.replace
+
 
 class EnvConfig(Settings, frozen=True, kw_only=True):
     """One environment that tasks can name. It is built once per rollout."""
 
-    name: str = "single_turn"
-    """A built-in environment, one that an installed package names in its entry points, or `module:Class`."""
+    name: str = ""
+    """A built-in environment, one that an installed package names in its entry points, or `module:Class`. Empty: the
+    name that tasks use, NAME of actor.environments.NAME."""
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """Keyword arguments of the environment's class, e.g. `answer_pattern` of single_turn. Unknown ones are refused."""
+    """Keyword arguments of the environment's class, e.g. `answer_pattern` of single_turn. Unknown ones are refused.
+    Rows of the prompts file can set others for themselves, in `env_options`."""
     max_turns: PositiveInt = 8
     """Turns the student may take. After the last one the environment gives its reward and the episode ends."""
     step_timeout_s: PositiveFloat = 30.0
     """Longest time that one reset, step or close may take, in seconds. A rollout whose environment takes longer fails
     (env_timeout), and its ticket is issued again."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.name:
-            raise ValueError("name: got an empty one, expected a registered environment or module:Class")
 
 
 class ActorConfig(WorkerSettings, frozen=True, kw_only=True):
@@ -49,8 +48,8 @@ class ActorConfig(WorkerSettings, frozen=True, kw_only=True):
     """Consecutive rollouts that may fail (environment or engine errors) before the actor ends with an error. Until
     then, new rollouts are started more and more slowly."""
     environments: dict[str, EnvConfig] = msgspec.field(default_factory=dict[str, EnvConfig])
-    """Environments by the name that tasks use. `learner.tasks.env` need not be listed: it may be a registered
-    environment with its default options. A task that names any other is refused."""
+    """Environments by the name that rows of the prompts file (column `env`) and `learner.tasks.env` use. The latter
+    need not be listed: it may be a registered environment with its default options. Any other name is refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,4 +57,5 @@ class ActorConfig(WorkerSettings, frozen=True, kw_only=True):
 
     def environments_of(self, task_env: str) -> dict[str, EnvConfig]:
         """All environments that a task may name, where the configured tasks name `task_env`."""
-        return {task_env: EnvConfig(name=task_env)} | self.environments
+        named = {task_env: EnvConfig()} | self.environments
+        return {key: replace(config, name=config.name or key) for key, config in named.items()}

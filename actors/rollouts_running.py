@@ -149,7 +149,7 @@ class RunningRollouts:
         row = msgspec.json.decode(ticket.row, type=dict[str, Any]) if ticket.row else {}
         task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed, row)
         episode = Episode(
-            known.make,
+            partial(known.make, row.get("env_options") or {}),
             task,
             self._tokenizer,
             model_stop_token_ids=self._stop_token_ids,

@@ -276,8 +276,8 @@ class LearnerLoop:
         self._metrics.evaluation(result)
         self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
         log.info("evaluation at step %d: %s", result.step, describe(result))
-        for tag, figures in result.tags.items():
-            log.info("evaluation at step %d, %s: %s", result.step, tag, describe(figures))
+        for group, figures in (*result.tags.items(), *result.environments.items()):
+            log.info("evaluation at step %d, %s: %s", result.step, group, describe(figures))
 
     def _checkpoint(self, batch_id: int) -> OSError | None:
         """Save model, optimizer, task stream and ledger of the same step. If the checkpoint cannot be written, returns

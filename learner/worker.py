@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResu
 from learner.inbox import RunStopped, StopAsked, StopRequest
 from learner.loop import LearnerLoop
 from learner.offline import OfflineMixer, open_mixer
+from learner.prompts.records import DataError
 from learner.prompts.tasks import TaskStream, load_prompts
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.reports.progress import AccountFile, Progress
@@ -93,6 +94,8 @@ class LearnerRunConfig(Protocol):
     def weights(self) -> WeightsConfig: ...
     @property
     def actor(self) -> WorkerSettings: ...
+    @property
+    def environments(self) -> Mapping[str, object]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     except RecordError as error:
         log.error("learner.offline.file: %s", error)
         return ExitCode.USELESS
-    except (CriticStateError, CheckpointError, NamesError) as error:
+    except (CriticStateError, CheckpointError, NamesError, DataError) as error:
         log.error("%s", error)
         return ExitCode.USELESS
     with ExitStack() as stack:
@@ -163,7 +166,7 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     checkpoint = found.path if found else None
     if ctx.resume:
         log.info("resuming from %s", checkpoint or "step 0: there is no checkpoint yet")
-    prompts = load_prompts(learner.tasks)
+    prompts = load_prompts(learner.tasks, config.environments)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
     n_vocab = vocab_tokens(tokenizer.get_vocab())
     trainer = make_trainer(

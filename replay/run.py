@@ -215,7 +215,7 @@ def _evaluations(
     if not config.learner.eval_every:
         return None
     tasks = config.learner.tasks
-    rendered = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks)
+    rendered = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks)
     evaluator = LocalEvaluator(config, check=lambda: _raise_if_asked(stop))
     stack.callback(evaluator.close)
 
@@ -224,8 +224,8 @@ def _evaluations(
         evaluation = Evaluation(tasks, rendered.prompts, tokenizer, version=version, seed=config.seed)
         result = evaluator.run(evaluation, version, trainer.weights())
         _say(f"evaluation at step {step}: {describe(result)}")
-        for tag, figures in result.tags.items():
-            _say(f"  {tag}: {describe(figures)}")
+        for group, figures in (*result.tags.items(), *result.environments.items()):
+            _say(f"  {group}: {describe(figures)}")
         return result
 
     return evaluate

@@ -126,8 +126,8 @@ class LoadedEnvironment(NamedTuple):
     """An environment that tasks may name, imported and checked."""
 
     config: EnvConfig
-    make: Callable[[], Environment]
-    """Makes a new environment for one rollout."""
+    make: Callable[[Mapping[str, Any]], Environment]
+    """Makes a new environment for one rollout, whose row has these options of its own."""
 
 
 def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer) -> dict[str, LoadedEnvironment]:
@@ -136,9 +136,18 @@ def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer
     for config in configs.values():
         check_options(config.name, config.options)
     return {
-        name: LoadedEnvironment(config, functools.partial(make_environment, config.name, tokenizer, config.options))
-        for name, config in configs.items()
+        name: LoadedEnvironment(config, functools.partial(_make, config, tokenizer)) for name, config in configs.items()
     }
+
+
+def _make(config: EnvConfig, tokenizer: TextTokenizer, row_options: Mapping[str, Any]) -> Environment:
+    return make_environment(config.name, tokenizer, options_of_row(config.options, row_options))
+
+
+def options_of_row(configured: Mapping[str, Any], of_row: Mapping[str, Any]) -> dict[str, Any]:
+    """The configured options with those of a row over them. None in a row changes nothing: tables fill options that
+    other rows have with null."""
+    return {**configured, **{name: value for name, value in of_row.items() if value is not None}}
 
 
 def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, Any]) -> Environment:

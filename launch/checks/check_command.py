@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -70,7 +70,7 @@ def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
         files["learner.tasks.eval_prompts"] = tasks.eval_prompts
     for key, path in files.items():
         try:
-            rows = read_rows(path, tokenizer, tasks)
+            rows = read_rows(path, tokenizer, tasks, config.environments)
         except (DataError, TokenizerError, OSError) as error:
             mistakes.append(f"{key}: {error}")
             continue
@@ -85,9 +85,12 @@ def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
     return lines
 
 
-def read_rows(path: str, tokenizer: PreTrainedTokenizerBase, tasks: TaskConfig) -> PromptRows:
-    """Render the rows of a file as the learner does. Raises DataError and TokenizerError for what would end the run."""
-    source = open_prompts(path)
+def read_rows(
+    path: str, tokenizer: PreTrainedTokenizerBase, tasks: TaskConfig, environments: Collection[str] | None = None
+) -> PromptRows:
+    """Render the rows of a file as the learner does. `environments`: those that rows may name; None: any. Raises
+    DataError and TokenizerError for what would end the run."""
+    source = open_prompts(path, environments)
     rendered = RenderedPrompts(source, tokenizer, tasks)
     rendered.probe(row_tags(source) if tasks.templates else [])
     chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), ROWS_READ), dtype=np.int64)).tolist()

@@ -1,6 +1,6 @@
-"""Checks a configuration before torch is loaded anywhere: models (launch.checks.model_files), prompts, recorded
-batches, whether its parts fit one another (launch.config.consistency), and SGLang servers
-(launch.checks.server_preflight).
+"""Checks a configuration before torch is loaded anywhere: models (launch.checks.model_files), prompts
+(launch.checks.prompt_files), recorded batches, whether its parts fit one another (launch.config.consistency), and
+SGLang servers (launch.checks.server_preflight).
 
 These checks take well under a second for local folders, so a wrong path is found at once. Problems that only torch or
 the whole prompts file can show (a chat template that fails, an unknown architecture) are found by `--check`
@@ -9,10 +9,9 @@ the whole prompts file can show (a chat template that fails, an unknown architec
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,10 +21,10 @@ from launch.checks.model_files import (
     check_weights,
     find_model,
     model_type,
-    nearest_path,
     read_vocabulary,
 )
 from launch.checks.placement import NOWHERE, Placement, choose_engines
+from launch.checks.prompt_files import check_prompts
 from launch.checks.server_preflight import check_servers
 from launch.config.consistency import check_consistency
 from launch.config.pools import teacher_pools, without_idle_routes
@@ -39,9 +38,7 @@ from recording.format import RecordError
 from recording.reader import read_header
 from recording.writer import record_path
 
-ROWS_CHECKED: Final = 20
 replace = msgspec.structs.replace
-Json = Mapping[str, object]
 
 
 class Checked(NamedTuple):
@@ -95,7 +92,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
         eval_prompts = str(builtin.EVAL_JSONL)
     for key, path in (("learner.tasks.prompts", prompts), ("learner.tasks.eval_prompts", eval_prompts)):
         if path:
-            mistakes += check_prompts(key, Path(path))
+            mistakes += check_prompts(key, Path(path), config.environments)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes
     config = _with_folders(config, folders)
@@ -136,72 +133,6 @@ def _with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
-
-
-def check_prompts(key: str, path: Path) -> list[str]:
-    """Check the first rows of a prompts file. The learner reads and checks all of it."""
-    path = path.expanduser()
-    if not path.exists():
-        return [f"{key}: no file {str(path)!r}{nearest_path(path)}"]
-    try:
-        if path.is_dir():
-            return _check_folder(key, path)
-        if path.suffix == ".parquet":
-            return _check_columns(key, path, _parquet_columns(path))
-        if path.suffix in (".jsonl", ".json"):
-            return next((mistakes for row in _first_rows(key, path) if (mistakes := row)), [])
-    except (OSError, ValueError, ImportError) as error:
-        return [f"{key}: {path}: {error}"]
-    return [f"{key}: {path} is a {path.suffix or 'suffixless'} file, expected .jsonl, .parquet or a datasets folder"]
-
-
-def _first_rows(key: str, path: Path) -> Iterator[list[str]]:
-    seen = 0
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row: object = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield [f"{key}: {path}:{number} is not JSON: {error}"]
-                return
-            if not isinstance(row, dict):
-                yield [f"{key}: {path}:{number}: got {type(row).__name__}, expected an object with prompt or messages"]
-                return
-            yield _check_columns(key, Path(f"{path}:{number}"), list(cast(Json, row)))
-            seen += 1
-            if seen == ROWS_CHECKED:
-                return
-    if seen == 0:
-        yield [f"{key}: {path} holds no prompts"]
-
-
-def _check_columns(key: str, where: Path, columns: list[str]) -> list[str]:
-    if "prompt" in columns or "messages" in columns:
-        return []
-    return [f"{key}: {where}: got the fields {', '.join(columns) or '(none)'}; expected prompt (text) or messages"]
-
-
-def _check_folder(key: str, path: Path) -> list[str]:
-    if (path / "dataset_info.json").is_file():
-        features = cast(Json, json.loads((path / "dataset_info.json").read_text())).get("features")
-        return _check_columns(key, path, list(cast(Json, features))) if isinstance(features, Mapping) else []
-    parquet = sorted(path.rglob("*.parquet"))
-    if parquet:
-        return _check_columns(key, parquet[0], _parquet_columns(parquet[0]))
-    if (path / "dataset_dict.json").is_file():
-        splits = cast(Json, json.loads((path / "dataset_dict.json").read_text())).get("splits")
-        return [f"{key}: {path} holds the splits {splits}; name one of them, e.g. {path}/train"]
-    return [f"{key}: the folder {path} holds neither a saved dataset (dataset_info.json) nor .parquet files"]
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("reading Parquet needs pyarrow: pip install 'stillhouse[data]'") from error
-    return [str(name) for name in parquet.read_schema(path).names]
 
 
 def check_recorded(config: RunConfig, *, resume: bool) -> None:

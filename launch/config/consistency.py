@@ -107,7 +107,7 @@ def _left_to_others(config: RunConfig) -> Iterator[str]:
 
 def _environments(config: RunConfig) -> Iterator[str]:
     """Check that the tasks' environment and all configured ones are known, can be loaded, and accept their options."""
-    for name, environment in config.actor.environments_of(config.learner.tasks.env).items():
+    for name, environment in config.environments.items():
         key = f"actor.environments.{name}" if name in config.actor.environments else "learner.tasks.env"
         try:
             check_options(environment.name, environment.options)

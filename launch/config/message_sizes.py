@@ -75,8 +75,7 @@ def _longest(config: RunConfig, window: int | None) -> int:
 
 
 def _single_turn(config: RunConfig) -> bool:
-    env = config.learner.tasks.env
-    return config.actor.environments_of(env)[env].name == "single_turn"
+    return all(environment.name == "single_turn" for environment in config.environments.values())
 
 
 def _set_bytes(config: RunConfig, rows: int | None) -> int:

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from actors.config import ActorConfig
+from actors.config import ActorConfig, EnvConfig
 from buffer.config import BufferConfig
 from learner.config import LearnerConfig
 from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
@@ -83,6 +83,11 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     """Several teacher models: one section `[pools.NAME]` each, with a model, a count, and settings that differ from
     `teacher`. learner.tasks.routes says which tags a pool scores. Empty: one pool of `teachers` with models.teacher."""
     launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
+
+    @property
+    def environments(self) -> dict[str, EnvConfig]:
+        """All environments that a task may name."""
+        return self.actor.environments_of(self.learner.tasks.env)
 
     def __post_init__(self) -> None:
         super().__post_init__()

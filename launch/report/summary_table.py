@@ -120,9 +120,11 @@ def _as_typed(path: Path) -> str:
 
 
 def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
-    """One row per tag of the last evaluation: first and last value, and the number of rollouts."""
-    for tag, now in last.tags.items():
-        was = first.tags.get(tag, TagFigures())
+    """One row per tag and environment of the last evaluation: first and last value, and the number of rollouts."""
+    groups = [(f"of {tag}", now, first.tags.get(tag)) for tag, now in last.tags.items()]
+    groups += [(f"in {env}", now, first.environments.get(env)) for env, now in last.environments.items()]
+    for name_of_group, now, before in groups:
+        was = before or TagFigures()
         figures = {
             f"sampled (of {now.n_sampled})": (was.accuracy_sampled, now.accuracy_sampled),
             f"greedy (of {now.n_greedy})": (was.accuracy_greedy, now.accuracy_greedy),
@@ -133,7 +135,7 @@ def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
             for name, (before, after) in figures.items()
             if after is not None
         ]
-        yield f"of {tag}", ", ".join(parts) or "nothing could be measured"
+        yield name_of_group, ", ".join(parts) or "nothing could be measured"
 
 
 def joined_text(summary: Summary) -> str:

@@ -106,7 +106,9 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
     from models.tokenizer import load_tokenizer
 
     tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
-    prompts = render_eval_set(load_prompts(tasks).evaluation, tokenizer, tasks).prompts[: tasks.eval_sampled]
+    prompts = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks).prompts[
+        : tasks.eval_sampled
+    ]
     unscored = msgspec.structs.replace(tasks, eval_greedy=0, routes={})
     version = WeightVersion(0, 0)
     measured: dict[str, MeasuredTeacher] = {}

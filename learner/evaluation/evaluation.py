@@ -22,7 +22,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
-from learner.evaluation.figures import EvalPoint, EvalRollout, accuracy, figures_by_tag, mean, ratio, reverse_kl
+from learner.evaluation.figures import EvalPoint, EvalRollout, accuracy, figures_by, mean, ratio, reverse_kl, reward
 from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
 from learner.prompts.records import PromptRecord, columns_fault
 from learner.prompts.rendering import NONE, render, teacher_prompt
@@ -52,9 +52,6 @@ class EvalSample(msgspec.Struct, frozen=True):
 class EvaluationResult(EvalPoint, frozen=True, kw_only=True):
     """All figures of one evaluation."""
 
-    reward_greedy: float | None
-    """Mean over the rollouts with a reward."""
-    reward_sampled: float | None
     mean_length_greedy: float | None
     """Sampled tokens per rollout."""
     mean_length_sampled: float | None
@@ -83,6 +80,8 @@ class EvalPrompt:
     ground_truth: str | None
     teacher_ids: Int32s = field(default_factory=lambda: NONE)
     """Prompt for the teachers; empty: the same as the student's."""
+    env: str = ""
+    """Name of its environment; empty: `learner.tasks.env`."""
     row: bytes = b""
     """All columns of its row, as one JSON object."""
 
@@ -104,7 +103,7 @@ def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokeni
         except TokenizerError as error:
             raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
         if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason and columns_fault(record.columns) is None:
-            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids, record.columns))
+            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids, record.env, record.columns))
     return EvalSet(tuple(prompts), len(records) - len(prompts))
 
 
@@ -175,7 +174,7 @@ class Evaluation:
             if item.task_id in received:
                 self._duplicates += 1
             else:
-                received[item.task_id] = EvalRollout.of(item, arrays[4 * i : 4 * i + 4])
+                received[item.task_id] = EvalRollout.of(item, arrays[4 * i : 4 * i + 4], task.env)
         self._failed[result.eval_id] = max(self._failed[result.eval_id], result.failed)
 
     def result(self) -> EvaluationResult:
@@ -183,12 +182,15 @@ class Evaluation:
         greedy, sampled = ([*self._received[eval_id].values()] for eval_id in self._half_of)
         both = [*greedy, *sampled]
         failed = sum(self._failed.values())
+        tasks = self._task_of.values()
+        tags, envs = {task.tag for task in tasks}, {task.env for task in tasks}
+        same = len({(task.tag, task.env) for task in tasks}) == len(tags) == len(envs)
         return EvaluationResult(
             step=self._version.step,
             accuracy_greedy=accuracy(greedy),
             accuracy_sampled=accuracy(sampled),
-            reward_greedy=mean([r.reward for r in greedy if r.reward is not None]),
-            reward_sampled=mean([r.reward for r in sampled if r.reward is not None]),
+            reward_greedy=reward(greedy),
+            reward_sampled=reward(sampled),
             reverse_kl=reverse_kl(sampled),
             mean_length_greedy=mean([len(r.behaviour_N) for r in greedy]),
             mean_length_sampled=mean([len(r.behaviour_N) for r in sampled]),
@@ -201,7 +203,8 @@ class Evaluation:
             version_min=min((r.version_min for r in both if r.version_min is not None), default=None),
             version_mean_step=ratio(sum(r.version_steps for r in both), sum(r.version_tokens for r in both)),
             samples=self._samples(),
-            tags=figures_by_tag((task.tag for task in self._task_of.values()), greedy, sampled),
+            tags=figures_by("tag", tags, greedy, sampled),
+            environments={} if same else figures_by("env", envs, greedy, sampled),
         )
 
     def _offer(self, eval_id: str, i: int, prompt: EvalPrompt, seed: int) -> TaskOffer:
@@ -219,7 +222,7 @@ class Evaluation:
                 max_new_tokens=self._config.max_new_tokens,
                 seed=derive_seed(seed, "eval", i),
             ),
-            env=self._config.env,
+            env=prompt.env or self._config.env,
             tag=prompt.tag,
             teachers=teachers,
             ground_truth=prompt.ground_truth,

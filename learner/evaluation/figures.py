@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ class EvalRollout:
 
     rollout_id: str
     tag: str
+    env: str
     reward: float | None
     finish_reason: str | None
     ids_N: npt.NDArray[np.int32]
@@ -39,7 +40,8 @@ class EvalRollout:
     """Sum over sampled tokens of their version's step."""
 
     @classmethod
-    def of(cls, item: BatchItem, frames: Sequence[np.ndarray]) -> EvalRollout:
+    def of(cls, item: BatchItem, frames: Sequence[np.ndarray], env: str = "") -> EvalRollout:
+        """`env`: name of its environment."""
         ids_N, behaviour_N, mask_N, teacher_KN = frames
         sampled_N = mask_N.astype(bool)
         # Spans may include tokens that were not sampled.
@@ -47,6 +49,7 @@ class EvalRollout:
         return cls(
             rollout_id=item.rollout_id,
             tag=item.tag,
+            env=env,
             reward=item.reward,
             finish_reason=item.finish_reason,
             ids_N=ids_N.copy(),  # a copy, because the frame would keep its whole message in memory
@@ -60,11 +63,15 @@ class EvalRollout:
 
 
 class TagFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of all rollouts, or of those with one tag. None: not measured (no reward, no teacher)."""
+    """Figures of all rollouts, or of those with one tag or in one environment. None: not measured (no reward, no
+    teacher)."""
 
     accuracy_greedy: float | None = None
     """Share of greedy rollouts whose reward is at least 0.5, among those with a reward."""
     accuracy_sampled: float | None = None
+    reward_greedy: float | None = None
+    """Mean over the rollouts with a reward."""
+    reward_sampled: float | None = None
     reverse_kl: float | None = None
     """Per token: mean over the sampled tokens of the temperature-1 half of (behaviour log-prob - teacher log-prob),
     the latter averaged over the teachers. Not finite if any log-prob is not."""
@@ -83,17 +90,22 @@ class EvalPoint(TagFigures, frozen=True, kw_only=True):
     """Rollouts given up by the buffer; no figure includes them."""
     tags: dict[str, TagFigures] = {}
     """Figures by tag; empty if the tasks have only one."""
+    environments: dict[str, TagFigures] = {}
+    """Figures by environment; empty if the tasks have only one, or if their tags are the environments."""
 
 
-def figures_by_tag(
-    tags: Iterable[str], greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]
+def figures_by(
+    group: Literal["tag", "env"], names: Iterable[str], greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]
 ) -> dict[str, TagFigures]:
-    """Figures per tag of the tasks, including tags without results. Empty with one tag."""
-    names = sorted(set(tags))
-    if len(names) < 2:
+    """Figures by tag or by environment, for all these names of the tasks, also those without results. Empty with one
+    name."""
+    halves = (greedy, sampled)
+    found = sorted(set(names))
+    if len(found) < 2:
         return {}
     return {
-        tag or UNTAGGED: _of_tag(*([r for r in half if r.tag == tag] for half in (greedy, sampled))) for tag in names
+        name or UNTAGGED: _of_group(*([r for r in half if getattr(r, group) == name] for half in halves))
+        for name in found
     }
 
 
@@ -104,6 +116,10 @@ def describe(figures: TagFigures) -> str:
 
 def accuracy(rollouts: Sequence[EvalRollout]) -> float | None:
     return mean([float(r.reward >= 0.5) for r in rollouts if r.reward is not None])
+
+
+def reward(rollouts: Sequence[EvalRollout]) -> float | None:
+    return mean([r.reward for r in rollouts if r.reward is not None])
 
 
 def reverse_kl(rollouts: Sequence[EvalRollout]) -> float | None:
@@ -120,10 +136,12 @@ def ratio(total: float, n: int) -> float | None:
     return total / n if n else None
 
 
-def _of_tag(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) -> TagFigures:
+def _of_group(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) -> TagFigures:
     return TagFigures(
         accuracy_greedy=accuracy(greedy),
         accuracy_sampled=accuracy(sampled),
+        reward_greedy=reward(greedy),
+        reward_sampled=reward(sampled),
         reverse_kl=reverse_kl(sampled),
         n_greedy=len(greedy),
         n_sampled=len(sampled),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from learner.prompts.records import (
     DataError,
     PromptRecord,
     check_columns,
+    expect_known_environment,
     json_columns,
     record_from_columns,
     record_from_json,
@@ -54,22 +55,22 @@ class PromptSource(Protocol):
         ...
 
 
-def open_prompts(path: str) -> PromptSource:
-    """Open the source at `path`; its format is recognised by its contents. Raises DataError, or RowError for a bad
-    row."""
+def open_prompts(path: str, environments: Collection[str] | None = None) -> PromptSource:
+    """Open the source at `path`; its format is recognised by its contents. `environments`: those that rows may name;
+    None: any. Raises DataError, or RowError for a bad row."""
     if not path:
         raise DataError("no prompts given: expected a JSONL or Parquet file, or a datasets folder")
     file = Path(path).expanduser()
     if file.is_dir():
-        return _open_folder(file)
+        return _open_folder(file, environments)
     if not file.is_file():
         raise DataError(f"no file {path!r}{_nearest(file)}; expected a JSONL or Parquet file, or a datasets folder")
     with file.open("rb") as stream:
         head = stream.read(256)
     if head.startswith(b"PAR1"):
-        return ParquetSource((file,))
+        return ParquetSource((file,), environments)
     _refuse_other_formats(file, head)
-    return JsonlSource(file)
+    return JsonlSource(file, environments)
 
 
 class JsonlSource:
@@ -77,8 +78,9 @@ class JsonlSource:
 
     blocks: tuple[int, ...] = ()
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, environments: Collection[str] | None = None) -> None:
         self.path = str(file)
+        self._environments = environments
         self._file = file
         self._stamp = _stamp(file)
         self._starts_N = _line_starts(file)
@@ -105,7 +107,10 @@ class JsonlSource:
         with self._file.open("rb") as stream:
             for row in rows:
                 stream.seek(int(self._starts_N[row]))
-                yield record_from_json(stream.readline(), row, lambda row=row: self._where(row))
+                record = record_from_json(stream.readline(), row, lambda row=row: self._where(row))
+                if self._environments is not None:
+                    expect_known_environment(record.env, self._environments, lambda row=row: self._where(row))
+                yield record
 
     def _where(self, row: int) -> str:
         """File and line; the line is counted only when an error has to name it."""
@@ -120,7 +125,8 @@ class JsonlSource:
 class ParquetSource:
     """One or more Parquet files, one after another, read by row group through pyarrow."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], environments: Collection[str] | None = None) -> None:
+        self._environments = environments
         self.path = str(files[0] if len(files) == 1 else files[0].parent)
         self._files = tuple(files)
         self._stamps = [_stamp(file) for file in files]
@@ -146,7 +152,7 @@ class ParquetSource:
         block = int(np.searchsorted(self._ends_N, row, side="right"))
         offset = row - (int(self._ends_N[block - 1]) if block else 0)
         columns: dict[str, Any] = self._table(block).slice(offset, 1).to_pylist()[0]
-        return record_from_columns(columns, row, lambda: f"{self.path}, row {row}")
+        return _checked(columns, row, self.path, self._environments)
 
     def _table(self, block: int) -> Any:
         """Row group `block` as a pyarrow Table."""
@@ -170,7 +176,8 @@ class DatasetsSource:
 
     blocks: tuple[int, ...] = ()
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environments: Collection[str] | None = None) -> None:
+        self._environments = environments
         try:
             from datasets import load_from_disk
         except ImportError as error:
@@ -194,21 +201,29 @@ class DatasetsSource:
         return len(self._rows)
 
     def read(self, row: int) -> PromptRecord:
-        return record_from_columns(self._rows[row], row, lambda: f"{self.path}, row {row}")
+        return _checked(self._rows[row], row, self.path, self._environments)
 
 
-def _open_folder(folder: Path) -> PromptSource:
+def _checked(columns: Mapping[str, Any], row: int, path: str, environments: Collection[str] | None) -> PromptRecord:
+    """A row of a table. Raises RowError."""
+    record = record_from_columns(columns, row, lambda: f"{path}, row {row}")
+    if environments is not None:
+        expect_known_environment(record.env, environments, lambda: f"{path}, row {row}")
+    return record
+
+
+def _open_folder(folder: Path, environments: Collection[str] | None) -> PromptSource:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return DatasetsSource(folder)
+        return DatasetsSource(folder, environments)
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
         if len(splits) == 1:
-            return DatasetsSource(folder / splits[0])
+            return DatasetsSource(folder / splits[0], environments)
         raise DataError(
             f"{folder} holds the splits {splits}: name one of them, e.g. {folder / (splits or ['train'])[0]}"
         )
     if files := sorted(folder.glob("*.parquet")):
-        return ParquetSource(files)
+        return ParquetSource(files, environments)
     found = sorted(entry.name for entry in folder.iterdir())[:12]
     raise DataError(
         f"{folder}: expected a folder written by datasets' save_to_disk (state.json, dataset_info.json) or one of "

@@ -2,23 +2,26 @@
 
     {"prompt": "8293+4758=", "tag": "addition", "ground_truth": "13051"}
     {"messages": [{"role": "user", "content": "8293+4758="}], "ground_truth": "13051"}
+    {"prompt": "Guess!", "env": "guess", "env_options": {"highest": 63}}
 
-A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`. `tag`, `ground_truth` and
-`hint` (text for teachers only, see `learner.prompts.rendering`) are optional. A `ground_truth` that is not text becomes
-its JSON (42 -> "42"). All columns, these and others, are handed to the row's environment."""
+A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`. Optional are `tag`,
+`ground_truth`, `hint` (text for teachers only, see `learner.prompts.rendering`), `env` (an environment of the run) and
+`env_options` (its options for this row). A row with an `env` and no `tag` has the environment's name as its tag. A
+`ground_truth` that is not text becomes its JSON (42 -> "42"). All columns, these and others, are handed to the row's
+environment."""
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from protocol.messages import MAX_ROW_BYTES
 
-FIELDS = ("prompt", "messages", "tag", "ground_truth", "hint")
+FIELDS = ("prompt", "messages", "tag", "ground_truth", "hint", "env", "env_options")
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ class PromptRecord(msgspec.Struct, frozen=True):
     tag: str = ""
     ground_truth: str | None = None
     hint: str | None = None
+    env: str = ""
+    """Name of its environment; empty: `learner.tasks.env`."""
     columns: bytes = b""
     """All columns, as one JSON object. Not checked beyond the fields above (`columns_fault`)."""
 
@@ -69,6 +74,8 @@ class _Fields(msgspec.Struct):
     tag: str | None = None
     ground_truth: Any = None
     hint: str | None = None
+    env: str | None = None
+    env_options: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Fields)
@@ -104,7 +111,7 @@ def check_columns(found: Sequence[str], where: str) -> None:
     """Raises DataError unless a column `prompt` or `messages` is there; warns of misspelt optional ones."""
     if "prompt" not in found and "messages" not in found:
         raise DataError(f"{where}: {_no_prompt(found)}")
-    for field in ("tag", "ground_truth", "hint"):
+    for field in ("tag", "ground_truth", "hint", "env_options"):
         close = difflib.get_close_matches(field, [name for name in found if name not in FIELDS], n=1, cutoff=0.75)
         if field not in found and close:
             _log.warning("%s: column %r is not read; the field is called %r", where, close[0], field)
@@ -126,10 +133,23 @@ def _record(
         row=row,
         prompt=prompt,
         messages=None if messages is None else _turns(messages, where),
-        tag=fields.tag or "",
+        tag=fields.tag or fields.env or "",
         ground_truth=_as_text(fields.ground_truth),
         hint=fields.hint,
+        env=fields.env or "",
         columns=columns,
+    )
+
+
+def expect_known_environment(env: str, known: Collection[str], where: Callable[[], str]) -> None:
+    """Raise RowError for the `env` of a row that is not an environment of the run. Empty: the row names none."""
+    if not env or env in known:
+        return
+    near = difflib.get_close_matches(env, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise RowError(
+        f"{where()}: env {env!r} is not an environment of this run, expected one of "
+        f"{', '.join(sorted(known))}{hint} (others are added as actor.environments.NAME)"
     )
 
 

@@ -70,11 +70,12 @@ class Prompts:
     """Rows for the evaluations, in order; no more than they use."""
 
 
-def load_prompts(config: TaskConfig) -> Prompts:
-    """Open the files named in the config. Raises DataError (see `learner.prompts.data`); needs no tokenizer."""
-    source = open_prompts(config.prompts)
+def load_prompts(config: TaskConfig, environments: Collection[str] | None = None) -> Prompts:
+    """Open the files named in the config. `environments`: those that rows may name; None: any. Raises DataError (see
+    `learner.prompts.data`); needs no tokenizer."""
+    source = open_prompts(config.prompts, environments)
     if config.eval_prompts:
-        separate = open_prompts(config.eval_prompts)
+        separate = open_prompts(config.eval_prompts, environments)
         rows = range(min(len(separate), config.eval_prompts_needed))
         return Prompts(source, np.empty(0, dtype=np.int64), tuple(separate.read(row) for row in rows))
     held_out = held_out_rows(source, config.eval_share, config.eval_prompts_needed)
@@ -266,7 +267,7 @@ class TaskStream:
                 max_new_tokens=config.max_new_tokens,
                 seed=derive_seed(self._seed, "train", task_id),
             ),
-            env=config.env,
+            env=record.env or config.env,
             tag=record.tag,
             teachers=teachers,
             ground_truth=record.ground_truth,

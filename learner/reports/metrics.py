@@ -126,11 +126,14 @@ class MetricsWriter:
         return self._record("step", step, scalars, extra, _histogram("staleness/tokens", staleness))
 
     def evaluation(self, result: EvaluationResult) -> Row:
-        """Record one evaluation, and its samples as text; returns its line. Figures of a tag are `eval/<tag>/<name>`.
-        Figures that could not be measured are null in the line and left out of TensorBoard."""
+        """Record one evaluation, and its samples as text; returns its line. Figures of a tag are `eval/<tag>/<name>`,
+        those of an environment `eval/environments/<env>/<name>`. Figures that could not be measured are null in the
+        line and left out of TensorBoard."""
         plain = msgspec.to_builtins(result)
-        figures = {name: value for name, value in plain.items() if name not in ("step", "samples", "tags")}
-        figures |= {f"{tag}/{name}": value for tag, own in plain["tags"].items() for name, value in own.items()}
+        left_out = ("step", "samples", "tags", "environments")
+        figures = {name: value for name, value in plain.items() if name not in left_out}
+        groups = plain["tags"] | {f"environments/{env}": own for env, own in plain["environments"].items()}
+        figures |= {f"{group}/{name}": value for group, own in groups.items() for name, value in own.items()}
         version_min = result.version_min
         figures["version_min"] = None if version_min is None else version_min.step
         lines = [_json_line({"step": result.step, **msgspec.to_builtins(sample)}) for sample in result.samples]

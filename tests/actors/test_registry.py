@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import TextTokenizer
+from actors.envs.base import Action, EnvTask, TextTokenizer
 from actors.envs.calculator import Calculator
-from actors.envs.registry import UnknownEnvironment, check_options, find_environment, make_environment
+from actors.envs.registry import (
+    UnknownEnvironment,
+    check_options,
+    find_environment,
+    load_environments,
+    make_environment,
+)
 from actors.envs.single_turn import SingleTurn
 
 OWN_ENVIRONMENT = """
@@ -112,7 +121,32 @@ def test_an_actor_finds_environments_by_the_names_tasks_use() -> None:
     assert config.environments_of("calculator") == {"calculator": EnvConfig(name="calculator"), "strict": strict}
 
 
-@pytest.mark.parametrize("field", [{"max_turns": 0}, {"step_timeout_s": 0.0}, {"name": ""}])
+def test_an_environment_without_a_name_of_its_own_is_found_by_the_name_that_tasks_use() -> None:
+    config = ActorConfig(environments={"calculator": EnvConfig(max_turns=3)})
+    assert config.environments_of("single_turn") == {
+        "single_turn": EnvConfig(name="single_turn"),
+        "calculator": EnvConfig(name="calculator", max_turns=3),
+    }
+
+
+def test_options_of_a_row_lie_over_the_configured_ones_and_null_changes_nothing(tokenizer: TextTokenizer) -> None:
+    config = EnvConfig(name="single_turn", options={"answer_pattern": "=(.*)"})
+    make = load_environments({"answers": config}, tokenizer)["answers"].make
+    task = EnvTask(np.array([1], dtype=np.int32), "7", "", "train-0-0-0", seed=0)
+
+    async def rewarded(options: dict[str, Any], text: str) -> float | None:
+        environment = make(options)
+        await environment.reset(task)
+        ids = np.array([1], dtype=np.int32)
+        return (await environment.step(Action(ids, text, "stop", 0, last=True))).reward
+
+    assert asyncio.run(rewarded({}, "=7")) == asyncio.run(rewarded({"answer_pattern": None}, "=7")) == 1.0
+    assert asyncio.run(rewarded({"answer_pattern": "#(.*)"}, "=7")) == 0.0
+    with pytest.raises(ValueError, match="no option 'pattern'"):
+        make({"pattern": "x"})
+
+
+@pytest.mark.parametrize("field", [{"max_turns": 0}, {"step_timeout_s": 0.0}])
 def test_senseless_environment_settings_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(field))):
         EnvConfig(**field)  # type: ignore[arg-type]

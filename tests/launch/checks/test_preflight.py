@@ -7,14 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import builtin
 from launch.checks import preflight
 from launch.checks.model_files import read_vocabulary
-from launch.checks.preflight import check, check_prompts
+from launch.checks.preflight import check
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
@@ -145,35 +143,6 @@ def test_the_vocabulary_read_without_transformers_is_the_tokenizers_own() -> Non
 
     tokenizer = AutoTokenizer.from_pretrained(builtin.STUDENT_DIR)
     assert read_vocabulary(builtin.STUDENT_DIR / "tokenizer.json") == tokenizer.get_vocab()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "holds no prompts"),
-        ('{"prompt": "x"}\n{"question": "x"}\n', ":2: got the fields question; expected prompt (text) or messages"),
-        ("not json\n", ":1 is not JSON"),
-        ("[1]\n", ":1: got list, expected an object"),
-    ],
-)
-def test_wrong_rows_of_a_jsonl_file_are_told_with_their_line(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "p.jsonl").write_text(content)
-    (mistake,) = check_prompts("learner.tasks.prompts", tmp_path / "p.jsonl")
-    assert mistake.startswith("learner.tasks.prompts: ")
-    assert message in mistake
-
-
-def test_parquet_columns_are_checked(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"messages": [["x"]]}), tmp_path / "good.parquet")
-    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "bad.parquet")
-    assert check_prompts("p", tmp_path / "good.parquet") == []
-    assert "got the fields text" in check_prompts("p", tmp_path / "bad.parquet")[0]
-
-
-def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
-    (mistake,) = check_prompts("p", tmp_path / "promts.jsonl")
-    assert mistake.endswith(f"did you mean {str(tmp_path / 'prompts.jsonl')!r}?")
 
 
 def test_an_unknown_environment_is_told() -> None:

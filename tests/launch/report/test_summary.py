@@ -119,7 +119,8 @@ def test_the_promised_fields_are_there(folder: RunFolder) -> None:
         "balanced": True,
     }
     assert summary["staleness"] == {"max": 2, "mean": 40 / 60, "bound": 4}
-    assert summary["eval"] == [{**point, "tags": {}} for point in ACCOUNT["eval"]]
+    nothing = {"reward_greedy": None, "reward_sampled": None, "tags": {}, "environments": {}}
+    assert summary["eval"] == [{**nothing, **point} for point in ACCOUNT["eval"]]
     assert summary["learner"] == ACCOUNT["learner"]
     assert (summary["actors"], summary["teachers"], summary["versions_published"]) == (3, 2, 13)
     assert (summary["ok"], summary["exit_code"], summary["reason"]) == (True, 0, "all steps are made")
@@ -146,7 +147,8 @@ def test_the_noise_of_grades_stands_beside_the_divergence(
 def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None:
     def point(step: int, sampled: float, reverse_kl: float | None) -> dict[str, Any]:
         figures = {"accuracy_greedy": None, "accuracy_sampled": sampled, "reverse_kl": reverse_kl}
-        return {"step": step, "tags": {"sums": {**figures, "n_greedy": 0, "n_sampled": 32}}}
+        sums = {**figures, "reward_greedy": None, "reward_sampled": 0.5, "n_greedy": 0, "n_sampled": 32}
+        return {"step": step, "tags": {"sums": sums}, "environments": {"game": {**sums, "n_sampled": 16}}}
 
     points = [point(0, 0.25, 0.5), point(12, 0.75, 0.125)]
     points[1]["tags"]["new"] = {"accuracy_sampled": None, "n_sampled": 0}
@@ -154,6 +156,7 @@ def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None
     shown = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
     assert written(folder)["eval"][0]["tags"] == points[0]["tags"]
     assert "of sums sampled (of 32) 0.250 -> 0.750, reverse KL 0.500 -> 0.125" in shown
+    assert "in game sampled (of 16) 0.250 -> 0.750" in shown
     assert "of new nothing could be measured" in shown
 
 

@@ -154,6 +154,50 @@ def test_figures_by_tag_are_those_of_an_evaluation_of_the_tag_alone(small_tokeni
     assert finish(one).tags == {}
 
 
+def test_figures_by_environment_are_there_where_tags_do_not_say_the_same(
+    small_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    config = TaskConfig(eval_greedy=0, eval_sampled=4, env="plain", routes={})
+
+    def answered(*of: tuple[str, str]) -> EvaluationResult:
+        given = [EvalPrompt(p.ids, tag, None, env=env) for p, (tag, env) in zip(prompts(4), of, strict=True)]
+        evaluation = Evaluation(config, given, small_tokenizer, version=V40, seed=1)
+        (eval_id,) = evaluation.eval_ids
+        tasks = tasks_of(evaluation, eval_id)
+        assert [task.env for task in tasks] == [env or "plain" for _, env in of]
+        send(evaluation, eval_id, *(answer(task, reward=[1.0, 0.0, 0.25, 0.75][i]) for i, task in enumerate(tasks)))
+        return evaluation.result()
+
+    crossed = answered(("easy", "game"), ("hard", "game"), ("easy", ""), ("hard", ""))
+    assert list(crossed.tags) == ["easy", "hard"] and list(crossed.environments) == ["game", "plain"]
+    game, plain = crossed.environments.values()
+    assert (game.reward_sampled, game.accuracy_sampled, game.n_sampled) == (0.5, 0.5, 2)
+    assert (plain.reward_sampled, plain.accuracy_sampled, plain.n_sampled) == (0.5, 0.5, 2)
+    assert (crossed.tags["easy"].reward_sampled, crossed.tags["hard"].reward_sampled) == (0.625, 0.375)
+    by_name = answered(("game", "game"), ("game", "game"), ("", ""), ("", ""))
+    assert list(by_name.tags) == ["(untagged)", "game"] and by_name.environments == {}
+    assert answered(*[("easy", "game"), ("hard", "game")] * 2).environments == {}
+
+
+def test_a_sample_s_prompt_is_what_the_student_read_before_it_wrote(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also where its environment made the prompt, of another length than the row's."""
+    config = TaskConfig(eval_greedy=1, eval_sampled=0, routes={})
+    evaluation = Evaluation(config, prompts(1), small_tokenizer, version=V40, seed=1)
+    (eval_id,) = evaluation.eval_ids
+    item, (ids, behaviour, mask, _) = answer(tasks_of(evaluation, eval_id)[0], n=2)
+    longer = np.concatenate([np.array([66, 66, 66], np.int32), ids])
+    zeros, none = np.zeros(3, np.float32), np.zeros(3, np.uint8)
+    frames = (
+        longer,
+        np.concatenate([zeros, behaviour]),
+        np.concatenate([none, mask]),
+        np.zeros((0, len(longer)), np.float32),
+    )
+    send(evaluation, eval_id, (msgspec.structs.replace(item, end=len(longer), spans=()), frames))
+    (sample,) = evaluation.result().samples
+    assert (sample.prompt, sample.completion) == ("cccbc", "dBd")
+
+
 def test_the_figures_of_a_whole_evaluation(evaluation: Evaluation) -> None:
     greedy, sampled = (tasks_of(evaluation, eval_id) for eval_id in evaluation.eval_ids)
     send(evaluation, "000040-greedy", answer(greedy[0], reward=1.0), answer(greedy[1], reward=0.25, n=4))

@@ -65,6 +65,31 @@ def test_every_format_hands_over_all_columns_as_json(tmp_path: Path, write_rows:
         assert read == rows, path
 
 
+def test_a_row_names_its_environment_which_is_its_tag_unless_it_has_one(tmp_path: Path, write_rows: WriteRows) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "env": "game", "tag": None, "env_options": {"n": 3}},
+        {"prompt": "b", "env": "game", "tag": "hard", "env_options": None},
+        {"prompt": "c", "env": None, "tag": None, "env_options": None},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for path in (write_rows(rows), tmp_path / "p.parquet", tmp_path / "saved"):
+        read = all_of(open_prompts(str(path), {"game", "single_turn"}))
+        assert [(r.env, r.tag) for r in read] == [("game", "game"), ("game", "hard"), ("", "")], path
+        with pytest.raises(
+            RowError, match=r"(line 1|row 0): env 'game' is not an environment of this run, expected"
+        ) as e:
+            open_prompts(str(path), {"games", "single_turn"})
+        assert "one of games, single_turn; did you mean 'games'?" in str(e.value)
+        assert len(open_prompts(str(path))) == 3
+
+
+@pytest.mark.parametrize("row", [{"env": 3}, {"env_options": [1]}, {"env_options": "n=3"}])
+def test_an_environment_is_a_name_and_its_options_a_table(write_rows: WriteRows, row: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match=r"line 1: Expected .* at `\$\.env"):
+        open_prompts(str(write_rows([{"prompt": "a", **row}])))
+
+
 def test_columns_that_json_has_no_form_for_become_text(tmp_path: Path) -> None:
     row = {"prompt": "a", "day": date(2026, 11, 23), "price": Decimal("1.50"), "raw": b"\xff\x00", "ratio": math.nan}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "p.parquet")

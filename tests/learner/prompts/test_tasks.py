@@ -100,6 +100,18 @@ def test_rows_whose_columns_an_environment_cannot_read_are_dropped_and_counted(
     assert stream.dropped == {"bad_row": 1, "row_too_large": 1}
 
 
+def test_a_row_s_environment_stands_in_place_of_the_configured_one_and_has_its_share(
+    write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"prompt": f"p{i}", **({"env": "game"} if i < 4 else {"env": "quiz", "tag": "hard"})} for i in range(8)]
+    stream = make_stream(make_config(write_rows([*rows, {"prompt": "q"}]), shuffle=False), small_tokenizer)
+    expected = [("game", "game")] * 4 + [("quiz", "hard")] * 4 + [("single_turn", "")]
+    assert [(offer.task.env, offer.task.tag) for offer in stream.next(9)] == expected
+    mixed = make_stream(make_config(write_rows(rows), mix={"game": 1, "hard": 3}), small_tokenizer).next(400)
+    share = sum(offer.task.env == "quiz" for offer in mixed) / 400
+    assert 0.65 < share < 0.85
+
+
 def test_a_row_survives_a_checkpoint(write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast) -> None:
     config = make_config(write_rows([{**row, "x": "\u00fc\n"} for row in ROWS]))
     stream = make_stream(config, small_tokenizer)

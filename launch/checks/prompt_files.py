@@ -1,0 +1,124 @@
+"""Checks the first rows of a prompts file without torch, in a moment: the columns, and the environments that rows name.
+The learner reads and checks more of it (learner.prompts.data), and so does `--check`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from actors.config import EnvConfig
+from actors.envs.registry import UnknownEnvironment, check_options, options_of_row
+from launch.checks.model_files import nearest_path
+from learner.prompts.records import RowError, expect_known_environment
+
+ROWS_CHECKED: Final = 1_000
+Json = Mapping[str, object]
+
+
+def check_prompts(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> list[str]:
+    """Check the first rows of a prompts file. `environments`: those of the run."""
+    path = path.expanduser()
+    if not path.exists():
+        return [f"{key}: no file {str(path)!r}{nearest_path(path)}"]
+    try:
+        if path.is_dir():
+            return _check_folder(key, path, environments)
+        if path.suffix == ".parquet":
+            return _check_parquet(key, path, environments)
+        if path.suffix in (".jsonl", ".json"):
+            return next((mistakes for row in _first_rows(key, path, environments) if (mistakes := row)), [])
+    except (OSError, ValueError, ImportError) as error:
+        return [f"{key}: {path}: {error}"]
+    return [f"{key}: {path} is a {path.suffix or 'suffixless'} file, expected .jsonl, .parquet or a datasets folder"]
+
+
+def _first_rows(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> Iterator[list[str]]:
+    seen = 0
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row: object = json.loads(line)
+            except json.JSONDecodeError as error:
+                yield [f"{key}: {path}:{number} is not JSON: {error}"]
+                return
+            if not isinstance(row, dict):
+                yield [f"{key}: {path}:{number}: got {type(row).__name__}, expected an object with prompt or messages"]
+                return
+            fields = cast(Json, row)
+            where = f"{path}:{number}"
+            yield _check_columns(key, Path(where), list(fields)) or _check_environment(
+                key, where, fields.get("env"), fields.get("env_options"), environments
+            )
+            seen += 1
+            if seen == ROWS_CHECKED:
+                return
+    if seen == 0:
+        yield [f"{key}: {path} holds no prompts"]
+
+
+def _check_columns(key: str, where: Path, columns: list[str]) -> list[str]:
+    if "prompt" in columns or "messages" in columns:
+        return []
+    return [f"{key}: {where}: got the fields {', '.join(columns) or '(none)'}; expected prompt (text) or messages"]
+
+
+def _check_folder(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> list[str]:
+    if (path / "dataset_info.json").is_file():
+        features = cast(Json, json.loads((path / "dataset_info.json").read_text())).get("features")
+        return _check_columns(key, path, list(cast(Json, features))) if isinstance(features, Mapping) else []
+    parquet = sorted(path.rglob("*.parquet"))
+    if parquet:
+        return _check_parquet(key, parquet[0], environments)
+    if (path / "dataset_dict.json").is_file():
+        splits = cast(Json, json.loads((path / "dataset_dict.json").read_text())).get("splits")
+        return [f"{key}: {path} holds the splits {splits}; name one of them, e.g. {path}/train"]
+    return [f"{key}: the folder {path} holds neither a saved dataset (dataset_info.json) nor .parquet files"]
+
+
+def _check_parquet(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> list[str]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("reading Parquet needs pyarrow: pip install 'stillhouse[data]'") from error
+    with parquet.ParquetFile(path) as file:
+        names: list[str] = list(file.schema_arrow.names)
+        if mistakes := _check_columns(key, path, names):
+            return mistakes
+        columns = [name for name in ("env", "env_options") if name in names]
+        if not columns:
+            return []
+        first: Any = next(file.iter_batches(batch_size=ROWS_CHECKED, columns=columns), None)
+    for number, row in enumerate(first.to_pylist() if first is not None else ()):
+        where = f"{path}, row {number}"
+        if mistakes := _check_environment(key, where, row.get("env"), row.get("env_options"), environments):
+            return mistakes
+    return []
+
+
+def _check_environment(
+    key: str, where: str, env: object, options: object, environments: Mapping[str, EnvConfig]
+) -> list[str]:
+    """Check the environment that a row names, and the options that it gives to it or to the run's first one."""
+    if not isinstance(env, str | None) or not isinstance(options, dict | None):
+        got = f"env {env!r} and env_options {options!r}"
+        return [f"{key}: {where}: got {got}, expected the name of an environment and a table of its options"]
+    try:
+        expect_known_environment(env or "", environments, lambda: where)
+    except RowError as error:
+        return [f"{key}: {error}"]
+    config = environments[env] if env else next(iter(environments.values()))
+    if not options:
+        return []
+    try:
+        check_options(config.name, options_of_row(config.options, cast("dict[str, Any]", options)))
+    except UnknownEnvironment:
+        return []  # said by launch.config.consistency, once
+    except ValueError as error:
+        return [f"{key}: {where}: env_options: {error}"]
+    except Exception:  # a user's module, as above
+        return []
+    return []

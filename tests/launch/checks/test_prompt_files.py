@@ -1,0 +1,102 @@
+"""The first rows of prompts files are looked at before anything is started: columns, environments and their options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.config import EnvConfig
+from launch.checks.prompt_files import ROWS_CHECKED, check_prompts
+
+RUNS = {
+    "single_turn": EnvConfig(name="single_turn"),
+    "tools": EnvConfig(name="calculator", options={"result_role": "tool"}),
+}
+"""Environments of the run; the first is that of rows that name none."""
+FINE: list[dict[str, Any]] = [
+    {"prompt": "a"},
+    {"prompt": "b", "env": None, "env_options": None},
+    {"prompt": "c", "env_options": {"answer_pattern": "(x)"}},
+    {"prompt": "d", "env": "tools", "env_options": {"answer_pattern": "(x)", "result_role": "user"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no prompts"),
+        ('{"prompt": "x"}\n{"question": "x"}\n', ":2: got the fields question; expected prompt (text) or messages"),
+        ("not json\n", ":1 is not JSON"),
+        ("[1]\n", ":1: got list, expected an object"),
+    ],
+)
+def test_wrong_rows_of_a_jsonl_file_are_told_with_their_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    (mistake,) = check_prompts("learner.tasks.prompts", tmp_path / "p.jsonl", RUNS)
+    assert mistake.startswith("learner.tasks.prompts: ")
+    assert message in mistake
+
+
+def test_parquet_columns_are_checked(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"messages": [["x"]]}), tmp_path / "good.parquet")
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "bad.parquet")
+    assert check_prompts("p", tmp_path / "good.parquet", RUNS) == []
+    assert "got the fields text" in check_prompts("p", tmp_path / "bad.parquet", RUNS)[0]
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    (mistake,) = check_prompts("p", tmp_path / "promts.jsonl", RUNS)
+    assert mistake.endswith(f"did you mean {str(tmp_path / 'prompts.jsonl')!r}?")
+
+
+def test_rows_may_name_any_environment_of_the_run_and_set_its_options(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in FINE))
+    pq.write_table(pa.Table.from_pylist(FINE), tmp_path / "p.parquet")
+    for name in ("p.jsonl", "p.parquet"):
+        assert check_prompts("p", tmp_path / name, RUNS) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"env": "tolls"},
+            "env 'tolls' is not an environment of this run, expected one of single_turn, tools; did you mean 'tools'? "
+            "(others are added as actor.environments.NAME)",
+        ),
+        ({"env": "tools", "env_options": {"result_rule": "x"}}, "'result_rule'; did you mean 'result_role'?"),
+        ({"env_options": {"result_role": "x"}}, "environment 'single_turn' has no option 'result_role'"),
+    ],
+)
+def test_a_row_for_no_environment_of_the_run_is_told_with_its_place(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    rows = [{"prompt": "a", "env": None}, {"prompt": "b", **row}]
+    (tmp_path / "p.jsonl").write_text("\n" + "".join(f"{json.dumps(row)}\n" for row in rows))
+    pq.write_table(
+        pa.Table.from_pylist([{"env": None, "env_options": None, **row} for row in rows]), tmp_path / "p.parquet"
+    )
+    for name, place in (("p.jsonl", "p.jsonl:3: "), ("p.parquet", "p.parquet, row 1: ")):
+        (mistake,) = check_prompts("learner.tasks.prompts", tmp_path / name, RUNS)
+        assert place in mistake and message in mistake
+
+
+@pytest.mark.parametrize("row", [{"env": 3}, {"env_options": "n=3"}])
+def test_an_environment_is_a_name_and_its_options_a_table(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", **row}))
+    (mistake,) = check_prompts("p", tmp_path / "p.jsonl", RUNS)
+    assert "expected the name of an environment and a table of its options" in mistake
+
+
+def test_only_the_first_rows_are_read(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": "a"})] * ROWS_CHECKED + [json.dumps({"prompt": "a", "env": "none"})]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    assert check_prompts("p", tmp_path / "p.jsonl", RUNS) == []
+    (tmp_path / "p.jsonl").write_text("\n".join(lines[1:]))
+    assert len(check_prompts("p", tmp_path / "p.jsonl", RUNS)) == 1
