@@ -38,7 +38,8 @@ from learner.objectives.losses import TokenInputs
 from learner.objectives.options import Distributions
 from learner.step.step_loss import make_step_loss
 from models.logprobs import LmHead, token_scores
-from models.one_pass import SampledTokens, one_pass_loss
+from models.one_pass import one_pass_loss
+from tests.sim.sampled_tokens import SampledTokens
 
 CAP, TOP_K = 2.0, 64
 CHECKED_TOKENS = 48

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from buffer.batch_size import Room, Size, fits_alone, size_of
 from buffer.ledger import TOO_LARGE
 from buffer.lifecycle import Lifecycle
-from buffer.peers import Outbox
+from buffer.peers import Outbox, Peer
 from buffer.release import make_item
 from buffer.rollouts import Rollout
 from buffer.tokens import Array
-from protocol.messages import BatchItem, EvalResult
+from protocol.messages import BatchItem, EvalResult, EvalWanted
 
 KEPT_EVALUATIONS = 4
 """Number of evaluations to keep, in case a result was lost, of those whose results were all sent but not all
@@ -83,16 +84,16 @@ class EvalDesk:
         if evaluation.subscribed:
             self._send(evaluation, [])
 
-    def wanted(self, eval_id: str, have: tuple[str, ...]) -> None:
+    def wanted(self, now_s: float, peer: Peer, message: EvalWanted, arrays: Sequence[Array]) -> None:
         """Answer the learner's request with the results that it neither has nor will receive. No answer while no task
         of this evaluation has been offered."""
-        evaluation = self._evaluations.get(eval_id)
+        evaluation = self._evaluations.get(message.eval_id)
         if evaluation is None:
-            self._asked_early[eval_id] = None
+            self._asked_early[message.eval_id] = None
             return
         evaluation.subscribed = True
         self._deliver(evaluation)
-        for rollout_id in have:
+        for rollout_id in message.have:
             evaluation.results.pop(rollout_id, None)
             evaluation.on_the_way.pop(rollout_id, None)
         room = Room()

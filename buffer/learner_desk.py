@@ -238,9 +238,6 @@ class LearnerDesk:
         if weights is not None and (self.weights is None or weights.version > self.weights.version):
             self.weights = weights
 
-    def eval_wanted(self, now_s: float, peer: Peer, message: m.EvalWanted, arrays: Sequence[Array]) -> None:
-        self._evals.wanted(message.eval_id, message.have)
-
     def _same_branch(self, peer: Peer, version: WeightVersion) -> bool:
         """Return True if the version is on the surviving branch. Otherwise the sender is sent a Refused."""
         epoch = self._versions.newest.epoch

@@ -247,7 +247,7 @@ class BufferState:
             m.TasksOffered: learner.tasks_offered,
             m.BatchWanted: learner.batch_wanted,
             m.BatchTrained: learner.batch_trained,
-            m.EvalWanted: learner.eval_wanted,
+            m.EvalWanted: self._evals.wanted,
             m.VersionPublished: learner.version_published,
             m.PostWeightPlan: self._post_weight_plan,
             m.TeacherWeights: self._new_teacher_weights,

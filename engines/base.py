@@ -3,7 +3,7 @@
 An engine is driven by polling, from one thread: `submit` requests, then call `poll`, which does some work (the embedded
 engine: one decode step) or returns what arrived meanwhile (a remote engine). Weights arrive in another thread. An
 engine that holds them itself is a `TakesWeights`: it stages them, and swaps them in inside `poll`, between two decode
-steps. An engine whose weights are on a server is a `SwapsRemotely`: it pauses while the server takes them.
+steps. An engine whose weights are on a server pauses while the server takes them.
 
 Shapes: n = tokens of the item at hand. Log-probs are natural, float32.
 """
@@ -145,23 +145,6 @@ class TakesWeights(Protocol):
         be views of memory that is reused after this call, so an implementation copies what it keeps. A newer staging
         replaces one that is not swapped in yet. Raises ValueError for missing or unknown names or shapes, naming them;
         then nothing is swapped."""
-        ...
-
-
-class SwapsRemotely(Protocol):
-    """An engine whose weights arrive on its server. The weight sink that updates the server calls this, from one
-    thread."""
-
-    @property
-    def version(self) -> WeightVersion: ...
-
-    def pause(self, timeout_s: float) -> None:
-        """Prepare for an update: send nothing more, and stop running requests where the server can take new weights.
-        After an error nothing is sent until `resume` succeeds."""
-        ...
-
-    def resume(self, version: WeightVersion, timeout_s: float) -> None:
-        """Continue under `version`, which the server has acknowledged. Raises when the server does not have it."""
         ...
 
 

@@ -51,7 +51,8 @@ _CUT_POLL_S: Final = 0.005
 
 
 class SGLangEngine:
-    """A GenerationEngine and SwapsRemotely (engines.base)."""
+    """A GenerationEngine (engines.base). `pause` and `resume` are for the weight sink that updates its server, from one
+    thread."""
 
     def __init__(
         self,

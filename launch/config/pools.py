@@ -14,7 +14,6 @@ from actors.config import ActorConfig
 from engines.provider import EngineProvider, EngineRole
 from engines.registry import find_engine
 from launch.config.run import RunConfig
-from protocol.context import WorkerRole
 from teachers.config import TeacherConfig
 
 replace = msgspec.structs.replace
@@ -104,11 +103,6 @@ def without_idle_routes(config: RunConfig) -> RunConfig:
         return config
     tasks, objective = replace(learner.tasks, routes={}), replace(objective, teacher_coefs={})
     return replace(config, learner=replace(learner, tasks=tasks, objective=objective))
-
-
-def config_of(config: RunConfig, role: WorkerRole, index: int) -> RunConfig:
-    """The configuration of one worker; a teacher gets the settings and the model of its pool."""
-    return pool_of(config, index).config if role == "teacher" else config
 
 
 def pool_of(config: RunConfig, index: int) -> TeacherPool:

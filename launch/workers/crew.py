@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from launch.config.pools import config_of, pool_of
+from launch.config.pools import pool_of
 from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Worker
 from launch.servers.plan import urls_of
@@ -55,7 +55,7 @@ class Crew:
             return max(grace_s, self._config.buffer.peer_timeout_s + CLOSING_S)
         if worker.role != "teacher":
             return grace_s
-        return max(grace_s, config_of(self._config, "teacher", worker.index).teacher.leaving_s + CLOSING_S)
+        return max(grace_s, pool_of(self._config, worker.index).config.teacher.leaving_s + CLOSING_S)
 
     def unwelcomed(self, snapshot: Snapshot | None) -> list[str]:
         """Workers that are not connected to the buffer yet."""

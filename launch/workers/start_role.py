@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from launch.config.pools import config_of
+from launch.config.pools import pool_of
 from launch.config.run import RunConfig
 from launch.machine.devices import on_device
 from protocol.context import RoleContext, WorkerRole
@@ -46,7 +46,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def context(self, config: RunConfig, run_dir: Path) -> RoleContext[RunConfig]:
         """`run_dir`: path of the run folder on this host."""
-        own = config_of(config, self.role, self.index)
+        own = pool_of(config, self.index).config if self.role == "teacher" else config
         return RoleContext(
             role=self.role,
             index=self.index,

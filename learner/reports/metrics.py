@@ -86,11 +86,6 @@ class MetricsWriter:
             folder / TENSORBOARD_FOLDER, self.unwritten, purge_step=resume.step + 1 if resume else None
         )
 
-    @property
-    def nonfinite_total(self) -> int:
-        """Count of NaN and infinite numbers written."""
-        return self._nonfinite_total
-
     def step(
         self,
         step: int,

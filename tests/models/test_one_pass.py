@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.logprobs import LmHead, token_scores
-from models.one_pass import SampledTokens, one_pass_loss
+from models.one_pass import one_pass_loss
+from tests.sim.sampled_tokens import SampledTokens
 
 
 def _inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from launch.checks.preflight import check
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.consistency import check_consistency
 from launch.config.files import read_config, write_config
-from launch.config.pools import config_of, teacher_pools
+from launch.config.pools import pool_of, teacher_pools
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
@@ -56,7 +56,7 @@ def refused(**plain: Any) -> str:
 def test_each_teacher_reads_the_model_and_the_settings_of_its_pool(tmp_path: Path) -> None:
     config = resolve(tmp_path, FILE, "--teacher", "T", "--pools.multipliers.dtype", "bfloat16")
     assert config.teachers == 3
-    seen = [config_of(config, "teacher", index) for index in range(3)]
+    seen = [pool_of(config, index).config for index in range(3)]
     assert [(own.teacher.pool, own.models.teacher) for own in seen] == [
         *[("adders", "T")] * 2,
         ("multipliers", "M"),
@@ -65,7 +65,6 @@ def test_each_teacher_reads_the_model_and_the_settings_of_its_pool(tmp_path: Pat
         *[(8, 2048, "auto")] * 2,
         (16, 2048, "bfloat16"),
     ]
-    assert config_of(config, "actor", 1) is config
     assert check_consistency(config, None).mistakes == []
 
 
