@@ -37,21 +37,9 @@ from launch.workers.supervisor import Supervisor
 from learner.checkpoints.files import NOTHING_FOUND, Found
 
 
+@lasting_output()
 def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -> int:
     """Run the command; returns the exit code."""
-    with lasting_output():
-        return _main(arguments, make_backend)
-
-
-def _version() -> str:
-    """Version of the installed package; a clone that was never installed has none."""
-    try:
-        return importlib.metadata.version("stillhouse")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed: run from a clone)"
-
-
-def _main(arguments: Sequence[str], make_backend: MakeBackend) -> int:
     began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
     try:
         line = parse_arguments(arguments)
@@ -131,6 +119,14 @@ def run(
             status.say("Ctrl-C: the teacher's accuracy is not measured; the run itself had ended")
     print_summary(summary, folder)
     return summary.exit_code
+
+
+def _version() -> str:
+    """Version of the installed package; a clone that was never installed has none."""
+    try:
+        return importlib.metadata.version("stillhouse")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: run from a clone)"
 
 
 def own_workers(config: RunConfig) -> list[str]:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ class StopRequests:
             self._former[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hung_up)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, handler in self._former.items():
             signal.signal(signum, handler)
 

@@ -65,13 +65,9 @@ class Asked:
     line: CommandLine
 
 
+@lasting_output()
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    with lasting_output():
-        return _main(arguments)
-
-
-def _main(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(USAGE)
         return 0

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
 
 HERE: Final = Path(__file__).resolve().parent
@@ -141,24 +140,16 @@ class Servers:
     ) -> Server:
         """Fork a server, which then loads its model (see `wait_ready`). `args` come after `base_args`, so they win. A
         name may be used again once its server is gone."""
-        self.request(name, model, args, port=port, base_args=base_args)
+        self.request(name, ["--model-path", str(model), *base_args, *args], port=port)
         self._await(lambda: name in self._replies, 10.0, f"server {name} to be forked")
         reply = self._replies[name]
         if isinstance(reply, ServerError):
             raise reply
         return reply
 
-    def request(
-        self,
-        name: str,
-        model: str | Path,
-        args: Sequence[str] = (),
-        *,
-        port: int = 0,
-        base_args: Sequence[str] = SERVER_ARGS,
-    ) -> None:
-        """Like `start`, without waiting; see `take_events`. Raises ServerError if the zygote is gone."""
-        arguments = ["--model-path", str(model), *base_args, *args]
+    def request(self, name: str, arguments: Sequence[str], *, port: int) -> None:
+        """Like `start`, with all of the server's arguments and without waiting; see `take_events`. Raises ServerError
+        if the zygote is gone."""
         with self._changed:
             self._replies.pop(name, None)
             self._keys[name] = arguments[arguments.index(KEY_ARGUMENT) + 1] if KEY_ARGUMENT in arguments else ""
@@ -216,9 +207,7 @@ class Servers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _send(self, **command: Any) -> None:

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import msgpack
@@ -199,9 +198,7 @@ class RecordFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self, at: int, n_bytes: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from launch.audit.history import History
@@ -115,16 +115,12 @@ class TokenCount:
 
 def _covered(parts: Sequence[Trained], start: int, end: int) -> int:
     """Number of tokens of [start, end) that are in any of the parts."""
-    return sum(high - low for low, high in _union(parts, start, end))
-
-
-def _union(parts: Sequence[Trained], start: int, end: int) -> Iterator[tuple[int, int]]:
-    at = start
+    n, at = 0, start
     for part in sorted(parts):
         low, high = max(at, part.start), min(end, part.end)
         if low < high:
-            yield low, high
-            at = high
+            n, at = n + high - low, high
+    return n
 
 
 def _where(batch: Batch, sampled: Sampled, tokens: tuple[int, int], detail: str) -> Where:

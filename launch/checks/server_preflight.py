@@ -29,6 +29,7 @@ from launch.servers.plan import (
 from protocol.addresses import free_port
 
 HIGHEST_PORT: Final = 65535
+replace = msgspec.structs.replace
 
 
 class Found(NamedTuple):
@@ -69,7 +70,7 @@ def check_servers(
     for key, role, _, own in launched_groups(config):
         server = server_config(own, role)
         if server.device == "auto":
-            config = with_server(config, key, msgspec.structs.replace(server, device="cuda" if machine.gpus else "cpu"))
+            config = with_server(config, key, replace(server, device="cuda" if machine.gpus else "cpu"))
     not_here: list[str] = []
     for group in launched_groups(config):
         lacking, others = _lacking(group, machine, interpreters)
@@ -91,13 +92,8 @@ def check_servers(
             memory, too_large = estimate(config, machine, placement)
             mistakes += too_large
             plans = plan_servers(config, machine.gpus, placement.places.servers)
-            config = _with_backend(config, placement)
+            config = replace(config, weights=replace(config.weights, backend=placement.weights.backend))
     return Found(config, placement, plans, attached.servers, mistakes, not_here, memory)
-
-
-def _with_backend(config: RunConfig, placement: Placement) -> RunConfig:
-    replace = msgspec.structs.replace
-    return replace(config, weights=replace(config.weights, backend=placement.weights.backend))
 
 
 def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Iterator[str]:

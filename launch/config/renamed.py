@@ -46,7 +46,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "teacher.sglang.stream_tokens": "scores come in one reply, not in a stream",
     "teacher.sglang.update_mode": "no request of a teacher runs across a weight swap",
     "teacher.sglang.pause_timeout_s": "a teacher's server is never paused",
-    "teacher.sglang.breaker_failures": "the buffer has a breaker for each teacher (buffer.breaker.*)",
+    "teacher.sglang.breaker_failures": "the buffer has a breaker for each teacher (buffer.breaker_*)",
     "actor.sglang.breaker_failures": "three failures in a row always open the breaker",
     "learner.max_skipped_steps": "three skipped steps in a row always end the run",
     "actor.torch.emit_every_steps": "tokens are always handed out every eight decode steps",

@@ -25,7 +25,7 @@ from launch.config.files import write_config
 from launch.config.keys import Key
 from launch.config.run import ALIASES
 from launch.errors import ConfigError, LaunchError, interrupted, refuse
-from launch.join.config import Joining, check_joining
+from launch.join.config import Joining, check_joining, refuse_foreign
 from launch.join.joiner import Joiner, JoinStatus, JoinSummary
 from launch.join.target import Target, TryAgain, close_on_error, connect, find_target
 from launch.processes.local import LocalProcesses
@@ -73,13 +73,9 @@ class JoinLine:
     overrides: tuple[tuple[Key, str], ...]
 
 
+@lasting_output()
 def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -> int:
     """Run the command; returns the exit code."""
-    with lasting_output():
-        return _main(arguments, make_backend)
-
-
-def _main(arguments: Sequence[str], make_backend: MakeBackend) -> int:
     began_s = time.monotonic()
     try:
         line = parse_join(arguments)
@@ -113,6 +109,7 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
         return None
     if not words.positional:
         raise ConfigError("expected a RUN, got none; --help shows how to name one")
+    refuse_foreign(words.overrides)
     own = words.own
     prefix = own.get("name_prefix", f"{_plain(platform.node())}-{secrets.token_hex(2)}")
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{LONGEST_PREFIX}}}", prefix):

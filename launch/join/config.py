@@ -54,6 +54,18 @@ class Joining(NamedTuple):
     """Devices of embedded engines."""
 
 
+def refuse_foreign(overrides: Sequence[tuple[Key, str]]) -> None:
+    """Raise ConfigError for keys that a join cannot set, whichever run it joins."""
+    mistakes = [
+        f"--{key.name}: belongs to the run, which has set it; a join can set actors, teachers, and most of "
+        "models.*, actor.*, teacher.* and launch.*"
+        for key, _ in overrides
+        if not key.name.startswith(OWN_BRANCHES) or key.name in OF_THE_RUN
+    ]
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
 def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
     """Check everything; raises ConfigError with all mistakes."""
     config = _resolved(target, overrides)
@@ -109,15 +121,7 @@ def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig
         put(plain, key, get(defaults, key))
     put(plain, "actors", None)
     put(plain, "teachers", None)
-    mistakes: list[str] = []
-    for key, text in overrides:
-        if not key.name.startswith(OWN_BRANCHES) or key.name in OF_THE_RUN:
-            mistakes.append(
-                f"--{key.name}: belongs to the run, which has set it; a join can set actors, teachers, and most of "
-                "models.*, actor.*, teacher.* and launch.*"
-            )
-        else:
-            mistakes += put_overrides(plain, [(key, text)])
+    mistakes = put_overrides(plain, overrides)
     for number, urls in (("actors", get(plain, "actor.urls")), ("teachers", get(plain, "teacher.urls"))):
         if get(plain, number) is None:
             put(plain, number, len(cast(list[object], urls)))

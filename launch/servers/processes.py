@@ -106,7 +106,8 @@ class ServerProcesses:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _fork(self, plan: ServerPlan, port: int, api_key: str) -> None:
-        args = [*plan.launch.arguments, "--host", plan.host, "--port", str(port), KEY_ARGUMENT, api_key]
+        server = ("--model-path", plan.model, *plan.launch.arguments)
+        address = ("--host", plan.host, "--port", str(port), KEY_ARGUMENT, api_key)
         self._forked[plan.name] = 0
         try:
             if self._zygote is None:
@@ -117,7 +118,7 @@ class ServerProcesses:
                     warm_timeout_s=None,
                     die_with_thread=True,
                 )
-            self._zygote.request(plan.name, plan.model, args, port=port, base_args=())
+            self._zygote.request(plan.name, (*server, *address), port=port)
         except ServerError:
             self._zygote_lost()
 

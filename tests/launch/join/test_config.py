@@ -71,9 +71,6 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
     ("run", "arguments", "message"),
     [
         (target(), (), "say how many workers join"),
-        (target(), ("--actors=1", "--learner.lr=1"), "--learner.lr: belongs to the run"),
-        (target(), ("--actors=1", "--max-staleness=1"), "--buffer.max_staleness: belongs to the run"),
-        (target(), ("--teachers=1", "--teacher.top_k=8"), "--teacher.top_k: belongs to the run"),
         (target(), ("--teachers=1", "--pool=math"), "teacher.pool: got 'math', to which"),
         (target(), ("--actors=-1",), "actors: got '-1', expected int >= 0"),
         (target(), ("--actors=1", "--student=/no/such"), "models.student: no folder"),
@@ -86,6 +83,12 @@ def test_what_does_not_fit_the_run_is_refused_by_key(run: Target, arguments: tup
     with pytest.raises(ConfigError) as refused:
         joining(run, *arguments)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("flag", ["--learner.lr=1", "--buffer.max_staleness=1", "--teacher.top_k=8"])
+def test_keys_of_the_run_are_refused_before_the_run_is_looked_for(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]}: belongs to the run"):
+        parse_join(["run", "--actors=1", flag])
 
 
 def test_from_another_machine_teachers_can_join_a_run_whose_weights_stay_on_its_own() -> None:

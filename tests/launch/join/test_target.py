@@ -91,6 +91,7 @@ def test_the_exit_code_says_whether_starting_a_join_again_can_help(tmp_path: Pat
     killed = make_run(tmp_path / "killed", launcher_pid=2**22 + 1)
     assert join_main([str(killed), "--teachers=1"]) == 75
     assert join_main([str(killed), "--no-such-key=1"]) == join_main(["nowhere", "--teachers=1"]) == 2
+    assert join_main([str(killed), "--actors=1", "--learner.lr=1"]) == 2
 
 
 def test_a_join_finds_the_keys_of_a_run_folder_that_is_mounted_under_another_path(tmp_path: Path) -> None:
