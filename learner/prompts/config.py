@@ -19,8 +19,9 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
 
     prompts: str = ""
     """Training prompts: a JSONL file, a Parquet file, a folder of Parquet files, or a folder of
-    `datasets.save_to_disk`. Fields: `prompt` (text) or `messages` (chat turns), and optionally `tag` and
-    `ground_truth`. Empty: the built-in task."""
+    `datasets.save_to_disk`. Fields: `prompt` (text) or `messages` (chat turns), and optionally `tag`, `ground_truth`,
+    `hint` (see `privileged`), `env` and `env_options` (the row's environment and its options). The environment sees all
+    columns. Empty: the built-in task."""
     eval_prompts: str = ""
     """Evaluation prompts, in the same formats. Empty: some rows of `prompts` are held out (see `eval_share`)."""
     eval_share: Annotated[float, Meta(ge=0, lt=1)] = 0.02
@@ -45,8 +46,8 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     max_teacher_prompt_tokens: PositiveInt = 4096
     """Longest prompt with its privileged context. Longer ones are dropped and counted."""
     max_prompt_tokens: PositiveInt = 896
-    """Longest prompt. Longer ones are dropped and counted. Together with `max_new_tokens` it should fit into the
-    actors' max_context."""
+    """Longest prompt of a row. Longer ones are dropped and counted; prompts that environments make are not counted
+    here. Together with `max_new_tokens` it should fit into the actors' max_context."""
     shuffle: bool = True
     """Shuffle the prompts anew for every pass, by the run's seed. Off: keep the order of the file."""
     group_size: PositiveInt = 8
@@ -60,8 +61,8 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     max_new_tokens: PositiveInt = 96
     """Most tokens the student may write per rollout, all turns together. Evaluations use the same limit."""
     env: str = "single_turn"
-    """Environment that runs the rollouts: single_turn, arithmetic, calculator, or one of your own
-    (docs/environments.md)."""
+    """Environment of rows that name none: single_turn, calculator, one of a package or of your own, or the NAME of an
+    actor.environments.NAME (docs/environments.md)."""
     routes: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: {"default": ()})
     """Teacher pool -> tags of the tasks that it scores; an empty list: all tasks. {}: no teacher scores anything, only
     rewards count."""

@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 @pytest.fixture
 def guess_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The page's code as an importable module; its name."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(code.splitlines()) < 40
     (tmp_path / "guess_from_the_page.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -70,9 +70,8 @@ def test_the_pages_environment_gives_no_reward_when_turns_run_out(guess_module: 
 
 
 def test_the_pages_configuration_is_one() -> None:
-    text = next(
-        t for t in re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL) if "max_turns" in t
-    )
+    found = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    text = next(t for t in found if "my_package" in t and "max_turns" in t)
     config = msgspec.convert(tomllib.loads(text)["actor"], ActorConfig)
     guess = config.environments_of("guess")["guess"]
     assert (guess.name, guess.max_turns, guess.options) == ("my_package.guess:GuessTheNumber", 6, {"highest": 63})
