@@ -101,13 +101,15 @@ class Arrivals:
                 return
             segment = self._life.accept(rollout, message, arrays)
             actor.tokens_total += segment.n_sampled
+            if segment.state is SegmentState.UNSCORED:
+                self._scoring.offer(rollout, segment)
             if message.final:
+                self._life.mask_dropped(rollout, message.dropped, self._scoring.cancel)
+                self._life.finish(rollout, message)
                 self._tickets.returned(rollout)
                 actor.done_total += 1
             else:
                 self._tickets.heard(now_s, rollout)
-            if segment.state is SegmentState.UNSCORED:
-                self._scoring.offer(rollout, segment)
             self._acknowledge(actor, message, "accepted")
             self._advance(rollout)
             following = rollout.held.pop(len(rollout.segments), None)

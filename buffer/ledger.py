@@ -36,6 +36,8 @@ class RejectReason(enum.StrEnum):
     """Too many segments ahead of a missing one (`max_held_segments`), or a negative index."""
     OFFSET_GAP = "offset_gap"
     """`start` is not where the segment before it ended."""
+    BAD_BRANCH = "bad_branch"
+    """It follows, or names as dropped, tokens that the rollout does not have."""
     LENGTH_MISMATCH = "length_mismatch"
     """Frames missing, or not as long as `end - start`."""
     EMPTY_SEGMENT = "empty_segment"

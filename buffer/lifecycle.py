@@ -6,7 +6,7 @@ decisions are made in `scoring`, `release` and `evals`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ from buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot
 from buffer.task_book import TaskBook
 from buffer.tokens import Array
 from buffer.versions import VersionTable
-from protocol.messages import Ledger, TaskKind, Ticket, WeightVersion
+from protocol.branches import path_to
+from protocol.messages import Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
 from protocol.messages import Segment as SegmentMessage
 
 
@@ -92,15 +93,21 @@ class Lifecycle:
             self.unready += 1
 
     def accept(self, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]) -> Segment:
-        """Store a segment that passed `buffer.validation`. The final one closes the rollout."""
+        """Store a segment that passed `buffer.validation`."""
         ids_N, logprobs_N, loss_mask_N = arrays
         n_sampled = int(loss_mask_N.sum())
         sampled_N = np.flatnonzero(loss_mask_N)
         top_range = (message.start, message.start)
         if rollout.kind == "train" and n_sampled:
             top_range = (message.start + int(sampled_N[0]), message.start + int(sampled_N[-1]) + 1)
+        other_tokens = 0
+        if message.follows is not None:
+            rollout.branches.append(Branch(message.start, message.follows))
+        if rollout.branches:
+            other_tokens = message.end - sum(end - start for start, end in path_to(rollout.branches, message.end))
         n_pools = len(rollout.affinity)
         segment = Segment(message.index, message.start, message.end, message.spans, n_sampled, n_pools, *top_range)
+        segment.other_tokens = other_tokens
         counts = self.book.of(rollout.kind)
         if not rollout.segments:
             counts.rollouts.accept()
@@ -117,15 +124,17 @@ class Lifecycle:
             self._settle_segment(rollout, segment)
         elif segment.unscored_pools == 0:
             self._make_scored(rollout, segment)
-        if message.final:
-            rollout.final = True
-            rollout.finish_reason = message.finish_reason
-            rollout.reward = message.reward
-            if rollout.kind == "train":
-                self._finished_rollouts += 1
-                self._finished_tokens += rollout.n_sampled
-            self.close(rollout)
         return segment
+
+    def finish(self, rollout: Rollout, message: SegmentMessage) -> None:
+        """Close the rollout: its final segment is stored."""
+        rollout.final = True
+        rollout.finish_reason = message.finish_reason
+        rollout.reward = message.reward
+        if rollout.kind == "train":
+            self._finished_rollouts += 1
+            self._finished_tokens += rollout.n_sampled
+        self.close(rollout)
 
     def close(self, rollout: Rollout, reason: str = "") -> None:
         """Expect no further segment, because the rollout is whole or for the given reason. Accepted segments stay. A
@@ -166,18 +175,29 @@ class Lifecycle:
         """The hard check: of all that the rollout could release, mask the tokens that are too stale for `version`."""
         if all(self.versions.distance(v, version) <= self._max_staleness for v in rollout.offered_versions):
             return
-        segments = rollout.offered_segments()
-        rollout.n_offered_tokens = 0
-        rollout.offered_versions.clear()
-        for segment in segments:
+        for segment in rollout.offered_segments():
             for span in segment.spans:
                 if self.versions.distance(span.version, version) > self._max_staleness:
                     self._mask_tokens(rollout, segment, span.start, span.end, STALE)
             if segment.n_open == 0:
                 self._settle_segment(rollout, segment)
-            else:
-                self._offer(rollout, segment)
+        self._offer_again(rollout)
         self._after_change(rollout)
+
+    def mask_dropped(self, rollout: Rollout, dropped: Iterable[Dropped], cancel: Callable[[Segment], None]) -> None:
+        """Mask the open tokens of responses that are not to be trained. Tokens in a batch stay: the learner has them
+        already. `cancel` is called with each UNSCORED segment before it is settled."""
+        for one in dropped:
+            for segment in rollout.segments:
+                start, end = max(segment.start, one.start), min(segment.end, one.end)
+                if start >= end or segment.state > SegmentState.SCORED:
+                    continue
+                self._mask_tokens(rollout, segment, start, end, one.reason)
+                if segment.n_open == 0:
+                    if segment.state is SegmentState.UNSCORED:
+                        cancel(segment)
+                    self._settle_segment(rollout, segment)
+        self._offer_again(rollout)
 
     def lease(self, rollout: Rollout) -> tuple[Segment, ...]:
         """Put everything that the rollout could release into a batch, and return it."""
@@ -301,6 +321,13 @@ class Lifecycle:
             rollout.front += 1
             if segment.state is SegmentState.SCORED:
                 self._offer(rollout, segment)
+
+    def _offer_again(self, rollout: Rollout) -> None:
+        """Count anew what the rollout could release, because some of it was masked."""
+        rollout.n_offered_tokens = 0
+        rollout.offered_versions.clear()
+        for segment in rollout.offered_segments():
+            self._offer(rollout, segment)
 
     def _offer(self, rollout: Rollout, segment: Segment) -> None:
         rollout.n_offered_tokens += segment.n_open

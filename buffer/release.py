@@ -338,6 +338,7 @@ def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchIte
         finish_reason=rollout.finish_reason if final else None,
         reward=rollout.reward if final else None,
         n_turns=rollout.n_turns,
+        branches=tuple(branch for branch in rollout.branches if branch.start < end),
         top_k=pieces,
     )
     tokens = rollout.tokens

@@ -22,7 +22,8 @@ import numpy as np
 
 from buffer.config import ATTEMPTS_PER_EPOCH
 from buffer.tokens import Array, Int32s, TokenStore
-from protocol.messages import Sampling, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
+from protocol.branches import path_to
+from protocol.messages import Branch, Sampling, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
 from protocol.messages import Segment as SegmentMessage
 
 
@@ -99,6 +100,8 @@ class Segment:
     top_start: int
     top_end: int
     """Range for which top-k sets are requested: the narrowest with all tokens that may be trained, or an empty one."""
+    other_tokens: int = 0
+    """Tokens before `start` that are on other branches."""
     n_open: int = field(init=False)
     """Sampled tokens that are not trained, masked or dropped."""
     n_trained: int = 0
@@ -133,6 +136,8 @@ class Rollout:
     deadline_s: float = 0.0
     """Time at which the ticket is taken back, unless a segment arrives."""
     tokens: TokenStore = field(init=False)
+    branches: list[Branch] = field(default_factory=list[Branch])
+    """By ascending start. Empty: the tokens are one row."""
     segments: list[Segment] = field(default_factory=list[Segment])
     held: dict[int, tuple[SegmentMessage, tuple[Array, ...]]] = field(
         default_factory=dict[int, tuple[SegmentMessage, tuple[Array, ...]]]
@@ -185,7 +190,9 @@ class Rollout:
         """Item and frame that are sent to a teacher to score a segment."""
         start, end = segment.start, segment.end
         item = ScoreItem(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end)
-        ids_N, record = self.tokens.ids(end), self.slot.task
+        ids_N, record = self._path_ids(end), self.slot.task
+        if segment.other_tokens:
+            item = msgspec.structs.replace(item, other_tokens=segment.other_tokens)
         if record.teacher_prompt_T is None:
             return item, ids_N
         n_prompt, n_teacher_prompt = len(record.prompt_T), len(record.teacher_prompt_T)
@@ -196,7 +203,17 @@ class Rollout:
         """Length of the frame of `score_item`."""
         record = self.slot.task
         other = 0 if record.teacher_prompt_T is None else len(record.teacher_prompt_T) - len(record.prompt_T)
-        return segment.end + other
+        return segment.end - segment.other_tokens + other
+
+    def _path_ids(self, end: int) -> Int32s:
+        """[n] The tokens that are read up to token `end` - 1. A view where the rollout has no branches."""
+        parts = [self.tokens.ids(e)[s:] for s, e in path_to(self.branches, end)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def continues_prompt(self, follows: int) -> bool:
+        """The path to token `follows` - 1 begins with the whole prompt of the task."""
+        first = next(iter(path_to(self.branches, follows)), (0, 0))
+        return first[0] == 0 and first[1] >= len(self.slot.task.prompt_T)
 
     @property
     def kind(self) -> TaskKind:

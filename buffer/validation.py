@@ -40,6 +40,8 @@ class SegmentChecker:
         n = message.end - message.start
         if message.start != rollout.length:
             return RejectReason.OFFSET_GAP
+        if not _branches_inside(rollout, message):
+            return RejectReason.BAD_BRANCH
         if n < 0 or not has_shapes(arrays, n, (np.int32, np.float32, np.uint8)):
             return RejectReason.LENGTH_MISMATCH
         if n == 0:
@@ -55,6 +57,8 @@ class SegmentChecker:
             return RejectReason.TOKEN_ID_OUT_OF_RANGE
         if loss_mask_N.max() > 1:
             return RejectReason.BAD_MASK
+        if message.follows == 0 and loss_mask_N[0]:
+            return RejectReason.BAD_MASK
         return (
             self._prompt_refusal(rollout, message, arrays)
             or _logprob_refusal(logprobs_N, loss_mask_N)
@@ -64,11 +68,12 @@ class SegmentChecker:
     def _prompt_refusal(
         self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]
     ) -> RejectReason | None:
-        n_own = message.own_prompt_tokens
+        n_own, task = message.own_prompt_tokens, rollout.slot.task
         if message.index != 0:
+            if message.follows is not None and task.teacher_prompt_T is not None:
+                return None if rollout.continues_prompt(message.follows) else RejectReason.OWN_PROMPT_PRIVILEGED
             return RejectReason.OWN_PROMPT if n_own else None
         ids_N, _, loss_mask_N = arrays
-        task = rollout.slot.task
         if not 0 <= n_own <= len(ids_N):
             return RejectReason.OWN_PROMPT
         if n_own and task.teacher_prompt_T is not None:
@@ -94,6 +99,15 @@ class SegmentChecker:
         if covered != int(np.count_nonzero(loss_mask_N)):
             return RejectReason.BAD_SPANS
         return None
+
+
+def _branches_inside(rollout: Rollout, message: SegmentMessage) -> bool:
+    """The segment follows a token that exists, and names tokens that exist as dropped."""
+    follows, dropped = message.follows, message.dropped
+    edges = [0, *(edge for one in dropped for edge in (one.start, one.end)), message.end]
+    return (follows is None or 0 <= follows < rollout.length) and (
+        not dropped or (message.final and edges == sorted(edges) and all(one.start < one.end for one in dropped))
+    )
 
 
 def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> RejectReason | None:

@@ -6,9 +6,11 @@
     predictors       ^ ^ ^     ^ ^            position t - 1 predicts token t
     targets            s s s     s s
 
-Context behind the last trained token cannot influence the loss (attention is causal), so it is not computed. Items
-are packed by the length of their input, first-fit decreasing. An item longer than the budget gets a microbatch of its
-own; no item is dropped. The teachers' top-k sets of the trained tokens become padded rows, one per token and teacher.
+Context behind the last trained token cannot influence the loss (attention is causal), so it is not computed. A rollout
+with branches becomes several inputs, one per branch with something to train: each trained token is in one of them, and
+in the others it is context. They stay one item, with one share of the loss, in one microbatch. Items are packed by the
+length of their inputs, first-fit decreasing. An item longer than the budget gets a microbatch of its own; no item is
+dropped. The teachers' top-k sets of the trained tokens become padded rows, one per token and teacher.
 
 Legend: L tokens of an item, T input tokens of a microbatch, N trained tokens of it, M teachers (of the item in
 `TrainItem`, of the whole batch in `Microbatch`); R rows of one teacher's top-k sets, K columns, S draws per row.
@@ -18,13 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from models.packed_layout import first_fit_decreasing
+from protocol.branches import path_to
 from protocol.errors import MalformedMessage
 from protocol.messages import BatchItem
 from protocol.topk_codec import TopK, decode_top_k
@@ -142,6 +146,16 @@ class EmptyBatchError(BatchError):
     itself."""
 
 
+class Inputs(NamedTuple):
+    """What the model reads of one item: one sequence per branch with tokens to train, one behind the other."""
+
+    ids_T: npt.NDArray[np.int32]
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    predictor_N: npt.NDArray[np.int64]
+    """For each trained token of the item, in order: the position that predicts it."""
+
+
 @dataclass(frozen=True)
 class TrainItem:
     """One BatchItem and its frames, checked."""
@@ -160,11 +174,24 @@ class TrainItem:
     def n_trained(self) -> int:
         return int(self.train_mask_L.sum())
 
-    @property
-    def n_inputs(self) -> int:
-        """Tokens that the model must read: all before the last trained one."""
+    @cached_property
+    def inputs(self) -> Inputs:
+        """Of each branch, all tokens before the last trained one."""
         trained = np.flatnonzero(self.train_mask_L)
-        return int(trained[-1]) if len(trained) else 0
+        if not self.item.branches or not len(trained):
+            n = int(trained[-1]) if len(trained) else 0
+            return Inputs(self.tokens_L[:n], (n,) if n else (), trained - 1)
+        predictor_N = np.full(len(trained), -1, np.int64)
+        parts: list[npt.NDArray[np.int32]] = []
+        n_before = 0
+        while (left := np.flatnonzero(predictor_N < 0)).size:
+            # The branch of the last token that is in no input yet. Offsets rise along a branch.
+            path_P = np.concatenate([np.arange(*r) for r in path_to(self.item.branches, int(trained[left[-1]]) + 1)])
+            here = left[np.isin(trained[left], path_P, assume_unique=True)]
+            predictor_N[here] = n_before + np.searchsorted(path_P, trained[here]) - 1
+            parts.append(self.tokens_L[path_P[:-1]])
+            n_before += len(parts[-1])
+        return Inputs(np.concatenate(parts), tuple(map(len, parts)), predictor_N)
 
 
 @dataclass(frozen=True)
@@ -238,7 +265,7 @@ def pack(items: Sequence[TrainItem], pack_tokens: int) -> PackedBatch:
             f"none of the {len(items)} items has a token to train; expected at least one trained token in a batch",
             [train_item.item.rollout_id for train_item in items],
         )
-    inputs = [items[i].n_inputs for i in busy]
+    inputs = [len(items[i].inputs.ids_T) for i in busy]
     packs = first_fit_decreasing(inputs, pack_tokens)
     ends = np.cumsum([train_item.n_trained for train_item in items])
     return PackedBatch(
@@ -254,9 +281,9 @@ def _microbatch(
     members: Sequence[int], items: Sequence[TrainItem], teachers: Sequence[str], ends: npt.NDArray[np.int64]
 ) -> Microbatch:
     """`ends`: cumulative number of trained tokens, per item."""
-    lengths = [items[i].n_inputs for i in members]
+    inputs = [items[i].inputs for i in members]
     trained = [np.flatnonzero(items[i].train_mask_L) for i in members]
-    firsts = np.cumsum([0, *lengths[:-1]])
+    firsts = np.cumsum([0, *(len(one.ids_T) for one in inputs[:-1])])
     n_trained = sum(len(offsets) for offsets in trained)
     teacher_MN = np.zeros((len(teachers), n_trained), np.float32)
     routed_MN = np.zeros((len(teachers), n_trained), np.bool_)
@@ -268,9 +295,9 @@ def _microbatch(
             routed_MN[teachers.index(name), place] = True
         column += len(offsets)
     return Microbatch(
-        ids_T=np.concatenate([items[i].tokens_L[:n] for i, n in zip(members, lengths, strict=True)]).astype(np.int64),
-        lengths=tuple(lengths),
-        predictor_N=np.concatenate([offsets - 1 + first for offsets, first in zip(trained, firsts, strict=True)]),
+        ids_T=np.concatenate([one.ids_T for one in inputs]).astype(np.int64),
+        lengths=tuple(length for one in inputs for length in one.lengths),
+        predictor_N=np.concatenate([one.predictor_N + first for one, first in zip(inputs, firsts, strict=True)]),
         target_N=_select(items, members, trained, "tokens_L").astype(np.int64),
         behaviour_N=_select(items, members, trained, "behaviour_L"),
         teacher_MN=teacher_MN,
@@ -288,10 +315,17 @@ def _select(items: Sequence[TrainItem], members: Sequence[int], trained: Sequenc
 def _check(train_item: TrainItem) -> None:
     """Check trained tokens only; values at other tokens are undefined."""
     item, mask_L = train_item.item, train_item.train_mask_L
+    starts = [branch.start for branch in item.branches]
+    if starts != sorted(starts) or any(not 0 <= b.follows < b.start < item.end for b in item.branches):
+        raise _bad(
+            item, f"branches {item.branches}; expected ascending starts below {item.end}, behind tokens before them"
+        )
     if not mask_L.any():
         return
-    if mask_L[0]:
-        raise _bad(item, "its token 0 is to be trained; the first token has no context that predicts it")
+    roots = [0, *(branch.start for branch in item.branches if branch.follows == 0)]
+    if mask_L[roots].any():
+        root = next(at for at in roots if mask_L[at])
+        raise _bad(item, f"its token {root} is to be trained; the first token has no context that predicts it")
     if len(set(item.teachers)) != len(item.teachers):
         raise _bad(item, f"a teacher is named twice in {item.teachers}")
     rows = [("behaviour", train_item.behaviour_L), *zip(item.teachers, train_item.teacher_ML, strict=True)]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from protocol.messages.shared import Sampling, Snapshot, TaskKind, VersionSpan, WeightsRef, WeightVersion
+from protocol.messages.shared import Branch, Sampling, Snapshot, TaskKind, VersionSpan, WeightsRef, WeightVersion
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -125,6 +125,8 @@ class BatchItem(msgspec.Struct, frozen=True):
     finish_reason: str | None
     reward: float | None
     n_turns: int
+    branches: tuple[Branch, ...] = ()
+    """Where the rollout branches, by ascending `start`."""
     top_k: tuple[TopKPiece, ...] = ()
     """Payloads for segments with tokens to train, where teachers sent them."""
 

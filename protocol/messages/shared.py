@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -42,6 +42,24 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: WeightVersion
     start: int
     end: int
+
+
+class Branch(msgspec.Struct, frozen=True, array_like=True):
+    """From `start` on, a rollout's tokens continue behind its first `follows` tokens, as one reads them there, and not
+    behind token `start` - 1. With `follows` 0 they begin a root: they continue nothing."""
+
+    start: int
+    follows: int
+
+
+class Dropped(msgspec.Struct, frozen=True, array_like=True):
+    """A response at [start, end) of the rollout that nobody went on from, and that is not trained."""
+
+    start: int
+    end: int
+    reason: Literal["retried", "undelivered"]
+    """retried: the agent sent the same prompt again and went on from another response. undelivered: the agent was gone
+    before the response ended."""
 
 
 class Sampling(msgspec.Struct, frozen=True):

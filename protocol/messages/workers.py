@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from protocol.messages.shared import Sampling, TaskKind, VersionSpan, WeightVersion
+from protocol.messages.shared import Dropped, Sampling, TaskKind, VersionSpan, WeightVersion
 
 FailureReason: TypeAlias = Literal[
     "env_error", "env_timeout", "env_unknown", "engine_error", "engine_aborted", "engine_refused"
@@ -56,7 +56,10 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     """actor -> buffer, acknowledged. A contiguous run of tokens of one rollout.
 
     Frames: token ids int32 [n]; behaviour log-probs float32 [n] (0 where not sampled); loss mask uint8 [n];
-    n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt."""
+    n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt.
+
+    A rollout with branches (a sub-agent, a retry, a changed history) is still one row of tokens: each is sent once, and
+    a segment that continues another place than the end of the row says so in `follows`."""
 
     rollout_id: str
     index: int
@@ -72,6 +75,10 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     own_prompt_tokens: int = 0
     """Segment 0 only. 0: it begins with the ticket's prompt. Above 0: the environment made the prompt, which is as long
     as this."""
+    follows: int | None = None
+    """None: the segment continues the one before it. Otherwise it begins a branch (see `Branch`)."""
+    dropped: tuple[Dropped, ...] = ()
+    """On the final one: responses that are not trained. Sorted, disjoint."""
 
 
 class SegmentAck(msgspec.Struct, frozen=True, tag=True):
@@ -119,9 +126,9 @@ class ScoreCredit(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreItem(msgspec.Struct, frozen=True):
-    """Score tokens [start, end) of a rollout given its tokens [0, start). Frame: token ids int32 [context_tokens],
-    which are the rollout's first `end` tokens. If the teacher has a prompt of its own, that prompt replaces the first
-    `prompt_tokens` of them."""
+    """Score tokens [start, end) of a rollout given the tokens before them. Frame: token ids int32 [context_tokens],
+    which are the rollout's first `end` tokens without those of other branches. If the teacher has a prompt of its own,
+    that prompt replaces the first `prompt_tokens` of them."""
 
     lease_id: int
     rollout_id: str
@@ -136,11 +143,13 @@ class ScoreItem(msgspec.Struct, frozen=True):
     student's prompt."""
     teacher_prompt_tokens: int = 0
     """Tokens of the teacher's own prompt, with which the frame then begins."""
+    other_tokens: int = 0
+    """Tokens of other branches before `start`, which the frame does not hold."""
 
     @property
     def shift(self) -> int:
-        """The position of a token in the frame minus its position in the rollout."""
-        return self.teacher_prompt_tokens - self.prompt_tokens
+        """The position of a token of [start, end) in the frame minus its position in the rollout."""
+        return self.teacher_prompt_tokens - self.prompt_tokens - self.other_tokens
 
     @property
     def context_tokens(self) -> int:
@@ -150,7 +159,7 @@ class ScoreItem(msgspec.Struct, frozen=True):
     @property
     def first(self) -> int:
         """The first token of [start, end) that can be scored: it is in the frame and has a token before it."""
-        return min(self.end, max(self.start, self.prompt_tokens, 1))
+        return min(self.end, max(self.start, self.prompt_tokens, 1 - self.shift))
 
 
 class ScoreWork(msgspec.Struct, frozen=True, tag=True):

@@ -242,6 +242,97 @@ def test_a_final_segment_may_be_empty_and_no_other(make: Make) -> None:
         assert ack is not None and ack.reason == (None if final else Reason.EMPTY_SEGMENT)
 
 
+def branched(driver: Driver, **changes: Any) -> m.SegmentAck | None:
+    """Segment 1 of `train-0-0-0` (2 prompt tokens, 2 sampled): a context and a sampled token behind token 2."""
+    driver.write("train-0-0-0", 2)
+    fields: dict[str, Any] = {"follows": 3, "final": True, "finish_reason": "stop", "reward": 1.0} | changes
+    message = m.Segment("train-0-0-0", 1, 4, 6, (VersionSpan(v(0), 5, 6),), **fields)
+    sampled = np.array([0, 1], np.uint8)
+    return driver.submit(message, (np.array([7, 8], np.int32), -0.5 * sampled.astype(np.float32), sampled))
+
+
+def test_teachers_read_a_branch_behind_the_token_that_it_follows(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    assert branched(driver) == m.SegmentAck("train-0-0-0", 1, "accepted")
+    (_, first, first_ids), (_, item, ids) = driver.work.values()
+    assert (first.start, first.end, first_ids.tolist()) == (0, 4, [1, 2, 10, 11])
+    assert (item.start, item.end, item.shift, ids.tolist()) == (4, 6, -1, [1, 2, 10, 7, 8])
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None and batch.items[0].branches == (m.Branch(4, 3),)
+
+
+def test_a_root_is_read_without_context_and_its_first_token_gets_no_score(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    branched(driver, follows=0)
+    *_, (_, item, ids) = driver.work.values()
+    assert (item.first, item.first + item.shift, ids.tolist()) == (5, 1, [7, 8])
+
+
+def test_a_response_that_nobody_went_on_from_is_masked_and_not_scored(make: Make) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    branched(driver, dropped=(m.Dropped(2, 4, "retried"),))
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    ledger = driver.ledger
+    assert (ledger.tokens.trained, ledger.tokens.masked) == (1, {"retried": 2})
+    assert ledger.segments.masked == {"retried": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"follows": -1}, Reason.BAD_BRANCH),
+        ({"follows": 4}, Reason.BAD_BRANCH),
+        ({"dropped": (m.Dropped(5, 7, "retried"),)}, Reason.BAD_BRANCH),
+        ({"dropped": (m.Dropped(3, 3, "retried"),)}, Reason.BAD_BRANCH),
+        ({"dropped": (m.Dropped(3, 5, "retried"), m.Dropped(4, 6, "retried"))}, Reason.BAD_BRANCH),
+        ({"dropped": (m.Dropped(2, 4, "retried"),), "final": False}, Reason.BAD_BRANCH),
+    ],
+)
+def test_a_branch_or_a_dropped_response_of_tokens_that_do_not_exist_is_refused(
+    make: Make, changes: dict[str, Any], reason: Reason
+) -> None:
+    driver = make()
+    driver.offer(0)
+    ack = branched(driver, **changes)
+    assert ack is not None and (ack.status, ack.reason) == ("rejected", reason)
+
+
+def test_a_root_that_begins_with_a_sampled_token_is_refused(make: Make) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    message = m.Segment("train-0-0-0", 1, 4, 5, (VersionSpan(v(0), 4, 5),), True, "stop", 1.0, follows=0)
+    ack = driver.submit(message, (np.array([7], np.int32), np.array([-0.5], np.float32), np.ones(1, np.uint8)))
+    assert ack is not None and ack.reason == Reason.BAD_MASK
+
+
+@pytest.mark.parametrize("follows", [1, 0])
+def test_a_branch_that_leaves_the_prompt_is_refused_where_teachers_read_a_privileged_one(
+    make: Make, follows: int
+) -> None:
+    driver = make()
+    task = m.Task(0, "train", 1, m.Sampling(), teacher_prompt_tokens=3)
+    driver.send("learner", "learner", m.TasksOffered((task,)), np.array([1, 2, 7, 1, 2], np.int32))
+    ack = branched(driver, follows=follows)
+    assert ack is not None and ack.reason == Reason.OWN_PROMPT_PRIVILEGED
+
+
+def test_a_branch_behind_the_prompt_is_read_behind_the_privileged_one(make: Make) -> None:
+    driver = make(batch=1)
+    task = m.Task(0, "train", 1, m.Sampling(), teacher_prompt_tokens=3)
+    driver.send("learner", "learner", m.TasksOffered((task,)), np.array([1, 2, 7, 1, 2], np.int32))
+    branched(driver, follows=3)
+    *_, (_, item, ids) = driver.work.values()
+    assert (item.start + item.shift, ids.tolist()) == (4, [7, 1, 2, 10, 7, 8])
+
+
 def own_prompt(driver: Driver, rollout_id: str = "train-0-0-0") -> m.SegmentAck | None:
     """Segment 0 of a rollout whose environment made the prompt [7, 8, 9], and two sampled tokens."""
     ids = np.array([7, 8, 9, 10, 11], np.int32)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from learner.batch import BatchError, EmptyBatchError, PackedBatch, TrainItem, pack, train_items
+from protocol.messages import Branch
 
 Make = Callable[..., TrainItem]
 
@@ -66,6 +68,58 @@ def test_position_before_a_token_predicts_it(make_item: Make) -> None:
     assert micro.ids_T.tolist() == [10, 11, 12]
     assert micro.ids_T[micro.predictor_N].tolist() == [11, 12]
     assert micro.target_N.tolist() == [12, 13]
+
+
+def _branched(make_item: Make, random: np.random.Generator) -> tuple[TrainItem, list[int]]:
+    """An item with branches, and for each token the one that it is read behind (-1: none)."""
+    end = int(random.integers(6, 30))
+    mask, before = random.integers(0, 2, end), list(range(-1, end - 1))
+    mask[0] = 0
+    branches: list[Branch] = []
+    for start in sorted(random.choice(np.arange(2, end), size=int(random.integers(0, 4)), replace=False).tolist()):
+        branches.append(Branch(start, int(random.integers(0, start))))
+        before[start] = branches[-1].follows - 1
+        mask[start] *= before[start] >= 0
+    train_item = make_item(f"r{end}", mask.tolist(), vocab=1000)
+    item = msgspec.structs.replace(train_item.item, branches=tuple(branches))
+    frames = (train_item.tokens_L, train_item.behaviour_L, mask.astype(np.uint8), train_item.teacher_ML)
+    return train_items([item], frames)[0], before
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tokens_of_a_branch_arrive_once_behind_the_tokens_of_their_branch(make_item: Make, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    made = [_branched(make_item, random) for _ in range(4)]
+    if not any(train_item.n_trained for train_item, _ in made):
+        return
+    expected: list[Any] = []
+    for index, (train_item, before) in enumerate(made):
+        for t in np.flatnonzero(train_item.train_mask_L):
+            path, at = [], before[t]
+            while at >= 0:
+                path.append(int(train_item.tokens_L[at]))
+                at = before[at]
+            scores = {"default": float(train_item.teacher_ML[0, t])}
+            expected.append((index, path[::-1], int(train_item.tokens_L[t]), float(train_item.behaviour_L[t]), scores))
+    batch = pack([train_item for train_item, _ in made], int(random.choice([1, 30, 1000])))
+    assert _tokens(batch) == sorted(expected, key=lambda row: (row[0], len(row[1])))
+    in_one = [{int(i) for i in micro.item_N} for micro in batch.microbatches]
+    assert sum(map(len, in_one)) == len(set().union(*in_one)), "an item in two microbatches"
+    numbers = np.concatenate([micro.token_N for micro in batch.microbatches])
+    assert sorted(numbers.tolist()) == list(range(batch.n_trained))
+
+
+def test_branches_that_contradict_each_other_and_a_trained_root_are_refused(make_item: Make) -> None:
+    train_item = make_item("a", [0, 1, 1, 1, 1])
+    for branches, message in (
+        ((Branch(3, 1), Branch(2, 1)), "expected ascending starts below 5"),
+        ((Branch(2, 2),), "expected ascending starts below 5"),
+        ((Branch(5, 2),), "expected ascending starts below 5"),
+        ((Branch(2, 0),), "its token 2 is to be trained; the first token has no context"),
+    ):
+        item = msgspec.structs.replace(train_item.item, branches=branches)
+        with pytest.raises(BatchError, match=message):
+            train_items([item], _frames(train_item))
 
 
 def test_context_behind_the_last_trained_token_is_not_computed(make_item: Make) -> None:

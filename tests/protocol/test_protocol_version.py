@@ -10,7 +10,13 @@ import msgspec
 
 from protocol import messages
 
-SCHEMA_OF_VERSION = {3: "d354f50f43b2ed1e", 4: "d04a45ab42c0ce25", 5: "6e060de32058cbdf", 6: "15307d86316864d6"}
+SCHEMA_OF_VERSION = {
+    3: "d354f50f43b2ed1e",
+    4: "d04a45ab42c0ce25",
+    5: "6e060de32058cbdf",
+    6: "15307d86316864d6",
+    7: "2a3a6a3da88a82b7",
+}
 
 
 def without_words(schema: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
+from learner.batch import TrainItem, train_items
 from learner.objectives.advantages import whitened
 from learner.objectives.batch_terms import cost_scales, domain_scales, domain_sums, teacher_coefs
 from learner.objectives.losses import (
@@ -30,6 +30,7 @@ from learner.objectives.losses import (
 from learner.objectives.sampled import k1, k3
 from learner.prompts.config import TaskConfig
 from learner.step.train_step import Trainer
+from protocol.messages import Branch
 from tests.learner.settings import learner_config, objective_config
 from tests.learner.step.gradients import step_gradients
 
@@ -248,6 +249,29 @@ def test_packing_and_order_do_not_change_the_gradient(tiny_student: Student, mak
     assert any(bool(gradient.any()) for gradient in whole.values())
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_a_rollout_with_branches_has_the_gradient_of_its_branches_as_one_sequence(
+    tiny_student: Student, make_item: Make
+) -> None:
+    """Against a loop: each token behind its own branch, and all of them with one rollout's share."""
+    plain, other = make_item("a", [0, 0, 1, 1, 0, 1, 0, 1, 1]), make_item("b", [0, 1, 1])
+    item = msgspec.structs.replace(plain.item, branches=(Branch(4, 3), Branch(6, 0)))
+    frames = (plain.tokens_L, plain.behaviour_L, plain.train_mask_L.astype(np.uint8), plain.teacher_ML)
+    branched = train_items([item], frames)[0]
+    paths = {2: [0, 1], 3: [0, 1, 2], 5: [0, 1, 2, 4], 7: [6], 8: [6, 7]}
+    config = learner_config(aggregation="sequence_mean", importance="none", max_grad_norm=0.0)
+    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), [branched, other])
+    model = tiny_student("eager", torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for train_item, before in ((branched, paths), (other, {1: [0], 2: [0, 1]})):
+        for t, path in before.items():
+            ids_L = torch.from_numpy(train_item.tokens_L).long()
+            s = torch.log_softmax(model(input_ids=ids_L[path][None]).logits[0, -1], dim=-1)[ids_L[t]]
+            total = total + (s.item() - float(train_item.teacher_ML[0, t])) * s / (2 * len(before))
+    total.backward()  # pyright: ignore[reportUnknownMemberType]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(

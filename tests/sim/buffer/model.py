@@ -65,6 +65,9 @@ class ModelRollout:
     logprobs: list[Array] = field(default_factory=list[Array])
     sampled: list[Array] = field(default_factory=list[Array])
     versions: list[WeightVersion | None] = field(default_factory=list[WeightVersion | None])
+    before: list[int] = field(default_factory=list[int])
+    """For each token, the one that it is read behind; -1: none."""
+    dropped: set[int] = field(default_factory=set[int])
     trained: set[int] = field(default_factory=set[int])
     segments: int = 0
     final: bool = False
@@ -75,6 +78,15 @@ class ModelRollout:
 
     def column(self, parts: list[Array], end: int) -> Array:
         return np.concatenate(parts)[:end]
+
+    def path(self, end: int) -> list[int]:
+        """The tokens that are read up to token `end` - 1, by walking back from it."""
+        places: list[int] = []
+        at = end - 1
+        while at >= 0:
+            places.append(at)
+            at = self.before[at]
+        return places[::-1]
 
 
 @dataclass
@@ -198,12 +210,18 @@ class BufferModel:
             for at in range(span.start - message.start, span.end - message.start):
                 versions[at] = span.version if sampled[at] else None
         rollout.versions += versions
+        follows = message.start if message.follows is None else message.follows
+        rollout.before += [follows - 1, *range(message.start, message.end - 1)][: len(ids)]
+        rollout.dropped.update(at for one in message.dropped for at in range(one.start, one.end))
 
     def _score_work(self, teacher: str, work: m.ScoreWork, arrays: tuple[Array, ...], pool: str) -> None:
         for item, ids in zip(work.items, arrays, strict=True):
             rollout = self.rollouts[item.rollout_id]
             assert pool in rollout.task.teachers
-            assert np.array_equal(ids, rollout.column(rollout.ids, item.end)), f"{item}: wrong context"
+            path = rollout.path(item.end) or list(range(item.end))
+            assert np.array_equal(ids, rollout.column(rollout.ids, item.end)[path]), f"{item}: wrong context"
+            assert path[item.start + item.shift :] == list(range(item.start, item.end)), f"{item}: wrong place"
+            assert item.first == item.start + (rollout.before[item.start] < 0), f"{item}: wrong first token"
             self.teachers.sent(teacher, pool, item)
 
     def _batch(self, state: BufferState, message: m.Batch, arrays: tuple[Array, ...]) -> None:
@@ -230,6 +248,7 @@ class BufferModel:
                 distance = self.tree.distance(version, message.version)
                 assert distance <= self.config.max_staleness, f"{item.rollout_id}[{at}] is {distance} steps old"
                 assert at not in rollout.trained, f"{item.rollout_id}[{at}] was trained before"
+                assert at not in rollout.dropped, f"{item.rollout_id}[{at}] is of a dropped response"
                 for other in self.batches.values():
                     assert other.trained or at not in other.tokens.get(item.rollout_id, ()), "leased twice"
                 hist[distance] += 1
@@ -272,6 +291,8 @@ class BufferModel:
         assert teacher.shape == (len(item.teachers), item.end)
         for row, pool in enumerate(item.teachers):
             assert np.allclose(teacher[row, scored], teacher_logprob(pool, ids[scored])), f"scores of {pool}"
+        begins = {branch.start: branch.follows for branch in item.branches}
+        assert [begins.get(at, at) - 1 for at in range(item.end)] == rollout.before[: item.end], "branches of the item"
         seen: list[WeightVersion | None] = [None] * item.end
         for span in item.spans:
             seen[span.start : span.end] = [span.version] * (span.end - span.start)
@@ -284,7 +305,9 @@ class BufferModel:
             return  # sent again
         rollout = self.rollouts[item.rollout_id]
         assert rollout.ticket.kind == "eval" and rollout.final and item.final
-        assert np.array_equal(mask, rollout.column(rollout.sampled, item.end))
+        sampled = rollout.column(rollout.sampled, item.end)
+        expected = [bool(sampled[at]) and at not in rollout.dropped for at in range(item.end)]
+        assert mask.astype(bool).tolist() == expected
         self._check_item(item, ids, logprobs, teacher, [int(at) for at in np.flatnonzero(mask)])
         self.delivered.add(item.rollout_id)
         self.trained["eval tokens"] += int(mask.sum())

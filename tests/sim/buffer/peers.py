@@ -224,6 +224,9 @@ def make_segment(
             if rng.random() < 0.5:
                 actor.version = max(actor.version, newest)
             spans.append(m.VersionSpan(actor.version, first + cut, first + n_sampled))
+    follows = rng.randrange(rollout.length) if rollout.index and n and rng.random() < 0.25 else None
+    if follows == 0 and sampled[0]:
+        follows = 1  # the first token of a root has nothing that predicts it
     message = m.Segment(
         rollout_id=rollout.ticket.rollout_id,
         index=rollout.index,
@@ -233,8 +236,17 @@ def make_segment(
         final=final,
         finish_reason="stop" if final else None,
         reward=1.0 if final else None,
+        follows=follows,
+        dropped=_dropped(rollout.length + n, rng) if final and rng.random() < 0.3 else (),
     )
     return SimSegment(message, (ids, logprobs, sampled), None)
+
+
+def _dropped(length: int, rng: Random) -> tuple[m.Dropped, ...]:
+    """One or two ranges of the rollout."""
+    edges = sorted(rng.randrange(length + 1) for _ in range(rng.choice((2, 4))))
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple(m.Dropped(start, end, rng.choice(("retried", "undelivered"))) for start, end in pairs if start < end)
 
 
 def spoil(segment: SimSegment, rng: Random) -> SimSegment:
@@ -246,6 +258,7 @@ def spoil(segment: SimSegment, rng: Random) -> SimSegment:
     written = [int(i) for i in np.flatnonzero(sampled)]
     choices = ["offset", "frame", "version"] + (["id", "nan", "inf", "mask"] if n else [])
     choices += ["positive", "span_missing", "span_outside"] if written else []
+    choices += ["branch"] if message.index else []
     kind = rng.choice(choices)
     expected = RejectReason.OFFSET_GAP
     if kind == "offset":
@@ -266,6 +279,9 @@ def spoil(segment: SimSegment, rng: Random) -> SimSegment:
         sampled[at], expected = 2, RejectReason.BAD_MASK
     elif kind == "positive":
         logprobs[rng.choice(written)], expected = 0.01, RejectReason.POSITIVE_LOGPROB
+    elif kind == "branch":
+        message = msgspec.structs.replace(message, follows=rng.choice((-1, start, end)))
+        expected = RejectReason.BAD_BRANCH
     elif kind == "span_missing":
         spans, expected = spans[1:], RejectReason.BAD_SPANS
     else:

@@ -183,7 +183,7 @@ def teacher_scores(world: World, rng: Random) -> None:
     bad: list[bool] = []
     for lease in leases:
         item, ids = teacher.items.pop(lease)
-        scores = teacher_logprob(teacher.pool, ids[item.start : item.end])
+        scores = teacher_logprob(teacher.pool, ids[item.start + item.shift :])
         bad.append(rng.random() < 0.04)
         arrays.append(spoil_scores(scores, rng) if bad[-1] else scores)
     ack = _send_scores(world, teacher, tuple(leases), tuple(arrays))
@@ -294,7 +294,7 @@ def score_all(world: World, teacher: SimTeacher) -> None:
     if teacher.items:
         leases = tuple(teacher.items)
         pairs = [teacher.items.pop(lease) for lease in leases]
-        scores = tuple(teacher_logprob(teacher.pool, ids[item.start : item.end]) for item, ids in pairs)
+        scores = tuple(teacher_logprob(teacher.pool, ids[item.start + item.shift :]) for item, ids in pairs)
         _send_scores(world, teacher, leases, scores)
     teacher.mood, teacher.leaving = "well", False  # it may stay after all
     teacher.seq += 1
