@@ -63,12 +63,15 @@ def find_environment(name: str) -> EnvironmentFactory:
     return cast(EnvironmentFactory, factory)
 
 
-def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+def check_options(name: str, options: Mapping[str, Any], *, more_in_rows: bool = False) -> EnvironmentFactory:
     """The class behind `name`, checked to accept a tokenizer and these options. A class that has a class method
-    `check_options(**options)` also checks their values with it.
+    `check_options(**options)` also checks their values with it. `more_in_rows`: rows may give what is missing; values
+    are then not checked until all are there.
 
     Raises UnknownEnvironment, and ValueError for an unknown option (naming the nearest known one), a missing one, or a
     value that the class refuses."""
+    if more_in_rows and lacks_options(name, options):
+        return _knowing(name, options)
     factory = _accepting(name, options)
     check_values: Callable[..., None] | None = getattr(factory, "check_options", None)
     if check_values is not None:
@@ -76,7 +79,29 @@ def check_options(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     return factory
 
 
+def lacks_options(name: str, options: Mapping[str, Any]) -> bool:
+    """Return True if the class behind `name` needs more options than these. Raises UnknownEnvironment."""
+    factory = find_environment(name)
+    try:
+        required = [p for p in inspect.signature(factory).parameters.values() if p.default is inspect.Parameter.empty]
+    except (TypeError, ValueError):  # implemented in C, without a signature
+        return False
+    return any(p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in options for p in required)
+
+
 def _accepting(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    """The class behind `name`, checked to be made with these options."""
+    factory = _knowing(name, options)
+    try:
+        inspect.signature(factory).bind(None, **options)
+    except TypeError as error:
+        raise ValueError(f"environment {name!r} cannot be made with the options {dict(options)}: {error}") from error
+    except ValueError:  # implemented in C, without a signature
+        pass
+    return factory
+
+
+def _knowing(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     """The class behind `name`, checked to have the methods and options of these names."""
     factory = find_environment(name)
     _check_methods(name, factory)
@@ -95,10 +120,6 @@ def _accepting(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
                 raise ValueError(
                     f"environment {name!r} has no option {option!r}{nearest} It has: {', '.join(allowed) or 'none'}"
                 )
-    try:
-        signature.bind(None, **options)
-    except TypeError as error:
-        raise ValueError(f"environment {name!r} cannot be made with the options {dict(options)}: {error}") from error
     return factory
 
 
@@ -134,7 +155,7 @@ def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer
     """Import all configured environments, so that no task causes an import. Raises what `check_options` raises, or
     whatever a module raises."""
     for config in configs.values():
-        check_options(config.name, config.options)
+        check_options(config.name, config.options, more_in_rows=True)
     return {
         name: LoadedEnvironment(config, functools.partial(_make, config, tokenizer)) for name, config in configs.items()
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from actors.config import EnvConfig
-from actors.envs.registry import UnknownEnvironment, check_options, options_of_row
+from actors.envs.registry import UnknownEnvironment, check_options, lacks_options, options_of_row
 from launch.checks.model_files import nearest_path
 from learner.prompts.records import RowError, expect_known_environment
 
@@ -20,21 +20,22 @@ Json = Mapping[str, object]
 def check_prompts(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> list[str]:
     """Check the first rows of a prompts file. `environments`: those of the run."""
     path = path.expanduser()
+    check = EnvironmentCheck(key, environments)
     if not path.exists():
         return [f"{key}: no file {str(path)!r}{nearest_path(path)}"]
     try:
         if path.is_dir():
-            return _check_folder(key, path, environments)
+            return _check_folder(key, path, check)
         if path.suffix == ".parquet":
-            return _check_parquet(key, path, environments)
+            return _check_parquet(key, path, check)
         if path.suffix in (".jsonl", ".json"):
-            return next((mistakes for row in _first_rows(key, path, environments) if (mistakes := row)), [])
+            return next((mistakes for row in _first_rows(key, path, check) if (mistakes := row)), [])
     except (OSError, ValueError, ImportError) as error:
         return [f"{key}: {path}: {error}"]
     return [f"{key}: {path} is a {path.suffix or 'suffixless'} file, expected .jsonl, .parquet or a datasets folder"]
 
 
-def _first_rows(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> Iterator[list[str]]:
+def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[str]]:
     seen = 0
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -50,9 +51,7 @@ def _first_rows(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> 
                 return
             fields = cast(Json, row)
             where = f"{path}:{number}"
-            yield _check_columns(key, Path(where), list(fields)) or _check_environment(
-                key, where, fields.get("env"), fields.get("env_options"), environments
-            )
+            yield _check_columns(key, Path(where), list(fields)) or check(where, fields)
             seen += 1
             if seen == ROWS_CHECKED:
                 return
@@ -66,20 +65,20 @@ def _check_columns(key: str, where: Path, columns: list[str]) -> list[str]:
     return [f"{key}: {where}: got the fields {', '.join(columns) or '(none)'}; expected prompt (text) or messages"]
 
 
-def _check_folder(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> list[str]:
+def _check_folder(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
     if (path / "dataset_info.json").is_file():
         features = cast(Json, json.loads((path / "dataset_info.json").read_text())).get("features")
         return _check_columns(key, path, list(cast(Json, features))) if isinstance(features, Mapping) else []
     parquet = sorted(path.rglob("*.parquet"))
     if parquet:
-        return _check_parquet(key, parquet[0], environments)
+        return _check_parquet(key, parquet[0], check)
     if (path / "dataset_dict.json").is_file():
         splits = cast(Json, json.loads((path / "dataset_dict.json").read_text())).get("splits")
         return [f"{key}: {path} holds the splits {splits}; name one of them, e.g. {path}/train"]
     return [f"{key}: the folder {path} holds neither a saved dataset (dataset_info.json) nor .parquet files"]
 
 
-def _check_parquet(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> list[str]:
+def _check_parquet(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -93,32 +92,51 @@ def _check_parquet(key: str, path: Path, environments: Mapping[str, EnvConfig]) 
             return []
         first: Any = next(file.iter_batches(batch_size=ROWS_CHECKED, columns=columns), None)
     for number, row in enumerate(first.to_pylist() if first is not None else ()):
-        where = f"{path}, row {number}"
-        if mistakes := _check_environment(key, where, row.get("env"), row.get("env_options"), environments):
+        if mistakes := check(f"{path}, row {number}", row):
             return mistakes
     return []
 
 
-def _check_environment(
-    key: str, where: str, env: object, options: object, environments: Mapping[str, EnvConfig]
-) -> list[str]:
-    """Check the environment that a row names, and the options that it gives to it or to the run's first one."""
-    if not isinstance(env, str | None) or not isinstance(options, dict | None):
-        got = f"env {env!r} and env_options {options!r}"
-        return [f"{key}: {where}: got {got}, expected the name of an environment and a table of its options"]
-    try:
-        expect_known_environment(env or "", environments, lambda: where)
-    except RowError as error:
-        return [f"{key}: {error}"]
-    config = environments[env] if env else next(iter(environments.values()))
-    if not options:
+class EnvironmentCheck:
+    """Checks the environments that rows name, and the options that they give. Each combination is checked once."""
+
+    def __init__(self, key: str, environments: Mapping[str, EnvConfig]) -> None:
+        """`environments`: those of the run; the first one is that of rows that name none."""
+        self._key = key
+        self._environments = environments
+        self._fine: set[str] = set()
+
+    def __call__(self, where: str, row: Json) -> list[str]:
+        env, options = row.get("env"), row.get("env_options")
+        asked = repr((env, options))
+        if asked in self._fine:
+            return []
+        if not isinstance(env, str | None) or not isinstance(options, dict | None):
+            return [
+                f"{self._key}: {where}: got env {env!r} and env_options {options!r}, expected the name of an "
+                "environment and a table of its options"
+            ]
+        try:
+            expect_known_environment(env or "", self._environments, lambda: where)
+            self._check_options(env, cast("dict[str, Any]", options or {}))
+        except RowError as error:
+            return [f"{self._key}: {error}"]
+        except ValueError as error:
+            place = f"actor.environments.{env}.options" if env else "options of the environment"
+            return [f"{self._key}: {where}: env_options, together with the {place}: {error}"]
+        self._fine.add(asked)
         return []
-    try:
-        check_options(config.name, options_of_row(config.options, cast("dict[str, Any]", options)))
-    except UnknownEnvironment:
-        return []  # said by launch.config.consistency, once
-    except ValueError as error:
-        return [f"{key}: {where}: env_options: {error}"]
-    except Exception:  # a user's module, as above
-        return []
-    return []
+
+    def _check_options(self, env: str | None, of_row: Mapping[str, Any]) -> None:
+        """Raises ValueError. What is wrong without the row's options, launch.config.consistency says once."""
+        config = self._environments[env] if env else next(iter(self._environments.values()))
+        options = options_of_row(config.options, of_row)
+        try:
+            if of_row or lacks_options(config.name, options):
+                check_options(config.name, options)
+        except UnknownEnvironment:
+            return
+        except ValueError:
+            raise
+        except Exception as error:  # a user's class may raise anything for a value
+            raise ValueError(f"{config.name!r} raises {type(error).__name__}: {error}") from error

@@ -110,7 +110,7 @@ def _environments(config: RunConfig) -> Iterator[str]:
     for name, environment in config.environments.items():
         key = f"actor.environments.{name}" if name in config.actor.environments else "learner.tasks.env"
         try:
-            check_options(environment.name, environment.options)
+            check_options(environment.name, environment.options, more_in_rows=True)
         except UnknownEnvironment as error:
             yield f"{key}: {error}"
         except ValueError as error:

@@ -145,6 +145,18 @@ def test_the_vocabulary_read_without_transformers_is_the_tokenizers_own() -> Non
     assert read_vocabulary(builtin.STUDENT_DIR / "tokenizer.json") == tokenizer.get_vocab()
 
 
+def test_an_option_that_neither_the_configuration_nor_a_row_gives_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from actors.envs.single_turn import SingleTurn\n\nclass Own(SingleTurn):\n"
+    (tmp_path / "needs_size.py").write_text(f"{code}    def __init__(self, tokenizer, *, size): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"name": "needs_size:Own"}
+    message = told(actor={"environments": {"own": own}}, learner={"tasks": {"env": "own"}})
+    assert "jsonl:1: env_options" in message and "missing a required argument: 'size'" in message
+    check(build(RunConfig, {"actor": {"environments": {"own": own | {"options": {"size": 1}}}}}))
+
+
 def test_an_unknown_environment_is_told() -> None:
     message = told(learner={"tasks": {"env": "calculater"}})
     assert "learner.tasks.env: unknown environment 'calculater'; did you mean 'calculator'?" in message

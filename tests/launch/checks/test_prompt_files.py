@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from actors.config import EnvConfig
+from actors.envs.base import TextTokenizer
+from actors.envs.registry import check_options
+from actors.envs.single_turn import SingleTurn
 from launch.checks.prompt_files import ROWS_CHECKED, check_prompts
 
 RUNS = {
@@ -92,6 +95,41 @@ def test_an_environment_is_a_name_and_its_options_a_table(tmp_path: Path, row: d
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", **row}))
     (mistake,) = check_prompts("p", tmp_path / "p.jsonl", RUNS)
     assert "expected the name of an environment and a table of its options" in mistake
+
+
+class Level(SingleTurn):
+    """Needs an option, and refuses some values of it."""
+
+    made: ClassVar[list[int]] = []
+
+    def __init__(self, tokenizer: TextTokenizer, *, level: int) -> None:
+        super().__init__(tokenizer)
+        self.made.append(level)
+        if level > 9:
+            raise RuntimeError(f"there is no level {level}")
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        cls(cast(TextTokenizer, None), **options)
+
+
+def test_options_that_an_environment_needs_may_be_in_the_rows_and_are_then_in_all_of_them(tmp_path: Path) -> None:
+    """Each combination is tried once, because that may take long."""
+    runs = {"level": EnvConfig(name=f"{__name__}:Level")}
+    check_consistent = check_options(runs["level"].name, {}, more_in_rows=True)
+    assert check_consistent is Level
+
+    def checked(*options: dict[str, Any] | None) -> list[str]:
+        Level.made.clear()
+        rows = [json.dumps({"prompt": "a", "env_options": each}) for each in options]
+        (tmp_path / "p.jsonl").write_text("\n".join(rows))
+        return check_prompts("p", tmp_path / "p.jsonl", runs)
+
+    assert checked({"level": 1}, {"level": 2}, {"level": 1}) == [] and Level.made == [1, 2]
+    (mistake,) = checked({"level": 1}, None)
+    assert "p.jsonl:2: env_options" in mistake and "missing a required argument: 'level'" in mistake
+    (mistake,) = checked({"level": 1}, {"level": 10})
+    assert "p.jsonl:2: env_options" in mistake and "RuntimeError: there is no level 10" in mistake
 
 
 def test_only_the_first_rows_are_read(tmp_path: Path) -> None:

@@ -88,7 +88,6 @@ def environments(**environment: Any) -> dict[str, Any]:
             "'answer_pattern'? It has: answer_pattern, result_role",
         ),
         ({"name": "nowhere.to_be:Found"}, "cannot load 'nowhere.to_be:Found': No module named 'nowhere'"),
-        ({"name": "own_env:Own", "options": {"colour": "blue"}}, "missing a required argument: 'size'"),
         (
             {"name": "own_env:Sync", "options": {"size": 3}},
             "its step is a plain function, expected `async def step(self",
