@@ -70,9 +70,11 @@ class SegmentChecker:
     ) -> RejectReason | None:
         n_own, task = message.own_prompt_tokens, rollout.slot.task
         if message.index != 0:
+            if n_own:
+                return RejectReason.OWN_PROMPT
             if message.follows is not None and task.teacher_prompt_T is not None:
                 return None if rollout.continues_prompt(message.follows) else RejectReason.OWN_PROMPT_PRIVILEGED
-            return RejectReason.OWN_PROMPT if n_own else None
+            return None
         ids_N, _, loss_mask_N = arrays
         if not 0 <= n_own <= len(ids_N):
             return RejectReason.OWN_PROMPT

@@ -8,7 +8,7 @@ import numpy as np
 
 from protocol import messages as m
 from protocol.messages import WeightVersion
-from tests.sim.buffer.peers import VOCAB_SIZE, Array, SimEvaluation, SimLearner
+from tests.sim.buffer.peers import VOCAB_SIZE, Array, SimEvaluation, SimLearner, row_of
 from tests.sim.buffer.workers import actor_updates
 from tests.sim.buffer.world import World
 
@@ -67,7 +67,8 @@ def _check_wholly_trained(world: World, learner: SimLearner, batch: m.Batch, mas
         if one.fate != "trained" or one.reason or sample in left_out:
             continue
         rollout_id, offsets = learner.stream.trained[sample]
-        sampled = {at for at, version in enumerate(world.model.rollouts[rollout_id].versions) if version is not None}
+        rollout = world.model.rollouts.get(rollout_id) or world.model.forgotten[rollout_id]
+        sampled = {at for at, version in enumerate(rollout.versions) if version is not None}
         missing = sampled - offsets
         assert not missing or rollout_id in world.left_out, f"{rollout_id}: {sorted(missing)} are lost without a reason"
 
@@ -133,8 +134,10 @@ def evaluates(world: World, rng: Random) -> None:
         teachers = rng.choice((*world.task_teachers, ()))
         group_size = rng.choice((1, 2))
         tasks = tuple(
-            m.Task(1000 * world.n_evals + i, "eval", group_size, m.Sampling(), teachers=teachers, eval_id=eval_id)
-            for i in range(rng.randint(1, 3))
+            m.Task(
+                number, "eval", group_size, m.Sampling(), teachers=teachers, eval_id=eval_id, row=row_of("eval", number)
+            )
+            for number in range(1000 * world.n_evals, 1000 * world.n_evals + rng.randint(1, 3))
         )
         world.model.tasks.update({("eval", task.task_id): task for task in tasks})
         learner.evaluations[eval_id] = SimEvaluation(group_size * len(tasks))
@@ -161,7 +164,8 @@ def _next_task(world: World, learner: SimLearner, rng: Random) -> m.Task:
     task = world.model.tasks.get(("train", task_id))
     if task is None:
         group_size, teachers = rng.choice(world.group_sizes), rng.choice(world.task_teachers)
-        task = m.Task(task_id, "train", group_size, m.Sampling(seed=task_id), teachers=teachers)
+        row = row_of("train", task_id)
+        task = m.Task(task_id, "train", group_size, m.Sampling(seed=task_id), teachers=teachers, row=row)
         world.model.tasks["train", task_id] = task
     if all((task_id, i) in stream.settled for i in range(task.group_size)):
         return _next_task(world, learner, rng)  # all of it was trained from what the buffer still held

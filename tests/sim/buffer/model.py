@@ -109,6 +109,8 @@ class BufferModel:
         self.config = config
         self.tree = VersionTree(start)
         self.rollouts: dict[str, ModelRollout] = {}
+        self.forgotten: dict[str, ModelRollout] = {}
+        """Rollouts that the buffer no longer holds, whose samples it may still have to report as settled."""
         self.tasks: dict[tuple[str, int], m.Task] = {}
         self.batches: dict[int, ModelBatch] = {}
         self.teachers = TeacherModel(config)
@@ -344,7 +346,7 @@ class BufferModel:
             rollout = self.rollouts[rollout_id]
             undelivered = rollout.ticket.kind == "eval" and rollout.final and rollout_id not in self.delivered
             if not undelivered:
-                del self.rollouts[rollout_id]
+                self.forgotten[rollout_id] = self.rollouts.pop(rollout_id)
         for key in [key for key in self.pending_segments if key[0] not in live]:
             del self.pending_segments[key]
         for batch_id in [i for i, batch in self.batches.items() if batch.trained]:

@@ -62,6 +62,7 @@ class SimActor:
             tickets, prompts = self.inbox.popleft()
             self.received_total += len(tickets.tickets)
             for ticket, prompt in zip(tickets.tickets, prompts, strict=True):
+                assert ticket.row == row_of(ticket.kind, ticket.task_id)
                 self.running[ticket.rollout_id] = SimRollout(ticket, prompt)
 
     def file(self, rollout: SimRollout, segment: SimSegment) -> None:
@@ -208,6 +209,9 @@ def make_segment(
 ) -> SimSegment:
     """The rollout's next segment; in the middle of it `newest` weights may reach the actor."""
     prompt = rollout.prompt if rollout.index == 0 else rollout.prompt[:0]
+    own = rollout.index == 0 and rng.random() < 0.2
+    if own:  # the environment's
+        prompt = np.array([rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 4)))], np.int32)
     n_sampled = rng.choice((0, 1, 2, 3, 5)) if rollout.index else rng.choice((1, 2, 4))
     n_context = rng.choice((0, 0, 0, 1)) + (0 if n_sampled or final or len(prompt) else 1)
     n = len(prompt) + n_sampled + n_context
@@ -238,6 +242,7 @@ def make_segment(
         reward=1.0 if final else None,
         follows=follows,
         dropped=_dropped(rollout.length + n, rng) if final and rng.random() < 0.3 else (),
+        own_prompt_tokens=len(prompt) if own else 0,
     )
     return SimSegment(message, (ids, logprobs, sampled), None)
 
@@ -258,7 +263,7 @@ def spoil(segment: SimSegment, rng: Random) -> SimSegment:
     written = [int(i) for i in np.flatnonzero(sampled)]
     choices = ["offset", "frame", "version"] + (["id", "nan", "inf", "mask"] if n else [])
     choices += ["positive", "span_missing", "span_outside"] if written else []
-    choices += ["branch"] if message.index else []
+    choices += ["branch", "own"] if message.index else ["own"]
     kind = rng.choice(choices)
     expected = RejectReason.OFFSET_GAP
     if kind == "offset":
@@ -282,12 +287,20 @@ def spoil(segment: SimSegment, rng: Random) -> SimSegment:
     elif kind == "branch":
         message = msgspec.structs.replace(message, follows=rng.choice((-1, start, end)))
         expected = RejectReason.BAD_BRANCH
+    elif kind == "own":
+        own = 1 if message.index else rng.choice((-1, n + 1))
+        message, expected = msgspec.structs.replace(message, own_prompt_tokens=own), RejectReason.OWN_PROMPT
     elif kind == "span_missing":
         spans, expected = spans[1:], RejectReason.BAD_SPANS
     else:
         spans, expected = (m.VersionSpan(spans[0].version, start - 1, spans[0].end), *spans[1:]), RejectReason.BAD_SPANS
     spoilt = msgspec.structs.replace(message, start=start, end=end, spans=spans)
     return SimSegment(spoilt, (ids, logprobs, sampled), expected)
+
+
+def row_of(kind: m.TaskKind, task_id: int) -> bytes:
+    """The row of a task, which each of its tickets carries."""
+    return f'{{"task": "{kind}-{task_id}"}}'.encode()
 
 
 def poisonous(rollout_id: str) -> bool:
