@@ -204,7 +204,6 @@ class RunningRollouts:
     def _begin(self, rollout_id: str, run: Run, observation: Observation) -> None:
         if observation.prompt_ids is not None:
             run.rollout.replace_prompt(observation.prompt_ids)
-            self.counts["own_prompts_total"] += 1
         self._append_and_generate(rollout_id, run, observation.token_ids)
 
     def _continue(self, rollout_id: str, run: Run, continuation: Continuation) -> None:

@@ -95,3 +95,15 @@ def test_a_row_for_an_unknown_environment_is_refused_before_anything_starts(
         run.text()
     )
     assert "did you mean 'sum'?" in run.text() and not list((run.run_dir / "logs").glob("learner*"))
+
+
+def test_a_row_far_down_ends_the_run_once_with_its_line(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    """The launcher looks at the first rows only; the learner at more of them, before it loads a model."""
+    page(tmp_path)
+    rows = ['{"prompt": "1+1=", "tag": "addition"}'] * 1_200 + ['{"prompt": "x", "env": "gess"}']
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write("\n".join(rows))
+    run = launch(*FEW, "--steps=4")
+    assert run.wait() == 1, run.text()
+    assert "prompts.jsonl, line 1204: env 'gess' is not an environment of this run" in run.text()
+    assert run.summary()["workers"]["learner-0"]["restarts"] == 0
