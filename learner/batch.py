@@ -176,7 +176,7 @@ class TrainItem:
 
     @cached_property
     def inputs(self) -> Inputs:
-        """Of each branch, all tokens before the last trained one."""
+        """All tokens of each branch before its last trained one."""
         trained = np.flatnonzero(self.train_mask_L)
         if not self.item.branches or not len(trained):
             n = int(trained[-1]) if len(trained) else 0
