@@ -9,6 +9,7 @@ import importlib
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 
 
 def installed(group: str) -> dict[str, str]:
@@ -17,12 +18,17 @@ def installed(group: str) -> dict[str, str]:
 
 
 def load(path: str) -> object:
-    """The object that `module:attribute` names; the module may be in the working directory. Raises ImportError,
-    AttributeError, ValueError, or any error of the module itself."""
+    """The object that `module:attribute` names. Raises ImportError, AttributeError, ValueError, or any error of the
+    module itself."""
     module_name, _, attribute = path.partition(":")
+    return getattr(import_module(module_name), attribute)
+
+
+def import_module(name: str) -> ModuleType:
+    """A module of an installed package or of the working directory. Raises what `load` raises."""
     # The launcher starts Python with -P, but a user's module is in the folder where the command is typed. Last on the
     # path, so that no file there hides a module of ours.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
-    return getattr(importlib.import_module(module_name), attribute)
+    return importlib.import_module(name)

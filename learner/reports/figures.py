@@ -124,11 +124,18 @@ class WorkerFigures:
         added: defaultdict[str, float] = defaultdict(float)
         for peer in peers:
             before = self._before.get((peer.role, peer.name), {})
+            if any(peer.stats.get(name, 0.0) < before[name] for name in before if _only_rises(name)):
+                before = {}  # it has restarted
             for name, value in peer.stats.items():
                 if name.endswith("_total"):
-                    former = before.get(name, 0.0)
-                    added[name] += value - former if value >= former else value
+                    added[name] += value - before.get(name, 0.0)
         return added
+
+
+def _only_rises(name: str) -> bool:
+    """Whether a worker's number is a total that falls only when the worker restarts. Environments may report negative
+    numbers."""
+    return name.endswith("_total") and not name.startswith(ENVIRONMENT)
 
 
 def _of_rollouts(prefix: str, ended: Sequence[BatchItem]) -> dict[str, float]:

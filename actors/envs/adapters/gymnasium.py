@@ -6,7 +6,6 @@ of the student names an action, and the answer is what is then to be seen. The r
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from actors.envs.adapters.spaces import Actions, describe, show
 from actors.envs.adapters.toy_text import GAMES, MARK, picture
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
 from actors.envs.single_turn import AnswerCheck
+from protocol.plugins import import_module
 
 _gymnasium = import_package("gymnasium", environment="gymnasium", package="gymnasium", extra="gymnasium")
 
@@ -28,7 +28,7 @@ class Gymnasium(Environment):
     written for you; empty: none. `action_names`: for an environment with numbered actions that is not of toy_text.
     `answer_pattern`: a regular expression with one group; its last match names the action. Without it, the last name or
     number does. `draw`: show the environment's text picture, where it has one. `invalid_action_reward`: added for each
-    turn that names no possible action; after `max_invalid_actions` of them the episode ends."""
+    turn that names no possible action or is cut short; after `max_invalid_actions` of them the episode ends."""
 
     def __init__(
         self,
@@ -68,9 +68,8 @@ class Gymnasium(Environment):
         return Observation(prompt_ids=own_prompt(self._tokenizer, task.row, text, place=GAME_PLACE))
 
     async def step(self, action: Action) -> StepResult:
-        if action.finish_reason == "length":  # cut in the middle: not what the student wanted to say
-            return StepResult(done=True, reward=self._reward, info={"gymnasium_cut_turns": 1.0})
-        chosen = self._actions.read(action.text)
+        # A turn that was cut in the middle is not what the student wanted to say.
+        chosen = None if action.finish_reason == "length" else self._actions.read(action.text)
         if chosen is None:
             return self._invalid(action.last)
         observation, reward, terminated, truncated, _ = self._environment.step(chosen)
@@ -117,7 +116,7 @@ def _spec(id: str) -> Any:
     module, colon, name = id.rpartition(":")
     try:
         if colon:
-            importlib.import_module(module)
+            import_module(module)
         return _gymnasium.spec(name)
     except (ImportError, _gymnasium.error.Error) as error:
         raise ValueError(f"id: got {id!r}: {error}") from error

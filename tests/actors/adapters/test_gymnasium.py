@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,12 +42,14 @@ gymnasium.register("Echo-v0", entry_point=Echo)
 
 @pytest.fixture(scope="module")
 def own_game(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A module that registers a game of its own, which the package allows once."""
+    """A module in the working directory that registers a game of its own, which the package allows once."""
     folder = tmp_path_factory.mktemp("own_game")
     (folder / "own_game.py").write_text(GRID)
-    sys.path.append(str(folder))
+    before, where = list(sys.path), Path.cwd()
+    os.chdir(folder)
     yield
-    sys.path.remove(str(folder))
+    os.chdir(where)
+    sys.path[:] = before
 
 
 def test_the_shortest_way_over_the_lake_gives_the_reward(play: Play) -> None:
@@ -104,8 +108,11 @@ def test_the_last_turn_still_counts(play: Play) -> None:
 
 
 def test_a_turn_cut_in_the_middle_is_no_action(play: Play) -> None:
-    played = play("gymnasium", SHORTEST, LAKE, end="length")
-    assert (played.end.finish_reason, played.end.reward, played.total("gymnasium_cut_turns")) == ("length", 0.0, 1.0)
+    """Else a student that never ends would be better off than one that errs."""
+    options = LAKE | {"invalid_action_reward": -0.5}
+    played = play("gymnasium", SHORTEST, options, end="length")
+    assert (played.end.finish_reason, played.end.reward) == ("length", -0.5)
+    assert (played.total("gymnasium_steps"), played.total("gymnasium_invalid_actions")) == (5.0, 1.0)
 
 
 def test_taxi_tells_its_state_and_sums_its_rewards(play: Play) -> None:

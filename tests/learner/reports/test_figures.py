@@ -155,3 +155,12 @@ def test_what_environments_report_is_per_finished_rollout() -> None:
     stats = {"env_calculator_calls_total": 6.0, "rollouts_finished_total": 4.0}
     now = figures.update(snapshot(peer("actor", "actor-0", True, **stats)))
     assert now["env/calculator_calls_per_rollout"] == 1.5
+
+
+def test_environments_may_report_negative_numbers() -> None:
+    figures = WorkerFigures()
+    figures.update(snapshot(peer("actor", "actor-0", env_reward_total=-3.0, rollouts_finished_total=4.0)))
+    now = figures.update(snapshot(peer("actor", "actor-0", env_reward_total=-5.0, rollouts_finished_total=6.0)))
+    assert now["env/reward_per_rollout"] == -1.0
+    anew = figures.update(snapshot(peer("actor", "actor-0", env_reward_total=-1.0, rollouts_finished_total=2.0)))
+    assert anew["env/reward_per_rollout"] == -0.5
