@@ -13,7 +13,8 @@ from launch.config.command_line import parse_arguments
 from tests.metrics_page import unexplained
 
 ROOT = Path(__file__).parent.parent
-DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.toml")))
+TYPED = (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "agents").glob("*.md")))
+DOCS = (ROOT / "README.md", *TYPED, *sorted((ROOT / "examples").rglob("*.toml")))
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "CHANGELOG.md"})
 PROGRAMS = re.compile(r"(?<![\w/.-])(?P<program>[\w/.-]*(?:python3?|tensorboard))(?= (?:-m |launch/|--logdir))")
 COMMAND = re.compile(r"\.venv/bin/python (?P<what>launch/cluster\.py|-m (?P<module>[\w.]+))(?P<rest>[^`\n#]*)")

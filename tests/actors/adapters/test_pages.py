@@ -1,0 +1,52 @@
+"""docs/agents: the commands that make prompts make the examples' files, and the configurations are accepted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from actors.config import ActorConfig
+from actors.envs.registry import check_options
+from tests.actors.adapters.conftest import MADE_BY
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+PAGES = ("gymnasium", "reasoning_gym")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_command_on_the_page_makes_the_examples_prompts(name: str) -> None:
+    pytest.importorskip(name, reason=MADE_BY)
+    page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()
+    (code,) = re.findall(r"^\.venv/bin/python -c '(.*?)' >", page, re.DOTALL | re.MULTILINE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout == (ROOT / "examples" / "agents" / f"{name}.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_configuration_on_the_page_is_one(name: str) -> None:
+    pytest.importorskip(name, reason=MADE_BY)
+    page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    config = tomllib.loads(text)
+    env = config["learner"]["tasks"]["env"]
+    environment = msgspec.convert(config["actor"], ActorConfig).environments_of(env)[env]
+    assert environment.name == name
+    check_options(name, environment.options)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_option_is_on_the_page(name: str) -> None:
+    pytest.importorskip(name, reason=MADE_BY)
+    page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()
+    with pytest.raises(ValueError, match="It has: ") as raised:
+        check_options(name, {"zzzzz": 0})
+    options = str(raised.value).rpartition("It has: ")[2].split(", ")
+    rows = " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))
+    assert set(options) == set(re.findall(r"`(\w+)`", rows))

@@ -1,0 +1,68 @@
+"""Whole runs of examples/agents, on the real packages: short, and audited."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import ROOT, Launched
+from tests.integration.test_whole_run import assert_balanced
+
+EXAMPLES = ROOT / "examples" / "agents"
+SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1")
+
+
+def run_example(launch: Callable[..., Launched], name: str) -> Launched:
+    """The example for three steps. Its prompts are named from the repository's top, and runs start elsewhere."""
+    run = launch("--config", str(EXAMPLES / f"{name}.toml"), f"--prompts={EXAMPLES / name}.jsonl", *SHORT)
+    assert run.wait() == 0, run.text()
+    assert_balanced(run.summary())
+    assert [row["step"] for row in run.steps()] == [1, 2, 3]
+    run.expect_clean_audit()
+    return run
+
+
+def invalid_actions(run: Launched) -> float:
+    """The most per rollout of any step; a step between two heartbeats has no figure."""
+    return max(row.get("env/gymnasium_invalid_actions_per_rollout", 0.0) for row in run.steps())
+
+
+def test_the_student_is_taught_on_tasks_of_reasoning_gym(launch: Callable[..., Launched]) -> None:
+    pytest.importorskip("reasoning_gym", reason="make agents installs what this needs")
+    run = run_example(launch, "reasoning_gym")
+    assert all(row["train/grad_norm"] > 0 and row["train/reverse_kl"] > 0 for row in run.steps())
+    before, _ = run.summary()["eval"]
+    assert 0.0 < before["accuracy_sampled"] < 1.0, "the questions reach the student in the form that it knows"
+    assert run.summary()["teacher_accuracy"]["default"]["accuracy_sampled"] > 0.8
+
+
+def test_the_student_plays_games_of_gymnasium(launch: Callable[..., Launched]) -> None:
+    pytest.importorskip("gymnasium", reason="make agents installs what this needs")
+    run = run_example(launch, "gymnasium")
+    assert invalid_actions(run) > 0
+    assert all(-4.0 <= row["rollouts/reward_mean"] <= 1.0 for row in run.steps())
+
+
+def test_rows_mix_games_and_tasks_in_one_run(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    for package in ("gymnasium", "reasoning_gym"):
+        pytest.importorskip(package, reason="make agents installs what this needs")
+    games = """
+[actor.environments.games]
+name = "gymnasium"
+options = { id = "Blackjack-v1", instructions = "", max_invalid_actions = 1 }
+"""
+    config, prompts = tmp_path / "both.toml", tmp_path / "both.jsonl"
+    config.write_text((EXAMPLES / "reasoning_gym.toml").read_text() + games)
+    sums = (EXAMPLES / "reasoning_gym.jsonl").read_text().splitlines()[:48]
+    cards = [{"prompt": "{game}", "env": "games", "seed": seed} for seed in range(24)]
+    lakes = [row | {"tag": "lake", "env_options": {"id": "FrozenLake-v1"}} for row in cards]
+    prompts.write_text("\n".join([*sums, *map(json.dumps, [*cards, *lakes])]))
+    run = launch("--config", str(config), f"--prompts={prompts}", *SHORT)
+    assert run.wait() == 0, run.text()
+    assert_balanced(run.summary())
+    run.expect_clean_audit()
+    assert invalid_actions(run) > 0
+    assert run.summary()["eval"][-1]["tags"].keys() >= {"games", "lake"}
