@@ -63,11 +63,8 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
 
             print(*(describe_resumed(found) if line.resume else ()), sep="\n", end="\n" if line.resume else "")
             print(*check_run(checked.config, devices=not line.gpus), sep="\n")
-            print(checked.server_report + "\n" if checked.server_report else "", end="")
-            print(checked.placement.text)
-            print(*checked.memory, sep="\n", end="\n" if checked.memory else "")
-            for lacking in checked.not_here:
-                print(f"not on this machine: {lacking}")
+            for text in checked.servers.report():
+                print(text)
             print("configuration, models and prompts are fine; nothing was started")
             return 0
         plan = LaunchPlan(
@@ -75,8 +72,8 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
             began_s=began_s,
             resume=line.resume,
             preload=preload_modules(checked.config, checked.model_types),
-            servers=tuple(checked.servers),
-            placement=checked.placement,
+            servers=checked.servers.plans,
+            placement=checked.servers.placement,
         )
         with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
             return run(plan, folder, found=found, make_backend=make_backend)

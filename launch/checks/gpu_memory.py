@@ -29,14 +29,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from engines.provider import EngineRole, ModelShape
+from engines.provider import ModelShape
 from launch.checks.model_files import check_weights
 from launch.checks.placement import Placement
-from launch.config.pools import engine_of, teacher_pools
+from launch.config.pools import WorkerGroup, engine_of, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER
 from launch.machine.machine import Machine
-from launch.servers.plan import launched_groups, server_config, servers_of
+from launch.servers.plan import launched_groups
 from models.description import BYTES, vocabulary_size
 from weights.config import sent_dtype, staged_in
 
@@ -112,14 +112,12 @@ def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", 
     return _need("learner", sure, likely)
 
 
-def worker_need(config: RunConfig, role: EngineRole, shape: ModelShape, who: str) -> Need:
-    """`config`: for a teacher, that of its pool."""
-    settings = config.actor if role == "actor" else config.teacher
-    return _need(who, *engine_of(config, role).memory(role, settings, shape))
+def worker_need(group: WorkerGroup, shape: ModelShape, who: str) -> Need:
+    return _need(who, *group.engine.memory(group.role, group.settings, shape))
 
 
-def server_need(config: RunConfig, role: EngineRole, shape: ModelShape, who: str, gib: float) -> Need:
-    return _need(who, *servers_of(config, role).memory(server_config(config, role), shape, gib * GIB))
+def server_need(group: WorkerGroup, shape: ModelShape, who: str, gib: float) -> Need:
+    return _need(who, *group.servers.memory(group.settings.server, shape, gib * GIB))
 
 
 def _need(who: str, sure: Mapping[str, float], likely: Mapping[str, float]) -> Need:
@@ -154,24 +152,16 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
     """Yield (GPU, need of one process there). Models of unknown shape are left out."""
     seats = {who: gpu for who, gpu in placement.places.seats.items() if gpu is not None}
     shape_of = functools.cache(read_shape)  # reads the headers of all weights
-    student = shape_of(Path(config.models.student))
-    if student is not None:
-        if LEARNER in seats:
-            yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
-        yield from (
-            (gpu, worker_need(config, "actor", student, who)) for who, gpu in seats.items() if who.startswith("actor")
-        )
-    for pool in teacher_pools(config):
-        numbers = range(pool.first, pool.first + pool.config.teachers)
-        here = [f"teacher-{i}" for i in numbers if f"teacher-{i}" in seats]
-        shape = shape_of(Path(pool.config.models.teacher)) if here else None
-        if shape is not None:
-            yield from ((seats[who], worker_need(pool.config, "teacher", shape, who)) for who in here)
-    for key, role, first, own in launched_groups(config):
-        groups = placement.places.servers.get(key, ())
-        shape = shape_of(Path(own.models.student if role == "actor" else own.models.teacher)) if groups else None
-        for index, group in enumerate(groups if shape is not None else ()):
-            assert shape is not None
-            for gpu in group:
-                who = f"server-{role}-{first + index}"
-                yield gpu, server_need(own, role, shape, who, machine.gib[gpu])
+    if LEARNER in seats and (student := shape_of(Path(config.models.student))) is not None:
+        yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
+    for group in worker_groups(config):
+        names = (f"{group.role}-{group.first + index}" for index in range(group.n))
+        here = [who for who in names if who in seats]
+        if here and (shape := shape_of(Path(group.model))) is not None:
+            yield from ((seats[who], worker_need(group, shape, who)) for who in here)
+    for group in launched_groups(config):
+        servers = placement.places.servers.get(group.key, ())
+        if servers and (shape := shape_of(Path(group.model))) is not None:
+            for index, gpus in enumerate(servers):
+                who = f"server-{group.role}-{group.first + index}"
+                yield from ((gpu, server_need(group, shape, who, machine.gib[gpu])) for gpu in gpus)

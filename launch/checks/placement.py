@@ -27,7 +27,7 @@ from launch.machine.devices import fill_devices
 from launch.machine.gpus import LEARNER, Groups, Places, Seat, Wanted, place
 from launch.machine.machine import Interpreters, Machine
 from launch.machine.torch_build import TorchBuild
-from launch.servers.plan import count, launched_groups, server_config, servers_of
+from launch.servers.plan import launched_groups
 from protocol.context import WorkerRole
 
 replace = msgspec.structs.replace
@@ -149,12 +149,8 @@ def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
 
 
 def _wanted(config: RunConfig) -> list[Wanted]:
-    wanted: list[Wanted] = []
-    for key, role, _, own in launched_groups(config):
-        server = server_config(own, role)
-        if server.device == "cuda":
-            wanted.append(Wanted(key, count(own, role), server.tp, server.gpus))
-    return wanted
+    groups = [(group, group.settings.server) for group in launched_groups(config)]
+    return [Wanted(group.key, group.n, server.tp, server.gpus) for group, server in groups if server.device == "cuda"]
 
 
 def _actors(config: RunConfig, places: Places, interpreters: Interpreters) -> Iterator[Member]:
@@ -182,11 +178,11 @@ def wrong_nccl(config: RunConfig, places: Places, interpreters: Interpreters) ->
     """Report interpreters for GPUs whose NCCL wheel is for another CUDA version than their torch."""
     if any(gpu is not None for gpu in places.seats.values()) and (wrong := interpreters.own().wrong_wheel()):
         yield f"learner.device: {sys.executable} {wrong}, or say device = cpu"
-    for key, role, _, own in launched_groups(config):
-        server, servers = server_config(own, role), servers_of(own, role)
+    for group in launched_groups(config):
+        server, servers = group.settings.server, group.servers
         python = servers.choose_python(server)
         if server.device == "cuda" and (wrong := interpreters.look(python, servers.modules).torch.wrong_wheel()):
-            yield f"{key}.server.python: {python} {wrong}"
+            yield f"{group.key}.server.python: {python} {wrong}"
 
 
 def _described(

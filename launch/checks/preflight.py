@@ -23,16 +23,15 @@ from launch.checks.model_files import (
     model_type,
     read_vocabulary,
 )
-from launch.checks.placement import NOWHERE, Placement, choose_engines
+from launch.checks.placement import choose_engines
 from launch.checks.prompt_files import check_prompts
-from launch.checks.server_preflight import check_servers
+from launch.checks.server_preflight import Found, check_servers
 from launch.config.consistency import check_consistency
 from launch.config.pools import teacher_pools, without_idle_routes
 from launch.config.run import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
 from launch.machine.machine import Interpreters, Machine, find_machine
-from launch.servers.plan import ServerPlan
 from protocol.handshake import vocab_fingerprint
 from recording.format import RecordError
 from recording.reader import read_header
@@ -49,18 +48,10 @@ class Checked(NamedTuple):
     to teachers that do not exist and are not needed are gone."""
     model_types: tuple[str, ...]
     """`model_type` of student and teachers, from config.json."""
-    warnings: tuple[str, ...] = ()
+    warnings: list[str]
     """Warnings: what the run will do differently than expected."""
-    servers: tuple[ServerPlan, ...] = ()
-    """SGLang servers to be started with the run."""
-    server_report: str = ""
-    """Text to print: where servers will run, and what running servers can do."""
-    placement: Placement = NOWHERE
-    """Devices of the learner and of embedded engines."""
-    memory: tuple[str, ...] = ()
-    """Lines to print: estimated memory on each GPU in use."""
-    not_here: tuple[str, ...] = ()
-    """Requirements of a pretended machine that this one does not meet."""
+    servers: Found
+    """The servers, and the devices of all parts."""
 
 
 def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
@@ -109,16 +100,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
         record=_absolute(learner.record) if learner.record else "",
         offline=replace(offline, file=_absolute(offline.file) if offline.file else ""),
     )
-    return Checked(
-        config=replace(config, learner=learner),
-        model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
-        warnings=tuple(findings.warnings),
-        servers=servers.plans,
-        server_report=servers.report(),
-        placement=servers.placement,
-        memory=tuple(servers.memory),
-        not_here=tuple(servers.not_here),
-    )
+    model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
+    return Checked(replace(config, learner=learner), model_types, findings.warnings, servers)
 
 
 def _with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:

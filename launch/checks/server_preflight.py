@@ -15,17 +15,7 @@ from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices, torch_devices
 from launch.machine.machine import NO_GPUS, Interpreters, Machine
 from launch.servers.attached import ask_servers, grouped
-from launch.servers.plan import (
-    ServerPlan,
-    contradictions,
-    count,
-    launched_groups,
-    overfull_gpus,
-    plan_servers,
-    server_config,
-    servers_of,
-    with_server,
-)
+from launch.servers.plan import ServerPlan, contradictions, launched_groups, overfull_gpus, plan_servers, with_server
 from protocol.addresses import free_port
 
 HIGHEST_PORT: Final = 65535
@@ -46,13 +36,13 @@ class Found(NamedTuple):
     not_here: list[str]
     """Requirements of a pretended machine that this one does not meet."""
     memory: list[str]
-    """A line per GPU in use; empty if that is unknown."""
+    """A line to print per GPU in use: its estimated memory; empty if that is unknown."""
 
-    def report(self) -> str:
-        """Text for `--check`; empty without servers."""
+    def report(self) -> list[str]:
+        """Lines for `--check`: what running servers can do, and where everything else will run."""
         lines = [grouped(self.attached)] if self.attached else []
         lines += [f"{plan.name}: on {plan.place}, by {plan.launch.python}" for plan in self.plans]
-        return "\n".join(lines)
+        return [*lines, self.placement.text, *self.memory, *(f"not on this machine: {one}" for one in self.not_here)]
 
 
 def check_servers(
@@ -67,10 +57,10 @@ def check_servers(
     config = fill_devices(config)
     attached = ask_servers(config)
     config, mistakes = attached.config, list(attached.mistakes)
-    for key, role, _, own in launched_groups(config):
-        server = server_config(own, role)
+    for group in launched_groups(config):
+        server = group.settings.server
         if server.device == "auto":
-            config = with_server(config, key, replace(server, device="cuda" if machine.gpus else "cpu"))
+            config = with_server(config, group.key, replace(server, device="cuda" if machine.gpus else "cpu"))
     not_here: list[str] = []
     for group in launched_groups(config):
         lacking, others = _lacking(group, machine, interpreters)
@@ -100,7 +90,7 @@ def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreter
     """Refuse to run on the CPU by accident: the machine has a GPU driver, but its GPUs cannot be found."""
     if not machine.unlisted:
         return
-    servers = [server_config(own, role).device for _, role, _, own in launched_groups(config)]
+    servers = [group.settings.server.device for group in launched_groups(config)]
     embedded = [device for _, device in torch_devices(config)] if interpreters.own().has_gpu_code else []
     if any(device != "cpu" for device in (*servers, *embedded)):
         yield (
@@ -111,23 +101,19 @@ def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreter
 
 def _lacking(group: WorkerGroup, machine: Machine, interpreters: Interpreters) -> tuple[list[str], list[str]]:
     """Returns (what this machine lacks but another may have, what is wrong on any machine)."""
-    key, role, _, config = group
-    server = server_config(config, role)
+    key, server, servers = group.key, group.settings.server, group.servers
     lacking: list[str] = []
     others: list[str] = []
     if server.device == "cuda" and not machine.gpus and not machine.unlisted:
         others.append(
             f"{key}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
         )
-    servers = servers_of(config, role)
     python = servers.choose_python(server)
     if missing := servers.lacks(key, server, python, interpreters.look(python, servers.modules)):
         lacking.append(missing)
-    last = server.port + count(config, role) - 1
+    last = server.port + group.n - 1
     if server.port and last > HIGHEST_PORT:
-        others.append(
-            f"{key}.server.port: got {server.port}, and {count(config, role)} servers would need ports up to {last}"
-        )
+        others.append(f"{key}.server.port: got {server.port}, and {group.n} servers would need ports up to {last}")
     try:
         free_port(server.host)
     except OSError as error:

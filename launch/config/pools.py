@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from actors.config import ActorConfig
-from engines.provider import EngineProvider, EngineRole
+from engines.provider import EngineProvider, EngineRole, ServerEngine
 from engines.registry import find_engine
 from launch.config.run import RunConfig
 from teachers.config import TeacherConfig
@@ -75,6 +75,17 @@ class WorkerGroup(NamedTuple):
     @property
     def settings(self) -> ActorConfig | TeacherConfig:
         return self.config.actor if self.role == "actor" else self.config.teacher
+
+    @property
+    def model(self) -> str:
+        return self.config.models.student if self.role == "actor" else self.config.models.teacher
+
+    @property
+    def servers(self) -> ServerEngine:
+        """The servers' engine of a group that has servers."""
+        servers = self.engine.servers
+        assert servers is not None
+        return servers
 
     @property
     def n(self) -> int:

@@ -27,7 +27,7 @@ from launch.join.target import HOW_TO_LISTEN, Target
 from launch.machine.devices import lacking_cuda
 from launch.machine.machine import Interpreters, find_machine
 from launch.processes.slots import worker_name
-from launch.servers.plan import ServerPlan, count
+from launch.servers.plan import ServerPlan
 from protocol.addresses import is_local
 from protocol.handshake import vocab_fingerprint
 
@@ -69,7 +69,8 @@ def refuse_foreign(overrides: Sequence[tuple[Key, str]]) -> None:
 def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
     """Check everything; raises ConfigError with all mistakes."""
     config = _resolved(target, overrides)
-    roles: tuple[EngineRole, ...] = tuple(role for role in ROLES if count(config, role))
+    asked = {"actor": config.actors, "teacher": config.teachers}
+    roles: tuple[EngineRole, ...] = tuple(role for role in ROLES if asked[role])
     if not roles:
         raise ConfigError("say how many workers join: --actors N, --teachers M or both")
     interpreters = Interpreters()

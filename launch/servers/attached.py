@@ -12,7 +12,7 @@ import msgspec
 
 from engines.provider import SERVERS, EngineRole, ServerFacts, ServerRecord
 from launch.config.run import RunConfig
-from launch.servers.plan import count, server_groups, servers_of, urls_of, with_server
+from launch.servers.plan import server_groups, with_server
 
 NAMES_SHOWN: Final = 8
 log = logging.getLogger(__name__)
@@ -32,24 +32,24 @@ def ask_servers(config: RunConfig) -> Attached:
     """Ask all running servers that `urls` name."""
     found: list[tuple[str, ServerFacts]] = []
     mistakes: list[str] = []
-    for key, role, first, own in server_groups(config):
-        urls = urls_of(own, role)
+    for group in server_groups(config):
+        key, role, settings = group.key, group.role, group.settings
+        urls = settings.urls
         if not urls:
             continue
-        if len(urls) != count(own, role):
+        if len(urls) != group.n:
             mistakes.append(
-                f"{role}s: got {count(own, role)} with {len(urls)} {key}.urls, expected the same number of both: each "
+                f"{role}s: got {group.n} with {len(urls)} {key}.urls, expected the same number of both: each "
                 f"{role} needs its own server (without --{role}s there is one {role} per url)"
             )
             continue
-        settings = own.actor if role == "actor" else own.teacher
-        facts, wrong = servers_of(own, role).ask(key, role, settings, own.models.student)
+        facts, wrong = group.servers.ask(key, role, settings, group.config.models.student)
         wrong += _unlike(role, urls, facts)
         mistakes += wrong
         if facts and not wrong:  # teachers' servers may differ; the configuration gets the first one's values
             server = msgspec.structs.replace(settings.server, device=facts[0].device, tp=facts[0].tp)
             config = with_server(config, key, server)
-        found += [(f"{role}-{first + index}", one) for index, one in enumerate(facts)]
+        found += [(f"{role}-{group.first + index}", one) for index, one in enumerate(facts)]
     return Attached(config, found, mistakes)
 
 

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from engines.config import ServerConfig
-from engines.provider import EngineRole, Launch, ServerEngine
+from engines.provider import Launch, ServerEngine
 from launch.config.pools import WorkerGroup, engine_of, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, Groups, Places
@@ -53,21 +53,6 @@ class ServerPlan:
         return f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
 
 
-def servers_of(config: RunConfig, role: EngineRole) -> ServerEngine:
-    """The servers' engine of a role that has servers."""
-    servers = engine_of(config, role).servers
-    assert servers is not None
-    return servers
-
-
-def urls_of(config: RunConfig, role: EngineRole) -> tuple[str, ...]:
-    return config.actor.urls if role == "actor" else config.teacher.urls
-
-
-def server_config(config: RunConfig, role: EngineRole) -> ServerConfig:
-    return config.actor.server if role == "actor" else config.teacher.server
-
-
 def plan_servers(config: RunConfig, visible: Sequence[str], gpus: Mapping[str, Groups]) -> tuple[ServerPlan, ...]:
     """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda. `visible`: names
     of the GPUs. `gpus`: by group (launch.machine.gpus.Places.servers), without servers on a CPU."""
@@ -82,7 +67,7 @@ def server_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
 
 def launched_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
     """Groups of workers whose servers the launcher starts."""
-    return tuple(group for group in server_groups(config) if not urls_of(group.config, group.role))
+    return tuple(group for group in server_groups(config) if not group.settings.urls)
 
 
 def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
@@ -98,15 +83,13 @@ def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
 
 def _plans(group: WorkerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[ServerPlan]:
     """`gpus`: the GPUs of each server; empty on a CPU."""
-    role, config = group.role, group.config
-    server = server_config(config, role)
-    engine = servers_of(config, role)
-    launch = engine.launch(server)
-    for index in range(count(config, role)):
+    server = group.settings.server
+    launch = group.servers.launch(server)
+    for index in range(group.n):
         yield ServerPlan(
-            worker=f"{role}-{group.first + index}",
-            model=config.models.student if role == "actor" else config.models.teacher,
-            engine=engine,
+            worker=f"{group.role}-{group.first + index}",
+            model=group.model,
+            engine=group.servers,
             launch=launch,
             gpus=tuple(gpus[index]) if gpus else (),
             host=server.host,
@@ -115,14 +98,10 @@ def _plans(group: WorkerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[Server
         )
 
 
-def count(config: RunConfig, role: EngineRole) -> int:
-    return config.actors if role == "actor" else config.teachers
-
-
 def contradictions(config: RunConfig) -> Iterator[str]:
     """Arguments of the user that contradict the rest of the configuration. `server.device` is cpu or cuda."""
-    for key, role, _, own in launched_groups(config):
-        yield from servers_of(own, role).contradictions(key, role, server_config(own, role))
+    for group in launched_groups(config):
+        yield from group.servers.contradictions(group.key, group.role, group.settings.server)
 
 
 def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
@@ -132,11 +111,12 @@ def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
         if gpu is not None:
             others.setdefault(gpu, []).append("the learner" if who == LEARNER else who)
     servers: dict[int, list[tuple[str, str, float | None]]] = {}
-    for key, role, first, own in launched_groups(config):
-        fraction = servers_of(own, role).memory_fraction(server_config(own, role).args)
-        for index, group in enumerate(places.servers.get(key, ())):
-            for gpu in group:
-                servers.setdefault(gpu, []).append((key, f"server-{role}-{first + index}", fraction))
+    for group in launched_groups(config):
+        fraction = group.servers.memory_fraction(group.settings.server.args)
+        for index, gpus in enumerate(places.servers.get(group.key, ())):
+            for gpu in gpus:
+                name = f"server-{group.role}-{group.first + index}"
+                servers.setdefault(gpu, []).append((group.key, name, fraction))
     for gpu, here in sorted(servers.items()):
         beside = others.get(gpu, [])
         names = [*beside, *(name for _, name, _ in here)]

@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from launch.config.pools import pool_of
+from launch.config.pools import pool_of, worker_groups
 from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Worker
-from launch.servers.plan import urls_of
 from launch.servers.watch import ServerWatch
 from launch.workers.launch_plan import LaunchPlan
 from launch.workers.start_role import StartRole
@@ -94,6 +93,7 @@ class Crew:
             return self._servers.url(worker.name)
         if worker.role not in ("actor", "teacher"):
             return ""
-        pool = pool_of(self._config, worker.index) if worker.role == "teacher" else None
-        urls = urls_of(pool.config if pool is not None else self._config, worker.role)
-        return urls[worker.index - (pool.first if pool is not None else 0)] if urls else ""
+        groups = [group for group in worker_groups(self._config) if group.role == worker.role]
+        group = next(group for group in reversed(groups) if group.first <= worker.index)
+        urls = group.settings.urls
+        return urls[worker.index - group.first] if urls else ""

@@ -12,6 +12,7 @@ import builtin
 from engines.provider import ModelShape
 from launch.checks.gpu_memory import estimate, learner_need, read_shape, server_need, worker_need
 from launch.checks.placement import Choice, Placement
+from launch.config.pools import worker_groups
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
@@ -60,17 +61,20 @@ def test_what_is_not_trained_has_no_moments(learner: dict[str, Any]) -> None:
 
 
 def test_an_embedded_actor_holds_its_cache_and_the_next_weights() -> None:
-    need = worker_need(config(actor={"torch": {"dtype": "bfloat16"}}), "actor", QWEN3_8B, "actor-0")
+    actors, _ = worker_groups(config(actor={"torch": {"dtype": "bfloat16"}}))
+    need = worker_need(actors, QWEN3_8B, "actor-0")
     # 64 slots * 1,024 tokens * 36 layers * 2 * 1,024 * 2 bytes = 9.0 GiB
     assert rounded(need.sure) == {"weights": 15.3, "KV cache": 9.0}
     assert rounded(need.likely) == {"next weights": 15.3, "process": 1.0}
 
 
 def test_a_teacher_and_a_server() -> None:
-    assert rounded(worker_need(config(), "teacher", QWEN3_8B, "teacher-0").sure) == {"weights": 15.3}
-    need = server_need(served(tp=2), "actor", QWEN3_8B, "server-actor-0", 80.0)
+    _, teachers = worker_groups(config())
+    assert rounded(worker_need(teachers, QWEN3_8B, "teacher-0").sure) == {"weights": 15.3}
+    need = server_need(worker_groups(served(tp=2))[0], QWEN3_8B, "server-actor-0", 80.0)
     assert (rounded(need.sure)["weights"], rounded(need.likely)["KV cache"]) == (7.6, 60.4)  # 0.85 * 80 - 7.6
-    shared = server_need(served(args=["--mem-fraction-static=0.3"]), "actor", QWEN3_8B, "server-actor-0", 80.0)
+    small = worker_groups(served(args=["--mem-fraction-static=0.3"]))[0]
+    shared = server_need(small, QWEN3_8B, "server-actor-0", 80.0)
     assert rounded(shared.likely)["KV cache"] == 8.7
 
 

@@ -57,7 +57,7 @@ REWARDS_ONLY: dict[str, Any] = {
 
 def test_without_weight_and_teacher_no_task_is_for_one_and_its_model_need_not_be_there() -> None:
     checked = check(build(RunConfig, REWARDS_ONLY))
-    assert checked.config.learner.tasks.routes == {} and checked.warnings == ()
+    assert checked.config.learner.tasks.routes == {} and checked.warnings == []
     assert check(checked.config).config == checked.config
     divergence = {
         "objective": {**REWARDS_ONLY["learner"]["objective"], "divergence": "reverse_kl"}
@@ -172,4 +172,5 @@ def test_what_is_put_on_a_gpu_by_name_is_found_though_the_rest_is_on_the_cpu(mon
     monkeypatch.setattr(preflight, "find_machine", lambda: Machine(("0", "1")))
     monkeypatch.setattr(torch_build, "own_build", lambda: TorchBuild("2.13.0", "12.8"))
     checked = check(build(RunConfig, {"device": "cpu", "learner": {"device": "cuda:1"}}))
-    assert checked.placement.device("learner", 0) == "cuda:1" and checked.placement.device("actor", 0) == "cpu"
+    placement = checked.servers.placement
+    assert placement.device("learner", 0) == "cuda:1" and placement.device("actor", 0) == "cpu"

@@ -84,7 +84,7 @@ def test_servers_get_gpus_after_the_learner_by_their_visible_names(monkeypatch: 
     ]
     assert report.config.actor.server.device == report.config.teacher.server.device == "cuda"
     assert report.plans[0].model == str(builtin.STUDENT_DIR)
-    assert "server-actor-0: on GPU 1, by" in report.report()
+    assert "server-actor-0: on GPU 1, by" in "\n".join(report.report())
 
 
 def test_too_few_gpus_are_told_before_anything_starts() -> None:
