@@ -25,7 +25,6 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 import msgspec
@@ -140,9 +139,7 @@ class RunFolder(WorkFolder):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Record an end for a launcher that raises before it has recorded one."""
         if self.record.state == "running" and error is not None:
             self.finish(INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)

@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 
@@ -110,11 +109,9 @@ class StopRequest(SigtermCount):
     def asked(self) -> bool:
         return self.count > 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.asked:
-            super().__exit__(kind, error, traceback)
+            super().__exit__()
 
     def check(self) -> None:
         """Raises StopAsked after SIGTERM."""

@@ -144,36 +144,36 @@ def packed_attention(
         )
     if reason := unseen_window(module, sliding_window, packed_layout.buckets[0].longest):
         raise PackingError(reason)
-    shape = _Shape(scaling, sliding_window, softcap, s_aux)
+    form = AttentionForm(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     parts = [
-        _attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), bucket, shape)
+        _attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), bucket, form)
         for bucket in packed_layout.buckets
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The form of attention that one layer requests."""
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """One layer's variant of attention beyond softmax(q k^T)."""
 
-    scaling: float | None
-    sliding_window: int | None
-    softcap: float | None
-    sinks_N: Tensor | None
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks_N: Tensor | None = None
 
 
-def _attend(query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bucket: Bucket, shape: _Shape) -> Tensor:
+def _attend(query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bucket: Bucket, form: AttentionForm) -> Tensor:
     """Causal self-attention within each sequence of one bucket, [S, N, D]."""
     query, key, value = (_to_rows(x, bucket) for x in (query_TND, key_TGD, value_TGD))
     longest = bucket.longest
     mask_LL: Tensor | None = None
-    if shape.sliding_window is not None and longest > shape.sliding_window:
+    if form.sliding_window is not None and longest > form.sliding_window:
         ones_LL = torch.ones((longest, longest), dtype=torch.bool, device=query.device)
-        mask_LL = ones_LL.tril() & ones_LL.triu(1 - shape.sliding_window)
-    if shape.softcap is not None or shape.sinks_N is not None:
-        rows = _plain_attention(query, key, value, mask_LL, shape)
+        mask_LL = ones_LL.tril() & ones_LL.triu(1 - form.sliding_window)
+    if form.softcap is not None or form.sinks_N is not None:
+        rows = _plain_attention(query, key, value, mask_LL, form)
     else:
-        rows = attend(query, key, value, mask_LL=mask_LL, scaling=shape.scaling)
+        rows = attend(query, key, value, mask_LL=mask_LL, scaling=form.scaling)
     rows_BLND = rows.transpose(1, 2)
     flat_ND = rows_BLND.reshape(-1, *rows_BLND.shape[2:])
     if bucket.real_S is None:
@@ -189,19 +189,18 @@ def _to_rows(x_TND: Tensor, bucket: Bucket) -> Tensor:
     return x_SND.reshape(bucket.n_sequences, bucket.longest, *x_TND.shape[1:]).transpose(1, 2)
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask_LL: Tensor | None, shape: _Shape) -> Tensor:
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask_LL: Tensor | None, form: AttentionForm) -> Tensor:
     """Attention that the fused kernels lack: capped scores (Gemma 2) and attention sinks (gpt-oss). [B, N, L, D]."""
     longest, groups = query.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scaling = shape.scaling if shape.scaling is not None else query.shape[-1] ** -0.5
-    scores = query @ key.transpose(2, 3) * scaling
-    if shape.softcap is not None:
-        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = query @ key.transpose(2, 3) * form.scaling
+    if form.softcap is not None:
+        scores = torch.tanh(scores / form.softcap) * form.softcap
     if mask_LL is None:
         mask_LL = torch.ones((longest, longest), dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask_LL, float("-inf"))
-    if shape.sinks_N is not None:
-        sinks = shape.sinks_N.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    if form.sinks_N is not None:
+        sinks = form.sinks_N.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return weights[..., :longest] @ value

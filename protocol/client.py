@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
@@ -70,9 +69,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close("done" if error is None else f"{type(error).__name__}: {error}"[:500])
 
     @property

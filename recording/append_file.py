@@ -30,10 +30,6 @@ class Unwritten:
     def rows_total(self) -> int:
         return sum(self._rows.values())
 
-    @property
-    def rows_by_file(self) -> dict[str, int]:
-        return dict(self._rows)
-
     def count(self, file: str, rows: int, error: OSError) -> None:
         """Count `rows` of `file` that were not written because of `error`."""
         self._rows[file] += rows

@@ -19,7 +19,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -227,9 +226,7 @@ class ControlMember:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def send(self, message: FromMember) -> None:

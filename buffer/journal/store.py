@@ -68,11 +68,6 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.path}, log={self.log_bytes >> 10} KiB)"
 
-    @property
-    def file_bytes(self) -> int:
-        """Size on the disk."""
-        return self.path.stat().st_blocks * 512
-
     def _opened(self) -> Any:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

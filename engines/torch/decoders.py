@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm
 from transformers import PreTrainedModel
 
-from engines.torch.kv_cache import IMPLEMENTATION, AttentionForm, SlotCache, UnsupportedModelError
+from engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from engines.torch.step import Prefill, Step, plan_step
 from models.attention import attend
-from models.packed import refuse_unpackable
+from models.packed import AttentionForm, refuse_unpackable
 from models.packed_layout import Bucket
 from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 

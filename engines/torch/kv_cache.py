@@ -13,7 +13,6 @@ slot, L window of a block of rows (the cells they attend to), W cache cells writ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,23 +21,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engines.torch.slots import RowWindow
 from engines.torch.step import Step
-from models.packed import packed_attention, unseen_window
+from models.packed import AttentionForm, packed_attention, unseen_window
 
 IMPLEMENTATION = "stillhouse_decode"
 
 
 class UnsupportedModelError(ValueError):
     """This architecture cannot be run over the slot cache; the message names the unsupported feature."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionForm:
-    """One layer's variant of attention beyond softmax(q k^T)."""
-
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks_N: Tensor | None = None
 
 
 _FIRST_CELLS = 64

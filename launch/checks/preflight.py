@@ -16,13 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 import builtin
-from launch.checks.model_files import (
-    check_teachers,
-    check_weights,
-    find_model,
-    model_type,
-    read_vocabulary,
-)
+from launch.checks.model_files import check_teachers, check_weights, find_model, model_type, read_vocabulary
 from launch.checks.placement import choose_engines
 from launch.checks.prompt_files import check_prompts
 from launch.checks.server_preflight import Found, check_servers
@@ -92,14 +86,10 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     if mistakes:
         raise ConfigError(*mistakes)
     config = servers.config
-    tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts) if eval_prompts else "")
-    learner, offline = config.learner, config.learner.offline
-    learner = replace(
-        learner,
-        tasks=tasks,
-        record=_absolute(learner.record) if learner.record else "",
-        offline=replace(offline, file=_absolute(offline.file) if offline.file else ""),
-    )
+    tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts))
+    learner = config.learner
+    offline = replace(learner.offline, file=_absolute(learner.offline.file))
+    learner = replace(learner, tasks=tasks, record=_absolute(learner.record), offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
     return Checked(replace(config, learner=learner), model_types, findings.warnings, servers)
 
@@ -115,7 +105,7 @@ def _with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def check_recorded(config: RunConfig, *, resume: bool) -> None:

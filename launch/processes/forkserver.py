@@ -22,7 +22,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -57,8 +56,6 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 class Warm(msgspec.Struct, frozen=True, tag=True):
     """Here -> launcher: all modules are imported."""
-
-    import_s: float
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
@@ -206,12 +203,11 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(launcher_pid)
-    began_s = time.monotonic()
     with socket.socket(fileno=control_fd) as control:
         server = ForkServer(control, lifeline_fd, folder, read_config(folder.config_path))
         preload(modules)
         try:
-            server.send(Warm(time.monotonic() - began_s))
+            server.send(Warm())
             server.serve()
         except (BrokenPipeError, ConnectionResetError):
             os._exit(ExitCode.FAILED)  # the launcher is gone; the kernel kills the children

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
-from learner.evaluation.figures import EvalPoint, EvalRollout, accuracy, figures_by, mean, ratio, reverse_kl, reward
+from learner.evaluation.figures import EvalPoint, EvalRollout, figures_by, figures_of, mean, ratio
 from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
 from learner.prompts.records import PromptRecord, columns_fault
 from learner.prompts.rendering import NONE, render, teacher_prompt
@@ -187,15 +187,9 @@ class Evaluation:
         same = len({(task.tag, task.env) for task in tasks}) == len(tags) == len(envs)
         return EvaluationResult(
             step=self._version.step,
-            accuracy_greedy=accuracy(greedy),
-            accuracy_sampled=accuracy(sampled),
-            reward_greedy=reward(greedy),
-            reward_sampled=reward(sampled),
-            reverse_kl=reverse_kl(sampled),
+            **msgspec.structs.asdict(figures_of(greedy, sampled)),
             mean_length_greedy=mean([len(r.behaviour_N) for r in greedy]),
             mean_length_sampled=mean([len(r.behaviour_N) for r in sampled]),
-            n_greedy=len(greedy),
-            n_sampled=len(sampled),
             no_reward=sum(r.reward is None for r in both),
             failed=failed,
             missing=max(0, len(self._task_of) - len(both) - failed),

@@ -104,7 +104,7 @@ def figures_by(
     if len(found) < 2:
         return {}
     return {
-        name or UNTAGGED: _of_group(*([r for r in half if getattr(r, group) == name] for half in halves))
+        name or UNTAGGED: figures_of(*([r for r in half if getattr(r, group) == name] for half in halves))
         for name in found
     }
 
@@ -136,7 +136,7 @@ def ratio(total: float, n: int) -> float | None:
     return total / n if n else None
 
 
-def _of_group(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) -> TagFigures:
+def figures_of(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) -> TagFigures:
     return TagFigures(
         accuracy_greedy=accuracy(greedy),
         accuracy_sampled=accuracy(sampled),
