@@ -7,13 +7,16 @@ raises an exception in it, which ends a computing loop at once and a sleeping th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
+import math
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -54,8 +57,29 @@ class EnvCall:
         self.timeout_s = timeout_s
         self.deadline_s = time.monotonic() + timeout_s
         self.settled = False
+        self.limit: asyncio.Timeout | None = None
+        """The same deadline for the event loop, while the call runs."""
         self._on_settled = on_settled
         self._lock = threading.Lock()
+
+    def pause(self) -> None:
+        """No deadline runs: the call waits for its actor. Called on its own thread, as is `resume`."""
+        self.deadline_s = math.inf
+        self._reschedule(None)
+
+    def resume(self) -> None:
+        """Begin the call's time anew."""
+        self.expect()
+        self._reschedule(asyncio.get_running_loop().time() + self.timeout_s)
+
+    def expect(self) -> None:
+        """Give the call its whole time from now on to come to its next `pause` or `resume`. Thread-safe."""
+        self.deadline_s = time.monotonic() + self.timeout_s
+
+    def _reschedule(self, when: float | None) -> None:
+        if self.limit is not None:
+            with contextlib.suppress(RuntimeError):  # the call is over: a task that it left behind is still waiting
+                self.limit.reschedule(when)
 
     def settle(self, result: Any, error: Exception | None) -> None:
         """Only the first settlement counts. Thread-safe."""
@@ -64,6 +88,10 @@ class EnvCall:
                 return
             self.settled = True
         self._on_settled(Outcome(self.key, result, error))
+
+
+CURRENT_CALL: ContextVar[EnvCall] = ContextVar("CURRENT_CALL")
+"""The call that the code of an environment runs in."""
 
 
 class _Interrupted(BaseException):
@@ -186,7 +214,8 @@ class EnvThread:
 
     async def _run(self, call: EnvCall) -> None:
         result, error = None, None
-        limit = asyncio.timeout(call.timeout_s)
+        call.limit = limit = asyncio.timeout(call.timeout_s)
+        CURRENT_CALL.set(call)
         try:
             self._inside = True
             async with limit:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import queue
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from actors.agent import AgentEpisode, Ask
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.env_thread import EnvironmentTimeout, Outcome
@@ -30,7 +32,8 @@ from actors.envs.episode import Continuation, Episode
 from actors.envs.registry import LoadedEnvironment, load_environments
 from actors.failures import Brake, Failure, of_environment
 from actors.rollout import Rollout
-from engines.base import GenerationDelta, GenerationEngine, Int32s
+from actors.trajectory.rollout import BranchingRollout, NoRoom
+from engines.base import GenerationDelta, GenerationEngine, GenerationRequest, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
 from protocol.printable import in_one_line
 
@@ -50,19 +53,21 @@ class Phase(enum.Enum):
     RESETTING = "environment resets"
     GENERATING = "engine samples"
     STEPPING = "environment answers"
+    AGENT = "agent runs; it asks the engine itself"
 
 
 @dataclass(slots=True)
 class Run:
     """One rollout under way."""
 
-    rollout: Rollout
-    episode: Episode
+    rollout: Rollout | BranchingRollout
+    episode: Episode | AgentEpisode
     step_timeout_s: float
     phase: Phase = Phase.RESETTING
-    request_id: str = ""
+    requests: dict[str, float] = field(default_factory=dict[str, float])
+    """Requests that the engine works on, and when they were made (monotonic). An agent may have several."""
     since_s: float = 0.0
-    """When the current request to the engine or the environment was made (monotonic)."""
+    """When the current call of the environment was made (monotonic)."""
 
 
 class RunningRollouts:
@@ -95,6 +100,8 @@ class RunningRollouts:
         self._runs: dict[str, Run] = {}
         self._by_request: dict[str, str] = {}
         self._brake = Brake(config.max_failures_in_a_row)
+        self._asked: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        """Requests of agents, from their threads."""
         self._info_keys: set[str] = set()
         self.counts: defaultdict[str, float] = defaultdict(float)
         """Running totals for the heartbeat: rollouts by how they ended, environment numbers, segments."""
@@ -140,25 +147,73 @@ class RunningRollouts:
 
     def _start(self, ticket: Ticket, prompt_ids: Int32s, known: LoadedEnvironment) -> None:
         """Raises ValueError for an unusable prompt or row, OSError or RuntimeError when the system gives no thread."""
+        row = msgspec.json.decode(ticket.row, type=dict[str, Any]) if ticket.row else {}
+        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed, row)
+        options, timeout_s = row.get("env_options") or {}, known.config.step_timeout_s
+        if known.agent is not None:
+            agent = AgentEpisode(partial(known.agent, options), task, self._tokenizer, self._ask)
+            branching = BranchingRollout(
+                ticket,
+                prompt_ids,
+                segment_tokens=self._config.segment_tokens,
+                max_context_tokens=self._max_context_tokens,
+                max_calls=known.config.max_turns,
+                retries=False,
+            )
+            self._environments.open(ticket.rollout_id, agent.close, timeout_s)
+            self._runs[ticket.rollout_id] = Run(branching, agent, timeout_s, Phase.AGENT)
+            self._environments.submit(ticket.rollout_id, "rollout", agent.run, timeout_s)
+            return
         rollout = Rollout(
             ticket,
             prompt_ids,
             segment_tokens=self._config.segment_tokens,
             max_context_tokens=self._max_context_tokens,
         )
-        row = msgspec.json.decode(ticket.row, type=dict[str, Any]) if ticket.row else {}
-        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed, row)
         episode = Episode(
-            partial(known.make, row.get("env_options") or {}),
+            partial(known.make, options),
             task,
             self._tokenizer,
             model_stop_token_ids=self._stop_token_ids,
             max_turns=known.config.max_turns,
         )
-        timeout_s = known.config.step_timeout_s
         self._environments.open(ticket.rollout_id, episode.close, timeout_s)
         self._runs[ticket.rollout_id] = Run(rollout, episode, timeout_s, since_s=time.monotonic())
         self._environments.submit(ticket.rollout_id, "reset", episode.start, timeout_s)
+
+    def _ask(self, ask: Ask) -> None:
+        """Called on an agent's thread."""
+        self._asked.put(ask)
+        self._environments.wake()
+
+    def take_asked(self) -> None:
+        """Hand the requests of agents to the engine."""
+        while not self._asked.empty():
+            ask = self._asked.get()
+            run = self._runs.get(ask.rollout_id)
+            if run is None:
+                continue  # ended or cancelled meanwhile
+            assert isinstance(run.rollout, BranchingRollout) and isinstance(run.episode, AgentEpisode)
+            if ask.prompt_ids is None:
+                self._give_up_call(run, ask.number)
+                continue
+            stops = (*self._stop_token_ids, *ask.stop_token_ids)
+            try:
+                request = run.rollout.request(
+                    ask.prompt_ids, ask.number, max_new_tokens=ask.max_new_tokens, stop_token_ids=stops
+                )
+                self._engine.submit(request)
+            except NoRoom as full:
+                run.episode.refuse(ask.number, str(full))
+            except (ValueError, RuntimeError) as error:
+                self._drop(ask.rollout_id, Failure("engine_refused", in_one_line(str(error))))
+            else:
+                self._submitted(ask.rollout_id, run, request)
+                self.counts["agent_calls_total"] += 1
+
+    def _submitted(self, rollout_id: str, run: Run, request: GenerationRequest) -> None:
+        run.requests[request.request_id] = time.monotonic()
+        self._by_request[request.request_id] = rollout_id
 
     def take_deltas(self, deltas: Sequence[GenerationDelta]) -> None:
         """Append sampled tokens to their rollouts; a finished turn goes to its environment."""
@@ -168,18 +223,22 @@ class RunningRollouts:
                 self.counts["deltas_of_cancelled_total"] += 1
                 continue
             run = self._runs[rollout_id]
-            run.rollout.append_delta(delta)
+            response_ids = run.rollout.append_delta(delta)
             if delta.finish_reason is not None:
-                self._book_time("generation_s_total", "generations_total", run)
+                del self._by_request[delta.request_id]
+                self._book_time("generation_s_total", "generations_total", run.requests.pop(delta.request_id))
             match delta.finish_reason:
                 case None:
                     self._send_segments(run)
+                case "stop" | "length" if isinstance(run.episode, AgentEpisode):
+                    assert response_ids is not None
+                    self._send_segments(run)
+                    number = int(delta.request_id.rpartition("/")[2])
+                    run.episode.deliver(number, response_ids, delta.finish_reason)
                 case "stop" | "length":
-                    del self._by_request[delta.request_id]
                     self._send_segments(run)
                     self._step(rollout_id, run, delta.finish_reason)
                 case reason:
-                    del self._by_request[delta.request_id]
                     detail = in_one_line(delta.error or "no detail given")
                     self._drop(rollout_id, Failure("engine_error" if reason == "error" else "engine_aborted", detail))
 
@@ -188,7 +247,8 @@ class RunningRollouts:
             run = self._runs.get(outcome.key)
             if run is None:
                 continue  # cancelled meanwhile
-            self._book_time("environment_s_total", "environment_calls_total", run)
+            if run.phase is not Phase.AGENT:  # whose time is mostly that of the engine
+                self._book_time("environment_s_total", "environment_calls_total", run.since_s)
             if outcome.error is not None:
                 self.counts["environment_errors_total"] += 1
                 late = isinstance(outcome.error, EnvironmentTimeout)
@@ -203,6 +263,7 @@ class RunningRollouts:
 
     def _begin(self, rollout_id: str, run: Run, observation: Observation) -> None:
         if observation.prompt_ids is not None:
+            assert isinstance(run.rollout, Rollout)
             run.rollout.replace_prompt(observation.prompt_ids)
         self._append_and_generate(rollout_id, run, observation.token_ids)
 
@@ -218,9 +279,9 @@ class RunningRollouts:
         self._brake.success()
         self._forget(rollout_id)
 
-    def _book_time(self, seconds: str, calls: str, run: Run) -> None:
+    def _book_time(self, seconds: str, calls: str, since_s: float) -> None:
         """Add the time of one answer, queueing included, to these two totals."""
-        self.counts[seconds] += time.monotonic() - run.since_s
+        self.counts[seconds] += time.monotonic() - since_s
         self.counts[calls] += 1
 
     def _info_key(self, name: str) -> str:
@@ -234,6 +295,7 @@ class RunningRollouts:
         return key
 
     def _append_and_generate(self, rollout_id: str, run: Run, token_ids: Int32s) -> None:
+        assert isinstance(run.rollout, Rollout) and isinstance(run.episode, Episode)
         run.rollout.append_environment(token_ids)
         try:
             request = run.rollout.next_request(run.episode.stop_token_ids)
@@ -241,20 +303,30 @@ class RunningRollouts:
         except (ValueError, RuntimeError) as error:
             self._drop(rollout_id, Failure("engine_refused", in_one_line(str(error))))
             return
-        run.phase, run.request_id, run.since_s = Phase.GENERATING, request.request_id, time.monotonic()
-        self._by_request[request.request_id] = rollout_id
+        run.phase = Phase.GENERATING
+        self._submitted(rollout_id, run, request)
 
     def _step(self, rollout_id: str, run: Run, turn_end: TurnEnd) -> None:
         run.phase, run.since_s = Phase.STEPPING, time.monotonic()
-        rollout = run.rollout
+        rollout, episode = run.rollout, run.episode
+        assert isinstance(rollout, Rollout) and isinstance(episode, Episode)
         step = partial(
-            run.episode.advance,
+            episode.advance,
             rollout.turn_ids,
             turn_end,
             budget_left=rollout.budget_left,
             context_left=rollout.context_left,
         )
         self._environments.submit(rollout_id, "step", step, run.step_timeout_s)
+
+    def _give_up_call(self, run: Run, number: int) -> None:
+        """The agent stopped waiting for a response."""
+        assert isinstance(run.rollout, BranchingRollout)
+        request_id = run.rollout.request_id(number)
+        if run.requests.pop(request_id, None) is not None:
+            del self._by_request[request_id]
+            self._engine.abort(request_id)
+            run.rollout.end(request_id, delivered=False)
 
     def _send_segments(self, run: Run) -> None:
         for segment in run.rollout.take_segments():
@@ -284,6 +356,7 @@ class RunningRollouts:
 
     def _forget(self, rollout_id: str) -> None:
         run = self._runs.pop(rollout_id)
-        if self._by_request.pop(run.request_id, None) is not None:
-            self._engine.abort(run.request_id)
+        for request_id in run.requests:
+            del self._by_request[request_id]
+            self._engine.abort(request_id)
         self._environments.finish(rollout_id)

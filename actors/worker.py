@@ -118,6 +118,7 @@ class ActorWorker:
         while self._shutdown is None:
             self._send_credit()
             self._receive(self._wait_s())
+            self._rollouts.take_asked()
             self._rollouts.take_environment_outcomes(self._environments.take())
             self._rollouts.take_deltas(self._engine.poll(0.0))
             self._rollouts.start_ready()

@@ -148,9 +148,14 @@ class TextTokenizer:
         Only added tokens are: plain BPE may split the same text differently in another context."""
         return self._added.get(text)
 
-    def chat_turn(self, text: str, role: str = "user") -> Int32s:
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def chat_turn(self, text: str, role: str = "user", *, closed: bool = True) -> Int32s:
         """Token ids [n] that follow a finished turn of the student: the rest of the template's end of turn, a new
-        turn of `role` saying `text`, and the opening of the student's next turn.
+        turn of `role` saying `text`, and the opening of the student's next turn. `closed`: the student wrote the token
+        that ends its turn; otherwise that comes first.
 
         Raises ValueError when the tokenizer has no chat template, or one that does not close turns with a token."""
         if self._tokenizer.chat_template is None:
@@ -164,8 +169,7 @@ class TextTokenizer:
             raise ValueError(
                 f"the chat template puts {behind[:20]!r} behind an assistant turn, expected a special token there"
             )
-        # The student already wrote that token: it was its stop token.
-        return self.encode(behind[len(closing) :])
+        return self.encode(behind[len(closing) :] if closed else behind)
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None

@@ -93,7 +93,7 @@ def _accepting(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     """The class behind `name`, checked to be made with these options."""
     factory = _knowing(name, options)
     try:
-        inspect.signature(factory).bind(None, **options)
+        inspect.signature(factory).bind(*_given(factory), **options)
     except TypeError as error:
         raise ValueError(f"environment {name!r} cannot be made with the options {dict(options)}: {error}") from error
     except ValueError:  # implemented in C, without a signature
@@ -109,10 +109,9 @@ def _knowing(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # implemented in C, without a signature
         return factory
-    parameters = signature.parameters.values()
+    parameters = list(signature.parameters.values())[len(_given(factory)) :]
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         allowed = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        allowed = [n for n in allowed if n != "tokenizer"]
         for option in options:
             if option not in allowed:
                 close = difflib.get_close_matches(option, allowed, n=1, cutoff=0.4)
@@ -143,12 +142,24 @@ def _no_method() -> None:
     """Placeholder for a missing method."""
 
 
+def _given(factory: object) -> tuple[None, ...]:
+    """Stands for the arguments that are no options: a context and a task, or a tokenizer."""
+    return (None, None) if is_agent(factory) else (None,)
+
+
+def is_agent(factory: object) -> bool:
+    """True for a coroutine function (actors.agent), False for a class with reset and step."""
+    return inspect.iscoroutinefunction(factory)
+
+
 class LoadedEnvironment(NamedTuple):
     """An environment that tasks may name, imported and checked."""
 
     config: EnvConfig
     make: Callable[[Mapping[str, Any]], Environment]
     """Makes a new environment for one rollout, whose row has these options of its own."""
+    agent: Callable[[Mapping[str, Any]], Callable[..., Any]] | None
+    """In place of `make`, for an agent: the coroutine function with the options of such a row."""
 
 
 def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer) -> dict[str, LoadedEnvironment]:
@@ -157,12 +168,22 @@ def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer
     for config in configs.values():
         check_options(config.name, config.options, more_in_rows=True)
     return {
-        name: LoadedEnvironment(config, functools.partial(_make, config, tokenizer)) for name, config in configs.items()
+        name: LoadedEnvironment(
+            config,
+            functools.partial(_make, config, tokenizer),
+            functools.partial(_agent, config) if is_agent(find_environment(config.name)) else None,
+        )
+        for name, config in configs.items()
     }
 
 
 def _make(config: EnvConfig, tokenizer: TextTokenizer, row_options: Mapping[str, Any]) -> Environment:
     return make_environment(config.name, tokenizer, options_of_row(config.options, row_options))
+
+
+def _agent(config: EnvConfig, row_options: Mapping[str, Any]) -> Callable[..., Any]:
+    options = options_of_row(config.options, row_options)
+    return functools.partial(_accepting(config.name, options), **options)
 
 
 def options_of_row(configured: Mapping[str, Any], of_row: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,9 +143,11 @@ class GraphCounts:
 
 
 class TokenGraph:
-    """All calls of one episode."""
+    """All calls of one episode. `retries`: a caller that sends a prompt again does not want its first response;
+    otherwise it wants several, as with `choice_of`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, retries: bool = True) -> None:
+        self._retries = retries
         self.calls: list[Call] = []
         self._n_nodes = 0
         self._roots: dict[int, list[Node]] = {}
@@ -167,7 +169,8 @@ class TokenGraph:
                 raise ValueError(f"call {choice_of.index} has another prompt, so this is no other choice of it")
             call = replace(choice_of, index=index, drift=0, response=None, ended=False, delivered=True)
         elif same:
-            call = Call(index, same[0].node, same[0].at, Origin.REPEATS, index)
+            first_choice = index if self._retries else same[0].first_choice
+            call = Call(index, same[0].node, same[0].at, Origin.REPEATS, first_choice)
         else:
             call = self._place(index, prompt_ids)
         same.append(call)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from actors.trajectory.graph import Node, Step, TokenGraph
 from engines.base import Float32s, Int32s
-from protocol.messages import VersionSpan
+from protocol.messages import Dropped, VersionSpan
 
 
 class Cut(NamedTuple):
@@ -91,16 +91,16 @@ class SegmentCutter:
             cuts = next((rest for node in reversed(nodes) if (rest := self._take(node, rest=True))), [])
         return cuts
 
-    def dropped(self) -> list[tuple[int, int]]:
+    def dropped(self) -> tuple[Dropped, ...]:
         """Ranges of the line with responses that are not trained: most were cut before that was known. Call it after
         `take_rest`."""
-        ranges: list[tuple[int, int]] = []
-        for node in self._graph.dropped():
+        ranges: list[Dropped] = []
+        for node, drop in self._graph.dropped().items():
             placed = self._placed.get(node, _Placed())
             ends = [start for start, _ in placed.pieces[1:]] + [placed.n]
             for (start, place), end in zip(placed.pieces, ends, strict=False):
-                ranges.append((place, place + end - start))
-        return sorted(ranges)
+                ranges.append(Dropped(place, place + end - start, drop.value))
+        return tuple(sorted(ranges, key=lambda one: one.start))
 
     def _take(self, node: Node, *, rest: bool) -> list[Cut]:
         parts, follows = self._uncut(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -29,8 +30,10 @@ from learner.prompts.tasks import TaskOffer
 from models.loading import load_causal_lm, resolve_device, resolve_dtype
 from models.packed import context_window
 from models.tokenizer import load_tokenizer, stop_token_ids
+from protocol.branches import path_to
 from protocol.messages import (
     BatchItem,
+    Branch,
     EvalResult,
     Message,
     RolloutFailed,
@@ -120,6 +123,7 @@ class LocalEvaluator:
                     "(learner.stall_timeout_s)"
                 )
             self._rollouts.take_deltas(self._engine.poll(0.0))
+            self._rollouts.take_asked()
             idle = not self._rollouts.generating
             self._rollouts.take_environment_outcomes(self._environments.take(ENVIRONMENT_WAIT_S if idle else 0.0))
             self._rollouts.start_ready()
@@ -152,11 +156,21 @@ class LocalEvaluator:
         ids, behaviour, mask = (np.concatenate([arrays[i] for _, arrays in segments]) for i in range(3))
         last = segments[-1][0]
         teacher = np.zeros((len(task.teachers), len(ids)), np.float32)
+        branches = tuple(
+            Branch(message.start, message.follows) for message, _ in segments if message.follows is not None
+        )
+        for one in last.dropped:
+            mask[one.start : one.end] = 0
         before = offer.teacher_prompt_ids if len(offer.teacher_prompt_ids) else ids[:n_prompt]
-        read = np.concatenate([before, ids[n_prompt:]])
-        for row, pool in enumerate(task.teachers):
-            (scored,) = self._scorers[pool].score([ScoreRequest(read, len(before))])
-            teacher[row, n_prompt:] = scored.logprobs
+        for start, end in pairwise([n_prompt, *(branch.start for branch in branches), len(ids)]):
+            path = np.concatenate([ids[s:e] for s, e in path_to(branches, end)])
+            read = (
+                np.concatenate([before, path[n_prompt:]]) if np.array_equal(path[:n_prompt], ids[:n_prompt]) else path
+            )
+            first = max(1, len(read) - (end - start))  # nothing predicts the first token of a root
+            for row, pool in enumerate(task.teachers):
+                (scored,) = self._scorers[pool].score([ScoreRequest(read, first)])
+                teacher[row, end - len(scored.logprobs) : end] = scored.logprobs
         item = BatchItem(
             rollout_id=rollout_id,
             task_id=task.task_id,
@@ -170,6 +184,7 @@ class LocalEvaluator:
             finish_reason=last.finish_reason,
             reward=last.reward,
             n_turns=last.n_turns,
+            branches=branches,
         )
         return item, (ids, behaviour, mask, teacher)
 

@@ -171,6 +171,7 @@ class InHand:
 
     def turn(self) -> None:
         """What the actor does between two looks at its socket."""
+        self.rollouts.take_asked()
         self.rollouts.take_environment_outcomes(self.environments.take(0.001))
         self.rollouts.take_deltas(self.engine.poll(0.0))
         self.rollouts.start_ready()

@@ -8,7 +8,7 @@ import numpy as np
 
 from actors.trajectory.graph import Call, TokenGraph
 from actors.trajectory.segments import Cut, SegmentCutter
-from protocol.messages import VersionSpan, WeightVersion
+from protocol.messages import Dropped, VersionSpan, WeightVersion
 from tests.sim.conversations import Conversation, Tokens, check_sequences
 
 VERSION = WeightVersion(1, 1)
@@ -68,7 +68,7 @@ def run_conversation(seed: int, *, n_events: int, vocabulary: int, segment_token
     return graph
 
 
-def _check_line(talk: Conversation, cuts: list[Cut], dropped: list[tuple[int, int]], segment_tokens: int) -> None:
+def _check_line(talk: Conversation, cuts: list[Cut], dropped: tuple[Dropped, ...], segment_tokens: int) -> None:
     """Read the segments as a receiver does, who knows nothing but them."""
     line: list[tuple[int, float, int]] = []  # token, log-prob, mask
     before: list[int] = []  # place of the token that each one follows, plus 1
@@ -82,7 +82,7 @@ def _check_line(talk: Conversation, cuts: list[Cut], dropped: list[tuple[int, in
         before += [cut.follows, *range(cut.start + 1, cut.end)]
         covered = [t for span in cut.spans for t in range(span.start, span.end)]
         assert covered == [cut.start + i for i, trained in enumerate(masks) if trained], "spans do not cover the mask"
-    thrown = {place for start, end in dropped for place in range(start, end)}
+    thrown = {place for one in dropped for place in range(one.start, one.end)}
     one_each: list[tuple[Tokens, list[float], list[bool]]] = []
     for place, (_, logprob, trained) in enumerate(line):
         if not trained or place in thrown:

@@ -6,6 +6,7 @@ import pytest
 
 from actors.trajectory.graph import TokenGraph
 from actors.trajectory.segments import Cut, SegmentCutter
+from protocol.messages import Dropped
 from tests.actors.trajectory.letters import answer, ids, write
 
 
@@ -46,7 +47,7 @@ def test_a_dropped_response_is_not_cut_unless_it_was_already() -> None:
     answer(graph, "r.", "xy")
     answer(graph, "r.xy+", "z")
     assert [shown(cut) for cut in cutter.take_rest()] == ["2|XY", "6|+Z"]
-    assert cutter.dropped() == [(2, 4)]
+    assert cutter.dropped() == (Dropped(2, 4, "retried"),)
 
 
 def test_the_last_segment_is_never_missing() -> None:
@@ -58,7 +59,7 @@ def test_the_last_segment_is_never_missing() -> None:
     assert gone.response is not None
     assert [shown(cut) for cut in cutter.take(gone.response)] == ["0|r.A", "3|+", "4|B"]
     assert [shown(cut) for cut in cutter.take_rest()] == ["5|C"]
-    assert cutter.dropped() == [(4, 6)]
+    assert cutter.dropped() == (Dropped(4, 6, "undelivered"),)
 
 
 def test_segments_below_one_token_are_refused() -> None:

@@ -1,0 +1,145 @@
+"""One rollout whose episode is a token graph: the calls of an agent, the limits of the ticket, the segments. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.rollout import CutSegment, FinishReason
+from actors.trajectory.graph import Call, Node, TokenGraph
+from actors.trajectory.segments import Cut, SegmentCutter
+from engines.base import GenerationDelta, GenerationRequest, Int32s
+from protocol.messages import Segment, Ticket
+
+
+class NoRoom(Exception):
+    """The ticket's tokens or calls, or the context window, are used up; the message says which."""
+
+
+@dataclass(slots=True)
+class _Running:
+    call: Call
+    reserved: int
+    """Most tokens that it may sample."""
+
+
+class BranchingRollout:
+    """From the ticket to the final segment. Raises ValueError for `segment_tokens` below 1."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        prompt_ids: Int32s,
+        *,
+        segment_tokens: int,
+        max_context_tokens: int,
+        max_calls: int,
+        retries: bool = True,
+    ) -> None:
+        """`prompt_ids`: the ticket's. `retries`: see TokenGraph."""
+        self.ticket = ticket
+        self.graph = TokenGraph(retries=retries)
+        self.n_sampled = 0
+        self._prompt_ids = prompt_ids
+        self._max_context_tokens = max_context_tokens
+        self._max_calls = max_calls
+        self._cutter = SegmentCutter(self.graph, segment_tokens)
+        self._running: dict[str, _Running] = {}
+        """Calls that the engine works on, by request id."""
+        self._grown: dict[Node, None] = {}
+        """Responses with tokens that no `take_segments` has seen."""
+        self._sample_offset = 0
+        self._segments_cut = 0
+        self._finish: tuple[FinishReason, float | None] | None = None
+
+    def request(
+        self, prompt_ids: Int32s, number: int, *, max_new_tokens: int | None, stop_token_ids: tuple[int, ...]
+    ) -> GenerationRequest:
+        """Begin a call; `number` is the caller's own name for it. Raises NoRoom, and ValueError for an empty prompt."""
+        reserved = sum(running.reserved for running in self._running.values())
+        budget = self.ticket.sampling.max_new_tokens - self.n_sampled - reserved
+        context = self._max_context_tokens - prompt_ids.size
+        if len(self.graph.calls) >= self._max_calls:
+            raise NoRoom(f"{self._max_calls} calls were made (max_turns)")
+        if budget <= 0:
+            limit = self.ticket.sampling.max_new_tokens
+            raise NoRoom(
+                f"of the rollout's {limit} tokens (max_new_tokens) {self.n_sampled} are used and {reserved} reserved "
+                "by calls under way; calls at the same time need a max_new_tokens of their own"
+            )
+        if context <= 0:
+            raise NoRoom(f"a prompt of {prompt_ids.size} tokens fills the context of {self._max_context_tokens}")
+        wanted = budget if max_new_tokens is None else max(1, max_new_tokens)
+        call, room = self.graph.begin(prompt_ids), min(budget, context, wanted)
+        request_id = self.request_id(number)
+        self._running[request_id] = _Running(call, room)
+        # Calls with one prompt that run at the same time must not draw the same random numbers.
+        offset, self._sample_offset = self._sample_offset, self._sample_offset + room
+        return GenerationRequest(request_id, prompt_ids, self.ticket.sampling, room, stop_token_ids, offset)
+
+    def request_id(self, number: int) -> str:
+        return f"{self.ticket.rollout_id}/{number}"
+
+    def append_delta(self, delta: GenerationDelta) -> Int32s | None:
+        """Add what the engine wrote. The delta that ends a call frees the tokens that it did not use, and the whole
+        response [n] is returned."""
+        running = self._running[delta.request_id]
+        self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans)
+        if running.call.response is not None:
+            self._grown[running.call.response] = None
+        self.n_sampled += int(delta.token_ids.size)
+        running.reserved -= int(delta.token_ids.size)
+        if delta.finish_reason is None:
+            return None
+        self.end(delta.request_id, delivered=True)
+        node = running.call.response
+        return np.array([] if node is None else node.ids, np.int32)
+
+    def end(self, request_id: str, *, delivered: bool) -> None:
+        """End a call; an unknown one is ignored. `delivered`: the agent still waits for it."""
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self.graph.end(running.call, delivered=delivered)
+
+    def finish(self, reason: FinishReason, reward: float | None = None) -> None:
+        """End the rollout, and the calls that still run. Raises ValueError if the student wrote nothing."""
+        if not self.n_sampled:
+            raise ValueError(f"rollout {self.ticket.rollout_id} ended without a token of the student's")
+        for request_id in list(self._running):
+            self.end(request_id, delivered=False)
+        self._finish = reason, reward
+
+    def take_segments(self) -> list[CutSegment]:
+        """Complete segments that were not taken before, oldest first; after `finish`, the rest."""
+        if self._finish is not None:
+            rest = self._cutter.take_rest()
+            return [self._segment(cut, final=cut is rest[-1]) for cut in rest]
+        grown, self._grown = self._grown, {}
+        return [self._segment(cut, final=False) for node in grown for cut in self._cutter.take(node)]
+
+    def _segment(self, cut: Cut, *, final: bool) -> CutSegment:
+        index, self._segments_cut = self._segments_cut, self._segments_cut + 1
+        reason, reward = self._finish or (None, None)
+        message = Segment(
+            rollout_id=self.ticket.rollout_id,
+            index=index,
+            start=cut.start,
+            end=cut.end,
+            spans=cut.spans,
+            final=final,
+            finish_reason=reason if final else None,
+            reward=reward if final else None,
+            n_turns=max(1, sum(call.response is not None for call in self.graph.calls)),
+            own_prompt_tokens=self._own_prompt_tokens(cut) if index == 0 else 0,
+            follows=None if cut.follows == cut.start else cut.follows,
+            dropped=self._cutter.dropped() if final else (),
+        )
+        return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask))
+
+    def _own_prompt_tokens(self, cut: Cut) -> int:
+        """0 if the first segment begins with the ticket's prompt."""
+        n = self._prompt_ids.size
+        if np.array_equal(cut.token_ids[:n], self._prompt_ids) and not cut.loss_mask[:n].any():
+            return 0
+        return int(cut.loss_mask.argmax()) if cut.loss_mask.any() else cut.token_ids.size
