@@ -94,7 +94,7 @@ class Context:
         token ids [n]."""
         if not isinstance(what, str):
             self._parts.append(np.asarray(what, np.int32))
-        elif role is None or not self.tokenizer.has_chat_template:
+        elif role is None or not self.tokenizer.has_template:
             self._parts.append(self.tokenizer.encode(what))
         else:
             self._parts.append(self.tokenizer.chat_turn(what, role, closed=self._closed))

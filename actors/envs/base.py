@@ -148,10 +148,6 @@ class TextTokenizer:
         Only added tokens are: plain BPE may split the same text differently in another context."""
         return self._added.get(text)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
-
     def chat_turn(self, text: str, role: str = "user", *, closed: bool = True) -> Int32s:
         """Token ids [n] that follow a finished turn of the student: the rest of the template's end of turn, a new
         turn of `role` saying `text`, and the opening of the student's next turn. `closed`: the student wrote the token
