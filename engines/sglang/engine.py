@@ -29,14 +29,7 @@ from engines.sglang.config import SGLangConfig
 from engines.sglang.deltas import DeltaBox
 from engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
 from engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
-from engines.sglang.requests import (
-    EngineTotals,
-    LiveRequest,
-    check_request,
-    ended_anyway,
-    generate_body,
-    why_give_up,
-)
+from engines.sglang.requests import EngineTotals, LiveRequest, check_request, ended_anyway, generate_body, why_give_up
 from engines.sglang.stream import START_LABEL, FinishReason, Labels, NewTokens, StreamError, TokenStream, decode_chunk
 from protocol.messages import WeightVersion
 

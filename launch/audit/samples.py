@@ -9,14 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from launch.audit.record import Batch, Settled, Version
-from launch.audit.report import (
-    SETTLED_TWICE,
-    SETTLED_WRONG,
-    SKIPPED_SAMPLES,
-    SKIPPED_TASKS,
-    Faults,
-    Where,
-)
+from launch.audit.report import SETTLED_TWICE, SETTLED_WRONG, SKIPPED_SAMPLES, SKIPPED_TASKS, Faults, Where
 from launch.audit.tokens import TokenCount
 
 

@@ -7,15 +7,7 @@ from typing import NamedTuple
 
 from launch.audit.history import History
 from launch.audit.record import Batch, Item, Sampled, Version
-from launch.audit.report import (
-    BEGUN_ANEW,
-    OVER_BOUND,
-    TWICE_ROLLOUT,
-    TWICE_SAMPLE,
-    UNKNOWN_WEIGHTS,
-    Faults,
-    Where,
-)
+from launch.audit.report import BEGUN_ANEW, OVER_BOUND, TWICE_ROLLOUT, TWICE_SAMPLE, UNKNOWN_WEIGHTS, Faults, Where
 
 
 class Trained(NamedTuple):

@@ -155,13 +155,11 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
     if LEARNER in seats and (student := shape_of(Path(config.models.student))) is not None:
         yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
     for group in worker_groups(config):
-        names = (f"{group.role}-{group.first + index}" for index in range(group.n))
-        here = [who for who in names if who in seats]
+        here = [who for who in group.workers if who in seats]
         if here and (shape := shape_of(Path(group.model))) is not None:
             yield from ((seats[who], worker_need(group, shape, who)) for who in here)
     for group in launched_groups(config):
         servers = placement.places.servers.get(group.key, ())
         if servers and (shape := shape_of(Path(group.model))) is not None:
-            for index, gpus in enumerate(servers):
-                who = f"server-{group.role}-{group.first + index}"
-                yield from ((gpu, server_need(group, shape, who, machine.gib[gpu])) for gpu in gpus)
+            for who, gpus in zip(group.workers, servers, strict=True):
+                yield from ((gpu, server_need(group, shape, f"server-{who}", machine.gib[gpu])) for gpu in gpus)

@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from engines.config import ServerConfig
-from engines.provider import EngineProvider, Wish
+from engines.provider import Wish
 from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
 from launch.config.pools import engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices
-from launch.machine.gpus import LEARNER, Groups, Places, Seat, Wanted, place
+from launch.machine.gpus import LEARNER, Places, Seat, Wanted, place
 from launch.machine.machine import Interpreters, Machine
 from launch.machine.torch_build import TorchBuild
 from launch.servers.plan import launched_groups
@@ -144,8 +144,8 @@ def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
     for group in (*groups[1:], groups[0]):  # teachers before actors (launch.machine.gpus.place)
         where = group.engine.device(group.role, group.settings)
         key, on = (f"{group.key}.{where.key}", device(where.device)) if where is not None else (group.key, "cpu")
-        for index in range(group.n if group.engine.servers is None else 0):
-            yield Seat(f"{group.role}-{group.first + index}", key, on)
+        if group.engine.servers is None:
+            yield from (Seat(who, key, on) for who in group.workers)
 
 
 def _wanted(config: RunConfig) -> list[Wanted]:
@@ -193,26 +193,20 @@ def _described(
         names = [machine.gpus[gpu] for gpu in on if gpu is not None]
         return f"GPU {', '.join(names)}" if names else "the CPU"
 
-    def role(name: str, key: str, engine: EngineProvider, seats: Sequence[str], servers: Groups, device: str) -> str:
-        where = gpus(seats) if seats else "the CPU" if device == "cpu" else "GPUs of their own"
-        if servers:
-            where = f"GPU {', '.join('+'.join(machine.gpus[gpu] for gpu in group) for group in servers)}"
-        chosen = f" (auto: {why[key]})" if key in why else ""
-        return f"{name} {engine.title} on {where}{chosen}"
-
     cpu_build = machine.gpus and not own.has_gpu_code and not machine.pretended
     yield f"learner on {gpus([LEARNER])}" + (f" (torch {own.version} has no CUDA)" if cpu_build else "")
-    if config.actors:
-        seats = [who for who in places.seats if who.startswith("actor")]
-        groups = places.servers.get("actor", ())
-        yield role("actors:", "actor", engine_of(config, "actor"), seats, groups, config.actor.server.device)
-    for pool in teacher_pools(config):
-        teacher, n, engine = pool.config.teacher, pool.config.teachers, engine_of(pool.config, "teacher")
-        seats = [f"teacher-{pool.first + index}" for index in range(n) if engine.servers is None]
-        name = f"teachers of {pool.name}:" if config.pools else "teachers:"
-        if n:
-            groups = places.servers.get(pool.key, ())
-            yield role(name, pool.key, engine, seats, groups, teacher.server.device)
+    for group in worker_groups(config):
+        if not group.n:
+            continue
+        if servers := places.servers.get(group.key, ()):
+            where = f"GPU {', '.join('+'.join(machine.gpus[gpu] for gpu in each) for each in servers)}"
+        elif group.engine.servers is None:
+            where = gpus(group.workers)
+        else:
+            where = "the CPU" if group.settings.server.device == "cpu" else "GPUs of their own"
+        pool = f" of {group.key.removeprefix('pools.')}" if group.key.startswith("pools.") else ""
+        chosen = f" (auto: {why[group.key]})" if group.key in why else ""
+        yield f"{group.role}s{pool}: {group.engine.title} on {where}{chosen}"
     if config.weights.transport == "folder":
         yield "weights by files in the run folder (weights.transport)"
     else:

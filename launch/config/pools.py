@@ -91,6 +91,11 @@ class WorkerGroup(NamedTuple):
     def n(self) -> int:
         return self.config.actors if self.role == "actor" else self.config.teachers
 
+    @property
+    def workers(self) -> list[str]:
+        """Their names, e.g. `actor-0`."""
+        return [f"{self.role}-{self.first + index}" for index in range(self.n)]
+
 
 def worker_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
     """All groups of workers that have engines; the actors come first."""

@@ -49,7 +49,7 @@ def ask_servers(config: RunConfig) -> Attached:
         if facts and not wrong:  # teachers' servers may differ; the configuration gets the first one's values
             server = msgspec.structs.replace(settings.server, device=facts[0].device, tp=facts[0].tp)
             config = with_server(config, key, server)
-        found += [(f"{role}-{group.first + index}", one) for index, one in enumerate(facts)]
+        found += zip(group.workers, facts, strict=False)
     return Attached(config, found, mistakes)
 
 

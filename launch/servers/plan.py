@@ -85,9 +85,9 @@ def _plans(group: WorkerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[Server
     """`gpus`: the GPUs of each server; empty on a CPU."""
     server = group.settings.server
     launch = group.servers.launch(server)
-    for index in range(group.n):
+    for index, worker in enumerate(group.workers):
         yield ServerPlan(
-            worker=f"{group.role}-{group.first + index}",
+            worker=worker,
             model=group.model,
             engine=group.servers,
             launch=launch,
@@ -113,10 +113,9 @@ def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
     servers: dict[int, list[tuple[str, str, float | None]]] = {}
     for group in launched_groups(config):
         fraction = group.servers.memory_fraction(group.settings.server.args)
-        for index, gpus in enumerate(places.servers.get(group.key, ())):
+        for worker, gpus in zip(group.workers, places.servers.get(group.key, ()), strict=False):
             for gpu in gpus:
-                name = f"server-{group.role}-{group.first + index}"
-                servers.setdefault(gpu, []).append((group.key, name, fraction))
+                servers.setdefault(gpu, []).append((group.key, f"server-{worker}", fraction))
     for gpu, here in sorted(servers.items()):
         beside = others.get(gpu, [])
         names = [*beside, *(name for _, name, _ in here)]
