@@ -85,6 +85,23 @@ async def blocks(ctx: Context, task: EnvTask) -> None:
     await ctx.generate()
 
 
+async def blocks_beside(ctx: Context, task: EnvTask) -> None:
+    """One line blocks the thread while the other waits for the engine."""
+
+    async def blocking(line: Context) -> None:
+        await line.generate(max_new_tokens=5)
+        time.sleep(1.5)
+
+    await asyncio.gather(blocking(ctx), ctx.branch().generate(max_new_tokens=5))
+
+
+async def takes_all(ctx: Context, task: EnvTask) -> None:
+    """The first call reserves all tokens, so the second has none."""
+    both = await asyncio.gather(ctx.generate(), ctx.branch().generate(), return_exceptions=True)
+    assert isinstance(both[1], EpisodeOver) and "40 reserved by calls under way" in str(both[1])
+    ctx.reward(1.0)
+
+
 async def hangs(ctx: Context, task: EnvTask) -> None:
     await ctx.generate()
     await asyncio.Event().wait()
@@ -251,6 +268,24 @@ def test_an_agent_has_step_timeout_s_between_its_calls(
     answer(hand, engine, 0, 10, STOP)
     hand.until(lambda: bool(hand.failures))
     assert message in hand.failures["train-0-0-0"]
+
+
+def test_an_agent_that_blocks_beside_a_waiting_line_is_noticed_when_that_is_answered(
+    start: Callable[..., InHand], engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.env_runner.GRACE_S", 0.1)
+    hand = start(blocks_beside, timeout_s=0.2)
+    answer(hand, engine, 0, 10, STOP)
+    answer(hand, engine, 1, 20, STOP)
+    hand.until(lambda: bool(hand.failures) or not len(hand.rollouts))
+    assert "has blocked its thread" in hand.failures["train-0-0-0"]
+
+
+def test_calls_at_the_same_time_share_the_rollouts_tokens(start: Callable[..., InHand], engine: ScriptedEngine) -> None:
+    hand = start(takes_all)
+    answer(hand, engine, 0, 10, STOP)
+    hand.until_gone()
+    assert (hand.messages(Segment)[-1].reward, hand.failures) == (1.0, {})
 
 
 def test_a_cancelled_agent_ends_and_its_requests_are_aborted(
