@@ -32,6 +32,7 @@ from actors.envs.episode import Continuation, Episode
 from actors.envs.registry import LoadedEnvironment, load_environments
 from actors.failures import Brake, Failure, of_environment
 from actors.rollout import Rollout
+from actors.trajectory.graph import GraphCounts, Origin
 from actors.trajectory.rollout import BranchingRollout, NoRoom
 from engines.base import GenerationDelta, GenerationEngine, GenerationRequest, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
@@ -209,7 +210,6 @@ class RunningRollouts:
                 self._drop(ask.rollout_id, Failure("engine_refused", in_one_line(str(error))))
             else:
                 self._submitted(ask.rollout_id, run, request)
-                self.counts["agent_calls_total"] += 1
 
     def _submitted(self, rollout_id: str, run: Run, request: GenerationRequest) -> None:
         run.requests[request.request_id] = time.monotonic()
@@ -273,11 +273,25 @@ class RunningRollouts:
         if continuation.finish_reason is None:
             self._append_and_generate(rollout_id, run, continuation.token_ids)
             return
-        run.rollout.finish(continuation.finish_reason, continuation.reward)
+        try:
+            run.rollout.finish(continuation.finish_reason, continuation.reward)
+        except ValueError as error:  # an engine that answered without a token
+            self._drop(rollout_id, Failure("engine_error", in_one_line(str(error))))
+            return
         self._send_segments(run)
+        if isinstance(run.rollout, BranchingRollout):
+            self._count_calls(run.rollout.graph.counts)
         self.counts["rollouts_finished_total"] += 1
         self._brake.success()
         self._forget(rollout_id)
+
+    def _count_calls(self, counts: GraphCounts) -> None:
+        self.counts["agent_rollouts_total"] += 1
+        self.counts["agent_calls_total"] += counts.calls
+        self.counts["agent_roots_total"] += counts.by_origin[Origin.ROOT]
+        self.counts["agent_forks_total"] += counts.by_origin[Origin.FORKS]
+        self.counts["agent_drift_tokens_total"] += counts.drift_tokens
+        self.counts["agent_dropped_responses_total"] += sum(counts.dropped_responses.values())
 
     def _book_time(self, seconds: str, calls: str, since_s: float) -> None:
         """Add the time of one answer, queueing included, to these two totals."""

@@ -196,6 +196,8 @@ def _of_actors(added: defaultdict[str, float]) -> dict[str, float]:
         **_mean("actors/environment_s", added["environment_s_total"], added["environment_calls_total"]),
         **_mean("actors/tokens_per_decode_step", added["sampled_tokens_total"], added["decode_steps_total"]),
     }
+    for name in ("calls", "roots", "forks", "drift_tokens", "dropped_responses"):
+        figures |= _mean(f"agents/{name}_per_rollout", added[f"agent_{name}_total"], added["agent_rollouts_total"])
     finished = added["rollouts_finished_total"]
     for name, value in sorted(added.items()):
         if name.startswith(ENVIRONMENT):

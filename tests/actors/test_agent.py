@@ -157,6 +157,7 @@ def test_an_agent_of_two_turns_is_one_row_of_tokens(start: Callable[..., InHand]
     assert all(segment.follows is None and segment.own_prompt_tokens == 0 for segment in segments)
     assert hand.rollouts.counts["env_tools_total"] == 1.0
     assert hand.rollouts.counts["agent_calls_total"] == hand.rollouts.counts["generations_total"] == 2.0
+    assert hand.rollouts.counts["agent_rollouts_total"] == hand.rollouts.counts["agent_roots_total"] == 1.0
 
 
 def test_branches_and_helpers_follow_their_own_tokens_and_draw_other_random_numbers(
@@ -200,6 +201,7 @@ def test_a_response_that_an_agent_stopped_waiting_for_is_aborted_and_dropped(
     answer(hand, engine, 2, 11, STOP)
     hand.until_gone()
     segments, ids, _, _ = hand.whole("train-0-0-0")
+    assert hand.rollouts.counts["agent_dropped_responses_total"] == 1.0
     dropped = [ids[one.start : one.end].tolist() for one in segments[-1].dropped]
     assert dropped == [[20, 21, 22, 23]], "what was sent of it already; the rest is not sent"
     assert [one.reason for one in segments[-1].dropped] == ["undelivered"]
@@ -286,6 +288,16 @@ def test_calls_at_the_same_time_share_the_rollouts_tokens(start: Callable[..., I
     answer(hand, engine, 0, 10, STOP)
     hand.until_gone()
     assert (hand.messages(Segment)[-1].reward, hand.failures) == (1.0, {})
+
+
+def test_an_engine_that_answers_without_a_token_fails_the_rollout(
+    start: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = start(takes_all)
+    answer(hand, engine, 0, end="length")
+    hand.until_gone()
+    assert "engine_error" in hand.failures["train-0-0-0"]
+    assert "without a token" in hand.failures["train-0-0-0"]
 
 
 def test_a_cancelled_agent_ends_and_its_requests_are_aborted(
