@@ -18,16 +18,18 @@ class EnvConfig(Settings, frozen=True, kw_only=True):
     """One environment that tasks can name. It is built once per rollout."""
 
     name: str = ""
-    """A built-in environment, one that an installed package names in its entry points, or `module:Class`. Empty: the
-    name that tasks use, NAME of actor.environments.NAME."""
+    """A built-in environment, one that an installed package names in its entry points, `module:Class`, or
+    `module:function` for an agent (docs/agents/coroutine.md). Empty: the name that tasks use, NAME of
+    actor.environments.NAME."""
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Keyword arguments of the environment's class, e.g. `answer_pattern` of single_turn. Unknown ones are refused.
     Rows of the prompts file can set others for themselves, in `env_options`."""
     max_turns: PositiveInt = 8
-    """Turns the student may take. After the last one the environment gives its reward and the episode ends."""
+    """Turns the student may take. After the last one the environment gives its reward and the episode ends. For an
+    agent: calls of `generate`, all lines of conversation together."""
     step_timeout_s: PositiveFloat = 30.0
-    """Longest time that one reset, step or close may take, in seconds. A rollout whose environment takes longer fails
-    (env_timeout), and its ticket is issued again."""
+    """Longest time that one reset, step or close may take, or an agent between two responses, in seconds. A rollout
+    whose environment takes longer fails (env_timeout), and its ticket is issued again."""
 
 
 class ActorConfig(WorkerSettings, frozen=True, kw_only=True):
