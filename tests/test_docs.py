@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.config.command_line import parse_arguments
+from launch.config.command_line import parse_arguments, split_words
+from launch.try_environment import OWN_FLAGS as TRY_FLAGS
 from tests.metrics_page import unexplained
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,9 @@ def test_modules_exist_and_flags_are_known() -> None:
                 assert importlib.util.find_spec(found["module"]) is not None, (file, found[0])
                 continue
             arguments = words(found["rest"])
-            if arguments[:1] not in (["join"], ["export"], ["audit"]) and "[" not in found["rest"]:
+            if arguments[:1] == ["try"]:
+                split_words(arguments[1:], own=TRY_FLAGS, switches=(), positional=1)
+            elif arguments[:1] not in (["join"], ["export"], ["audit"]) and "[" not in found["rest"]:
                 parse_arguments(arguments)  # raises ConfigError for a flag that is not there
                 checked += 1
     assert checked >= 10, "the documents' commands were not found"

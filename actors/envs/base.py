@@ -142,6 +142,10 @@ class TextTokenizer:
         """The text without special tokens (end of turn, padding); tool tags stay."""
         return cast(str, self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
+    def shown(self, token_ids: Int32s) -> str:
+        """The text with special tokens, for people."""
+        return cast(str, self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+
     def single_token(self, text: str) -> int | None:
         """The id of `text` if it is always one token whatever surrounds it, else None.
 
