@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -42,12 +42,6 @@ class Generation(NamedTuple):
     """The same tokens as text, without special tokens. Never tokenise it again."""
     finish_reason: TurnEnd
     """stop: ended on a stop token; length: `max_new_tokens`, or the rollout's tokens, are used up."""
-
-
-class Agent(Protocol):
-    """A coroutine function, named `module:function` in the configuration. `options` come from there."""
-
-    async def __call__(self, ctx: Context, task: EnvTask, /, **options: object) -> None: ...
 
 
 class Ask(NamedTuple):

@@ -151,36 +151,28 @@ class RunningRollouts:
         row = msgspec.json.decode(ticket.row, type=dict[str, Any]) if ticket.row else {}
         task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed, row)
         options, timeout_s = row.get("env_options") or {}, known.config.step_timeout_s
+        limits: dict[str, int] = {
+            "segment_tokens": self._config.segment_tokens,
+            "max_context_tokens": self._max_context_tokens,
+        }
+        max_turns = known.config.max_turns
         if known.agent is not None:
-            agent = AgentEpisode(partial(known.agent, options), task, self._tokenizer, self._ask)
-            branching = BranchingRollout(
-                ticket,
-                prompt_ids,
-                segment_tokens=self._config.segment_tokens,
-                max_context_tokens=self._max_context_tokens,
-                max_calls=known.config.max_turns,
-                retries=False,
+            episode = AgentEpisode(partial(known.agent, options), task, self._tokenizer, self._ask)
+            rollout = BranchingRollout(ticket, prompt_ids, **limits, max_calls=max_turns, retries=False)
+            run, call = Run(rollout, episode, timeout_s, Phase.AGENT), ("rollout", episode.run)
+        else:
+            episode = Episode(
+                partial(known.make, options),
+                task,
+                self._tokenizer,
+                model_stop_token_ids=self._stop_token_ids,
+                max_turns=max_turns,
             )
-            self._environments.open(ticket.rollout_id, agent.close, timeout_s)
-            self._runs[ticket.rollout_id] = Run(branching, agent, timeout_s, Phase.AGENT)
-            self._environments.submit(ticket.rollout_id, "rollout", agent.run, timeout_s)
-            return
-        rollout = Rollout(
-            ticket,
-            prompt_ids,
-            segment_tokens=self._config.segment_tokens,
-            max_context_tokens=self._max_context_tokens,
-        )
-        episode = Episode(
-            partial(known.make, options),
-            task,
-            self._tokenizer,
-            model_stop_token_ids=self._stop_token_ids,
-            max_turns=known.config.max_turns,
-        )
+            rollout = Rollout(ticket, prompt_ids, **limits)
+            run, call = Run(rollout, episode, timeout_s, since_s=time.monotonic()), ("reset", episode.start)
         self._environments.open(ticket.rollout_id, episode.close, timeout_s)
-        self._runs[ticket.rollout_id] = Run(rollout, episode, timeout_s, since_s=time.monotonic())
-        self._environments.submit(ticket.rollout_id, "reset", episode.start, timeout_s)
+        self._runs[ticket.rollout_id] = run
+        self._environments.submit(ticket.rollout_id, *call, timeout_s)
 
     def _ask(self, ask: Ask) -> None:
         """Called on an agent's thread."""

@@ -15,8 +15,9 @@ is exactly what the engine read and wrote, because only the engine's own token i
 tokenised a second time. A prompt joins the known path with which it shares the most tokens, and leaves it at the first
 different one.
 
-Training reads `sequences`: one per leaf, in which each response is trained once, by the first leaf behind it; in the
-other leaves it is context. `dropped` names the responses that are not trained at all.
+`sequences` says what is to be trained: one per leaf, in which each response is trained once, by the first leaf behind
+it; in the other leaves it is context. A run trains the same, from `actors.trajectory.segments`. `dropped` names the
+responses that are not trained at all.
 
 The owner calls all methods from one thread. Shapes: n = tokens of the item at hand.
 """

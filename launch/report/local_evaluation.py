@@ -6,46 +6,33 @@ machinery (`actors.rollouts_running`). The differences: nothing crosses a wire, 
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from actors.env_runner import EnvRunner
-from actors.envs.base import TextTokenizer
-from actors.rollouts_running import RunningRollouts
-from buffer.rollouts import ticket_seed
 from engines.base import ScoreRequest
 from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
 from engines.torch.scorer import TorchScorer
 from launch.config.pools import TeacherPool, teacher_pools
 from launch.config.run import RunConfig
+from launch.local_actor import LocalActor, local_ticket
 from learner.evaluation.evaluation import Evaluation, EvaluationResult
 from learner.prompts.tasks import TaskOffer
-from models.loading import load_causal_lm, resolve_device, resolve_dtype
-from models.packed import context_window
-from models.tokenizer import load_tokenizer, stop_token_ids
+from models.loading import resolve_device, resolve_dtype
+from models.tokenizer import load_tokenizer
 from protocol.branches import path_to
 from protocol.messages import (
     BatchItem,
     Branch,
     EvalResult,
-    Message,
-    RolloutFailed,
-    Sampling,
-    Segment,
-    Ticket,
     WeightVersion,
 )
 from weights.staged_weights import Weight, tensor_of
 
-ENVIRONMENT_WAIT_S: Final = 0.05
-"""Longest single wait for environments while the engine is idle."""
 Array = np.ndarray[Any, Any]
 
 
@@ -57,32 +44,16 @@ class LocalEvaluator:
         may raise to end an evaluation. `writer`: a teacher that writes in the student's place; its answers are not
         scored."""
         path = config.models.student if writer is None else writer.config.models.teacher
-        engine = config.actor.torch if writer is None else _engine_settings(writer)
-        tokenizer = load_tokenizer(config.models.student)
+        settings = config.actor.torch if writer is None else _engine_settings(writer)
         self._check = check
-        self._deadline_s = config.learner.stall_timeout_s
-        model = load_causal_lm(path, device="cpu", dtype=engine.dtype, attention="sdpa")
-        engine = msgspec.structs.replace(engine, max_context=min(engine.max_context, context_window(model.config)))
-        self._engine = TorchEngine(model, engine)
+        self._actor = LocalActor(path, settings, config, load_tokenizer(config.models.student))
         self._scorers = {
             pool.name: TorchScorer.load(pool.config.models.teacher, pool.config.teacher)
             for pool in (teacher_pools(config) if writer is None else ())
         }
-        self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts)
-        self._segments: dict[str, list[tuple[Segment, Sequence[Array]]]] = defaultdict(list)
         self._failed: Counter[str] = Counter()
         """Failed rollouts by evaluation id."""
         self._offers: dict[str, TaskOffer] = {}
-        self._rollouts = RunningRollouts(
-            self._engine,
-            self._environments,
-            TextTokenizer(tokenizer),
-            config.actor,
-            task_env=config.learner.tasks.env,
-            stop_token_ids=stop_token_ids(path, tokenizer),
-            max_context_tokens=engine.max_context,
-            send=self._take,
-        )
 
     def run(
         self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]] | None
@@ -90,15 +61,11 @@ class LocalEvaluator:
         """Run `evaluation` with these weights, which belong to `version`; None: with the engine's present weights.
         Raises TimeoutError after `learner.stall_timeout_s`, and whatever `check` raises."""
         if weights is not None:
-            self._engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
-        self._segments.clear()
-        self._failed.clear()
-        self._offers.clear()
-        for offer in evaluation.tasks():
-            ticket = _ticket(offer, version)
-            self._offers[ticket.rollout_id] = offer
-            self._rollouts.add(ticket, offer.prompt_ids)
-        self._write()
+            self._actor.engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
+        tickets = [(local_ticket(offer.task, version), offer) for offer in evaluation.tasks()]
+        self._offers = {ticket.rollout_id: offer for ticket, offer in tickets}
+        self._actor.write(((ticket, offer.prompt_ids) for ticket, offer in tickets), self._check)
+        self._failed = Counter(self._offers[rollout_id].task.eval_id for rollout_id in self._actor.failed)
         for eval_id in evaluation.eval_ids:
             done = [i for i, offer in self._offers.items() if offer.task.eval_id == eval_id and self._keeps(i)]
             scored = [self._scored(rollout_id) for rollout_id in done]
@@ -107,43 +74,15 @@ class LocalEvaluator:
         return evaluation.result()
 
     def close(self) -> None:
-        self._environments.close()
-        self._engine.close()
+        self._actor.close()
         for scorer in self._scorers.values():
             scorer.close()
 
-    def _write(self) -> None:
-        """Generate until every rollout has ended."""
-        began_s = time.monotonic()
-        while len(self._rollouts):
-            self._check()
-            if time.monotonic() - began_s > self._deadline_s:
-                raise TimeoutError(
-                    f"{len(self._rollouts)} rollouts of an evaluation not done after {self._deadline_s:.0f} s "
-                    "(learner.stall_timeout_s)"
-                )
-            self._rollouts.take_deltas(self._engine.poll(0.0))
-            self._rollouts.take_asked()
-            idle = not self._rollouts.generating
-            self._rollouts.take_environment_outcomes(self._environments.take(ENVIRONMENT_WAIT_S if idle else 0.0))
-            self._rollouts.start_ready()
-
-    def _take(self, message: Message, arrays: Sequence[Array]) -> None:
-        """Accept what an actor would send to the buffer."""
-        match message:
-            case Segment():
-                self._segments[message.rollout_id].append((message, arrays))
-            case RolloutFailed():
-                self._segments.pop(message.rollout_id, None)
-                self._failed[self._offers[message.rollout_id].task.eval_id] += 1
-            case _:
-                raise AssertionError(f"an actor sends no {type(message).__name__} for a rollout")
-
     def _keeps(self, rollout_id: str) -> bool:
         """Return True for a finished rollout that a buffer would not refuse."""
-        if rollout_id not in self._segments:
+        if rollout_id in self._actor.failed:
             return False
-        offer, first = self._offers[rollout_id], self._segments[rollout_id][0][0]
+        offer, first = self._offers[rollout_id], self._actor.segments[rollout_id][0][0]
         if first.own_prompt_tokens and len(offer.teacher_prompt_ids):
             self._failed[offer.task.eval_id] += 1
             return False
@@ -151,7 +90,7 @@ class LocalEvaluator:
 
     def _scored(self, rollout_id: str) -> tuple[BatchItem, tuple[Array, ...]]:
         """A finished rollout with its scores, as the buffer would give it to the learner."""
-        offer, segments = self._offers[rollout_id], self._segments[rollout_id]
+        offer, segments = self._offers[rollout_id], self._actor.segments[rollout_id]
         task, n_prompt = offer.task, segments[0][0].own_prompt_tokens or len(offer.prompt_ids)
         ids, behaviour, mask = (np.concatenate([arrays[i] for _, arrays in segments]) for i in range(3))
         last = segments[-1][0]
@@ -187,31 +126,6 @@ class LocalEvaluator:
             branches=branches,
         )
         return item, (ids, behaviour, mask, teacher)
-
-
-def _ticket(offer: TaskOffer, version: WeightVersion) -> Ticket:
-    """The ticket that the buffer would issue, with the same seed."""
-    task = offer.task
-    sampling: Sampling = task.sampling
-    seeded = Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_new_tokens=sampling.max_new_tokens,
-        seed=ticket_seed(sampling.seed, 0, 0),
-    )
-    return Ticket(
-        rollout_id=f"eval-{task.task_id}-0-0",
-        task_id=task.task_id,
-        sample_index=0,
-        kind="eval",
-        sampling=seeded,
-        env=task.env,
-        tag=task.tag,
-        ground_truth=task.ground_truth,
-        min_version=version,
-        row=task.row,
-    )
 
 
 def _engine_settings(writer: TeacherPool) -> EngineConfig:

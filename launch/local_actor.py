@@ -1,0 +1,112 @@
+"""An actor in this process, without a run around it: the embedded engine on the CPU, and the machinery of an actor.
+
+Nothing crosses a wire, and nothing is tried a second time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from actors.env_runner import EnvRunner
+from actors.envs.base import TextTokenizer
+from actors.rollouts_running import RunningRollouts
+from buffer.rollouts import ticket_seed
+from engines.base import Int32s
+from engines.config import EngineConfig
+from engines.torch.engine import TorchEngine
+from launch.config.run import RunConfig
+from models.loading import load_causal_lm
+from models.packed import context_window
+from models.tokenizer import stop_token_ids
+from protocol.messages import Message, RolloutFailed, Segment, Task, Ticket, WeightVersion
+
+ENVIRONMENT_WAIT_S: Final = 0.05
+"""Longest single wait for environments while the engine is idle."""
+Array = np.ndarray[Any, Any]
+
+
+class LocalActor:
+    """Writes rollouts with one model. Used from one thread; `close` when done."""
+
+    def __init__(
+        self, path: str | Path, settings: EngineConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """`path`: the model's folder. `config`: environments and limits."""
+        model = load_causal_lm(path, device="cpu", dtype=settings.dtype, attention="sdpa")
+        settings = msgspec.structs.replace(
+            settings, max_context=min(settings.max_context, context_window(model.config))
+        )
+        self.engine = TorchEngine(model, settings)
+        self.tokenizer = TextTokenizer(tokenizer)
+        self.segments: dict[str, list[tuple[Segment, Sequence[Array]]]] = {}
+        """What was written, by rollout id; of failed rollouts, what came before."""
+        self.failed: dict[str, RolloutFailed] = {}
+        self._timeout_s = config.learner.stall_timeout_s
+        self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts)
+        self._rollouts = RunningRollouts(
+            self.engine,
+            self._environments,
+            self.tokenizer,
+            config.actor,
+            task_env=config.learner.tasks.env,
+            stop_token_ids=stop_token_ids(path, tokenizer),
+            max_context_tokens=settings.max_context,
+            send=self._take,
+        )
+
+    def write(self, tickets: Iterable[tuple[Ticket, Int32s]], check: Callable[[], None] = lambda: None) -> None:
+        """Run these tickets, each with its prompt, until every rollout has ended; `segments` and `failed` then hold
+        them alone. `check` is called between two steps of the engine and may raise. Raises TimeoutError after
+        `learner.stall_timeout_s`."""
+        self.segments.clear()
+        self.failed.clear()
+        for ticket, prompt_ids in tickets:
+            self._rollouts.add(ticket, prompt_ids)
+        began_s = time.monotonic()
+        while len(self._rollouts):
+            check()
+            if time.monotonic() - began_s > self._timeout_s:
+                raise TimeoutError(
+                    f"{len(self._rollouts)} rollouts not done after {self._timeout_s:.0f} s (learner.stall_timeout_s)"
+                )
+            self._rollouts.take_deltas(self.engine.poll(0.0))
+            self._rollouts.take_asked()
+            idle = not self._rollouts.generating
+            self._rollouts.take_environment_outcomes(self._environments.take(ENVIRONMENT_WAIT_S if idle else 0.0))
+            self._rollouts.start_ready()
+
+    def close(self) -> None:
+        self._environments.close()
+        self.engine.close()
+
+    def _take(self, message: Message, arrays: Sequence[Array]) -> None:
+        """Accept what an actor would send to the buffer."""
+        match message:
+            case Segment():
+                self.segments.setdefault(message.rollout_id, []).append((message, arrays))
+            case RolloutFailed():
+                self.failed[message.rollout_id] = message
+            case _:
+                raise AssertionError(f"an actor sends no {type(message).__name__} for a rollout")
+
+
+def local_ticket(task: Task, version: WeightVersion) -> Ticket:
+    """The ticket that the buffer would issue for the task's first sample, with the same seed."""
+    return Ticket(
+        rollout_id=f"{task.kind}-{task.task_id}-0-0",
+        task_id=task.task_id,
+        sample_index=0,
+        kind=task.kind,
+        sampling=msgspec.structs.replace(task.sampling, seed=ticket_seed(task.sampling.seed, 0, 0)),
+        env=task.env,
+        tag=task.tag,
+        ground_truth=task.ground_truth,
+        min_version=version,
+        row=task.row,
+    )
