@@ -10,21 +10,22 @@ A `Context` is one line of conversation. `branch` copies it, `root` begins anoth
 Retries, sub-agents and summaries are therefore ordinary Python. Every token is recorded in the episode's token graph
 (docs/token-graph.md): what the student wrote is trained once, all else is context.
 
-The coroutine runs on its episode's own thread and event loop, like an environment: it may await, and it may block.
+The coroutine runs on its episode's own thread and event loop: it may await, and it may block. Environments with `reset`
+and `step` run the same way (`actors.envs.episode`): they are agents of one line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from actors.env_thread import CURRENT_CALL, EnvCall
 from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
-from actors.envs.episode import Continuation, EnvironmentFault
+from actors.envs.episode import EnvironmentFault, FinishReason
 from engines.base import Int32s
 
 
@@ -73,6 +74,17 @@ class Context:
         self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
+    @property
+    def budget_left(self) -> int:
+        """Tokens that the student may still write in this episode, all lines together; what is being written right now
+        is not subtracted."""
+        return self._episode.budget_left
+
+    @property
+    def context_left(self) -> int:
+        """Tokens that this line may still grow by before it fills the context window."""
+        return self._episode.max_context_tokens - sum(part.size for part in self._parts)
+
     async def generate(self, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Generation:
         """The student continues this line, up to one of the model's stop tokens, or of `stop_token_ids`.
 
@@ -113,7 +125,7 @@ class Context:
             raise EnvironmentFault(f"ctx.reward({value!r}): expected a finite number")
         self._episode.reward = (self._episode.reward or 0.0) + number
 
-    def note(self, **numbers: float) -> None:
+    def note(self, /, **numbers: float) -> None:
         """Numbers about the episode, which the actor sums into its statistics."""
         for name, value in numbers.items():
             if not math.isfinite(float(value)):
@@ -121,24 +133,52 @@ class Context:
             self._episode.info[name] = self._episode.info.get(name, 0.0) + float(value)
 
 
+class EpisodeEnd(NamedTuple):
+    """How an episode ended."""
+
+    finish_reason: FinishReason
+    reward: float | None
+    info: Mapping[str, float]
+
+
+Play: TypeAlias = Callable[[Context], Coroutine[Any, Any, FinishReason | None]]
+"""A whole episode. Returns how it ended; None: as its last response did."""
+
+
+def play_agent(make: Callable[[], Callable[..., Any]], task: EnvTask) -> Play:
+    """The episode of an agent. `make` gives the coroutine function with its options."""
+
+    async def play(ctx: Context) -> None:
+        returned: object = await make()(ctx, task)
+        if returned is not None:
+            raise EnvironmentFault(f"the agent returned {returned!r:.60}, expected None: rewards go to ctx.reward")
+
+    return play
+
+
 class AgentEpisode:
-    """Runs one agent, and carries its requests to the actor and the responses back."""
+    """Runs one episode, and carries its requests to the actor and the responses back."""
 
     def __init__(
         self,
-        make: Callable[[], Callable[..., Any]],
+        play: Play,
         task: EnvTask,
         tokenizer: TextTokenizer,
         post: Callable[[Ask], None],
+        *,
+        budget_left: int,
+        max_context_tokens: int,
     ) -> None:
-        """`make` gives the agent with its options. `post` hands a request to the actor's main thread."""
-        self._make = make
+        """`post` hands a request to the actor's main thread. `budget_left`: tokens that may be sampled."""
+        self._play = play
         self._task = task
         self.tokenizer = tokenizer
         self._post = post
+        self.budget_left = budget_left
+        self.max_context_tokens = max_context_tokens
         self.reward: float | None = None
         self.info: dict[str, float] = {}
-        self._waiting: dict[int, asyncio.Future[tuple[Int32s, TurnEnd]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[Int32s, TurnEnd, int]]] = {}
         self._n_asked = 0
         self._last: TurnEnd | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,34 +186,30 @@ class AgentEpisode:
 
     # --------------------------------------------------------------------------------------- on the episode's thread
 
-    async def run(self) -> Continuation:
-        """The whole episode. Raises EnvironmentFault for an agent that breaks a rule, and whatever the agent raises."""
+    async def run(self) -> EpisodeEnd:
+        """The whole episode. Raises EnvironmentFault for an agent that breaks a rule, EpisodeOver if not even one
+        response had room, and whatever the agent raises."""
         self._loop, self._call = asyncio.get_running_loop(), CURRENT_CALL.get()
-        finish_reason: Literal["stop", "length"] | None = None
         try:
-            returned: object = await self._make()(Context(self, self._task.prompt_ids), self._task)
+            finish_reason = await self._play(Context(self, self._task.prompt_ids))
         except EpisodeOver:
+            if self._last is None:
+                raise
             finish_reason = "length"
-        else:
-            if returned is not None:
-                raise EnvironmentFault(f"the agent returned {returned!r:.60}, expected None: rewards go to ctx.reward")
         if self._last is None:
             raise EnvironmentFault("the agent ended without a response of the student, expected one `ctx.generate`")
-        return Continuation(finish_reason=finish_reason or self._last, reward=self.reward, info=self.info)
-
-    async def close(self) -> None:
-        """An agent closes what it opened itself (`async with`, `finally`)."""
+        return EpisodeEnd(finish_reason or self._last, self.reward, self.info)
 
     async def ask(self, prompt_ids: Int32s, max_new_tokens: int | None, stop_token_ids: tuple[int, ...]) -> Generation:
         """See `Context.generate`."""
         assert self._loop is not None and self._call is not None
         number, self._n_asked = self._n_asked, self._n_asked + 1
-        future: asyncio.Future[tuple[Int32s, TurnEnd]] = self._loop.create_future()
+        future: asyncio.Future[tuple[Int32s, TurnEnd, int]] = self._loop.create_future()
         self._waiting[number] = future
         self._call.pause()
         self._post(Ask(self._task.rollout_id, number, prompt_ids, max_new_tokens, stop_token_ids))
         try:
-            token_ids, finish_reason = await future
+            token_ids, finish_reason, self.budget_left = await future
         except asyncio.CancelledError:
             self._post(Ask(self._task.rollout_id, number, None))
             raise
@@ -188,16 +224,16 @@ class AgentEpisode:
 
     # ---------------------------------------------------------------------------------------- on the actor's thread
 
-    def deliver(self, number: int, token_ids: Int32s, finish_reason: TurnEnd) -> None:
-        """Answer a request."""
+    def deliver(self, number: int, token_ids: Int32s, finish_reason: TurnEnd, budget_left: int) -> None:
+        """Answer a request. `budget_left`: tokens that the rollout may still sample."""
         token_ids.flags.writeable = False
-        self._settle(number, lambda future: future.set_result((token_ids, finish_reason)))
+        self._settle(number, lambda future: future.set_result((token_ids, finish_reason, budget_left)))
 
     def refuse(self, number: int, reason: str) -> None:
         """Answer a request that there is no room for."""
         self._settle(number, lambda future: future.set_exception(EpisodeOver(reason)))
 
-    def _settle(self, number: int, settle: Callable[[asyncio.Future[tuple[Int32s, TurnEnd]]], None]) -> None:
+    def _settle(self, number: int, settle: Callable[[asyncio.Future[tuple[Int32s, TurnEnd, int]]], None]) -> None:
         assert self._loop is not None and self._call is not None
         self._call.expect()
 

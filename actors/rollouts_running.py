@@ -1,15 +1,15 @@
-"""The rollouts that an actor runs, and the transitions between their phases.
+"""The rollouts that an actor runs, and what happens to each between its ticket and its end.
 
-    ticket -> waiting --engine has min_version--> RESETTING --env.reset--> GENERATING <--> STEPPING
-                                                                               |              |
-                                                  gone <--finished, failed, cancelled---------+
+    ticket -> waiting --engine has min_version--> episode runs <--asks, responses--> engine samples
+                                                       |
+                                    gone <--finished, failed, cancelled
 
-No sockets: segments and failures go to `send`. The owner calls all methods from one thread; environment calls run on
-the EnvRunner's threads and come back through `take_environment_outcomes`."""
+No sockets: segments and failures go to `send`. The owner calls all methods from one thread. Episodes run on the
+EnvRunner's threads; what they ask of the engine comes through `take_asked`, how they ended through
+`take_environment_outcomes`."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import queue
@@ -23,17 +23,16 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from actors.agent import AgentEpisode, Ask
+from actors.agent import AgentEpisode, Ask, EpisodeEnd, EpisodeOver, play_agent
 from actors.config import ActorConfig
 from actors.env_runner import EnvRunner
 from actors.env_thread import EnvironmentTimeout, Outcome
-from actors.envs.base import EnvTask, Observation, TextTokenizer, TurnEnd
-from actors.envs.episode import Continuation, Episode
+from actors.envs.base import EnvTask, TextTokenizer
+from actors.envs.episode import Episode
 from actors.envs.registry import LoadedEnvironment, load_environments
 from actors.failures import Brake, Failure, of_environment
-from actors.rollout import Rollout
 from actors.trajectory.graph import GraphCounts, Origin
-from actors.trajectory.rollout import BranchingRollout, NoRoom
+from actors.trajectory.rollout import NoRoom, Rollout
 from engines.base import GenerationDelta, GenerationEngine, GenerationRequest, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
 from protocol.printable import in_one_line
@@ -48,27 +47,18 @@ MAX_NAME: Final = 64
 Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
 
 
-class Phase(enum.Enum):
-    """Phases of a rollout: each names what the rollout waits for."""
-
-    RESETTING = "environment resets"
-    GENERATING = "engine samples"
-    STEPPING = "environment answers"
-    AGENT = "agent runs; it asks the engine itself"
-
-
 @dataclass(slots=True)
 class Run:
     """One rollout under way."""
 
-    rollout: Rollout | BranchingRollout
-    episode: Episode | AgentEpisode
-    step_timeout_s: float
-    phase: Phase = Phase.RESETTING
+    rollout: Rollout
+    episode: AgentEpisode
+    is_agent: bool
+    """False: an environment of one conversation."""
+    since_s: float
+    """When the episode's own code last began to run (monotonic)."""
     requests: dict[str, float] = field(default_factory=dict[str, float])
-    """Requests that the engine works on, and when they were made (monotonic). An agent may have several."""
-    since_s: float = 0.0
-    """When the current call of the environment was made (monotonic)."""
+    """Requests that the engine works on, and when they were made (monotonic)."""
 
 
 class RunningRollouts:
@@ -151,28 +141,37 @@ class RunningRollouts:
         row = msgspec.json.decode(ticket.row, type=dict[str, Any]) if ticket.row else {}
         task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed, row)
         options, timeout_s = row.get("env_options") or {}, known.config.step_timeout_s
-        limits: dict[str, int] = {
-            "segment_tokens": self._config.segment_tokens,
-            "max_context_tokens": self._max_context_tokens,
-        }
         max_turns = known.config.max_turns
         if known.agent is not None:
-            episode = AgentEpisode(partial(known.agent, options), task, self._tokenizer, self._ask)
-            rollout = BranchingRollout(ticket, prompt_ids, **limits, max_calls=max_turns, retries=False)
-            run, call = Run(rollout, episode, timeout_s, Phase.AGENT), ("rollout", episode.run)
+            play, close = play_agent(partial(known.agent, options), task), _nothing_to_close
         else:
-            episode = Episode(
+            environment = Episode(
                 partial(known.make, options),
                 task,
                 self._tokenizer,
                 model_stop_token_ids=self._stop_token_ids,
                 max_turns=max_turns,
             )
-            rollout = Rollout(ticket, prompt_ids, **limits)
-            run, call = Run(rollout, episode, timeout_s, since_s=time.monotonic()), ("reset", episode.start)
-        self._environments.open(ticket.rollout_id, episode.close, timeout_s)
-        self._runs[ticket.rollout_id] = run
-        self._environments.submit(ticket.rollout_id, *call, timeout_s)
+            play, close = environment.play, environment.close
+        rollout = Rollout(
+            ticket,
+            prompt_ids,
+            segment_tokens=self._config.segment_tokens,
+            max_context_tokens=self._max_context_tokens,
+            max_calls=max_turns,
+            retries=False,
+        )
+        episode = AgentEpisode(
+            play,
+            task,
+            self._tokenizer,
+            self._ask,
+            budget_left=rollout.budget_left,
+            max_context_tokens=self._max_context_tokens,
+        )
+        self._environments.open(ticket.rollout_id, close, timeout_s)
+        self._runs[ticket.rollout_id] = Run(rollout, episode, known.agent is not None, time.monotonic())
+        self._environments.submit(ticket.rollout_id, "rollout", episode.run, timeout_s)
 
     def _ask(self, ask: Ask) -> None:
         """Called on an agent's thread."""
@@ -186,11 +185,10 @@ class RunningRollouts:
             run = self._runs.get(ask.rollout_id)
             if run is None:
                 continue  # ended or cancelled meanwhile
-            assert isinstance(run.rollout, BranchingRollout) and isinstance(run.episode, AgentEpisode)
             if ask.prompt_ids is None:
                 self._give_up_call(run, ask.number)
                 continue
-            stops = (*self._stop_token_ids, *ask.stop_token_ids)
+            stops = tuple(sorted({*self._stop_token_ids, *ask.stop_token_ids}))
             try:
                 request = run.rollout.request(
                     ask.prompt_ids, ask.number, max_new_tokens=ask.max_new_tokens, stop_token_ids=stops
@@ -204,6 +202,8 @@ class RunningRollouts:
                 self._submitted(ask.rollout_id, run, request)
 
     def _submitted(self, rollout_id: str, run: Run, request: GenerationRequest) -> None:
+        if not run.requests:
+            self._book_time("environment_s_total", "environment_calls_total", run.since_s)
         run.requests[request.request_id] = time.monotonic()
         self._by_request[request.request_id] = rollout_id
 
@@ -222,14 +222,12 @@ class RunningRollouts:
             match delta.finish_reason:
                 case None:
                     self._send_segments(run)
-                case "stop" | "length" if isinstance(run.episode, AgentEpisode):
+                case "stop" | "length":
                     assert response_ids is not None
                     self._send_segments(run)
+                    run.since_s = time.monotonic()
                     number = int(delta.request_id.rpartition("/")[2])
-                    run.episode.deliver(number, response_ids, delta.finish_reason)
-                case "stop" | "length":
-                    self._send_segments(run)
-                    self._step(rollout_id, run, delta.finish_reason)
+                    run.episode.deliver(number, response_ids, delta.finish_reason, run.rollout.budget_left)
                 case reason:
                     detail = in_one_line(delta.error or "no detail given")
                     self._drop(rollout_id, Failure("engine_error" if reason == "error" else "engine_aborted", detail))
@@ -239,39 +237,24 @@ class RunningRollouts:
             run = self._runs.get(outcome.key)
             if run is None:
                 continue  # cancelled meanwhile
-            if run.phase is not Phase.AGENT:  # whose time is mostly that of the engine
+            if not run.requests:
                 self._book_time("environment_s_total", "environment_calls_total", run.since_s)
             if outcome.error is not None:
                 self.counts["environment_errors_total"] += 1
-                late = isinstance(outcome.error, EnvironmentTimeout)
-                failure = (
-                    Failure("env_timeout", in_one_line(str(outcome.error))) if late else of_environment(outcome.error)
-                )
-                self._drop(outcome.key, failure)
-            elif run.phase is Phase.RESETTING:
-                self._begin(outcome.key, run, outcome.result)
+                self._drop(outcome.key, _failure(outcome.error))
             else:
-                self._continue(outcome.key, run, outcome.result)
+                self._finish(outcome.key, run, outcome.result)
 
-    def _begin(self, rollout_id: str, run: Run, observation: Observation) -> None:
-        if observation.prompt_ids is not None:
-            assert isinstance(run.rollout, Rollout)
-            run.rollout.replace_prompt(observation.prompt_ids)
-        self._append_and_generate(rollout_id, run, observation.token_ids)
-
-    def _continue(self, rollout_id: str, run: Run, continuation: Continuation) -> None:
-        for name, value in continuation.info.items():
-            self.counts[self._info_key(name)] += float(value)
-        if continuation.finish_reason is None:
-            self._append_and_generate(rollout_id, run, continuation.token_ids)
-            return
+    def _finish(self, rollout_id: str, run: Run, end: EpisodeEnd) -> None:
+        for name, value in end.info.items():
+            self.counts[self._info_key(name)] += value
         try:
-            run.rollout.finish(continuation.finish_reason, continuation.reward)
+            run.rollout.finish(end.finish_reason, end.reward)
         except ValueError as error:  # an engine that answered without a token
             self._drop(rollout_id, Failure("engine_error", in_one_line(str(error))))
             return
         self._send_segments(run)
-        if isinstance(run.rollout, BranchingRollout):
+        if run.is_agent:
             self._count_calls(run.rollout.graph.counts)
         self.counts["rollouts_finished_total"] += 1
         self._brake.success()
@@ -300,39 +283,14 @@ class RunningRollouts:
             self._info_keys.add(key)
         return key
 
-    def _append_and_generate(self, rollout_id: str, run: Run, token_ids: Int32s) -> None:
-        assert isinstance(run.rollout, Rollout) and isinstance(run.episode, Episode)
-        run.rollout.append_environment(token_ids)
-        try:
-            request = run.rollout.next_request(run.episode.stop_token_ids)
-            self._engine.submit(request)
-        except (ValueError, RuntimeError) as error:
-            self._drop(rollout_id, Failure("engine_refused", in_one_line(str(error))))
-            return
-        run.phase = Phase.GENERATING
-        self._submitted(rollout_id, run, request)
-
-    def _step(self, rollout_id: str, run: Run, turn_end: TurnEnd) -> None:
-        run.phase, run.since_s = Phase.STEPPING, time.monotonic()
-        rollout, episode = run.rollout, run.episode
-        assert isinstance(rollout, Rollout) and isinstance(episode, Episode)
-        step = partial(
-            episode.advance,
-            rollout.turn_ids,
-            turn_end,
-            budget_left=rollout.budget_left,
-            context_left=rollout.context_left,
-        )
-        self._environments.submit(rollout_id, "step", step, run.step_timeout_s)
-
     def _give_up_call(self, run: Run, number: int) -> None:
         """The agent stopped waiting for a response."""
-        assert isinstance(run.rollout, BranchingRollout)
         request_id = run.rollout.request_id(number)
         if run.requests.pop(request_id, None) is not None:
             del self._by_request[request_id]
             self._engine.abort(request_id)
             run.rollout.end(request_id, delivered=False)
+            run.since_s = time.monotonic()
 
     def _send_segments(self, run: Run) -> None:
         for segment in run.rollout.take_segments():
@@ -366,3 +324,17 @@ class RunningRollouts:
             del self._by_request[request_id]
             self._engine.abort(request_id)
         self._environments.finish(rollout_id)
+
+
+async def _nothing_to_close() -> None:
+    """An agent closes what it opened itself (`async with`, `finally`)."""
+
+
+def _failure(error: Exception) -> Failure:
+    match error:
+        case EnvironmentTimeout():
+            return Failure("env_timeout", in_one_line(str(error)))
+        case EpisodeOver():  # not even a first response had room
+            return Failure("engine_refused", in_one_line(str(error)))
+        case _:
+            return of_environment(error)

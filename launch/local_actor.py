@@ -4,6 +4,7 @@ Nothing crosses a wire, and nothing is tried a second time."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,8 +27,8 @@ from models.packed import context_window
 from models.tokenizer import stop_token_ids
 from protocol.messages import Message, RolloutFailed, Segment, Task, Ticket, WeightVersion
 
-ENVIRONMENT_WAIT_S: Final = 0.05
-"""Longest single wait for environments while the engine is idle."""
+EPISODES_WAIT_S: Final = 0.05
+"""Longest single wait for the episodes while the engine is idle."""
 Array = np.ndarray[Any, Any]
 
 
@@ -48,7 +49,9 @@ class LocalActor:
         """What was written, by rollout id; of failed rollouts, what came before."""
         self.failed: dict[str, RolloutFailed] = {}
         self._timeout_s = config.learner.stall_timeout_s
-        self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts)
+        self._news = threading.Event()
+        """Set when an episode asked for something or ended."""
+        self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts, self._news.set)
         self._rollouts = RunningRollouts(
             self.engine,
             self._environments,
@@ -75,11 +78,13 @@ class LocalActor:
                 raise TimeoutError(
                     f"{len(self._rollouts)} rollouts not done after {self._timeout_s:.0f} s (learner.stall_timeout_s)"
                 )
+            self._news.clear()
             self._rollouts.take_deltas(self.engine.poll(0.0))
             self._rollouts.take_asked()
-            idle = not self._rollouts.generating
-            self._rollouts.take_environment_outcomes(self._environments.take(ENVIRONMENT_WAIT_S if idle else 0.0))
+            self._rollouts.take_environment_outcomes(self._environments.take())
             self._rollouts.start_ready()
+            if not self._rollouts.generating:
+                self._news.wait(EPISODES_WAIT_S)
 
     def close(self) -> None:
         self._environments.close()

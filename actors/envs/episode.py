@@ -1,7 +1,7 @@
 """Drives one environment through one rollout, and checks that it keeps the rules of `actors.envs.base`.
 
-The actor calls `start`, then `advance` after each turn of the student, then `close`, each as a coroutine on the
-episode's own thread. They return tokens to append, or how the rollout ended.
+`play` is the whole episode: `start`, then `advance` after each turn of the student. `close` comes after it, also when
+it failed. All run on the episode's own thread.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 
+from actors.env_thread import CURRENT_CALL
 from actors.envs.base import (
     Action,
     Environment,
@@ -25,6 +26,9 @@ from actors.envs.base import (
     no_tokens,
 )
 from engines.base import Int32s
+
+if TYPE_CHECKING:
+    from actors.agent import Context
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 
@@ -69,6 +73,26 @@ class Episode:
         self._turns_done = 0
         self.stop_token_ids: tuple[int, ...] = tuple(sorted(self._model_stops))
         """Stop tokens for this rollout's generation requests; complete once it has started."""
+
+    async def play(self, ctx: Context) -> FinishReason:
+        """The episode on one line of conversation. Raises EnvironmentFault, EpisodeOver when a first turn has no room,
+        and whatever the environment raises."""
+        call = CURRENT_CALL.get()
+        call.what = "reset"
+        observation = await self.start()
+        call.what = "step"
+        line = ctx if observation.prompt_ids is None else ctx.root(observation.prompt_ids)
+        answer = Continuation(observation.token_ids)
+        while answer.finish_reason is None:
+            line.observe(answer.token_ids)
+            turn = await line.generate(stop_token_ids=self.stop_token_ids)
+            answer = await self.advance(
+                turn.token_ids, turn.finish_reason, budget_left=ctx.budget_left, context_left=line.context_left
+            )
+            ctx.note(**answer.info)
+        if answer.reward is not None:
+            ctx.reward(answer.reward)
+        return answer.finish_reason
 
     async def start(self) -> Observation:
         """Build and reset the environment; returns what `reset` gave, checked."""

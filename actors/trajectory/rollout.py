@@ -1,16 +1,29 @@
-"""One rollout whose episode is a token graph: the calls of an agent, the limits of the ticket, the segments. No I/O."""
+"""One rollout: the calls of its episode, the limits of its ticket, and its segments. No I/O.
+
+Its tokens are kept in a token graph, which for an environment of one conversation is a single path.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from actors.rollout import CutSegment, FinishReason
 from actors.trajectory.graph import Call, Node, TokenGraph
 from actors.trajectory.segments import Cut, SegmentCutter
-from engines.base import GenerationDelta, GenerationRequest, Int32s
+from engines.base import Float32s, GenerationDelta, GenerationRequest, Int32s
 from protocol.messages import Segment, Ticket
+
+FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
+
+
+class CutSegment(NamedTuple):
+    """A Segment message and its frames: token ids int32 [n], log-probs float32 [n], loss mask uint8 [n]."""
+
+    message: Segment
+    arrays: tuple[Int32s, Float32s, npt.NDArray[np.uint8]]
 
 
 class NoRoom(Exception):
@@ -20,11 +33,15 @@ class NoRoom(Exception):
 @dataclass(slots=True)
 class _Running:
     call: Call
-    reserved: int
+    offset: int
+    """Its first random number, of those of the rollout."""
+    room: int
     """Most tokens that it may sample."""
+    n: int = 0
+    """Tokens sampled so far."""
 
 
-class BranchingRollout:
+class Rollout:
     """From the ticket to the final segment. Raises ValueError for `segment_tokens` below 1."""
 
     def __init__(
@@ -50,15 +67,23 @@ class BranchingRollout:
         self._grown: dict[Node, None] = {}
         """Responses with tokens that no `take_segments` has seen."""
         self._sample_offset = 0
+        """The next call's first random number. Calls that run at the same time must not draw the same ones."""
+        self._drawn = 0
+        """Random numbers up to here were drawn."""
         self._segments_cut = 0
         self._finish: tuple[FinishReason, float | None] | None = None
+
+    @property
+    def budget_left(self) -> int:
+        """Tokens that may still be sampled, those of the calls under way included."""
+        return self.ticket.sampling.max_new_tokens - self.n_sampled
 
     def request(
         self, prompt_ids: Int32s, number: int, *, max_new_tokens: int | None, stop_token_ids: tuple[int, ...]
     ) -> GenerationRequest:
         """Begin a call; `number` is the caller's own name for it. Raises NoRoom, and ValueError for an empty prompt."""
-        reserved = sum(running.reserved for running in self._running.values())
-        budget = self.ticket.sampling.max_new_tokens - self.n_sampled - reserved
+        reserved = sum(running.room - running.n for running in self._running.values())
+        budget = self.budget_left - reserved
         context = self._max_context_tokens - prompt_ids.size
         if len(self.graph.calls) >= self._max_calls:
             raise NoRoom(f"{self._max_calls} calls were made (max_turns)")
@@ -73,9 +98,8 @@ class BranchingRollout:
         wanted = budget if max_new_tokens is None else max(1, max_new_tokens)
         call, room = self.graph.begin(prompt_ids), min(budget, context, wanted)
         request_id = self.request_id(number)
-        self._running[request_id] = _Running(call, room)
-        # Calls with one prompt that run at the same time must not draw the same random numbers.
         offset, self._sample_offset = self._sample_offset, self._sample_offset + room
+        self._running[request_id] = _Running(call, offset, room)
         return GenerationRequest(request_id, prompt_ids, self.ticket.sampling, room, stop_token_ids, offset)
 
     def request_id(self, number: int) -> str:
@@ -83,13 +107,18 @@ class BranchingRollout:
 
     def append_delta(self, delta: GenerationDelta) -> Int32s | None:
         """Add what the engine wrote. The delta that ends a call frees the tokens that it did not use, and the whole
-        response [n] is returned."""
+        response [n] is returned. Raises ValueError for more tokens than were asked for, and for a malformed delta."""
         running = self._running[delta.request_id]
+        if running.n + delta.token_ids.size > running.room:
+            raise ValueError(
+                f"request {delta.request_id}: the engine gave {running.n + delta.token_ids.size} tokens, expected at "
+                f"most {running.room}"
+            )
         self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans)
         if running.call.response is not None:
             self._grown[running.call.response] = None
         self.n_sampled += int(delta.token_ids.size)
-        running.reserved -= int(delta.token_ids.size)
+        running.n += int(delta.token_ids.size)
         if delta.finish_reason is None:
             return None
         self.end(delta.request_id, delivered=True)
@@ -101,6 +130,9 @@ class BranchingRollout:
         running = self._running.pop(request_id, None)
         if running is not None:
             self.graph.end(running.call, delivered=delivered)
+            self._drawn = max(self._drawn, running.offset + running.n)
+            if not self._running:
+                self._sample_offset = self._drawn
 
     def finish(self, reason: FinishReason, reward: float | None = None) -> None:
         """End the rollout, and the calls that still run. Raises ValueError if the student wrote nothing."""

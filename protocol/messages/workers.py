@@ -73,8 +73,8 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     """On the final one, if the environment gave one."""
     n_turns: int = 1
     own_prompt_tokens: int = 0
-    """Segment 0 only. 0: it begins with the ticket's prompt. Above 0: the environment made the prompt, which is as long
-    as this."""
+    """Segment 0 only. 0: it begins with the ticket's prompt. Above 0: the environment made the prompt; as many tokens
+    stand before the student's first one."""
     follows: int | None = None
     """None: the segment continues the one before it. Otherwise it begins a branch (see `Branch`)."""
     dropped: tuple[Dropped, ...] = ()

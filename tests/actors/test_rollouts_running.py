@@ -108,7 +108,7 @@ def test_an_environment_reads_its_row_and_makes_a_prompt_from_it(
     hand.until_gone()
     segments, ids, _, mask = hand.whole("train-0-0-0")
     assert ids.tolist() == [40, 41, 42, 43, 44, 9, STOP] and mask.tolist() == [0, 0, 0, 0, 0, 1, 1]
-    assert segments[0].own_prompt_tokens == 4
+    assert segments[0].own_prompt_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_prompt_that_fills_the_context_fails_its_rollout(in_hand: Callable[...
     hand = in_hand()
     hand.rollouts.add(ticket(env="env"), np.zeros(200, np.int32))
     hand.until_gone()
-    assert "0 of context" in hand.failures["train-0-0-0"]
+    assert "a prompt of 200 tokens fills the context of 200" in hand.failures["train-0-0-0"]
 
 
 # ----------------------------------------------------------------------------------------------------- cancellation
