@@ -46,14 +46,22 @@ class Generation(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request of an agent to its actor: generate, or give up request `number`."""
+    """A request of an episode to its actor: the student is to continue these tokens."""
 
     rollout_id: str
     number: int
-    prompt_ids: Int32s | None
-    """None: the agent no longer waits for this request."""
-    max_new_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    """The episode's own count of its requests."""
+    prompt_ids: Int32s
+    """[n]"""
+    max_new_tokens: int | None
+    stop_token_ids: tuple[int, ...]
+
+
+class GiveUp(NamedTuple):
+    """The episode no longer waits for this request."""
+
+    rollout_id: str
+    number: int
 
 
 class Context:
@@ -164,7 +172,7 @@ class AgentEpisode:
         play: Play,
         task: EnvTask,
         tokenizer: TextTokenizer,
-        post: Callable[[Ask], None],
+        post: Callable[[Ask | GiveUp], None],
         *,
         budget_left: int,
         max_context_tokens: int,
@@ -211,7 +219,7 @@ class AgentEpisode:
         try:
             token_ids, finish_reason, self.budget_left = await future
         except asyncio.CancelledError:
-            self._post(Ask(self._task.rollout_id, number, None))
+            self._post(GiveUp(self._task.rollout_id, number))
             raise
         finally:
             del self._waiting[number]

@@ -98,10 +98,6 @@ class EnvRunner:
         self._pending += 1
         self._open[key][0].submit(EnvCall(key, what, method, timeout_s, self._put))
 
-    def wake(self) -> None:
-        """Make the main thread look for what an episode's thread left for it. Called from any thread."""
-        self._on_outcome()
-
     def finish(self, key: str) -> None:
         """End an episode: cancel the running call and close the environment. The outcome of a cancelled call must still
         be taken."""

@@ -4,36 +4,28 @@
                                                        |
                                     gone <--finished, failed, cancelled
 
-No sockets: segments and failures go to `send`. The owner calls all methods from one thread. Episodes run on the
-EnvRunner's threads; what they ask of the engine comes through `take_asked`, how they ended through
-`take_environment_outcomes`."""
+No sockets: segments and failures go to `send`. The owner calls all methods from one thread. Episodes run elsewhere
+(`actors.episodes`); `take_news` takes what they ask of the engine, and how they ended."""
 
 from __future__ import annotations
 
 import logging
 import math
-import queue
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
-from actors.agent import AgentEpisode, Ask, EpisodeEnd, EpisodeOver, play_agent
-from actors.config import ActorConfig
-from actors.env_runner import EnvRunner
-from actors.env_thread import EnvironmentTimeout, Outcome
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.episode import Episode
-from actors.envs.registry import LoadedEnvironment, load_environments
+from actors.agent import Ask, EpisodeEnd, GiveUp
+from actors.config import ActorConfig, EnvConfig
+from actors.episodes import EpisodeEnded, Episodes, EpisodeStart
 from actors.failures import Brake, Failure, of_environment
 from actors.trajectory.graph import GraphCounts, Origin
 from actors.trajectory.rollout import NoRoom, Rollout
-from engines.base import GenerationDelta, GenerationEngine, GenerationRequest, Int32s
+from engines.base import GenerationDelta, GenerationEngine, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
 from protocol.printable import in_one_line
 
@@ -52,7 +44,6 @@ class Run:
     """One rollout under way."""
 
     rollout: Rollout
-    episode: AgentEpisode
     is_agent: bool
     """False: an environment of one conversation."""
     since_s: float
@@ -67,23 +58,19 @@ class RunningRollouts:
     def __init__(
         self,
         engine: GenerationEngine,
-        environments: EnvRunner,
-        tokenizer: TextTokenizer,
+        episodes: Episodes,
         config: ActorConfig,
         *,
-        task_env: str,
+        environments: Mapping[str, EnvConfig],
         stop_token_ids: tuple[int, ...],
         max_context_tokens: int,
         send: Send,
     ) -> None:
-        """`task_env`: the environment that the configured tasks name. It and those of `config` are imported here, and
-        no other is ever run. Raises whatever an environment raises while it is imported."""
+        """`environments`: those that a ticket may name, which `episodes` runs."""
         self._engine = engine
-        self._environments = environments
-        self._tokenizer = tokenizer
+        self._episodes = episodes
         self._config = config
-        self._known = load_environments(config.environments_of(task_env), tokenizer)
-        """By the name that a ticket gives."""
+        self._known = environments
         self._stop_token_ids = stop_token_ids
         self._max_context_tokens = max_context_tokens
         self._send = send
@@ -91,8 +78,6 @@ class RunningRollouts:
         self._runs: dict[str, Run] = {}
         self._by_request: dict[str, str] = {}
         self._brake = Brake(config.max_failures_in_a_row)
-        self._asked: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        """Requests of agents, from their threads."""
         self._info_keys: set[str] = set()
         self.counts: defaultdict[str, float] = defaultdict(float)
         """Running totals for the heartbeat: rollouts by how they ended, environment numbers, segments."""
@@ -116,7 +101,7 @@ class RunningRollouts:
         while."""
         version = self._engine.version
         while self._waiting and self._waiting[0][0].min_version <= version and not self._brake.holds_s():
-            if not self._environments.has_room:
+            if not self._episodes.has_room:
                 return  # environments are still closing; too many stuck ones raise TooManyStuck
             ticket, prompt_ids = self._waiting.popleft()
             known = self._known.get(ticket.env)
@@ -136,76 +121,61 @@ class RunningRollouts:
         holds_s = self._brake.holds_s()
         return holds_s if self._waiting and holds_s else math.inf
 
-    def _start(self, ticket: Ticket, prompt_ids: Int32s, known: LoadedEnvironment) -> None:
+    def _start(self, ticket: Ticket, prompt_ids: Int32s, known: EnvConfig) -> None:
         """Raises ValueError for an unusable prompt or row, OSError or RuntimeError when the system gives no thread."""
-        row = msgspec.json.decode(ticket.row, type=dict[str, Any]) if ticket.row else {}
-        task = EnvTask(prompt_ids, ticket.ground_truth, ticket.tag, ticket.rollout_id, ticket.sampling.seed, row)
-        options, timeout_s = row.get("env_options") or {}, known.config.step_timeout_s
-        max_turns = known.config.max_turns
-        if known.agent is not None:
-            play, close = play_agent(partial(known.agent, options), task), _nothing_to_close
-        else:
-            environment = Episode(
-                partial(known.make, options),
-                task,
-                self._tokenizer,
-                model_stop_token_ids=self._stop_token_ids,
-                max_turns=max_turns,
-            )
-            play, close = environment.play, environment.close
         rollout = Rollout(
             ticket,
             prompt_ids,
             segment_tokens=self._config.segment_tokens,
             max_context_tokens=self._max_context_tokens,
-            max_calls=max_turns,
+            max_calls=known.max_turns,
             retries=False,
         )
-        episode = AgentEpisode(
-            play,
-            task,
-            self._tokenizer,
-            self._ask,
-            budget_left=rollout.budget_left,
-            max_context_tokens=self._max_context_tokens,
+        self._episodes.start(
+            EpisodeStart(
+                ticket.rollout_id,
+                ticket.env,
+                prompt_ids,
+                ticket.ground_truth,
+                ticket.tag,
+                ticket.sampling.seed,
+                ticket.row,
+                rollout.budget_left,
+            )
         )
-        self._environments.open(ticket.rollout_id, close, timeout_s)
-        self._runs[ticket.rollout_id] = Run(rollout, episode, known.agent is not None, time.monotonic())
-        self._environments.submit(ticket.rollout_id, "rollout", episode.run, timeout_s)
+        self._runs[ticket.rollout_id] = Run(rollout, ticket.env in self._episodes.agents, time.monotonic())
 
-    def _ask(self, ask: Ask) -> None:
-        """Called on an agent's thread."""
-        self._asked.put(ask)
-        self._environments.wake()
-
-    def take_asked(self) -> None:
-        """Hand the requests of agents to the engine."""
-        while not self._asked.empty():
-            ask = self._asked.get()
-            run = self._runs.get(ask.rollout_id)
+    def take_news(self) -> None:
+        """Hand the requests of episodes to the engine, and finish the rollouts whose episodes ended."""
+        for news in self._episodes.take():
+            run = self._runs.get(news.rollout_id)
             if run is None:
                 continue  # ended or cancelled meanwhile
-            if ask.prompt_ids is None:
-                self._give_up_call(run, ask.number)
-                continue
-            stops = tuple(sorted({*self._stop_token_ids, *ask.stop_token_ids}))
-            try:
-                request = run.rollout.request(
-                    ask.prompt_ids, ask.number, max_new_tokens=ask.max_new_tokens, stop_token_ids=stops
-                )
-                self._engine.submit(request)
-            except NoRoom as full:
-                run.episode.refuse(ask.number, str(full))
-            except (ValueError, RuntimeError) as error:
-                self._drop(ask.rollout_id, Failure("engine_refused", in_one_line(str(error))))
-            else:
-                self._submitted(ask.rollout_id, run, request)
+            match news:
+                case Ask():
+                    self._generate(run, news)
+                case GiveUp():
+                    self._give_up_call(run, news.number)
+                case EpisodeEnded():
+                    self._ended(run, news)
 
-    def _submitted(self, rollout_id: str, run: Run, request: GenerationRequest) -> None:
+    def _generate(self, run: Run, ask: Ask) -> None:
+        stops = tuple(sorted({*self._stop_token_ids, *ask.stop_token_ids}))
+        try:
+            request = run.rollout.request(
+                ask.prompt_ids, ask.number, max_new_tokens=ask.max_new_tokens, stop_token_ids=stops
+            )
+            self._engine.submit(request)
+        except NoRoom as full:
+            self._episodes.refuse(ask.rollout_id, ask.number, str(full))
+            return
+        except (ValueError, RuntimeError) as error:
+            self._drop(ask.rollout_id, Failure("engine_refused", in_one_line(str(error))))
+            return
         if not run.requests:
             self._book_time("environment_s_total", "environment_calls_total", run.since_s)
         run.requests[request.request_id] = time.monotonic()
-        self._by_request[request.request_id] = rollout_id
+        self._by_request[request.request_id] = ask.rollout_id
 
     def take_deltas(self, deltas: Sequence[GenerationDelta]) -> None:
         """Append sampled tokens to their rollouts; a finished turn goes to its environment."""
@@ -227,23 +197,20 @@ class RunningRollouts:
                     self._send_segments(run)
                     run.since_s = time.monotonic()
                     number = int(delta.request_id.rpartition("/")[2])
-                    run.episode.deliver(number, response_ids, delta.finish_reason, run.rollout.budget_left)
+                    budget_left = run.rollout.budget_left
+                    self._episodes.deliver(rollout_id, number, response_ids, delta.finish_reason, budget_left)
                 case reason:
                     detail = in_one_line(delta.error or "no detail given")
                     self._drop(rollout_id, Failure("engine_error" if reason == "error" else "engine_aborted", detail))
 
-    def take_environment_outcomes(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            run = self._runs.get(outcome.key)
-            if run is None:
-                continue  # cancelled meanwhile
-            if not run.requests:
-                self._book_time("environment_s_total", "environment_calls_total", run.since_s)
-            if outcome.error is not None:
-                self.counts["environment_errors_total"] += 1
-                self._drop(outcome.key, _failure(outcome.error))
-            else:
-                self._finish(outcome.key, run, outcome.result)
+    def _ended(self, run: Run, ended: EpisodeEnded) -> None:
+        if not run.requests:
+            self._book_time("environment_s_total", "environment_calls_total", run.since_s)
+        if isinstance(ended.end, Failure):
+            self.counts["environment_errors_total"] += 1
+            self._drop(ended.rollout_id, ended.end)
+        else:
+            self._finish(ended.rollout_id, run, ended.end)
 
     def _finish(self, rollout_id: str, run: Run, end: EpisodeEnd) -> None:
         for name, value in end.info.items():
@@ -323,18 +290,4 @@ class RunningRollouts:
         for request_id in run.requests:
             del self._by_request[request_id]
             self._engine.abort(request_id)
-        self._environments.finish(rollout_id)
-
-
-async def _nothing_to_close() -> None:
-    """An agent closes what it opened itself (`async with`, `finally`)."""
-
-
-def _failure(error: Exception) -> Failure:
-    match error:
-        case EnvironmentTimeout():
-            return Failure("env_timeout", in_one_line(str(error)))
-        case EpisodeOver():  # not even a first response had room
-            return Failure("engine_refused", in_one_line(str(error)))
-        case _:
-            return of_environment(error)
+        self._episodes.finish(rollout_id)

@@ -23,8 +23,8 @@ from contextlib import ExitStack
 from typing import Final, Protocol
 
 from actors.config import ActorConfig
-from actors.env_runner import EnvRunner
 from actors.envs.base import TextTokenizer
+from actors.episodes import Episodes, EpisodeThreads
 from actors.rollouts_running import RunningRollouts
 from engines.base import EngineLost, EngineMismatch, GenerationEngine
 from engines.provider import StudentModel, StudentSource
@@ -95,14 +95,14 @@ class ActorWorker:
         client: Client,
         engine: GenerationEngine,
         weights: WeightSource,
-        environments: EnvRunner,
+        episodes: Episodes,
         rollouts: RunningRollouts,
         config: ActorConfig,
     ) -> None:
         self._client = client
         self._engine = engine
         self._weights = weights
-        self._environments = environments
+        self._episodes = episodes
         self._rollouts = rollouts
         self._config = config
         self._tickets_received_total = 0
@@ -118,8 +118,7 @@ class ActorWorker:
         while self._shutdown is None:
             self._send_credit()
             self._receive(self._wait_s())
-            self._rollouts.take_asked()
-            self._rollouts.take_environment_outcomes(self._environments.take())
+            self._rollouts.take_news()
             self._rollouts.take_deltas(self._engine.poll(0.0))
             self._rollouts.start_ready()
             self._report()
@@ -189,9 +188,7 @@ class ActorWorker:
             "running": float(stats.running),
             "rollouts_in_hand": float(len(self._rollouts)),
             "waiting_for_weights": float(self._rollouts.waiting_for_weights),
-            "environment_threads": float(self._environments.threads),
-            "environment_threads_stuck": float(self._environments.stuck),
-            **self._environments.counts,
+            **self._episodes.gauges,
             **self._weights.stats,
         }
         gauges.update(self._rollouts.counts)
@@ -228,19 +225,25 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         stack.callback(receiver.close)
         if welcome.weights is not None:
             receiver.catch_up(welcome.weights)
-        environments = EnvRunner(2 * config.max_concurrent_rollouts, client.wake)
-        environments.allow_files()
-        stack.callback(environments.close)
-        rollouts = RunningRollouts(
-            student.engine,
+        environments = config.environments_of(ctx.config.learner.tasks.env)
+        episodes = EpisodeThreads(
             environments,
             TextTokenizer(source.tokenizer),
+            max_threads=2 * config.max_concurrent_rollouts,
+            stop_token_ids=source.stop_token_ids,
+            max_context_tokens=student.max_context,
+            wake=client.wake,
+        )
+        stack.callback(episodes.close)
+        rollouts = RunningRollouts(
+            student.engine,
+            episodes,
             config,
-            task_env=ctx.config.learner.tasks.env,
+            environments=environments,
             stop_token_ids=source.stop_token_ids,
             max_context_tokens=student.max_context,
             send=client.send,
         )
-        ended_well = ActorWorker(client, student.engine, receiver, environments, rollouts, config).run()
+        ended_well = ActorWorker(client, student.engine, receiver, episodes, rollouts, config).run()
         client.flush(FLUSH_TIMEOUT_S)
     return ExitCode.OK if ended_well else ExitCode.FAILED

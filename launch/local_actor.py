@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from actors.env_runner import EnvRunner
 from actors.envs.base import TextTokenizer
+from actors.episodes import EpisodeThreads
 from actors.rollouts_running import RunningRollouts
 from buffer.rollouts import ticket_seed
 from engines.base import Int32s
@@ -51,14 +51,21 @@ class LocalActor:
         self._timeout_s = config.learner.stall_timeout_s
         self._news = threading.Event()
         """Set when an episode asked for something or ended."""
-        self._environments = EnvRunner(2 * config.actor.max_concurrent_rollouts, self._news.set)
+        environments, stops = config.environments, stop_token_ids(path, tokenizer)
+        self._episodes = EpisodeThreads(
+            environments,
+            self.tokenizer,
+            max_threads=2 * config.actor.max_concurrent_rollouts,
+            stop_token_ids=stops,
+            max_context_tokens=settings.max_context,
+            wake=self._news.set,
+        )
         self._rollouts = RunningRollouts(
             self.engine,
-            self._environments,
-            self.tokenizer,
+            self._episodes,
             config.actor,
-            task_env=config.learner.tasks.env,
-            stop_token_ids=stop_token_ids(path, tokenizer),
+            environments=environments,
+            stop_token_ids=stops,
             max_context_tokens=settings.max_context,
             send=self._take,
         )
@@ -80,14 +87,13 @@ class LocalActor:
                 )
             self._news.clear()
             self._rollouts.take_deltas(self.engine.poll(0.0))
-            self._rollouts.take_asked()
-            self._rollouts.take_environment_outcomes(self._environments.take())
+            self._rollouts.take_news()
             self._rollouts.start_ready()
             if not self._rollouts.generating:
                 self._news.wait(EPISODES_WAIT_S)
 
     def close(self) -> None:
-        self._environments.close()
+        self._episodes.close()
         self.engine.close()
 
     def _take(self, message: Message, arrays: Sequence[Array]) -> None:

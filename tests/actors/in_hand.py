@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -13,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from actors.config import ActorConfig
-from actors.env_runner import EnvRunner
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from actors.episodes import EpisodeThreads
 from actors.failures import Failure
 from actors.rollouts_running import RunningRollouts
 from engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest, Int32s
@@ -156,14 +157,17 @@ class InHand:
         max_threads: int = 128,
     ) -> None:
         self.engine = engine
-        self.environments = EnvRunner(max_threads)
+        environments = config.environments_of(task_env)
+        self.episodes = EpisodeThreads(
+            environments, tokenizer, max_threads=max_threads, stop_token_ids=(STOP,), max_context_tokens=200
+        )
+        self.environments = self.episodes.runner
         self.sent: list[tuple[Message, tuple[np.ndarray[Any, Any], ...]]] = []
         self.rollouts = RunningRollouts(
             engine,
-            self.environments,
-            tokenizer,
+            self.episodes,
             config,
-            task_env=task_env,
+            environments=environments,
             stop_token_ids=(STOP,),
             max_context_tokens=200,
             send=lambda message, arrays: self.sent.append((message, tuple(arrays))),
@@ -171,8 +175,8 @@ class InHand:
 
     def turn(self) -> None:
         """What the actor does between two looks at its socket."""
-        self.rollouts.take_asked()
-        self.rollouts.take_environment_outcomes(self.environments.take(0.001))
+        time.sleep(0.001)
+        self.rollouts.take_news()
         self.rollouts.take_deltas(self.engine.poll(0.0))
         self.rollouts.start_ready()
 

@@ -14,8 +14,8 @@ import pytest
 
 import actors.worker
 from actors.config import ActorConfig, EnvConfig
-from actors.env_runner import EnvRunner
 from actors.envs.base import TextTokenizer
+from actors.episodes import EpisodeThreads
 from actors.rollouts_running import RunningRollouts
 from actors.worker import ActorWorker
 from buffer.config import BufferConfig
@@ -94,19 +94,26 @@ def actor(
     """A whole actor at work in a thread, as its main builds it."""
     with ExitStack() as stack:
         connection = stack.enter_context(connected(address, "actor", **client))
-        environments = EnvRunner(2 * config.max_concurrent_rollouts, connection.wake)
-        stack.callback(environments.close)
-        rollouts = RunningRollouts(
-            engine,
+        environments = config.environments_of("single_turn")
+        episodes = EpisodeThreads(
             environments,
             tokenizer,
+            max_threads=2 * config.max_concurrent_rollouts,
+            stop_token_ids=(STOP,),
+            max_context_tokens=200,
+            wake=connection.wake,
+        )
+        stack.callback(episodes.close)
+        rollouts = RunningRollouts(
+            engine,
+            episodes,
             config,
-            task_env="single_turn",
+            environments=environments,
             stop_token_ids=(STOP,),
             max_context_tokens=200,
             send=connection.send,
         )
-        worker = ActorWorker(connection, engine, weights or NoWeights(), environments, rollouts, config)
+        worker = ActorWorker(connection, engine, weights or NoWeights(), episodes, rollouts, config)
         ended = stack.enter_context(running(worker.run))
         try:
             yield ended, connection
