@@ -39,6 +39,8 @@ class EpisodeStart(NamedTuple):
     """The prompt's row as JSON; empty: none."""
     budget_left: int
     """Tokens that the student may write."""
+    max_turns: int
+    """Turns that it may take."""
 
 
 class EpisodeEnded(NamedTuple):
@@ -150,7 +152,7 @@ class EpisodeThreads:
                 task,
                 self._tokenizer,
                 model_stop_token_ids=self._stop_token_ids,
-                max_turns=known.config.max_turns,
+                max_turns=episode.max_turns,
             )
             play, close = environment.play, environment.close
         running = AgentEpisode(

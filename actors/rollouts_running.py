@@ -123,12 +123,13 @@ class RunningRollouts:
 
     def _start(self, ticket: Ticket, prompt_ids: Int32s, known: EnvConfig) -> None:
         """Raises ValueError for an unusable prompt or row, OSError or RuntimeError when the system gives no thread."""
+        max_turns = min(known.max_turns, ticket.sampling.max_turns or known.max_turns)
         rollout = Rollout(
             ticket,
             prompt_ids,
             segment_tokens=self._config.segment_tokens,
             max_context_tokens=self._max_context_tokens,
-            max_calls=known.max_turns,
+            max_calls=max_turns,
             retries=False,
         )
         self._episodes.start(
@@ -141,6 +142,7 @@ class RunningRollouts:
                 ticket.sampling.seed,
                 ticket.row,
                 rollout.budget_left,
+                max_turns,
             )
         )
         self._runs[ticket.rollout_id] = Run(rollout, ticket.env in self._episodes.agents, time.monotonic())

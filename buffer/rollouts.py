@@ -23,7 +23,7 @@ import numpy as np
 from buffer.config import ATTEMPTS_PER_EPOCH
 from buffer.tokens import Array, Int32s, TokenStore
 from protocol.branches import path_to
-from protocol.messages import Branch, Sampling, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
+from protocol.messages import Branch, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
 from protocol.messages import Segment as SegmentMessage
 
 
@@ -325,13 +325,7 @@ def make_ticket(slot: Slot, min_version: WeightVersion) -> Ticket:
         task_id=task.task_id,
         sample_index=slot.sample_index,
         kind=task.kind,
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            seed=ticket_seed(sampling.seed, slot.sample_index, slot.attempt),
-        ),
+        sampling=msgspec.structs.replace(sampling, seed=ticket_seed(sampling.seed, slot.sample_index, slot.attempt)),
         env=task.env,
         tag=task.tag,
         ground_truth=task.ground_truth,

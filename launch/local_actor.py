@@ -107,14 +107,14 @@ class LocalActor:
                 raise AssertionError(f"an actor sends no {type(message).__name__} for a rollout")
 
 
-def local_ticket(task: Task, version: WeightVersion) -> Ticket:
-    """The ticket that the buffer would issue for the task's first sample, with the same seed."""
+def local_ticket(task: Task, version: WeightVersion, sample_index: int = 0) -> Ticket:
+    """The first ticket that the buffer would issue for a sample of the task, with the same seed."""
     return Ticket(
-        rollout_id=f"{task.kind}-{task.task_id}-0-0",
+        rollout_id=f"{task.kind}-{task.task_id}-{sample_index}-0",
         task_id=task.task_id,
-        sample_index=0,
+        sample_index=sample_index,
         kind=task.kind,
-        sampling=msgspec.structs.replace(task.sampling, seed=ticket_seed(task.sampling.seed, 0, 0)),
+        sampling=msgspec.structs.replace(task.sampling, seed=ticket_seed(task.sampling.seed, sample_index, 0)),
         env=task.env,
         tag=task.tag,
         ground_truth=task.ground_truth,

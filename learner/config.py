@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from learner.objectives.config import ObjectiveConfig, OfflineConfig
-from learner.prompts.config import TaskConfig
+from learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
 from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 
@@ -110,7 +111,10 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     publish_every: PositiveInt = 1
     """Steps between two publications of weights to the actors."""
     eval_every: NonNegativeInt = 20
-    """Steps between two evaluations. 0: none."""
+    """Steps between two evaluations. 0: none, on no set."""
+    eval_sets: dict[str, EvalSetConfig] = msgspec.field(default_factory=dict[str, EvalSetConfig])
+    """More evaluation sets, beside the run's own (learner.tasks.eval_prompts): one section `[learner.eval_sets.NAME]`
+    each, with its prompts and limits."""
     checkpoint_every: NonNegativeInt = 50
     """Steps between two checkpoints. The last step always writes one. 0: only the last step does."""
     keep_checkpoints: PositiveInt = 3
@@ -126,3 +130,34 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         if not self.device:
             raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
         self.objective.check_tasks(self.tasks)
+        self._check_eval_sets()
+
+    def evaluated_at(self, step: int) -> tuple[str, ...]:
+        """Names of the sets to evaluate after this step, if it is not the last one; the run's own set has the name
+        ""."""
+        if not self.eval_every:
+            return ()
+        every = {"": self.eval_every} | {name: one.every or self.eval_every for name, one in self.eval_sets.items()}
+        return tuple(name for name, steps in every.items() if step % steps == 0)
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """Names of all evaluation sets, the run's own first."""
+        return ("", *self.eval_sets)
+
+    def eval_tasks(self, name: str) -> TaskConfig:
+        """The settings of tasks of one evaluation set."""
+        return self.eval_sets[name].tasks(self.tasks) if name else self.tasks
+
+    def first_eval_prompt(self, name: str) -> int:
+        """Number of the first prompt of a set. Task ids are made of such numbers, so those of two sets differ."""
+        before = self.eval_names[: self.eval_names.index(name)]
+        return sum(self.eval_tasks(other).eval_prompts_needed for other in before)
+
+    def _check_eval_sets(self) -> None:
+        for name in self.eval_sets:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                raise ValueError(f"eval_sets: got the name {name!r}, expected letters, digits, '_', '.' and '-'")
+        asked = sum(self.eval_tasks(name).eval_prompts_needed for name in self.eval_names)
+        if asked > MAX_EVAL_PROMPTS:
+            raise ValueError(f"eval_sets: all sets ask {asked:,} prompts, expected at most {MAX_EVAL_PROMPTS:,}")

@@ -178,8 +178,8 @@ class LearnerLoop:
         every = self._config.checkpoint_every
         if every and step % every == 0 and step < self._steps:
             self._checkpoint(delivered.batch.batch_id)
-        if self._config.eval_every and step % self._config.eval_every == 0 and step < self._steps:
-            self._desk.start(self.version)
+        if step < self._steps and (due := self._config.evaluated_at(step)):
+            self._desk.start(self.version, due)
         self._last_batch_id = delivered.batch.batch_id
 
     def _account(self, batch: Batch, items: Sequence[TrainItem], outcome: Outcome) -> Account:
@@ -258,8 +258,8 @@ class LearnerLoop:
             self._client.send(message, frames)
 
     def _evaluate_and_wait(self) -> None:
-        """Evaluate the current version and wait for the result, and for that of earlier evaluations."""
-        self._desk.start(self.version)
+        """Evaluate the current version on all sets and wait for the results, also those of earlier evaluations."""
+        self._desk.start(self.version, self._config.eval_names)
         deadline_s = time.monotonic() + self._config.stall_timeout_s
         with self.clock.waiting("eval"):
             while self._desk.active:
@@ -275,9 +275,10 @@ class LearnerLoop:
     def _on_evaluation(self, result: EvaluationResult) -> None:
         self._metrics.evaluation(result)
         self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
-        log.info("evaluation at step %d: %s", result.step, describe(result))
+        name = f" on {result.name}" if result.name else ""
+        log.info("evaluation at step %d%s: %s", result.step, name, describe(result))
         for group, figures in (*result.tags.items(), *result.environments.items()):
-            log.info("evaluation at step %d, %s: %s", result.step, group, describe(figures))
+            log.info("evaluation at step %d%s, %s: %s", result.step, name, group, describe(figures))
 
     def _checkpoint(self, batch_id: int) -> OSError | None:
         """Save model, optimizer, task stream and ledger of the same step. If the checkpoint cannot be written, returns

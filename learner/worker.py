@@ -20,7 +20,8 @@ from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_check
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
-from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
+from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
+from learner.evaluation.sets import render_eval_sets
 from learner.inbox import RunStopped, StopAsked, StopRequest
 from learner.loop import LearnerLoop
 from learner.offline import OfflineMixer, open_mixer
@@ -105,7 +106,8 @@ class Start:
     tokenizer: PreTrainedTokenizerBase
     trainer: Trainer
     stream: TaskStream
-    eval_prompts: tuple[EvalPrompt, ...]
+    eval_prompts: Mapping[str, tuple[EvalPrompt, ...]]
+    """By the name of the evaluation set."""
     version: WeightVersion | None
     """Version of the checkpoint; None without one."""
     average: dict[str, Tensor]
@@ -192,13 +194,8 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         if mixer is not None:
             mixer.load_state(state.offline)
         version, average = state.version, state.ema
-    rendered = render_eval_set(prompts.evaluation, tokenizer, learner.tasks)
-    if rendered.dropped:
-        log.warning(
-            "%d evaluation prompts are left out: too long, or without privileged context for the teachers",
-            rendered.dropped,
-        )
-    return Start(tokenizer, trainer, stream, rendered.prompts, version, average, mixer)
+    eval_prompts = render_eval_sets(learner, prompts.evaluation, tokenizer, config.environments)
+    return Start(tokenizer, trainer, stream, eval_prompts, version, average, mixer)
 
 
 def first_version(
@@ -231,8 +228,15 @@ def _make_loop(
             _export(ctx, start)
 
     def make_eval_desk(on_result: Callable[[EvaluationResult], None]) -> EvalDesk:
-        def make(version: WeightVersion) -> Evaluation:
-            return Evaluation(learner.tasks, start.eval_prompts, start.tokenizer, version=version, seed=config.seed)
+        def make(version: WeightVersion, name: str) -> Evaluation:
+            return Evaluation(
+                learner.eval_tasks(name),
+                start.eval_prompts[name],
+                start.tokenizer,
+                version=version,
+                seed=config.seed,
+                plan=EvalPlan.of(learner, name),
+            )
 
         def finished(result: EvaluationResult) -> None:
             on_result(result)

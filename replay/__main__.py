@@ -161,7 +161,7 @@ def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
         config = replace(
             config,
             models=replace(config.models, teacher=config.models.student),
-            learner=replace(config.learner, tasks=tasks),
+            learner=replace(config.learner, tasks=tasks, eval_sets={}),
         )
     return checked(config), plan
 

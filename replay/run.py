@@ -35,8 +35,9 @@ from learner.checkpoints.checkpoint import (
 )
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.config import LearnerConfig
-from learner.evaluation.evaluation import Evaluation, EvaluationResult, render_eval_set
+from learner.evaluation.evaluation import EvalPlan, Evaluation, EvaluationResult
 from learner.evaluation.figures import describe
+from learner.evaluation.sets import render_eval_sets
 from learner.objectives.config import ObjectiveConfig
 from learner.objectives.registry import DIVERGENCE
 from learner.prompts.tasks import load_prompts
@@ -56,7 +57,9 @@ from replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
 log = logging.getLogger(__name__)
 
 SUMMARY_FILE: Final = "replay.json"
-EVAL_FIELDS: Final = ("step", "accuracy_greedy", "accuracy_sampled", "reverse_kl", "n_greedy", "n_sampled", "tags")
+EVAL_FIELDS: Final = (
+    *("name", "step", "accuracy_greedy", "accuracy_sampled", "reverse_kl", "n_greedy", "n_sampled", "at_k", "tags"),
+)
 """Fields of each EvaluationResult that it contains."""
 
 
@@ -210,20 +213,22 @@ def _with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
 
 def _evaluations(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, stack: ExitStack, stop: list[int]
-) -> Callable[[int], EvaluationResult] | None:
-    """The function `evaluate(step)`. Both models are loaded only if there are evaluations."""
+) -> Callable[[int, str], EvaluationResult] | None:
+    """The function `evaluate(step, name of the set)`. Both models are loaded only if there are evaluations."""
     if not config.learner.eval_every:
         return None
-    tasks = config.learner.tasks
-    rendered = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks)
+    learner = config.learner
+    own = load_prompts(learner.tasks, config.environments).evaluation
+    prompts = render_eval_sets(learner, own, tokenizer, config.environments)
     evaluator = LocalEvaluator(config, check=lambda: _raise_if_asked(stop))
     stack.callback(evaluator.close)
 
-    def evaluate(step: int) -> EvaluationResult:
-        version = WeightVersion(0, step)
-        evaluation = Evaluation(tasks, rendered.prompts, tokenizer, version=version, seed=config.seed)
+    def evaluate(step: int, name: str) -> EvaluationResult:
+        version, plan = WeightVersion(0, step), EvalPlan.of(learner, name)
+        tasks = learner.eval_tasks(name)
+        evaluation = Evaluation(tasks, prompts[name], tokenizer, version=version, seed=config.seed, plan=plan)
         result = evaluator.run(evaluation, version, trainer.weights())
-        _say(f"evaluation at step {step}: {describe(result)}")
+        _say(f"evaluation at step {step}{f' on {name}' if name else ''}: {describe(result)}")
         for group, figures in (*result.tags.items(), *result.environments.items()):
             _say(f"  {group}: {describe(figures)}")
         return result

@@ -8,7 +8,7 @@ bit on the same machine. One thread, which never waits for another process."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -68,13 +68,13 @@ class Replay:
         config: LearnerConfig,
         *,
         steps: int,
-        evaluate: Callable[[int], EvaluationResult] | None,
+        evaluate: Callable[[int, str], EvaluationResult] | None,
         save_checkpoint: Callable[[int, StepMetrics, ReplayProgress], None],
         progress: ReplayProgress | None = None,
         after_step: Callable[[int, StepMetrics | None], None],
     ) -> None:
-        """`evaluate(step)` evaluates the present weights (None: no evaluations). `save_checkpoint(step, figures,
-        progress)` saves them. `progress`: that of the replay that is resumed."""
+        """`evaluate(step, name)` evaluates the present weights on one set (None: no evaluations).
+        `save_checkpoint(step, figures, progress)` saves them. `progress`: that of the replay that is resumed."""
         self._recording = recording
         self._trainer = trainer
         self._metrics = metrics
@@ -89,19 +89,16 @@ class Replay:
         """Figures of the last step of this process; None before it."""
 
     def run(self, order: Iterator[Turn]) -> None:
-        """Train one batch per turn, and evaluate as in a run: at both ends and every `eval_every` steps. `order` starts
-        with the turn of the trainer's next step."""
-        every = self._config.eval_every
-        if every and self._trainer.steps_done % every == 0:  # a checkpoint is written before the evaluation of its step
-            self._evaluate_now()
+        """Train one batch per turn, and evaluate as in a run: at both ends and every few steps. `order` starts with the
+        turn of the trainer's next step."""
+        # A checkpoint is written before the evaluation of its step.
+        self._evaluate_now(self._config.evaluated_at(self._trainer.steps_done))
         for turn in order:
             if self._trainer.steps_done >= self._steps:
                 break
             self._one_step(turn)
-            step = self._trainer.steps_done
-            if every and step % every == 0:
-                self._evaluate_now()
-        self._evaluate_now()
+            self._evaluate_now(self._config.evaluated_at(self._trainer.steps_done))
+        self._evaluate_now(self._config.eval_names)
         self.checkpoint()
 
     def checkpoint(self) -> None:
@@ -144,12 +141,14 @@ class Replay:
         if every and step % every == 0 and step < self._steps:
             self.checkpoint()
 
-    def _evaluate_now(self) -> None:
-        """Evaluate the present weights, unless that was done."""
+    def _evaluate_now(self, names: Sequence[str]) -> None:
+        """Evaluate the present weights on these sets, unless that was done."""
         step, done = self._trainer.steps_done, self.progress.evaluations
-        if self._evaluate is None or (done and done[-1].step == step):
-            return
-        with self._clock.waiting("eval"):
-            result = self._evaluate(step)
-        self._metrics.evaluation(result)
-        done.append(msgspec.structs.replace(result, samples=()))
+        already = [result.name for result in done if result.step == step]
+        for name in names:
+            if self._evaluate is None or name in already:
+                continue
+            with self._clock.waiting("eval"):
+                result = self._evaluate(step, name)
+            self._metrics.evaluation(result)
+            done.append(msgspec.structs.replace(result, samples=()))

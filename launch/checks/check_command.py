@@ -68,6 +68,8 @@ def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
     files = {"learner.tasks.prompts": tasks.prompts}
     if tasks.eval_prompts and config.learner.eval_every:
         files["learner.tasks.eval_prompts"] = tasks.eval_prompts
+    if config.learner.eval_every:
+        files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in config.learner.eval_sets.items()}
     for key, path in files.items():
         try:
             rows = read_rows(path, tokenizer, tasks, config.environments)

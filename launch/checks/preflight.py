@@ -75,7 +75,13 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
         prompts, eval_prompts = str(builtin.TRAIN_JSONL), eval_prompts or str(builtin.EVAL_JSONL)
     elif eval_prompts == BUILTIN:
         eval_prompts = str(builtin.EVAL_JSONL)
-    for key, path in (("learner.tasks.prompts", prompts), ("learner.tasks.eval_prompts", eval_prompts)):
+    eval_sets = {
+        name: replace(one, prompts=str(builtin.EVAL_JSONL) if one.prompts == BUILTIN else one.prompts)
+        for name, one in config.learner.eval_sets.items()
+    }
+    files = {"learner.tasks.prompts": prompts, "learner.tasks.eval_prompts": eval_prompts}
+    files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in eval_sets.items()}
+    for key, path in files.items():
         if path:
             mistakes += check_prompts(key, Path(path), config.environments)
     findings = check_consistency(config, student)
@@ -89,7 +95,9 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts))
     learner = config.learner
     offline = replace(learner.offline, file=_absolute(learner.offline.file))
-    learner = replace(learner, tasks=tasks, record=_absolute(learner.record), offline=offline)
+    eval_sets = {name: replace(one, prompts=_absolute(one.prompts)) for name, one in eval_sets.items()}
+    record = _absolute(learner.record)
+    learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
     return Checked(replace(config, learner=learner), model_types, findings.warnings, servers)
 

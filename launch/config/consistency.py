@@ -276,8 +276,8 @@ def teacher_window(pool: TeacherPool) -> int | None:
 def _teachers_window(config: RunConfig) -> Iterator[str]:
     """Check the teachers' context. A rollout that is too long for a teacher is masked, so long answers would never be
     trained."""
-    tasks = config.learner.tasks
-    longest = tasks.max_prompt_tokens + tasks.max_new_tokens
+    tasks, (key, answer) = config.learner.tasks, _longest_answer(config)
+    longest = tasks.max_prompt_tokens + answer
     limit, at_most = engine_of(config, "actor").context_limit(config.actor), ""
     if limit is not None:
         longest, at_most = min(longest, limit.tokens), f", and at most {limit.key}"
@@ -286,10 +286,18 @@ def _teachers_window(config: RunConfig) -> Iterator[str]:
         if window is not None and longest > window:
             yield (
                 f"{pool.model_key}: its context of {window} tokens is less than the {longest} that a rollout may have "
-                f"(learner.tasks.max_prompt_tokens + max_new_tokens = {tasks.max_prompt_tokens} + "
-                f"{tasks.max_new_tokens}{at_most}); lower one of them, or use a teacher "
-                "with a longer context"
+                f"(learner.tasks.max_prompt_tokens + {key} = {tasks.max_prompt_tokens} + "
+                f"{answer}{at_most}); lower one of them, or use a teacher with a longer context"
             )
+
+
+def _longest_answer(config: RunConfig) -> tuple[str, int]:
+    """The key that allows the longest answer, and its value."""
+    learner = config.learner
+    answers = {"max_new_tokens": learner.tasks.max_new_tokens}
+    if learner.eval_every:
+        answers |= {f"eval_sets.{name}.max_new_tokens": one.max_new_tokens for name, one in learner.eval_sets.items()}
+    return max(answers.items(), key=lambda item: item[1])
 
 
 def _little_room_for_teachers(config: RunConfig) -> Iterator[str]:
@@ -314,10 +322,11 @@ def _little_room(config: RunConfig, student: Path | None) -> Iterator[str]:
         if of_model is None:
             return
         window, source = of_model, "models.student: its context of "  # a server may be configured to use less
-    if tasks.max_prompt_tokens + tasks.max_new_tokens > window:
-        full = max(0, window - tasks.max_new_tokens)
+    key, answer = _longest_answer(config)
+    if tasks.max_prompt_tokens + answer > window:
+        full = max(0, window - answer)
         yield (
-            f"{source}{window} is less than learner.tasks.max_prompt_tokens + max_new_tokens = "
-            f"{tasks.max_prompt_tokens} + {tasks.max_new_tokens}; answers to prompts of more than {full} tokens will "
+            f"{source}{window} is less than learner.tasks.max_prompt_tokens + {key} = "
+            f"{tasks.max_prompt_tokens} + {answer}; answers to prompts of more than {full} tokens will "
             f"be cut short (finish reason length), and prompts of {window} tokens or more get no answer"
         )

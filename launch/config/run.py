@@ -125,11 +125,14 @@ class RunConfig(Settings, frozen=True, kw_only=True):
                 f"learner.publish_every is {every}, expected at most buffer.max_staleness + 1 = {staleness + 1}: all "
                 "that the actors could sample would be too stale, and the run would stand still"
             )
-        if self.learner.eval_every % every:
-            raise ValueError(
-                f"learner.eval_every is {self.learner.eval_every}, expected a multiple of learner.publish_every = "
-                f"{every}: an evaluation waits at the actors for the weights of its step"
-            )
+        evaluated = {"eval_every": self.learner.eval_every}
+        evaluated |= {f"eval_sets.{name}.every": one.every for name, one in self.learner.eval_sets.items()}
+        for key, steps in evaluated.items():
+            if steps % every:
+                raise ValueError(
+                    f"learner.{key} is {steps}, expected a multiple of learner.publish_every = "
+                    f"{every}: an evaluation waits at the actors for the weights of its step"
+                )
 
 
 BUILTIN_RECIPE: Final[dict[str, object]] = {

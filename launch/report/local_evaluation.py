@@ -54,6 +54,7 @@ class LocalEvaluator:
         self._failed: Counter[str] = Counter()
         """Failed rollouts by evaluation id."""
         self._offers: dict[str, TaskOffer] = {}
+        self._samples: dict[str, int] = {}
 
     def run(
         self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]] | None
@@ -62,8 +63,13 @@ class LocalEvaluator:
         Raises TimeoutError after `learner.stall_timeout_s`, and whatever `check` raises."""
         if weights is not None:
             self._actor.engine.stage_weights(version, ((name, tensor_of(weight)) for name, weight in weights))
-        tickets = [(local_ticket(offer.task, version), offer) for offer in evaluation.tasks()]
+        tickets = [
+            (local_ticket(offer.task, version, sample), offer)
+            for offer in evaluation.tasks()
+            for sample in range(offer.task.group_size)
+        ]
         self._offers = {ticket.rollout_id: offer for ticket, offer in tickets}
+        self._samples = {ticket.rollout_id: ticket.sample_index for ticket, _ in tickets}
         self._actor.write(((ticket, offer.prompt_ids) for ticket, offer in tickets), self._check)
         self._failed = Counter(self._offers[rollout_id].task.eval_id for rollout_id in self._actor.failed)
         for eval_id in evaluation.eval_ids:
@@ -113,7 +119,7 @@ class LocalEvaluator:
         item = BatchItem(
             rollout_id=rollout_id,
             task_id=task.task_id,
-            sample_index=0,
+            sample_index=self._samples[rollout_id],
             group_size=task.group_size,
             tag=task.tag,
             teachers=task.teachers,

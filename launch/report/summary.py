@@ -45,6 +45,8 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int = 0
     eval: tuple[EvalPoint, ...] = ()
+    eval_sets: tuple[EvalPoint, ...] = ()
+    """Evaluations on the sets of learner.eval_sets, by name and step."""
     learner: LearnerTimes = msgspec.field(default_factory=LearnerTimes)
     versions_published: int = 0
     tokens_trained_offline: int = 0
@@ -122,7 +124,8 @@ class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(LearnerAccount, frozen=True, kw_only=True):
-    """summary.json. `steps` and `eval` cover all launches of the run, and `checkpoint` is the newest of any launch."""
+    """summary.json. `steps`, `eval` and `eval_sets` cover all launches of the run; `checkpoint` is the newest of
+    any launch."""
 
     name: str
     run_id: str
@@ -164,7 +167,8 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
     found = newest(folder.path / CHECKPOINTS)
     account = msgspec.structs.replace(
         account,
-        eval=_former_evaluations(folder, account) + account.eval,
+        eval=_former_evaluations(folder, account, "eval") + account.eval,
+        eval_sets=_former_evaluations(folder, account, "eval_sets") + account.eval_sets,
         checkpoint=_inside(folder, account.checkpoint or found),
         tensorboard=_inside(folder, account.tensorboard),
     )
@@ -263,15 +267,18 @@ def _read(file: Path, struct: type[StructT]) -> StructT | None:
         return None
 
 
-def _former_evaluations(folder: RunFolder, account: LearnerAccount) -> tuple[EvalPoint, ...]:
+def _former_evaluations(
+    folder: RunFolder, account: LearnerAccount, field: Literal["eval", "eval_sets"]
+) -> tuple[EvalPoint, ...]:
     """Evaluations of earlier launches (`--resume`) before the first one of this launch, so that the summary covers the
     whole run."""
-    points: dict[int, EvalPoint] = {}
+    points: dict[tuple[str, int], EvalPoint] = {}
     for launch in range(1, folder.record.launches):
         former = _read(folder.path / f"learner.{launch}.json", LearnerAccount)
-        points |= {point.step: point for point in former.eval} if former is not None else {}
-    first = account.eval[0].step if account.eval else account.steps + 1
-    return tuple(points[step] for step in sorted(points) if step < first)
+        points |= {(p.name, p.step): p for p in getattr(former, field)} if former is not None else {}
+    now: tuple[EvalPoint, ...] = getattr(account, field)
+    first = min((point.step for point in now), default=account.steps + 1)
+    return tuple(point for (_, step), point in sorted(points.items()) if step < first)
 
 
 def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:

@@ -46,6 +46,9 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
                     f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}",
                 )
         yield from _tag_rows(first, last)
+    for name in dict.fromkeys(point.name for point in summary.eval_sets):
+        points = [point for point in summary.eval_sets if point.name == name]
+        yield f"on {name}", _change(points[0], points[-1])
     for point in summary.eval[:1] + summary.eval[1:][-1:]:
         if lacking := lacking_text(point):
             yield "evaluation incomplete", lacking
@@ -124,18 +127,23 @@ def _tag_rows(first: EvalPoint, last: EvalPoint) -> Iterator[tuple[str, str]]:
     groups = [(f"of {tag}", now, first.tags.get(tag)) for tag, now in last.tags.items()]
     groups += [(f"in {env}", now, first.environments.get(env)) for env, now in last.environments.items()]
     for name_of_group, now, before in groups:
-        was = before or TagFigures()
-        figures = {
-            f"sampled (of {now.n_sampled})": (was.accuracy_sampled, now.accuracy_sampled),
-            f"greedy (of {now.n_greedy})": (was.accuracy_greedy, now.accuracy_greedy),
-            "reverse KL": (was.reverse_kl, now.reverse_kl),
-        }
-        parts = [
-            f"{name} {'?' if before is None else f'{before:.3f}'} -> {after:.3f}"
-            for name, (before, after) in figures.items()
-            if after is not None
-        ]
-        yield name_of_group, ", ".join(parts) or "nothing could be measured"
+        yield name_of_group, _change(before or TagFigures(), now)
+
+
+def _change(was: TagFigures, now: TagFigures) -> str:
+    """First and last value of each figure that was measured."""
+    figures = {
+        f"sampled (of {now.n_sampled})": (was.accuracy_sampled, now.accuracy_sampled),
+        f"greedy (of {now.n_greedy})": (was.accuracy_greedy, now.accuracy_greedy),
+        **{name.replace("_at_", "@"): (was.at_k.get(name), value) for name, value in now.at_k.items()},
+        "reverse KL": (was.reverse_kl, now.reverse_kl),
+    }
+    parts = [
+        f"{name} {'?' if before is None else f'{before:.3f}'} -> {after:.3f}"
+        for name, (before, after) in figures.items()
+        if after is not None
+    ]
+    return ", ".join(parts) or "nothing could be measured"
 
 
 def joined_text(summary: Summary) -> str:

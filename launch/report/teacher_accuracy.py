@@ -109,7 +109,7 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
     prompts = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks).prompts[
         : tasks.eval_sampled
     ]
-    unscored = msgspec.structs.replace(tasks, eval_greedy=0, routes={})
+    unscored = msgspec.structs.replace(tasks, eval_greedy=0, eval_samples=1, routes={})
     version = WeightVersion(0, 0)
     measured: dict[str, MeasuredTeacher] = {}
     for pool in measurable_pools(config):

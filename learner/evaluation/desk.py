@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,11 +30,12 @@ class EvalDesk:
 
     def __init__(
         self,
-        make: Callable[[WeightVersion], Evaluation],
+        make: Callable[[WeightVersion, str], Evaluation],
         send: Send,
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
-        """`make` builds the evaluation of one version; `on_result` gets the figures, in order of completion."""
+        """`make` builds the evaluation of one version on the set of one name; `on_result` gets the figures, in order of
+        completion."""
         self._make = make
         self._send = send
         self._on_result = on_result
@@ -45,11 +46,13 @@ class EvalDesk:
     def active(self) -> int:
         return len(self._active)
 
-    def start(self, version: WeightVersion) -> None:
-        evaluation = self._make(version)
-        for message, frames in in_messages(evaluation.tasks()):
-            self._send(message, frames)
-        self._active.append(evaluation)
+    def start(self, version: WeightVersion, names: Iterable[str] = ("",)) -> None:
+        """Start the evaluations of these sets."""
+        for name in names:
+            evaluation = self._make(version, name)
+            for message, frames in in_messages(evaluation.tasks()):
+                self._send(message, frames)
+            self._active.append(evaluation)
         self._asked_s = -math.inf
         self._close_done()
 
@@ -85,5 +88,11 @@ class EvalDesk:
 
     def _finish(self, result: EvaluationResult) -> None:
         if result.missing or result.failed:
-            log.warning("evaluation at step %d: %d missing, %d failed", result.step, result.missing, result.failed)
+            log.warning(
+                "evaluation at step %d%s: %d missing, %d failed",
+                result.step,
+                f" on {result.name}" if result.name else "",
+                result.missing,
+                result.failed,
+            )
         self._on_result(result)

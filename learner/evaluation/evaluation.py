@@ -3,8 +3,10 @@
 One evaluation has two halves, each known to the buffer by its own eval id:
     "000040-greedy"    the first `eval_greedy` prompts of the evaluation set at temperature 0
     "000040-sampled"   the first `eval_sampled` at temperature 1, without top-p and top-k
-(after a restart of the learner, with the weight epoch in front: "e1-000040-greedy"). No sockets here: the evaluation
-desk offers `tasks()`, repeats `wanted()` until `done`, and passes every EvalResult to `add`.
+(after a restart of the learner, with the weight epoch in front: "e1-000040-greedy"; on another set than the run's own
+with its name: "000040-NAME-greedy"). A prompt of the sampled half may have several answers, the samples of its task. No
+sockets here: the evaluation desk offers `tasks()`, repeats `wanted()` until `done`, and passes every EvalResult to
+`add`.
 
 The same prompt has the same seed in every evaluation of a run, which takes part of the sampling noise out of the
 difference between two of them. Suffix N: tokens of one rollout.
@@ -22,6 +24,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
+from learner.config import LearnerConfig
 from learner.evaluation.figures import EvalPoint, EvalRollout, figures_by, figures_of, mean, ratio
 from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
 from learner.prompts.records import PromptRecord, columns_fault
@@ -47,6 +50,8 @@ class EvalSample(msgspec.Struct, frozen=True):
     ground_truth: str | None
     reward: float | None
     finish_reason: str | None
+    name: str = ""
+    """Name of its set, as in EvalPoint."""
 
 
 class EvaluationResult(EvalPoint, frozen=True, kw_only=True):
@@ -73,7 +78,7 @@ class EvaluationResult(EvalPoint, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class EvalPrompt:
-    """A prompt of the evaluation set."""
+    """A prompt of an evaluation set."""
 
     ids: Int32s
     tag: str
@@ -94,7 +99,7 @@ class EvalSet(NamedTuple):
 
 
 def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> EvalSet:
-    """Prompt ids of the evaluation set. Raises TokenizerError naming the row that cannot be rendered."""
+    """Prompt ids of an evaluation set. Raises TokenizerError naming the row that cannot be rendered."""
     prompts: list[EvalPrompt] = []
     for record in records:
         try:
@@ -105,6 +110,24 @@ def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokeni
         if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason and columns_fault(record.columns) is None:
             prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids, record.env, record.columns))
     return EvalSet(tuple(prompts), len(records) - len(prompts))
+
+
+class EvalPlan(NamedTuple):
+    """What distinguishes an evaluation set from the others, besides its TaskConfig."""
+
+    name: str = ""
+    """Empty: the run's own set."""
+    first: int = 0
+    """Number of its first prompt, in all sets of the run together."""
+    max_turns: int = 0
+
+    @classmethod
+    def of(cls, config: LearnerConfig, name: str) -> EvalPlan:
+        max_turns = config.eval_sets[name].max_turns if name else 0
+        return cls(name, config.first_eval_prompt(name), max_turns)
+
+
+OWN_SET: Final = EvalPlan()
 
 
 class Evaluation:
@@ -118,22 +141,27 @@ class Evaluation:
         *,
         version: WeightVersion,
         seed: int,
+        plan: EvalPlan = OWN_SET,
     ) -> None:
-        """`seed` is the run's. An evaluation without prompts is done immediately; its figures are None."""
+        """`config`: that of its set (`LearnerConfig.eval_tasks`). `seed` is the run's. An evaluation without prompts is
+        done immediately; its figures are None."""
         if version.step >= _MAX_STEPS:
             raise ValueError(f"step {version.step} does not fit into evaluation task ids, expected < {_MAX_STEPS}")
         self._config = config
         self._tokenizer = tokenizer
         self._version = version
+        self._plan = plan
         epoch = f"e{version.epoch}-" if version.epoch else ""
-        self._half_of: dict[str, Half] = {f"{epoch}{version.step:06d}-{half}": half for half in HALVES}
+        name = f"{plan.name}-" if plan.name else ""
+        self._half_of: dict[str, Half] = {f"{epoch}{version.step:06d}-{name}{half}": half for half in HALVES}
         wanted = {"greedy": config.eval_greedy, "sampled": config.eval_sampled}
         self._offers = {
             eval_id: tuple(self._offer(eval_id, i, prompt, seed) for i, prompt in enumerate(prompts[: wanted[half]]))
             for eval_id, half in self._half_of.items()
         }
         self._task_of = {offer.task.task_id: offer.task for offers in self._offers.values() for offer in offers}
-        self._received: dict[str, dict[int, EvalRollout]] = {eval_id: {} for eval_id in self._offers}
+        self._received: dict[str, dict[tuple[int, int], EvalRollout]] = {eval_id: {} for eval_id in self._offers}
+        """By task and sample."""
         self._failed = dict.fromkeys(self._offers, 0)
         self._duplicates = 0
 
@@ -171,10 +199,11 @@ class Evaluation:
             task = self._task_of.get(item.task_id)
             if task is None or task.eval_id != result.eval_id:
                 raise ValueError(f"task {item.task_id} is not one of evaluation {result.eval_id!r}")
-            if item.task_id in received:
+            sample = item.task_id, item.sample_index
+            if sample in received:
                 self._duplicates += 1
             else:
-                received[item.task_id] = EvalRollout.of(item, arrays[4 * i : 4 * i + 4], task.env)
+                received[sample] = EvalRollout.of(item, arrays[4 * i : 4 * i + 4], task.env)
         self._failed[result.eval_id] = max(self._failed[result.eval_id], result.failed)
 
     def result(self) -> EvaluationResult:
@@ -187,12 +216,13 @@ class Evaluation:
         same = len({(task.tag, task.env) for task in tasks}) == len(tags) == len(envs)
         return EvaluationResult(
             step=self._version.step,
+            name=self._plan.name,
             **msgspec.structs.asdict(figures_of(greedy, sampled)),
             mean_length_greedy=mean([len(r.behaviour_N) for r in greedy]),
             mean_length_sampled=mean([len(r.behaviour_N) for r in sampled]),
             no_reward=sum(r.reward is None for r in both),
             failed=failed,
-            missing=max(0, len(self._task_of) - len(both) - failed),
+            missing=max(0, sum(self._asked(eval_id) for eval_id in self._offers) - len(both) - failed),
             duplicates=self._duplicates,
             version_min=min((r.version_min for r in both if r.version_min is not None), default=None),
             version_mean_step=ratio(sum(r.version_steps for r in both), sum(r.version_tokens for r in both)),
@@ -208,12 +238,13 @@ class Evaluation:
         teacher_ids = prompt.teacher_ids if teachers else NONE
         block = (self._version.epoch * _MAX_STEPS + self._version.step) * len(HALVES) + HALVES.index(half)
         task = Task(
-            task_id=block * MAX_EVAL_PROMPTS + i,
+            task_id=block * MAX_EVAL_PROMPTS + self._plan.first + i,
             kind="eval",
-            group_size=1,
+            group_size=self._config.eval_samples if half == "sampled" else 1,
             sampling=Sampling(
                 temperature=0.0 if half == "greedy" else 1.0,
                 max_new_tokens=self._config.max_new_tokens,
+                max_turns=self._plan.max_turns,
                 seed=derive_seed(seed, "eval", i),
             ),
             env=prompt.env or self._config.env,
@@ -226,16 +257,20 @@ class Evaluation:
         )
         return TaskOffer(task, prompt.ids, teacher_ids)
 
+    def _asked(self, eval_id: str) -> int:
+        """Rollouts of one half."""
+        return sum(offer.task.group_size for offer in self._offers[eval_id])
+
     def _complete(self, eval_id: str) -> bool:
-        return len(self._received[eval_id]) + self._failed[eval_id] >= len(self._offers[eval_id])
+        return len(self._received[eval_id]) + self._failed[eval_id] >= self._asked(eval_id)
 
     def _samples(self) -> tuple[EvalSample, ...]:
         """The first answered prompts of each half, so that every evaluation shows the same ones."""
         shown: list[EvalSample] = []
         for eval_id, half in self._half_of.items():
             received = self._received[eval_id]
-            for task_id in sorted(received)[:SAMPLES_SHOWN]:
-                rollout = received[task_id]
+            for sample_index, task_id in sorted((index, task_id) for task_id, index in received)[:SAMPLES_SHOWN]:
+                rollout = received[task_id, sample_index]
                 shown.append(
                     EvalSample(
                         half=half,
@@ -245,6 +280,7 @@ class Evaluation:
                         ground_truth=self._task_of[task_id].ground_truth,
                         reward=rollout.reward,
                         finish_reason=rollout.finish_reason,
+                        name=self._plan.name,
                     )
                 )
         return tuple(shown)

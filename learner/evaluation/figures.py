@@ -5,6 +5,7 @@ Suffix N: tokens of one rollout; K: teachers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -15,6 +16,8 @@ import numpy.typing as npt
 
 from protocol.messages import BatchItem, WeightVersion
 
+SOLVED: Final = 0.5
+"""Least reward of a solved prompt."""
 UNTAGGED: Final = "(untagged)"
 """Name of the empty tag in the figures."""
 
@@ -24,6 +27,7 @@ class EvalRollout:
     """One rollout, reduced to the inputs of the figures."""
 
     rollout_id: str
+    task_id: int
     tag: str
     env: str
     reward: float | None
@@ -48,6 +52,7 @@ class EvalRollout:
         tokens = [int(sampled_N[span.start : span.end].sum()) for span in item.spans]
         return cls(
             rollout_id=item.rollout_id,
+            task_id=item.task_id,
             tag=item.tag,
             env=env,
             reward=item.reward,
@@ -78,12 +83,16 @@ class TagFigures(msgspec.Struct, frozen=True, kw_only=True):
     n_greedy: int | None = None
     """Rollouts received. None in accounts of older versions, like `missing` and `failed`."""
     n_sampled: int | None = None
+    at_k: dict[str, float] = {}
+    """Figures of several answers per prompt at temperature 1 (`at_k`); empty with one answer."""
 
 
 class EvalPoint(TagFigures, frozen=True, kw_only=True):
     """One evaluation in learner.json and summary.json."""
 
     step: int
+    name: str = ""
+    """Name of its set in learner.eval_sets; empty for the run's own."""
     missing: int | None = None
     """Rollouts neither received nor given up: 0 unless the learner stopped waiting."""
     failed: int | None = None
@@ -115,7 +124,7 @@ def describe(figures: TagFigures) -> str:
 
 
 def accuracy(rollouts: Sequence[EvalRollout]) -> float | None:
-    return mean([float(r.reward >= 0.5) for r in rollouts if r.reward is not None])
+    return mean([float(r.reward >= SOLVED) for r in rollouts if r.reward is not None])
 
 
 def reward(rollouts: Sequence[EvalRollout]) -> float | None:
@@ -126,6 +135,28 @@ def reverse_kl(rollouts: Sequence[EvalRollout]) -> float | None:
     scored = [r for r in rollouts if len(r.teacher_KN)]
     total = sum(float(np.sum(r.behaviour_N - r.teacher_KN.mean(axis=0))) for r in scored)
     return ratio(total, sum(len(r.behaviour_N) for r in scored))
+
+
+def at_k(rollouts: Sequence[EvalRollout]) -> dict[str, float]:
+    """avg_at_N and pass_at_K of N answers to each prompt, for K = 2, 4, 8, ... below N, and N itself.
+
+    avg_at_N is the mean over prompts of the share of solved answers, that is, pass@1. pass_at_K is the unbiased
+    estimate of Chen et al. 2021 (arXiv 2107.03374): the mean over prompts of 1 - C(n - c, K) / C(n, K), where c of n
+    answers are solved. n is the number of answers with a reward; a prompt with fewer than K of them is left out. N is
+    the largest n. Empty if N is below 2."""
+    judged: dict[int, list[bool]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            judged.setdefault(rollout.task_id, []).append(rollout.reward >= SOLVED)
+    counts = [(len(answers), sum(answers)) for answers in judged.values()]
+    most = max((n for n, _ in counts), default=0)
+    if most < 2:
+        return {}
+    found = {f"avg_at_{most}": sum(c / n for n, c in counts) / len(counts)}
+    for k in [*(2**i for i in range(1, most.bit_length()) if 2**i < most), most]:
+        passed = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts if n >= k]
+        found[f"pass_at_{k}"] = sum(passed) / len(passed)
+    return found
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -145,6 +176,7 @@ def figures_of(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) ->
         reverse_kl=reverse_kl(sampled),
         n_greedy=len(greedy),
         n_sampled=len(sampled),
+        at_k=at_k(sampled),
     )
 
 
@@ -153,5 +185,6 @@ def _parts(figures: TagFigures) -> Iterator[str]:
         yield f"greedy {figures.accuracy_greedy:.3f} (of {figures.n_greedy})"
     if figures.accuracy_sampled is not None:
         yield f"sampled {figures.accuracy_sampled:.3f} (of {figures.n_sampled})"
+    yield from (f"{name.replace('_at_', '@')} {value:.3f}" for name, value in figures.at_k.items())
     if figures.reverse_kl is not None:
         yield f"reverse KL {figures.reverse_kl:.3f}"

@@ -69,8 +69,10 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     eval_greedy: Annotated[int, Meta(ge=0, le=MAX_EVAL_PROMPTS)] = 64
     """Prompts per evaluation that are answered greedily, from the start of the evaluation set."""
     eval_sampled: Annotated[int, Meta(ge=0, le=MAX_EVAL_PROMPTS)] = 64
-    """Prompts per evaluation that are answered once at temperature 1, without top-p or top-k. The reverse KL is
-    measured on them."""
+    """Prompts per evaluation that are answered at temperature 1, without top-p or top-k. The reverse KL is measured on
+    them."""
+    eval_samples: PositiveInt = 1
+    """Answers to each prompt of `eval_sampled`. Above 1, avg@k and pass@k are reported."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,6 +104,44 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     def teachers_for(self, tag: str) -> tuple[str, ...]:
         """Pools that score a task with this tag, in the order of `routes`; none: only rewards count."""
         return tuple(pool for pool, tags in self.routes.items() if not tags or tag in tags)
+
+
+class EvalSetConfig(Settings, frozen=True, kw_only=True):
+    """One more evaluation set, beside the run's own."""
+
+    prompts: str
+    """Its prompts, in the formats of `learner.tasks.prompts`. builtin: the prompts of the built-in task."""
+    greedy: Annotated[int, Meta(ge=0, le=MAX_EVAL_PROMPTS)] = 0
+    """Prompts that are answered greedily, from the start of the file."""
+    sampled: Annotated[int, Meta(ge=0, le=MAX_EVAL_PROMPTS)] = 64
+    """Prompts that are answered at temperature 1, from the start of the file."""
+    samples: PositiveInt = 1
+    """Answers to each of these. Above 1, avg@k and pass@k are reported."""
+    max_new_tokens: NonNegativeInt = 0
+    """Most tokens the student may write per rollout. 0: as `learner.tasks.max_new_tokens`."""
+    max_turns: NonNegativeInt = 0
+    """Most turns of the student per rollout, at most those of the environment. 0: as many as the environment allows."""
+    every: NonNegativeInt = 0
+    """Steps between two evaluations on this set. 0: as `learner.eval_every`. All sets are evaluated at both ends of the
+    run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompts:
+            raise ValueError("prompts is empty, expected a file of prompts")
+        if not self.greedy and not self.sampled:
+            raise ValueError("greedy and sampled are 0, so the set asks nothing; expected one of them above 0")
+
+    def tasks(self, run: TaskConfig) -> TaskConfig:
+        """The run's settings of tasks with this set in place of the run's own evaluation set."""
+        return msgspec.structs.replace(
+            run,
+            eval_prompts=self.prompts,
+            eval_greedy=self.greedy,
+            eval_sampled=self.sampled,
+            eval_samples=self.samples,
+            max_new_tokens=self.max_new_tokens or run.max_new_tokens,
+        )
 
 
 PROMPT_PLACE = "{prompt}"

@@ -75,12 +75,16 @@ def load_prompts(config: TaskConfig, environments: Collection[str] | None = None
     `learner.prompts.data`); needs no tokenizer."""
     source = open_prompts(config.prompts, environments)
     if config.eval_prompts:
-        separate = open_prompts(config.eval_prompts, environments)
-        rows = range(min(len(separate), config.eval_prompts_needed))
-        return Prompts(source, np.empty(0, dtype=np.int64), tuple(separate.read(row) for row in rows))
+        return Prompts(source, np.empty(0, dtype=np.int64), separate_eval_prompts(config, environments))
     held_out = held_out_rows(source, config.eval_share, config.eval_prompts_needed)
     in_file_order = {int(row): source.read(int(row)) for row in np.sort(held_out)}  # each block is read once
     return Prompts(source, held_out, tuple(in_file_order[int(row)] for row in held_out))
+
+
+def separate_eval_prompts(config: TaskConfig, environments: Collection[str] | None = None) -> tuple[PromptRecord, ...]:
+    """The rows of `eval_prompts` that evaluations use. Raises DataError."""
+    source = open_prompts(config.eval_prompts, environments)
+    return tuple(source.read(row) for row in range(min(len(source), config.eval_prompts_needed)))
 
 
 def derive_seed(run_seed: int, kind: TaskKind, number: int) -> int:

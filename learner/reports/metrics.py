@@ -2,7 +2,7 @@
 
 `metrics.jsonl` has one object per line, of one of these kinds:
     step     one optimizer step; `step` is the number of steps made, so the first has 1
-    eval     one evaluation, at `step`
+    eval     one evaluation, at `step`; `set` names its set, if it is not the run's own
     resume   the learner resumed from the checkpoint of version (`parent_epoch`, `step`), under the new `epoch`. Earlier
              lines of the abandoned branch stay in the file; `read_metrics` leaves them out.
 Keys of a line are the TensorBoard tags (`train/loss`). Evaluation generations are in `samples.jsonl`.
@@ -121,21 +121,23 @@ class MetricsWriter:
 
     def evaluation(self, result: EvaluationResult) -> Row:
         """Record one evaluation, and its samples as text; returns its line. Figures of a tag are `eval/<tag>/<name>`,
-        those of an environment `eval/environments/<env>/<name>`. Figures that could not be measured are null in the
-        line and left out of TensorBoard."""
+        those of an environment `eval/environments/<env>/<name>`; on another set than the run's own, they begin with
+        `eval/sets/<set>/`. Figures that could not be measured are null in the line and left out of TensorBoard."""
         plain = msgspec.to_builtins(result)
-        left_out = ("step", "samples", "tags", "environments")
-        figures = {name: value for name, value in plain.items() if name not in left_out}
+        left_out = ("step", "name", "samples", "tags", "environments")
+        figures = _flat({name: value for name, value in plain.items() if name not in left_out})
         groups = plain["tags"] | {f"environments/{env}": own for env, own in plain["environments"].items()}
-        figures |= {f"{group}/{name}": value for group, own in groups.items() for name, value in own.items()}
+        figures |= {f"{group}/{name}": value for group, own in groups.items() for name, value in _flat(own).items()}
         version_min = result.version_min
         figures["version_min"] = None if version_min is None else version_min.step
         lines = [_json_line({"step": result.step, **msgspec.to_builtins(sample)}) for sample in result.samples]
         self._samples.append(b"".join(lines), rows=len(lines))
-        shown = [text("eval/samples", _samples_table(result.samples))] if result.samples else []
-        scalars = {f"eval/{name}": value for name, value in figures.items() if value is not None}
-        nothing = {f"eval/{name}": None for name, value in figures.items() if value is None}
-        return self._record("eval", result.step, scalars, nothing, shown)
+        of = f"eval/sets/{result.name}" if result.name else "eval"
+        shown = [text(f"{of}/samples", _samples_table(result.samples))] if result.samples else []
+        scalars = {f"{of}/{name}": value for name, value in figures.items() if value is not None}
+        extra: Row = {f"{of}/{name}": None for name, value in figures.items() if value is None}
+        extra |= {"set": result.name} if result.name else {}
+        return self._record("eval", result.step, scalars, extra, shown)
 
     def close(self) -> None:
         self._board.close()
@@ -186,7 +188,7 @@ def newest_epoch(folder: Path) -> int | None:
 
 def read_metrics(folder: Path) -> list[Row]:
     """Step and eval lines of the branch of versions that was kept, in the order of writing. Of two lines of one kind
-    and step (an evaluation repeated after a resume) only the later one. A torn last line is left out."""
+    and step (an evaluation repeated after a resume; of one set) only the later one. A torn last line is left out."""
     rows, branches = list[Row](), Branches()
     for row in _read_lines(folder / METRICS_FILE):
         version = WeightVersion(row["epoch"], row["step"])
@@ -195,11 +197,12 @@ def read_metrics(folder: Path) -> list[Row]:
             branches.fork(version, None if parent_epoch is None else WeightVersion(parent_epoch, version.step))
         else:
             rows.append(row)
-    kept: dict[tuple[str, int], Row] = {}
+    kept: dict[tuple[str, int, str], Row] = {}
     for row in rows:
         if branches.keeps(WeightVersion(row["epoch"], row["step"])):
-            kept.pop((row["kind"], row["step"]), None)
-            kept[row["kind"], row["step"]] = row
+            place = row["kind"], row["step"], row.get("set", "")
+            kept.pop(place, None)
+            kept[place] = row
     return list(kept.values())
 
 
@@ -219,6 +222,11 @@ def _read_lines(file: Path) -> Iterator[Row]:
             yield row
     if damaged:
         log.warning("%s: %d damaged lines are left out, the first is line %d", file, len(damaged), damaged[0])
+
+
+def _flat(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures, with those of `at_k` among them."""
+    return {name: value for name, value in figures.items() if name != "at_k"} | figures["at_k"]
 
 
 def _histogram(tag: str, counts: Mapping[int, int]) -> list[Any]:

@@ -30,6 +30,7 @@ class Progress:
     """Figures of the run so far."""
 
     evaluations: list[EvaluationResult] = field(default_factory=list[EvaluationResult])
+    """On all sets."""
     reverse_kl_first: float | None = None
     reverse_kl_last: float | None = None
     tokens_trained: int = 0
@@ -65,15 +66,16 @@ class Progress:
         }
         if self.last is not None:
             found |= {"loss": self.last.loss, "reverse_kl": self.last.reverse_kl}
-        if self.evaluations:
-            newest = self.evaluations[-1]
+        if own := [result for result in self.evaluations if not result.name]:
+            newest = own[-1]
             found |= {"eval_greedy": newest.accuracy_greedy, "eval_sampled": newest.accuracy_sampled}
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def account(self) -> dict[str, Any]:
         """Figures for learner.json, as JSON types."""
         return {
-            "eval": [msgspec.to_builtins(result.point) for result in self.evaluations],
+            "eval": [msgspec.to_builtins(result.point) for result in self.evaluations if not result.name],
+            "eval_sets": [msgspec.to_builtins(result.point) for result in self.evaluations if result.name],
             "tokens_trained_offline": self.tokens_trained_offline,
             "reverse_kl_first": self.reverse_kl_first,
             "reverse_kl_last": self.reverse_kl_last,
@@ -102,10 +104,15 @@ def _doubt_the_teacher(teacher_logprob: float, uniform_logprob: float) -> None:
         )
 
 
+_EVALUATED: Final = ("eval", "eval_sets")
+"""Fields of an account with evaluations: on the run's own set, and on the sets with a name."""
+
+
 class _Former(msgspec.Struct, frozen=True):
     """The parts of an account that are carried over."""
 
     eval: tuple[dict[str, Any], ...] = ()
+    eval_sets: tuple[dict[str, Any], ...] = ()
     reverse_kl_first: float | None = None
 
 
@@ -119,17 +126,21 @@ class AccountFile:
         self._file = folder / ACCOUNT_FILE
         self._unwritten = unwritten
         former = _read(self._file) if resume is not None else None
-        self._eval: tuple[dict[str, Any], ...] = ()
+        self._eval: dict[str, tuple[dict[str, Any], ...]] = dict.fromkeys(_EVALUATED, ())
         self._reverse_kl_first: float | None = None
         if former is not None and resume is not None:
-            self._eval = tuple(point for point in former.eval if point["step"] <= resume.step)
+            for key in _EVALUATED:
+                self._eval[key] = tuple(point for point in getattr(former, key) if point["step"] <= resume.step)
             self._reverse_kl_first = former.reverse_kl_first if resume.step > 0 else None
 
     def write(self, account: dict[str, Any]) -> bool:
-        """Write `account` together with what is carried over. Of two evaluations of one step the later one counts.
-        Returns False if the file could not be written."""
-        points = {point["step"]: point for point in (*self._eval, *account["eval"])}
-        whole = {**account, "eval": [points[step] for step in sorted(points)]}
+        """Write `account` together with what is carried over. Of two evaluations of one step on one set the later one
+        counts. Returns False if the file could not be written."""
+        whole = dict(account)
+        for key in _EVALUATED:
+            both = (*self._eval[key], *account.get(key, ()))
+            points = {(point.get("name", ""), point["step"]): point for point in both}
+            whole[key] = [points[place] for place in sorted(points)]
         if self._reverse_kl_first is not None:
             whole["reverse_kl_first"] = self._reverse_kl_first
         try:
@@ -144,7 +155,7 @@ class AccountFile:
 def _read(file: Path) -> _Former | None:
     try:
         former = msgspec.json.decode(file.read_bytes(), type=_Former)
-        if all(isinstance(point.get("step"), int) for point in former.eval):
+        if all(isinstance(point.get("step"), int) for point in (*former.eval, *former.eval_sets)):
             return former
         log.error("%s has an evaluation without its step; nothing is carried over from it", file)
     except FileNotFoundError:

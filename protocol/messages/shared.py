@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -72,6 +72,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """0 = off."""
     max_new_tokens: int = 96
     """Limit on the sampled tokens of the whole rollout, over all turns."""
+    max_turns: int = 0
+    """Limit on the turns of the whole rollout, below that of its environment. 0: only the environment's counts."""
     seed: int = 0
     """The same seed, prompt and weights give the same tokens, whatever else is in the engine's batch."""
 

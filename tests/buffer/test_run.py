@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -66,11 +67,12 @@ def test_every_ticket_carries_the_row_of_its_task(make: Make) -> None:
 
 def test_samples_of_a_task_differ_in_seed_only(make: Make) -> None:
     driver = make(batch=10)
-    driver.offer(5, group=3)
+    task = m.Task(5, "train", 3, m.Sampling(temperature=0.5, max_new_tokens=10, max_turns=2, seed=1))
+    driver.send("learner", "learner", m.TasksOffered((task,)), np.array([1], np.int32))
     tickets = [driver.tickets[f"train-5-{i}-0"] for i in range(3)]
     assert len({ticket.sampling.seed for ticket in tickets}) == 3
     assert all(0 <= ticket.sampling.seed < 2**31 for ticket in tickets)
-    assert {ticket.sampling.max_new_tokens for ticket in tickets} == {10}
+    assert {msgspec.structs.replace(ticket.sampling, seed=1) for ticket in tickets} == {task.sampling}
 
 
 def test_who_may_not_send_a_message_is_told_so(make: Make) -> None:

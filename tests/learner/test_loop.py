@@ -107,7 +107,7 @@ def learning(
                 )
             )
 
-            def evaluation(version: m.WeightVersion) -> Evaluation:
+            def evaluation(version: m.WeightVersion, name: str) -> Evaluation:
                 return Evaluation(tasks, evaluated, small_tokenizer, version=version, seed=1)
 
             def save(version: m.WeightVersion, snapshot: m.Snapshot) -> None:

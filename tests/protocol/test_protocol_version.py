@@ -16,6 +16,7 @@ SCHEMA_OF_VERSION = {
     5: "6e060de32058cbdf",
     6: "15307d86316864d6",
     7: "2a3a6a3da88a82b7",
+    8: "701c5c6c41c13ba7",
 }
 
 

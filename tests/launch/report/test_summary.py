@@ -119,7 +119,7 @@ def test_the_promised_fields_are_there(folder: RunFolder) -> None:
         "balanced": True,
     }
     assert summary["staleness"] == {"max": 2, "mean": 40 / 60, "bound": 4}
-    nothing = {"reward_greedy": None, "reward_sampled": None, "tags": {}, "environments": {}}
+    nothing = {"name": "", "reward_greedy": None, "reward_sampled": None, "at_k": {}, "tags": {}, "environments": {}}
     assert summary["eval"] == [{**nothing, **point} for point in ACCOUNT["eval"]]
     assert summary["learner"] == ACCOUNT["learner"]
     assert (summary["actors"], summary["teachers"], summary["versions_published"]) == (3, 2, 13)
@@ -154,10 +154,27 @@ def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None
     points[1]["tags"]["new"] = {"accuracy_sampled": None, "n_sampled": 0}
     leave(folder, snapshot(), {**ACCOUNT, "eval": points})
     shown = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
-    assert written(folder)["eval"][0]["tags"] == points[0]["tags"]
+    assert written(folder)["eval"][0]["tags"]["sums"] == {**points[0]["tags"]["sums"], "at_k": {}}
     assert "of sums sampled (of 32) 0.250 -> 0.750, reverse KL 0.500 -> 0.125" in shown
     assert "in game sampled (of 16) 0.250 -> 0.750" in shown
     assert "of new nothing could be measured" in shown
+
+
+def test_each_evaluation_set_has_its_row_and_its_own_points(folder: RunFolder) -> None:
+    def points(*steps: int) -> list[dict[str, Any]]:
+        return [
+            {"name": "hard", "step": step, "accuracy_sampled": step / 100, "n_sampled": 8, "at_k": {"pass_at_4": 0.5}}
+            for step in steps
+        ]
+
+    leave(folder, None, {"steps": 20, "eval_sets": points(0, 10, 20)})
+    folder.close()
+    resumed = RunFolder.open(folder.path, resume=True)
+    leave(resumed, snapshot(), {"steps": 30, "eval_sets": points(20, 30)})
+    summary = write_summary(CONFIG, resumed, outcome(WELL))
+    resumed.close()
+    assert ([point.step for point in summary.eval_sets], summary.eval) == ([0, 10, 20, 30], ())
+    assert "on hard sampled (of 8) 0.000 -> 0.300, pass@4 0.500 -> 0.500" in table(summary, resumed)
 
 
 def test_a_resumed_run_keeps_the_evaluations_of_the_launches_before(folder: RunFolder) -> None:

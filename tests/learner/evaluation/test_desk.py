@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 import learner.evaluation.desk
 import learner.prompts.tasks
 from learner.evaluation.desk import EvalDesk
-from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult
+from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
 from learner.prompts.config import TaskConfig
 from protocol.messages import BatchItem, EvalResult, EvalWanted, Message, Task, TasksOffered, VersionSpan, WeightVersion
 
@@ -26,7 +26,11 @@ class World:
         self.frames = 0
         self.figures: list[EvaluationResult] = []
         self.desk = EvalDesk(
-            lambda version: Evaluation(config, prompts, tokenizer, version=version, seed=1), self._send, self._note
+            lambda version, name: Evaluation(
+                config, prompts, tokenizer, version=version, seed=1, plan=EvalPlan(name, 100 if name else 0)
+            ),
+            self._send,
+            self._note,
         )
 
     def _send(self, message: Message, arrays: object) -> None:
@@ -67,6 +71,19 @@ def world(small_tokenizer: PreTrainedTokenizerFast) -> World:
 
 def halves(tasks: list[Task]) -> list[list[Task]]:
     return [[task for task in tasks if task.eval_id == eval_id] for eval_id in sorted({t.eval_id for t in tasks})]
+
+
+def test_several_sets_are_evaluated_at_once_and_come_back_one_by_one(world: World) -> None:
+    world.desk.start(V0, ("", "hard"))
+    assert (world.desk.active, len({task.task_id for task in world.tasks})) == (2, 12)
+    by_half = {half[0].eval_id: half for half in halves(world.tasks)}
+    assert by_half.keys() == {"000000-greedy", "000000-sampled", "000000-hard-greedy", "000000-hard-sampled"}
+    world.answer(*by_half["000000-hard-greedy"])
+    world.answer(*by_half["000000-hard-sampled"])
+    assert ([figures.name for figures in world.figures], world.desk.active) == (["hard"], 1)
+    world.answer(*by_half["000000-greedy"])
+    world.answer(*by_half["000000-sampled"])
+    assert [(figures.name, figures.n_sampled) for figures in world.figures] == [("hard", 3), ("", 3)]
 
 
 def test_an_evaluation_goes_out_as_tasks_and_comes_back_as_figures(world: World) -> None:

@@ -103,12 +103,28 @@ def test_figures_of_tags_are_written_beside_those_of_all(tmp_path: Path) -> None
         row = writer.evaluation(evaluation(3, tags=tags))
         writer.evaluation(evaluation(6))
     assert row["eval/accuracy_sampled"] == 0.5 and "eval/tags" not in row
-    told = {name: row[f"eval/sums/{name}"] for name in TagFigures.__struct_fields__}
-    assert told == msgspec.to_builtins(tags["sums"])
+    told = {name: row[f"eval/sums/{name}"] for name in TagFigures.__struct_fields__ if name != "at_k"}
+    assert {**told, "at_k": {}} == msgspec.to_builtins(tags["sums"])
     assert scalar_series(tmp_path, "eval/sums/reverse_kl") == [(3, pytest.approx(0.4))]
     assert row["eval/style/reverse_kl"] is None
     with pytest.raises(KeyError):
         scalar_series(tmp_path, "eval/style/reverse_kl")
+
+
+def test_evaluations_of_one_step_on_several_sets_are_kept_apart(tmp_path: Path) -> None:
+    sample = EvalSample("sampled", 7, "1+1=", "2", "2", 1.0, "stop", name="hard")
+    with MetricsWriter(tmp_path) as writer:
+        writer.evaluation(evaluation(3))
+        hard = evaluation(3, name="hard", at_k={"avg_at_2": 0.25, "pass_at_2": 0.5}, reverse_kl=None, samples=(sample,))
+        row = writer.evaluation(hard)
+        writer.evaluation(evaluation(3, accuracy_greedy=1.0))
+    assert (row["set"], row["eval/sets/hard/pass_at_2"], row["eval/sets/hard/reverse_kl"]) == ("hard", 0.5, None)
+    assert unexplained(key for key in row if "/" in key or key == "set") == []
+    assert scalar_series(tmp_path, "eval/sets/hard/avg_at_2") == [(3, 0.25)]
+    named, own = read_metrics(tmp_path)
+    assert (named["set"], own.get("set"), own["eval/accuracy_greedy"]) == ("hard", None, 1.0)
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["name"] == "hard"
+    assert events(tmp_path).Tensors("eval/sets/hard/samples/text_summary")
 
 
 # ------------------------------------------------------------------------------------------------ what a step writes

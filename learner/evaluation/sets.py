@@ -1,0 +1,38 @@
+"""The prompts of all evaluation sets of a run: its own (`learner.tasks.eval_prompts`, or rows held out from training),
+and those of `learner.eval_sets`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from learner.config import LearnerConfig
+from learner.evaluation.evaluation import EvalPrompt, render_eval_set
+from learner.prompts.records import PromptRecord
+from learner.prompts.tasks import separate_eval_prompts
+
+log = logging.getLogger(__name__)
+
+
+def render_eval_sets(
+    config: LearnerConfig,
+    own: Sequence[PromptRecord],
+    tokenizer: PreTrainedTokenizerBase,
+    environments: Collection[str] | None = None,
+) -> Mapping[str, tuple[EvalPrompt, ...]]:
+    """Prompts by the name of the set. `own`: the rows of the run's own set, named "". Raises DataError for a file that
+    cannot be read, TokenizerError for a row that cannot be rendered."""
+    found: dict[str, tuple[EvalPrompt, ...]] = {}
+    for name in config.eval_names if config.eval_every else ("",):
+        tasks = config.eval_tasks(name)
+        rendered = render_eval_set(separate_eval_prompts(tasks, environments) if name else own, tokenizer, tasks)
+        if rendered.dropped:
+            log.warning(
+                "%d evaluation prompts%s are left out: too long, or without privileged context for the teachers",
+                rendered.dropped,
+                f" of {name}" if name else "",
+            )
+        found[name] = rendered.prompts
+    return found
