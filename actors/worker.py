@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, Protocol
 
 from actors.config import ActorConfig
 from actors.envs.base import TextTokenizer
+from actors.episode_pool import EpisodePool
+from actors.episode_process import Setup
 from actors.episodes import Episodes, EpisodeThreads
 from actors.rollouts_running import RunningRollouts
 from engines.base import EngineLost, EngineMismatch, GenerationEngine
@@ -45,6 +48,8 @@ from weights.receiver import WeightReceiver, WeightReceiverFailed
 
 log = logging.getLogger(__name__)
 
+SILENCE_S: Final = 10.0
+"""A process of the environments that stands still for this long beyond the limit of any call ends itself."""
 IDLE_WAIT_S: Final = 0.2
 """Longest wait for the buffer while nothing runs."""
 CREDIT_REPEAT_S: Final = 2.0
@@ -225,21 +230,13 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         stack.callback(receiver.close)
         if welcome.weights is not None:
             receiver.catch_up(welcome.weights)
-        environments = config.environments_of(ctx.config.learner.tasks.env)
-        episodes = EpisodeThreads(
-            environments,
-            TextTokenizer(source.tokenizer),
-            max_threads=2 * config.max_concurrent_rollouts,
-            stop_token_ids=source.stop_token_ids,
-            max_context_tokens=student.max_context,
-            wake=client.wake,
-        )
+        episodes = _start_episodes(ctx.config, source, student.max_context, client.wake)
         stack.callback(episodes.close)
         rollouts = RunningRollouts(
             student.engine,
             episodes,
             config,
-            environments=environments,
+            environments=config.environments_of(ctx.config.learner.tasks.env),
             stop_token_ids=source.stop_token_ids,
             max_context_tokens=student.max_context,
             send=client.send,
@@ -247,3 +244,29 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         ended_well = ActorWorker(client, student.engine, receiver, episodes, rollouts, config).run()
         client.flush(FLUSH_TIMEOUT_S)
     return ExitCode.OK if ended_well else ExitCode.FAILED
+
+
+def _start_episodes(
+    config: ActorRunConfig, source: StudentSource, max_context_tokens: int, wake: Callable[[], None]
+) -> Episodes:
+    environments = config.actor.environments_of(config.learner.tasks.env)
+    max_threads = 2 * config.actor.max_concurrent_rollouts
+    if not config.actor.environment_processes:
+        return EpisodeThreads(
+            environments,
+            TextTokenizer(source.tokenizer),
+            max_threads=max_threads,
+            stop_token_ids=source.stop_token_ids,
+            max_context_tokens=max_context_tokens,
+            wake=wake,
+        )
+    longest_s = max(environment.step_timeout_s for environment in environments.values())
+    setup = Setup(
+        environments,
+        config.models.student,
+        max_threads,
+        source.stop_token_ids,
+        max_context_tokens,
+        silence_s=longest_s + SILENCE_S,
+    )
+    return EpisodePool(config.actor.environment_processes, setup, wake)

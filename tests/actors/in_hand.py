@@ -15,6 +15,7 @@ from torch import Tensor
 
 from actors.config import ActorConfig
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from actors.episode_pool import EpisodePool
 from actors.episodes import EpisodeThreads
 from actors.failures import Failure
 from actors.rollouts_running import RunningRollouts
@@ -155,17 +156,19 @@ class InHand:
         config: ActorConfig,
         task_env: str = "single_turn",
         max_threads: int = 128,
+        pool: EpisodePool | None = None,
     ) -> None:
+        """`pool`: runs the episodes instead of this process."""
         self.engine = engine
         environments = config.environments_of(task_env)
-        self.episodes = EpisodeThreads(
+        threads = EpisodeThreads(
             environments, tokenizer, max_threads=max_threads, stop_token_ids=(STOP,), max_context_tokens=200
         )
-        self.environments = self.episodes.runner
+        self.environments = threads.runner
         self.sent: list[tuple[Message, tuple[np.ndarray[Any, Any], ...]]] = []
         self.rollouts = RunningRollouts(
             engine,
-            self.episodes,
+            pool or threads,
             config,
             environments=environments,
             stop_token_ids=(STOP,),

@@ -1,0 +1,211 @@
+"""A process that runs episodes for an actor (`actors.episode_pool`), each on its own thread as in the actor itself.
+
+Talks over one pair of sockets, in pickled tuples: both ends are one program, and the code of environments is trusted as
+much as the actor's own. The process ends when the other end closes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Final, NamedTuple, TypeAlias
+
+from actors.config import EnvConfig
+from actors.env_runner import CLOSE_TIMEOUT_S, TooManyStuck
+from actors.envs.base import TextTokenizer, TurnEnd
+from actors.episodes import EpisodeStart, EpisodeThreads, News
+from engines.base import Int32s
+from models.files import model_file
+from models.tokenizer_file import FileTokenizer
+
+log = logging.getLogger(__name__)
+BEAT_S: Final = 1.0
+"""Longest time between two reports."""
+STOOD_STILL: Final = 1
+"""Exit code of a process that ended itself because its main loop stood still."""
+FAILED: Final = 2
+
+
+class Setup(NamedTuple):
+    """The first message to a process."""
+
+    environments: Mapping[str, EnvConfig]
+    student: str
+    """Model folder or hub name; its tokenizer is loaded."""
+    max_threads: int
+    stop_token_ids: tuple[int, ...]
+    max_context_tokens: int
+    silence_s: float
+    """The process ends itself when its main loop stands still for this long, after it wrote where to stderr."""
+
+
+class Deliver(NamedTuple):
+    """See Episodes.deliver."""
+
+    rollout_id: str
+    number: int
+    token_ids: Int32s
+    finish_reason: TurnEnd
+    budget_left: int
+
+
+class Refuse(NamedTuple):
+    """See Episodes.refuse."""
+
+    rollout_id: str
+    number: int
+    reason: str
+
+
+class Finish(NamedTuple):
+    """See Episodes.finish."""
+
+    rollout_id: str
+
+
+Command: TypeAlias = EpisodeStart | Deliver | Refuse | Finish | None
+"""None: close all episodes and end."""
+
+
+class Ready(NamedTuple):
+    """The environments are imported."""
+
+    agents: frozenset[str]
+
+
+class Report(NamedTuple):
+    """At least one every BEAT_S."""
+
+    news: list[News]
+    gauges: dict[str, float]
+
+
+class GaveUp(NamedTuple):
+    """The process ends: its environments cannot be imported, or too many of them do not return."""
+
+    reason: str
+
+
+class EpisodeHost:
+    """The main loop."""
+
+    def __init__(self, connection: Connection, setup: Setup) -> None:
+        """Raises whatever an environment raises while it is imported."""
+        self._connection = connection
+        self._silence_s = setup.silence_s
+        self._woken = threading.Event()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._waiting: deque[EpisodeStart] = deque()
+        """Episodes for which threads of closing ones leave no room yet."""
+        self._started: set[str] = set()
+        self._episodes = EpisodeThreads(
+            setup.environments,
+            TextTokenizer(_tokenizer(setup.student)),
+            max_threads=setup.max_threads,
+            stop_token_ids=setup.stop_token_ids,
+            max_context_tokens=setup.max_context_tokens,
+            wake=self._woken.set,
+        )
+
+    def run(self) -> None:
+        """Until the other end asks for the end, or is gone. Raises TooManyStuck."""
+        threading.Thread(target=self._receive, name="commands", daemon=True).start()
+        self._connection.send(Ready(self._episodes.agents))
+        reported_s = 0.0
+        while self._obey():
+            while self._waiting and self._episodes.has_room:
+                self._start(self._waiting.popleft())
+            news, now_s = self._episodes.take(), time.monotonic()
+            if news or now_s - reported_s >= BEAT_S:
+                self._connection.send(Report(news, self._episodes.gauges))
+            if now_s - reported_s >= BEAT_S:
+                # It needs no Python lock, so it also ends a process in which an environment keeps that lock.
+                faulthandler.dump_traceback_later(self._silence_s, exit=True)
+                reported_s = now_s
+            self._woken.wait(0.05 if self._waiting else BEAT_S)
+            self._woken.clear()
+        self._episodes.close()
+
+    def _obey(self) -> bool:
+        """Carry out the commands; False when one of them says to end."""
+        while not self._commands.empty():
+            match self._commands.get():
+                case EpisodeStart() as start:
+                    self._waiting.append(start)
+                case Finish(rollout_id):
+                    if rollout_id in self._started:
+                        self._started.discard(rollout_id)
+                        self._episodes.finish(rollout_id)
+                    self._waiting = deque(start for start in self._waiting if start.rollout_id != rollout_id)
+                case Deliver() as one:
+                    if one.rollout_id in self._started:
+                        self._episodes.deliver(*one)
+                case Refuse() as one:
+                    if one.rollout_id in self._started:
+                        self._episodes.refuse(*one)
+                case None:
+                    return False
+        return True
+
+    def _start(self, start: EpisodeStart) -> None:
+        self._episodes.start(start)
+        self._started.add(start.rollout_id)
+
+    def _receive(self) -> None:
+        """On its own thread."""
+        command: Command = None
+        with suppress(EOFError, OSError):
+            while (command := self._connection.recv()) is not None:
+                self._commands.put(command)
+                self._woken.set()
+        # After the actor's end nobody else would notice a process that does not end by itself.
+        leave = threading.Timer(CLOSE_TIMEOUT_S + 1.0, os._exit, (FAILED,))
+        leave.daemon = True
+        leave.start()
+        self._commands.put(None)
+        self._woken.set()
+
+
+def _tokenizer(student: str) -> FileTokenizer:
+    if model_file(student, "tokenizer.json") is not None:
+        return FileTokenizer(student)
+    from models.tokenizer import load_tokenizer
+
+    return load_tokenizer(student)  # type: ignore[return-value] - has the same methods
+
+
+def main(descriptor: int) -> int:
+    """Entry of the process: `python -m actors.episode_process DESCRIPTOR`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the actor says when to end
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s")
+    with Connection(descriptor) as connection:
+        try:
+            EpisodeHost(connection, connection.recv()).run()
+        except (EOFError, OSError):  # the actor has ended
+            return FAILED
+        except TooManyStuck as error:
+            connection.send(GaveUp(str(error)))
+            return FAILED
+        except Exception as error:
+            log.exception("the environments' process cannot go on")
+            connection.send(GaveUp(f"{type(error).__name__}: {error}"))
+            return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    from actors import episode_process  # messages made here would be those of a module `__main__`
+
+    code = episode_process.main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # threads of environments that do not return must not hold the process
