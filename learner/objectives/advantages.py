@@ -43,14 +43,16 @@ class Rewards:
     """int64 in [0, R): rollouts of one prompt have the same number."""
     tokens_R: Tensor
     """int64: trained tokens of each rollout."""
+    lengths_R: Tensor | None = None
+    """int64: tokens of each rollout that the student wrote, trained or not; None if no length penalty reads them."""
     parts: tuple[str, ...] = ()
     """Rollouts that continue in a later batch, so that their reward is not known yet."""
 
-    def refuse_parts(self, name: str) -> None:
+    def refuse_parts(self, name: str, key: str = "advantage") -> None:
         """Raises BatchError if there are parts: half a rollout has no reward, and half a group no mean."""
         if self.parts:
             raise BatchError(
-                f"advantage = {name!r} needs whole rollouts, got parts of {list(self.parts)[:8]}; "
+                f"{key} = {name!r} needs whole rollouts, got parts of {list(self.parts)[:8]}; "
                 "set buffer.release = 'rollout'",
                 self.parts,
             )

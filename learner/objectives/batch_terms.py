@@ -26,6 +26,7 @@ from learner.batch import TrainItem
 from learner.objectives.advantages import Rewards, Values, ValueTargets
 from learner.objectives.losses import Objective
 from learner.objectives.sampled import CostFn
+from learner.objectives.turns import batch_turns, sampled_mask
 
 
 def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
@@ -74,13 +75,17 @@ class BatchTerms:
     reward_advantage_N: Tensor
     values: ValueTargets | None
     """None without a value function."""
-    share_R: Tensor
+    share_N: Tensor
     cost_scale_R: Tensor
     """Scale of the costs of each rollout; 1 without `domain_scale`."""
     divisor: int
     """Divisor of the loss: trained tokens, or rollouts, of the whole batch."""
     items_unrewarded: int
     """Rollouts that have trained tokens but no reward."""
+    divergence_weight_N: Tensor | None = None
+    """Weight of each token's divergence; None without `turn_discount`."""
+    length_penalty: float | None = None
+    """Mean over the rollouts with a reward; None without one."""
 
     def of(self, index: int) -> BatchTerms:
         """The terms of item `index`, with its share of the batch."""
@@ -95,8 +100,9 @@ class BatchTerms:
             tokens_R=self.tokens_R[place],
             reward_advantage_N=self.reward_advantage_N[tokens],
             values=None if self.values is None else self.values.at(tokens),
-            share_R=self.share_R[place],
+            share_N=self.share_N[tokens],
             cost_scale_R=self.cost_scale_R[place],
+            divergence_weight_N=None if self.divergence_weight_N is None else self.divergence_weight_N[tokens],
         )
 
 
@@ -106,20 +112,51 @@ def batch_terms(
     """Terms of [*items, *offline]. Offline items have no part in the advantages from rewards; in the mean over the
     batch they count like any other. `values` computes the values of the trained tokens of `items`, if the advantage
     needs them. Raises BatchError if the advantage needs whole rollouts and got parts."""
-    rewards, tokens_offline_R = _rewards(items), _tokens(offline)
+    rewards, penalty = _penalised(_rewards(items), items, objective)
+    tokens_offline_R = _tokens(offline)
     tokens_R, n_offline = torch.cat([rewards.tokens_R, tokens_offline_R]), int(tokens_offline_R.sum())
-    shares = objective.aggregation(tokens_R, objective.aggregation_options)
+    share_N, divisor = _shares([*items, *offline], tokens_R, objective)
     scale_R = cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items))
     signal = objective.signal(rewards, values)
     return BatchTerms(
         tokens_R=tokens_R,
         reward_advantage_N=torch.cat([signal.advantage_N, signal.advantage_N.new_zeros(n_offline)]),
         values=None if signal.values is None else signal.values.followed_by(n_offline),
-        share_R=shares.share_R,
+        share_N=share_N,
         cost_scale_R=torch.cat([scale_R, _ones(len(offline))]),
-        divisor=shares.divisor,
+        divisor=divisor,
         items_unrewarded=int(((rewards.tokens_R > 0) & ~rewards.rewarded_R).sum()),
+        divergence_weight_N=_discounts(items, n_offline, objective),
+        length_penalty=penalty,
     )
+
+
+def _shares(items: Sequence[TrainItem], tokens_R: Tensor, objective: Objective) -> tuple[Tensor, int]:
+    """(weight of each trained token, divisor)."""
+    if objective.turn_aggregation is not None:
+        turns = batch_turns(items)
+        by_turn = objective.turn_aggregation(turns.tokens_U, turns.rollout_U)
+        return by_turn.share_U[turns.turn_N], by_turn.divisor
+    shares = objective.aggregation(tokens_R, objective.aggregation_options)
+    return shares.share_R.repeat_interleave(tokens_R), shares.divisor
+
+
+def _discounts(items: Sequence[TrainItem], n_offline: int, objective: Objective) -> Tensor | None:
+    """turn_discount ** depth for each trained token. Text of the teacher is not discounted."""
+    if objective.turn_discount == 1.0:
+        return None
+    turns = batch_turns(items)
+    return torch.cat([objective.turn_discount ** turns.depth_U[turns.turn_N].double(), _ones(n_offline)])
+
+
+def _penalised(rewards: Rewards, items: Sequence[TrainItem], objective: Objective) -> tuple[Rewards, float | None]:
+    """The rewards with the length penalty, and its mean over those that there are."""
+    if objective.length_penalty is None:
+        return rewards, None
+    rewards = replace(rewards, lengths_R=torch.tensor([int(sampled_mask(item).sum()) for item in items]))
+    penalty_R = torch.where(rewards.rewarded_R, objective.length_penalty(rewards), 0.0)
+    n = int(rewards.rewarded_R.sum())
+    return replace(rewards, reward_R=rewards.reward_R + penalty_R), float(penalty_R.sum()) / n if n else None
 
 
 def _ones(n: int) -> Tensor:

@@ -13,7 +13,15 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from learner.objectives.options import Capped, Distributions, Sampled
-from learner.objectives.registry import ADVANTAGE, AGGREGATIONS, DIVERGENCE, WEIGHT, check_member
+from learner.objectives.registry import (
+    ADVANTAGE,
+    AGGREGATIONS,
+    DIVERGENCE,
+    LENGTH_PENALTY,
+    WEIGHT,
+    check_member,
+    counts_by_turn,
+)
 from learner.prompts.config import TaskConfig
 from protocol.settings import Member, NonNegativeFloat, PositiveFloat, Settings, Share
 
@@ -47,30 +55,61 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     advantage: Annotated[Member, ADVANTAGE] = Member(name="none")
     """Advantage from rewards. none: rewards are not trained on. Per rollout: grpo, reinforce_pp, reinforce_pp_baseline.
     Per token, with a learned value function: gae (as in PPO). All except none need buffer.release = rollout."""
+    length_penalty: Annotated[Member, LENGTH_PENALTY] = Member(name="none")
+    """Term that is added to rewards, by the number of tokens that the student wrote. overlong: falls from 0 to -1 near
+    tasks.max_new_tokens (DAPO). group_length: by the shortest and longest rollout of the group (Kimi k1.5). Needs an
+    advantage."""
+    turn_discount: Share = 1.0
+    """Discount of the divergence per turn: that of a token is multiplied by turn_discount ** (turns before its own).
+    0: only the first turn is distilled. Rewards are not changed."""
     aggregation: str = "token_mean"
     """Mean that makes the batch's loss from the losses of tokens. token_mean: over all tokens. sequence_mean: over
-    rollouts, of their token means. constant: the sum divided by rollouts x tasks.max_new_tokens, which does not depend
-    on the lengths (Dr. GRPO)."""
+    rollouts, of their token means. turn_mean: over turns of the student, of their token means. sequence_turn_mean: over
+    rollouts, of the means over their turns. constant: the sum divided by rollouts x tasks.max_new_tokens, which does
+    not depend on the lengths (Dr. GRPO)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         DIVERGENCE.check(self.divergence)
         WEIGHT.check(self.importance)
         ADVANTAGE.check(self.advantage)
-        check_member(AGGREGATIONS, self.aggregation)
+        LENGTH_PENALTY.check(self.length_penalty)
+        by_turn = counts_by_turn(self.aggregation)
+        if not by_turn:
+            check_member(AGGREGATIONS, self.aggregation)
         check_seq_kd(self.divergence, self.importance)
         for pool, coef in self.teacher_coefs.items():
             if not 0.0 <= coef < math.inf:
                 raise ValueError(f"teacher_coefs.{pool} must be at least 0, got {coef}")
-        if self.coef == 0.0 and not any(self.teacher_coefs.values()) and self.advantage.name == "none":
+        if not self.has_divergence and self.advantage.name == "none":
             raise ValueError(
                 "coef = 0 with advantage = 'none' leaves nothing to learn from; expected a coef above 0 or an advantage"
+            )
+        if by_turn and self.importance.name == "gspo":
+            raise ValueError(
+                f"aggregation = {self.aggregation!r} with importance = 'gspo', whose ratio is that of whole rollouts; "
+                "expected aggregation = 'sequence_mean', or another importance"
+            )
+        if self.turn_discount < 1.0 and not self.has_divergence:
+            raise ValueError(
+                f"turn_discount = {self.turn_discount} with coef = 0: there is no divergence to discount; expected 1, "
+                "or a coef above 0"
+            )
+        if self.length_penalty.name != "none" and self.advantage.name == "none":
+            raise ValueError(
+                f"length_penalty = {self.length_penalty.name!r} with advantage = 'none', which trains on no reward; "
+                "expected an advantage, or length_penalty = 'none'"
             )
         if self.domain_scale != "none" and self.needs_top_k:
             raise ValueError(
                 f"domain_scale = {self.domain_scale!r} with divergence = {self.divergence.name!r}: only costs of "
                 "sampled tokens are scaled by domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"
             )
+
+    @property
+    def has_divergence(self) -> bool:
+        """False if only rewards are trained on."""
+        return self.coef > 0.0 or any(self.teacher_coefs.values())
 
     @property
     def needs_top_k(self) -> bool:
@@ -89,6 +128,11 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 "tasks.routes = {} with objective.advantage = 'none' leaves nothing to learn from: no teacher "
                 "scores anything; expected a pool in tasks.routes, or an advantage"
+            )
+        if self.length_penalty.name == "group_length" and tasks.group_size == 1:
+            raise ValueError(
+                "objective.length_penalty = 'group_length' with tasks.group_size = 1 compares a rollout with itself; "
+                "expected a larger group, or 'overlong'"
             )
         if tasks.top_p < 1.0 or tasks.top_k > 0:
             raise ValueError(

@@ -10,8 +10,11 @@ reported when it sampled the token; q: a teacher's log-prob. The discount of cos
 itself. A token that no teacher scores has A = A_reward. With a divergence between distributions A = A_reward, too, and
 the divergence is added in `learner.step.step_loss`.
 
-An aggregation gives each rollout its share and the loss its divisor, both from the WHOLE batch. Neither depends on
-microbatches, so packing does not change the gradient; there is no mean of microbatch means.
+With `turn_discount` the costs of a token are multiplied by turn_discount ** depth, where depth is the number of turns
+before its own (learner.objectives.turns).
+
+An aggregation gives each rollout (or turn) its share and the loss its divisor, both from the WHOLE batch. Neither
+depends on microbatches, so packing does not change the gradient; there is no mean of microbatch means.
 
 Legend: N trained tokens of a microbatch, M teachers of the batch, R rollouts of the batch.
 """
@@ -28,8 +31,16 @@ from torch import Tensor
 from learner.objectives.advantages import RewardSignal, make_signal
 from learner.objectives.config import DomainScale, ObjectiveConfig
 from learner.objectives.importance import ImportanceFn, TokenRatios
+from learner.objectives.length import LengthPenalty, make_length_penalty
 from learner.objectives.options import KlStudent, Sampled
-from learner.objectives.registry import AGGREGATIONS, DIVERGENCE, WEIGHT, find_member
+from learner.objectives.registry import (
+    AGGREGATIONS,
+    DIVERGENCE,
+    TURN_AGGREGATIONS,
+    WEIGHT,
+    counts_by_turn,
+    find_member,
+)
 from learner.objectives.sampled import CostFn
 from protocol.settings import Member
 
@@ -43,6 +54,16 @@ class Shares(NamedTuple):
 class AggregationOptions(NamedTuple):
     max_new_tokens: int
     """Longest possible rollout, tokens."""
+
+
+class TurnShares(NamedTuple):
+    share_U: Tensor
+    """float64: weight of each trained token of a turn (`learner.objectives.turns`)."""
+    divisor: int
+
+
+TurnAggregationFn: TypeAlias = Callable[[Tensor, Tensor], TurnShares]
+"""(tokens_U int64: trained tokens of each turn, at least 1; rollout_U int64: its rollout, ascending) -> TurnShares."""
 
 
 AggregationFn: TypeAlias = Callable[[Tensor, AggregationOptions], Shares]
@@ -64,6 +85,19 @@ def constant(tokens_R: Tensor, options: AggregationOptions) -> Shares:
     """Sum over all trained tokens, divided by the rollouts with a trained token times max_new_tokens: the divisor
     does not depend on the actual lengths, so long wrong answers are not favoured (Dr. GRPO; Liu et al. 2025)."""
     return Shares(torch.ones_like(tokens_R, dtype=torch.float64), int((tokens_R > 0).sum()) * options.max_new_tokens)
+
+
+def turn_mean(tokens_U: Tensor, rollout_U: Tensor) -> TurnShares:
+    """Mean over all turns of the mean over a turn's trained tokens: every turn counts the same, however long it is."""
+    return TurnShares(1.0 / tokens_U.double(), len(tokens_U))
+
+
+def sequence_turn_mean(tokens_U: Tensor, rollout_U: Tensor) -> TurnShares:
+    """Mean over rollouts of the mean over their turns of the mean over a turn's trained tokens: in a rollout every turn
+    counts the same, and every rollout with a trained token counts the same. This is the turn-balanced weighting at the
+    end of the schedule of TurnOPD (arXiv 2607.05804)."""
+    turns_R = torch.bincount(rollout_U)
+    return TurnShares(1.0 / (tokens_U * turns_R[rollout_U]).double(), int((turns_R > 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -89,6 +123,8 @@ class TokenInputs:
     """Divisor of the costs (learner.objectives.batch_terms); None = 1."""
     proximal_N: Tensor | None = None
     """s at the first of several updates on one batch; None in the first update."""
+    divergence_weight_N: Tensor | None = None
+    """Weight of the token's divergence, by its turn; None = 1."""
 
     def at(self, place: slice) -> TokenInputs:
         """The inputs of some tokens."""
@@ -102,6 +138,7 @@ class TokenInputs:
             sequence_N=self.sequence_N[place],
             cost_scale_N=None if self.cost_scale_N is None else self.cost_scale_N[place],
             proximal_N=None if self.proximal_N is None else self.proximal_N[place],
+            divergence_weight_N=None if self.divergence_weight_N is None else self.divergence_weight_N[place],
         )
 
     def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
@@ -125,6 +162,10 @@ class Objective:
     aggregation: AggregationFn
     aggregation_options: AggregationOptions
     domain_scale: DomainScale = "none"
+    turn_aggregation: TurnAggregationFn | None = None
+    """In place of `aggregation`, if there is one."""
+    turn_discount: float = 1.0
+    length_penalty: LengthPenalty | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +202,8 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
     known names."""
     divergence = config.divergence
     importance, options, _ = WEIGHT.load(config.importance)
+    by_turn = counts_by_turn(config.aggregation)
+    aggregation = find_member(TURN_AGGREGATIONS if by_turn else AGGREGATIONS, config.aggregation)
     return Objective(
         cost=no_cost if config.needs_top_k else _cost(divergence),
         coef=config.coef,
@@ -169,9 +212,12 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
         importance=importance,
         options=options,
         signal=make_signal(config.advantage),
-        aggregation=cast(AggregationFn, find_member(AGGREGATIONS, config.aggregation)),
+        aggregation=token_mean if by_turn else cast(AggregationFn, aggregation),
         aggregation_options=AggregationOptions(max_new_tokens=max_new_tokens),
         domain_scale=config.domain_scale,
+        turn_aggregation=cast(TurnAggregationFn, aggregation) if by_turn else None,
+        turn_discount=config.turn_discount,
+        length_penalty=make_length_penalty(config.length_penalty, max_new_tokens=max_new_tokens),
     )
 
 
@@ -191,9 +237,12 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
     cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
     scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
+    weighted_MN = cost_MN / scale
+    if inputs.divergence_weight_N is not None:
+        weighted_MN = weighted_MN * inputs.divergence_weight_N.to(current_N.dtype)
     advantage_N = combined_advantage(
         inputs.reward_advantage_N.to(current_N.dtype),
-        cost_MN / scale,
+        weighted_MN,
         inputs.routed_MN,
         inputs.coef_M.to(current_N.dtype),
     )

@@ -125,6 +125,21 @@ class Grpo(Member, frozen=True, kw_only=True):
     """Divide by the group's standard deviation."""
 
 
+class Overlong(Member, frozen=True, kw_only=True):
+    name: str = "overlong"
+    margin: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """Share of tasks.max_new_tokens, at its end, over which the penalty falls from 0 to -1 (DAPO: 4,096 of 20,480
+    tokens)."""
+    weight: PositiveFloat = 1.0
+    """Factor of the penalty."""
+
+
+class GroupLength(Member, frozen=True, kw_only=True):
+    name: str = "group_length"
+    weight: PositiveFloat = 1.0
+    """Factor of the term, which is between -0.5 and 0.5."""
+
+
 class ValueConfig(Settings, frozen=True, kw_only=True):
     """A learned value function: one linear layer on the student's last hidden state, trained beside it."""
 

@@ -28,11 +28,13 @@ from learner.objectives.options import (
     Clipped,
     Decoupled,
     Distributions,
+    GroupLength,
     Grpo,
     Gspo,
     Jsd,
     Mixed,
     MultiSample,
+    Overlong,
     Sampled,
     TokenAdvantage,
 )
@@ -132,6 +134,22 @@ AGGREGATIONS = Group(
 """From losses of tokens to the loss of a batch: `learner.objectives.losses.AggregationFn`."""
 
 
+TURN_AGGREGATIONS = Group(
+    "aggregation",
+    "stillhouse.turn_aggregations",
+    {name: f"{_HERE}.losses:{name}" for name in ("turn_mean", "sequence_turn_mean")},
+)
+"""By turn of the student: `learner.objectives.losses.TurnAggregationFn`. They have the same key."""
+
+LENGTH_PENALTIES = Group(
+    "length_penalty",
+    "stillhouse.length_penalties",
+    {name: f"{_HERE}.length:{name}" for name in ("none", "overlong", "group_length")},
+    sections={"overlong": Overlong, "group_length": GroupLength},
+)
+"""Added to rewards: `learner.objectives.length.LengthPenaltyFn`."""
+
+
 class Loaded(NamedTuple):
     """A member, ready to be called."""
 
@@ -201,6 +219,18 @@ class Choice(Members):
 DIVERGENCE = Choice(DIVERGENCES, DISTRIBUTION_DIVERGENCES)
 WEIGHT = Choice(IMPORTANCE)
 ADVANTAGE = Choice(ADVANTAGES, TOKEN_ADVANTAGES)
+LENGTH_PENALTY = Choice(LENGTH_PENALTIES)
+
+
+def counts_by_turn(aggregation: str) -> bool:
+    """Whether an aggregation is one of turns. Raises ValueError for an unknown name."""
+    if aggregation in TURN_AGGREGATIONS.built_in:
+        return True
+    if ":" not in aggregation and aggregation not in AGGREGATIONS.built_in:
+        if aggregation in known_members(TURN_AGGREGATIONS):
+            return True
+        check_member(AGGREGATIONS, aggregation, others=tuple(TURN_AGGREGATIONS.built_in))
+    return False
 
 
 def known_members(group: Group) -> dict[str, str]:

@@ -141,6 +141,8 @@ class StepMetrics:
     """Before clipping."""
     lr: float
     step_s: float
+    length_penalty: float | None = None
+    """Mean of the term that objective.length_penalty adds to rewards; None without it."""
     offline: OfflineMetrics | None = None
     """None without offline tokens."""
     value: ValueMetrics | None = None

@@ -97,11 +97,14 @@ class BatchPart:
             routed_MN=upload(microbatch.routed_MN, device),
             coef_M=upload(teacher_coefs(self.batch.teachers, self.loss.objective), device),
             reward_advantage_N=upload(whole.reward_advantage_N[token_N], device),
-            share_N=upload(whole.share_R, device)[item_N],
+            share_N=upload(whole.share_N[token_N], device),
             sequence_N=item_N,
-            n_sequences=len(whole.share_R),
+            n_sequences=len(whole.tokens_R),
             cost_scale_N=upload(whole.cost_scale_R, device)[item_N],
             proximal_N=None if self.proximal_N is None else self.proximal_N[upload(token_N, device)],
+            divergence_weight_N=(
+                None if whole.divergence_weight_N is None else upload(whole.divergence_weight_N[token_N], device)
+            ),
         )
 
     def values(self, microbatch: Microbatch) -> ValueTargets | None:

@@ -120,6 +120,8 @@ class BetweenDistributions(Between):
     ) -> ChunkParts:
         device = inputs.behaviour_N.device
         weight_N = inputs.share_N.double() / divisor
+        if inputs.divergence_weight_N is not None:
+            weight_N = weight_N * inputs.divergence_weight_N.double()
         if self.needs_logprobs and student_N is not None:
             weight_N = weight_N * context_weights(inputs.ratios(student_N), self.options.context_cap).double()
         teachers = [TopKTeacher.of(rows, self.vocab_tokens, device) for rows in microbatch.top]

@@ -143,6 +143,7 @@ class Trainer:
             items=len(items),
             items_idle=batch.n_items_idle,
             items_unrewarded=whole.items_unrewarded,
+            length_penalty=whole.length_penalty,
             microbatches=sum(len(part.batch.microbatches) for part in parts),
             input_tokens=sum(part.batch.n_inputs for part in parts),
             step_s=time.perf_counter() - started_s,

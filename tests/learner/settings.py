@@ -8,9 +8,14 @@ import msgspec
 
 from learner.config import LearnerConfig
 from learner.objectives.config import ObjectiveConfig
-from learner.objectives.registry import ADVANTAGE, DIVERGENCE, WEIGHT
+from learner.objectives.registry import ADVANTAGE, DIVERGENCE, LENGTH_PENALTY, WEIGHT
 
-CHOICES: Final = {"divergence": DIVERGENCE, "importance": WEIGHT, "advantage": ADVANTAGE}
+CHOICES: Final = {
+    "divergence": DIVERGENCE,
+    "importance": WEIGHT,
+    "advantage": ADVANTAGE,
+    "length_penalty": LENGTH_PENALTY,
+}
 OBJECTIVE: Final = frozenset(field.name for field in msgspec.structs.fields(ObjectiveConfig))
 
 

@@ -26,7 +26,9 @@ from learner.objectives.registry import (
     DIVERGENCE,
     DIVERGENCES,
     IMPORTANCE,
+    LENGTH_PENALTIES,
     TOKEN_ADVANTAGES,
+    TURN_AGGREGATIONS,
     Group,
     find_member,
     known_members,
@@ -35,7 +37,10 @@ from learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
-GROUPS = (ADVANTAGES, AGGREGATIONS, DISTRIBUTION_DIVERGENCES, DIVERGENCES, IMPORTANCE, TOKEN_ADVANTAGES)
+GROUPS = (
+    *(ADVANTAGES, AGGREGATIONS, DISTRIBUTION_DIVERGENCES, DIVERGENCES, IMPORTANCE, LENGTH_PENALTIES),
+    *(TOKEN_ADVANTAGES, TURN_AGGREGATIONS),
+)
 
 
 @pytest.fixture

@@ -343,3 +343,30 @@ def test_a_rollout_whose_sets_cannot_be_read_is_left_out_of_the_step(tiny_studen
     outcome = finite_step(trainer, [bad, good])
     assert outcome.masked == ("bad",)
     assert outcome.figures is not None and outcome.figures.tokens == 3
+
+
+def test_a_turn_discount_weighs_divergences_between_distributions(tiny_student: Student, make_item: Make) -> None:
+    """Linear in the turns: the gradient is that of first turns plus discount times that of second ones."""
+    items = _items(make_item)
+
+    def gradients(keep: int | None, **fields: Any) -> dict[str, Tensor]:
+        """`keep`: train turns of this depth only. "b" has two turns, all others one."""
+        kept = [t for t in items if keep in (None, 0) or t.item.rollout_id == "b"]
+        if keep is not None:
+            kept = [_only_turn(train_item, keep) for train_item in kept]
+        config = _config(divergence="reverse_kl", aggregation="constant", **fields)
+        trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10, vocab_tokens=VOCAB)
+        n_rollouts = sum(t.n_trained > 0 for t in kept)
+        return {name: gradient * n_rollouts for name, gradient in step_gradients(trainer, kept).items()}
+
+    first, second, both = gradients(0), gradients(1), gradients(None, turn_discount=0.25)
+    assert any(bool(gradient.any()) for gradient in second.values())
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, first[name] + 0.25 * second[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def _only_turn(train_item: TrainItem, depth: int) -> TrainItem:
+    mask_L = train_item.train_mask_L.copy()
+    if train_item.item.rollout_id == "b":  # 0 1 1 0 0 1 0
+        mask_L[slice(3, None) if depth == 0 else slice(0, 3)] = False
+    return replace(train_item, train_mask_L=mask_L)

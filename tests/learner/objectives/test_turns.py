@@ -1,0 +1,204 @@
+"""Turns of a rollout, and losses that count by turn: against loops over tokens, one path at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.batch import TrainItem, train_items
+from learner.objectives.turns import batch_turns, turns_of
+from learner.step.train_step import Trainer
+from protocol.messages import Branch, VersionSpan, WeightVersion
+from tests.learner.settings import learner_config
+from tests.learner.step.gradients import step_gradients
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+PLAIN: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant", "importance": "none"}
+
+
+def rollout(
+    make_item: Make,
+    name: str,
+    sampled: Sequence[int],
+    *,
+    branches: Sequence[tuple[int, int]] = (),
+    already: Sequence[int] = (),
+    **fields: Any,
+) -> TrainItem:
+    """`sampled`: 1 where the student wrote; `already`: offsets that an earlier batch trained."""
+    mask = [int(bool(s) and t not in already) for t, s in enumerate(sampled)]
+    plain = make_item(name, mask, **fields)
+    spans = [VersionSpan(WeightVersion(0, t % 2), t, t + 1) for t, s in enumerate(sampled) if s]
+    item = msgspec.structs.replace(
+        plain.item, spans=tuple(spans), branches=tuple(Branch(start, follows) for start, follows in branches)
+    )
+    frames = (plain.tokens_L, plain.behaviour_L, plain.train_mask_L.astype(np.uint8), plain.teacher_ML)
+    return train_items([item], frames)[0]
+
+
+def path_before(train_item: TrainItem, t: int) -> list[int]:
+    """Offsets that one reads before token `t`: token by token backwards."""
+    starts = {branch.start: branch.follows for branch in train_item.item.branches}
+    path: list[int] = []
+    while t > 0:
+        t = starts.get(t, t) - 1
+        if t >= 0:
+            path.append(t)
+    return path[::-1]
+
+
+def slow_turns(train_item: TrainItem) -> dict[int, tuple[int, int]]:
+    """Trained token -> (first token of its turn in the row, depth)."""
+    sampled = {t for span in train_item.item.spans for t in range(span.start, span.end)}
+    sampled |= set(np.flatnonzero(train_item.train_mask_L).tolist())
+    starts = {branch.start for branch in train_item.item.branches}
+    found: dict[int, tuple[int, int]] = {}
+    for t in np.flatnonzero(train_item.train_mask_L).tolist():
+        first = t
+        while first not in starts and first - 1 in sampled:
+            first -= 1
+        before = [p in sampled for p in path_before(train_item, first)]
+        found[t] = first, sum(a and not b for a, b in itertools.pairwise(before))
+    return found
+
+
+def random_rollout(make_item: Make, seed: int) -> TrainItem:
+    random = np.random.default_rng(seed)
+    n = int(random.integers(6, 40))
+    starts = sorted(random.choice(np.arange(2, n), size=int(random.integers(0, 4)), replace=False).tolist())
+    branches = [(int(s), int(random.choice([0, random.integers(0, s)]))) for s in starts]
+    sampled = (random.random(n) < 0.6).astype(int)
+    sampled[[0, *(s for s, follows in branches if follows == 0)]] = 0  # a root's first token
+    already = np.flatnonzero(random.random(n) < 0.2).tolist()
+    return rollout(make_item, f"r{seed}", sampled.tolist(), branches=branches, already=already)
+
+
+def test_turns_of_random_branching_rollouts_are_those_of_a_walk_back_from_each_token(make_item: Make) -> None:
+    depths: set[int] = set()
+    for seed in range(300):
+        train_item = random_rollout(make_item, seed)
+        turns, slow = turns_of(train_item), slow_turns(train_item)
+        firsts = [first for first, _ in slow.values()]
+        assert turns.turn_N.tolist() == [sorted(set(firsts)).index(first) for first in firsts]
+        assert turns.depth_U[turns.turn_N].tolist() == [depth for _, depth in slow.values()] if slow else True
+        depths |= set(turns.depth_U.tolist())
+        if slow:
+            sampled = {t for span in train_item.item.spans for t in range(span.start, span.end)}
+            starts = {branch.start for branch in train_item.item.branches}
+            for end in turns.end_U.tolist():
+                assert end - 1 in sampled and (end not in sampled or end in starts)
+    assert depths >= {0, 1, 2, 3}
+
+
+def test_the_turns_of_a_batch_are_numbered_through(make_item: Make) -> None:
+    items = [
+        rollout(make_item, "a", [0, 1, 1, 0, 1], already=[1, 2]),
+        make_item("b", [0, 0]),
+        rollout(make_item, "c", [0, 1, 0, 1, 1]),
+    ]
+    turns = batch_turns(items)
+    assert turns.turn_N.tolist() == [0, 1, 2, 2] and turns.tokens_U.tolist() == [1, 1, 2]
+    assert (turns.rollout_U.tolist(), turns.depth_U.tolist()) == ([0, 2, 2], [1, 0, 1])
+
+
+def mixed_batch(make_item: Make) -> list[TrainItem]:
+    """Turns of unequal lengths; branches (a second line, a root); a rollout whose first turn was trained before; one
+    without anything to train."""
+    return [
+        rollout(make_item, "a", [0, 1, 1, 1, 0, 1, 0, 1, 1], task_id=1, reward=1.0),
+        rollout(make_item, "b", [0, 0, 1, 1, 0, 1, 0, 1, 1, 1], branches=[(4, 3), (6, 0)], task_id=1, reward=0.0),
+        rollout(make_item, "c", [0, 1, 1, 0, 0, 1, 1, 0, 1], already=[1, 2, 5], task_id=2, reward=0.5),
+        make_item("d", [0, 0, 0], task_id=2, reward=1.0),
+    ]
+
+
+def slow_gradients(
+    model: PreTrainedModel, items: Sequence[TrainItem], share: Callable[[TrainItem, int], float]
+) -> dict[str, Tensor]:
+    """sum over tokens of share * (s - q) * s, one forward pass per token along its own path."""
+    total = torch.zeros((), dtype=torch.float64)
+    for train_item in items:
+        ids_L = torch.from_numpy(train_item.tokens_L).long()
+        for t in np.flatnonzero(train_item.train_mask_L).tolist():
+            before = path_before(train_item, t)
+            s = torch.log_softmax(model(input_ids=ids_L[before][None]).logits[0, -1], dim=-1)[ids_L[t]]
+            total = total + share(train_item, t) * (s.item() - float(train_item.teacher_ML[0, t])) * s
+    total.backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("aggregation", ["turn_mean", "sequence_turn_mean"])
+@pytest.mark.parametrize("pack_tokens", [1, 12, 4096])
+def test_every_turn_weighs_the_same_however_long_it_is(
+    tiny_student: Student, make_item: Make, aggregation: str, pack_tokens: int
+) -> None:
+    items = mixed_batch(make_item)
+    turns = {item.item.rollout_id: slow_turns(item) for item in items}
+    firsts = {name: [first for first, _ in of.values()] for name, of in turns.items()}
+    n_turns = {name: len(set(of)) for name, of in firsts.items()}
+
+    def share(train_item: TrainItem, t: int) -> float:
+        name = train_item.item.rollout_id
+        of_turn = 1.0 / firsts[name].count(turns[name][t][0])
+        if aggregation == "turn_mean":
+            return of_turn / sum(n_turns.values())
+        return of_turn / n_turns[name] / sum(n > 0 for n in n_turns.values())
+
+    config = learner_config(aggregation=aggregation, pack_tokens=pack_tokens, **PLAIN)
+    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=9), items[::-1])
+    expected = slow_gradients(tiny_student("eager", torch.float64), items, share)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("pack_tokens", [1, 4096])
+@pytest.mark.parametrize("discount", [0.0, 0.5])
+def test_a_discounted_divergence_falls_with_the_depth_of_the_turn(
+    tiny_student: Student, make_item: Make, discount: float, pack_tokens: int
+) -> None:
+    items = mixed_batch(make_item)
+    turns = {item.item.rollout_id: slow_turns(item) for item in items}
+    n_tokens = sum(item.n_trained for item in items)
+    config = learner_config(turn_discount=discount, pack_tokens=pack_tokens, **PLAIN)
+    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=9), items)
+    expected = slow_gradients(
+        tiny_student("eager", torch.float64),
+        items,
+        lambda train_item, t: discount ** turns[train_item.item.rollout_id][t][1] / n_tokens,
+    )
+    assert {depth for of in turns.values() for _, depth in of.values()} == {0, 1, 2}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_rewards_are_not_discounted_with_the_divergence(tiny_student: Student, make_item: Make) -> None:
+    """The gradient of both is the sum of that of the rewards and that of the discounted divergence."""
+    items = mixed_batch(make_item)
+
+    def gradients(**fields: Any) -> dict[str, Tensor]:
+        config = learner_config(**PLAIN, **fields)
+        return step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=9), items)
+
+    rewards = gradients(advantage="grpo", coef=0.0)
+    for name, both in gradients(advantage="grpo", turn_discount=0.5).items():
+        alone = gradients(turn_discount=0.5)[name]
+        torch.testing.assert_close(both, rewards[name] + alone, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_defaults_are_the_same_to_the_bit_whatever_the_turns(tiny_student: Student, make_item: Make) -> None:
+    items = mixed_batch(make_item)
+    for fields in ({}, {"aggregation": "sequence_mean"}):
+        one, other = (
+            step_gradients(Trainer(tiny_student(), learner_config(**fields, **more), total_steps=9), items)
+            for more in ({}, {"turn_discount": 1.0})
+        )
+        assert all(torch.equal(gradient, other[name]) for name, gradient in one.items())
