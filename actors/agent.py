@@ -17,16 +17,19 @@ and `step` run the same way (`actors.envs.episode`): they are agents of one line
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from actors.env_thread import CURRENT_CALL, EnvCall
 from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
 from actors.envs.episode import EnvironmentFault, FinishReason
-from engines.base import Int32s
+from engines.base import Float32s, Int32s
 
 
 class EpisodeOver(Exception):
@@ -43,6 +46,27 @@ class Generation(NamedTuple):
     """The same tokens as text, without special tokens. Never tokenise it again."""
     finish_reason: TurnEnd
     """stop: ended on a stop token; length: `max_new_tokens`, or the rollout's tokens, are used up."""
+    logprobs: Float32s
+    """[n] Natural logarithms of the probabilities with which the tokens were sampled."""
+
+
+class Endpoint(NamedTuple):
+    """An OpenAI-compatible endpoint of one episode. It ends with its `async with` block."""
+
+    base_url: str
+    """Ends with /v1. Reachable from this host only."""
+    api_key: str
+
+
+class Session(Protocol):
+    """The server's side of an Endpoint (`actors.endpoint`)."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    def close(self) -> None:
+        """End it, and every request under way. Called from any thread; again has no effect."""
+        ...
 
 
 class Ask(NamedTuple):
@@ -55,6 +79,22 @@ class Ask(NamedTuple):
     """[n]"""
     max_new_tokens: int | None
     stop_token_ids: tuple[int, ...]
+    retry: bool = False
+    """With the prompt of an earlier request, the caller no longer wants the first response. False: it wants both."""
+    choice_of: int | None = None
+    """Number of the request of which this one is another choice, wanted beside it."""
+
+
+class Response(NamedTuple):
+    """What the student wrote in answer to a request."""
+
+    token_ids: Int32s
+    """[n]"""
+    logprobs: Float32s
+    """[n]"""
+    finish_reason: TurnEnd
+    budget_left: int
+    """Tokens that the rollout may still sample."""
 
 
 class GiveUp(NamedTuple):
@@ -126,19 +166,23 @@ class Context:
             return Context(self._episode, np.asarray(messages, np.int32))
         return Context(self._episode, self.tokenizer.chat_prompt(messages))
 
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncGenerator[Endpoint]:
+        """An OpenAI-compatible endpoint of this episode, for agents that only know a base URL and a key
+        (docs/agents/openai.md). Its requests are those of the episode: recorded, limited and trained the same way."""
+        session = self._episode.open_session()
+        try:
+            yield session.endpoint
+        finally:
+            session.close()
+
     def reward(self, value: float) -> None:
         """Add to the episode's reward. An episode that never calls it has none, which is not the same as 0."""
-        number = float(value)
-        if not math.isfinite(number):
-            raise EnvironmentFault(f"ctx.reward({value!r}): expected a finite number")
-        self._episode.reward = (self._episode.reward or 0.0) + number
+        self._episode.add_reward(value)
 
     def note(self, /, **numbers: float) -> None:
         """Numbers about the episode, which the actor sums into its statistics."""
-        for name, value in numbers.items():
-            if not math.isfinite(float(value)):
-                raise EnvironmentFault(f"ctx.note({name}={value!r}): expected a finite number")
-            self._episode.info[name] = self._episode.info.get(name, 0.0) + float(value)
+        self._episode.add_info(numbers)
 
 
 class EpisodeEnd(NamedTuple):
@@ -165,7 +209,8 @@ def play_agent(make: Callable[[], Callable[..., Any]], task: EnvTask) -> Play:
 
 
 class AgentEpisode:
-    """Runs one episode, and carries its requests to the actor and the responses back."""
+    """Runs one episode, and carries its requests to the actor and the responses back. Requests may come from other
+    event loops than the episode's own: an endpoint has one for all its sessions."""
 
     def __init__(
         self,
@@ -176,21 +221,28 @@ class AgentEpisode:
         *,
         budget_left: int,
         max_context_tokens: int,
+        new_session: Callable[[AgentEpisode], Session] | None = None,
     ) -> None:
-        """`post` hands a request to the actor's main thread. `budget_left`: tokens that may be sampled."""
+        """`post` hands a request to the actor's main thread. `budget_left`: tokens that may be sampled.
+        `new_session` opens an endpoint for this episode."""
         self._play = play
         self._task = task
         self.tokenizer = tokenizer
         self._post = post
         self.budget_left = budget_left
         self.max_context_tokens = max_context_tokens
+        self._new_session = new_session
+        self._sessions: list[Session] = []
         self.reward: float | None = None
         self.info: dict[str, float] = {}
-        self._waiting: dict[int, asyncio.Future[tuple[Int32s, TurnEnd, int]]] = {}
-        self._n_asked = 0
+        self._guard = threading.Lock()
+        """For all that other threads change: reward, info, sessions and waiting requests."""
+        self._waiting: dict[int, asyncio.Future[Response]] = {}
+        self._numbers = itertools.count()
         self._last: TurnEnd | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call: EnvCall | None = None
+        self._over = False
 
     # --------------------------------------------------------------------------------------- on the episode's thread
 
@@ -204,53 +256,127 @@ class AgentEpisode:
             if self._last is None:
                 raise
             finish_reason = "length"
+        finally:
+            self.close_sessions()
         if self._last is None:
             raise EnvironmentFault("the agent ended without a response of the student, expected one `ctx.generate`")
         return EpisodeEnd(finish_reason or self._last, self.reward, self.info)
 
-    async def ask(self, prompt_ids: Int32s, max_new_tokens: int | None, stop_token_ids: tuple[int, ...]) -> Generation:
-        """See `Context.generate`."""
-        assert self._loop is not None and self._call is not None
-        number, self._n_asked = self._n_asked, self._n_asked + 1
-        future: asyncio.Future[tuple[Int32s, TurnEnd, int]] = self._loop.create_future()
-        self._waiting[number] = future
-        self._call.pause()
-        self._post(Ask(self._task.rollout_id, number, prompt_ids, max_new_tokens, stop_token_ids))
+    def open_session(self) -> Session:
+        """See `Context.endpoint`."""
+        if self._new_session is None:
+            raise RuntimeError("this actor has no endpoint")
+        session = self._new_session(self)
+        with self._guard:
+            self._sessions.append(session)
+            over = self._over
+        if over:
+            session.close()
+        return session
+
+    # --------------------------------------------------------------------------------------------- on any event loop
+
+    async def ask(
+        self,
+        prompt_ids: Int32s,
+        max_new_tokens: int | None,
+        stop_token_ids: tuple[int, ...],
+        *,
+        retry: bool = False,
+        choice_of: int | None = None,
+        number: int | None = None,
+    ) -> Generation:
+        """See `Context.generate`, and Ask. `number`: from `new_number`."""
+        number = self.new_number() if number is None else number
+        future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        with self._guard:
+            self._waiting[number] = future
+        self._keep_time()
+        self._post(Ask(self._task.rollout_id, number, prompt_ids, max_new_tokens, stop_token_ids, retry, choice_of))
         try:
-            token_ids, finish_reason, self.budget_left = await future
+            response = await future
         except asyncio.CancelledError:
             self._post(GiveUp(self._task.rollout_id, number))
             raise
         finally:
-            del self._waiting[number]
-            if self._waiting:
-                self._call.pause()
-            else:
-                self._call.resume()
-        self._last = finish_reason
-        return Generation(token_ids, self.tokenizer.decode(token_ids), finish_reason)
+            with self._guard:
+                del self._waiting[number]
+            self._keep_time()
+        self._last, self.budget_left = response.finish_reason, response.budget_left
+        ids = response.token_ids
+        return Generation(ids, self.tokenizer.decode(ids), response.finish_reason, response.logprobs)
+
+    def new_number(self) -> int:
+        """A number for a request that is about to be made."""
+        return next(self._numbers)
+
+    def add_reward(self, value: float) -> None:
+        """Raises EnvironmentFault for a number that is not finite."""
+        number = float(value)
+        if not math.isfinite(number):
+            raise EnvironmentFault(f"ctx.reward({value!r}): expected a finite number")
+        with self._guard:
+            self.reward = (self.reward or 0.0) + number
+
+    def add_info(self, numbers: Mapping[str, float]) -> None:
+        """Raises EnvironmentFault for a number that is not finite."""
+        for name, value in numbers.items():
+            if not math.isfinite(float(value)):
+                raise EnvironmentFault(f"ctx.note({name}={value!r}): expected a finite number")
+            with self._guard:
+                self.info[name] = self.info.get(name, 0.0) + float(value)
+
+    def _keep_time(self) -> None:
+        """The agent's own time runs while it waits for no response."""
+        assert self._loop is not None and self._call is not None
+        if self._loop is asyncio.get_running_loop():
+            self._time_here()
+            return
+        if self._waiting:
+            self._call.wait()
+        else:
+            self._call.expect()
+        with suppress(RuntimeError):  # the episode has ended, and so has its loop
+            self._loop.call_soon_threadsafe(self._time_here)
+
+    def _time_here(self) -> None:
+        assert self._call is not None
+        if self._waiting:
+            self._call.pause()
+        else:
+            self._call.resume()
 
     # ---------------------------------------------------------------------------------------- on the actor's thread
 
-    def deliver(self, number: int, token_ids: Int32s, finish_reason: TurnEnd, budget_left: int) -> None:
-        """Answer a request. `budget_left`: tokens that the rollout may still sample."""
-        token_ids.flags.writeable = False
-        self._settle(number, lambda future: future.set_result((token_ids, finish_reason, budget_left)))
+    def deliver(self, number: int, response: Response) -> None:
+        """Answer a request."""
+        response.token_ids.flags.writeable = False
+        response.logprobs.flags.writeable = False
+        self._settle(number, lambda future: future.set_result(response))
 
     def refuse(self, number: int, reason: str) -> None:
         """Answer a request that there is no room for."""
         self._settle(number, lambda future: future.set_exception(EpisodeOver(reason)))
 
-    def _settle(self, number: int, settle: Callable[[asyncio.Future[tuple[Int32s, TurnEnd, int]]], None]) -> None:
-        assert self._loop is not None and self._call is not None
+    def close_sessions(self) -> None:
+        """End what others may still wait for."""
+        with self._guard:
+            self._over = True
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
+
+    def _settle(self, number: int, settle: Callable[[asyncio.Future[Response]], None]) -> None:
+        assert self._call is not None
+        with self._guard:
+            future = self._waiting.get(number)
+        if future is None:
+            return
         self._call.expect()
 
         def here() -> None:
-            future = self._waiting.get(number)
-            if future is not None and not future.done():
+            if not future.done():
                 settle(future)
 
-        try:
-            self._loop.call_soon_threadsafe(here)
-        except RuntimeError:
-            return  # the episode has ended, and so has its loop
+        with suppress(RuntimeError):  # the episode has ended, and so has its loop
+            future.get_loop().call_soon_threadsafe(here)

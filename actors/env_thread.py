@@ -64,13 +64,17 @@ class EnvCall:
 
     def pause(self) -> None:
         """No deadline runs: the call waits for its actor. Called on its own thread, as is `resume`."""
-        self.deadline_s = math.inf
+        self.wait()
         self._reschedule(None)
 
     def resume(self) -> None:
         """Begin the call's time anew."""
         self.expect()
         self._reschedule(asyncio.get_running_loop().time() + self.timeout_s)
+
+    def wait(self) -> None:
+        """No deadline runs for the runner until the next `expect`, `pause` or `resume`. Thread-safe."""
+        self.deadline_s = math.inf
 
     def expect(self) -> None:
         """Give the call its whole time from now on to come to its next `pause` or `resume`. Thread-safe."""

@@ -23,11 +23,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Final, Literal, TypeAlias
 
-from actors.envs.base import TurnEnd
+from actors.agent import Response
 from actors.episode_process import BEAT_S, STOOD_STILL, Command, Deliver, Finish, GaveUp, Ready, Refuse, Report, Setup
 from actors.episodes import EpisodeEnded, EpisodeStart, News
 from actors.failures import Failure
-from engines.base import Int32s
 from protocol.printable import in_one_line
 
 log = logging.getLogger(__name__)
@@ -179,10 +178,8 @@ class EpisodePool:
         self._where[episode.rollout_id] = process
         process.send(episode)
 
-    def deliver(
-        self, rollout_id: str, number: int, token_ids: Int32s, finish_reason: TurnEnd, budget_left: int
-    ) -> None:
-        self._where[rollout_id].send(Deliver(rollout_id, number, token_ids, finish_reason, budget_left))
+    def deliver(self, rollout_id: str, number: int, response: Response) -> None:
+        self._where[rollout_id].send(Deliver(rollout_id, number, response))
 
     def refuse(self, rollout_id: str, number: int, reason: str) -> None:
         self._where[rollout_id].send(Refuse(rollout_id, number, reason))

@@ -20,11 +20,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple, TypeAlias
 
+from actors.agent import Response
 from actors.config import EnvConfig
 from actors.env_runner import CLOSE_TIMEOUT_S, TooManyStuck
-from actors.envs.base import TextTokenizer, TurnEnd
+from actors.envs.base import TextTokenizer
 from actors.episodes import EpisodeStart, EpisodeThreads, News
-from engines.base import Int32s
 from models.files import model_file
 from models.tokenizer_file import FileTokenizer
 
@@ -54,9 +54,7 @@ class Deliver(NamedTuple):
 
     rollout_id: str
     number: int
-    token_ids: Int32s
-    finish_reason: TurnEnd
-    budget_left: int
+    response: Response
 
 
 class Refuse(NamedTuple):

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from actors.agent import AgentEpisode, Ask, EpisodeEnd, EpisodeOver, GiveUp, play_agent
+from actors.agent import AgentEpisode, Ask, EpisodeEnd, EpisodeOver, GiveUp, Response, play_agent
 from actors.config import EnvConfig
 from actors.env_runner import EnvRunner
 from actors.env_thread import EnvironmentTimeout
-from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
+from actors.envs.base import EnvTask, TextTokenizer
 from actors.envs.episode import Episode
 from actors.envs.registry import load_environments
 from actors.failures import Failure, of_environment
@@ -75,10 +75,8 @@ class Episodes(Protocol):
         """Raises OSError or RuntimeError when the system gives no more threads."""
         ...
 
-    def deliver(
-        self, rollout_id: str, number: int, token_ids: Int32s, finish_reason: TurnEnd, budget_left: int
-    ) -> None:
-        """Answer request `number` of an episode with the student's response [n]."""
+    def deliver(self, rollout_id: str, number: int, response: Response) -> None:
+        """Answer request `number` of an episode."""
         ...
 
     def refuse(self, rollout_id: str, number: int, reason: str) -> None:
@@ -167,10 +165,8 @@ class EpisodeThreads:
         self._episodes[episode.rollout_id] = running
         self.runner.submit(episode.rollout_id, "rollout", running.run, timeout_s)
 
-    def deliver(
-        self, rollout_id: str, number: int, token_ids: Int32s, finish_reason: TurnEnd, budget_left: int
-    ) -> None:
-        self._episodes[rollout_id].deliver(number, token_ids, finish_reason, budget_left)
+    def deliver(self, rollout_id: str, number: int, response: Response) -> None:
+        self._episodes[rollout_id].deliver(number, response)
 
     def refuse(self, rollout_id: str, number: int, reason: str) -> None:
         self._episodes[rollout_id].refuse(number, reason)

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from actors.agent import Ask, EpisodeEnd, GiveUp
+from actors.agent import Ask, EpisodeEnd, GiveUp, Response
 from actors.config import ActorConfig, EnvConfig
 from actors.episodes import EpisodeEnded, Episodes, EpisodeStart
 from actors.failures import Brake, Failure, of_environment
@@ -130,7 +130,6 @@ class RunningRollouts:
             segment_tokens=self._config.segment_tokens,
             max_context_tokens=self._max_context_tokens,
             max_calls=max_turns,
-            retries=False,
         )
         self._episodes.start(
             EpisodeStart(
@@ -165,7 +164,12 @@ class RunningRollouts:
         stops = tuple(sorted({*self._stop_token_ids, *ask.stop_token_ids}))
         try:
             request = run.rollout.request(
-                ask.prompt_ids, ask.number, max_new_tokens=ask.max_new_tokens, stop_token_ids=stops
+                ask.prompt_ids,
+                ask.number,
+                max_new_tokens=ask.max_new_tokens,
+                stop_token_ids=stops,
+                retry=ask.retry,
+                choice_of=ask.choice_of,
             )
             self._engine.submit(request)
         except NoRoom as full:
@@ -187,7 +191,7 @@ class RunningRollouts:
                 self.counts["deltas_of_cancelled_total"] += 1
                 continue
             run = self._runs[rollout_id]
-            response_ids = run.rollout.append_delta(delta)
+            response = run.rollout.append_delta(delta)
             if delta.finish_reason is not None:
                 del self._by_request[delta.request_id]
                 self._book_time("generation_s_total", "generations_total", run.requests.pop(delta.request_id))
@@ -195,12 +199,12 @@ class RunningRollouts:
                 case None:
                     self._send_segments(run)
                 case "stop" | "length":
-                    assert response_ids is not None
+                    assert response is not None
                     self._send_segments(run)
                     run.since_s = time.monotonic()
                     number = int(delta.request_id.rpartition("/")[2])
-                    budget_left = run.rollout.budget_left
-                    self._episodes.deliver(rollout_id, number, response_ids, delta.finish_reason, budget_left)
+                    said = Response(*response, delta.finish_reason, run.rollout.budget_left)
+                    self._episodes.deliver(rollout_id, number, said)
                 case reason:
                     detail = in_one_line(delta.error or "no detail given")
                     self._drop(rollout_id, Failure("engine_error" if reason == "error" else "engine_aborted", detail))

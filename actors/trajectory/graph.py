@@ -144,22 +144,21 @@ class GraphCounts:
 
 
 class TokenGraph:
-    """All calls of one episode. `retries`: a caller that sends a prompt again does not want its first response;
-    otherwise it wants several, as with `choice_of`."""
+    """All calls of one episode."""
 
-    def __init__(self, *, retries: bool = True) -> None:
-        self._retries = retries
+    def __init__(self) -> None:
         self.calls: list[Call] = []
         self._n_nodes = 0
         self._roots: dict[int, list[Node]] = {}
         self._by_prompt: dict[bytes, list[Call]] = {}
         """Calls by a digest of their prompt."""
 
-    def begin(self, prompt_ids: Int32s, *, choice_of: Call | None = None) -> Call:
+    def begin(self, prompt_ids: Int32s, *, retry: bool = True, choice_of: Call | None = None) -> Call:
         """Enter a call with the prompt [n] that the engine reads.
 
-        `choice_of`: a call with the same prompt whose caller asked for several responses at once. Raises ValueError for
-        an empty prompt."""
+        `retry`: with the prompt of an earlier call, the caller no longer wants the first response; otherwise it wants
+        several, as with `choice_of`. `choice_of`: a call with the same prompt whose caller asked for several responses
+        at once. Raises ValueError for an empty prompt."""
         if prompt_ids.ndim != 1 or prompt_ids.size == 0:
             raise ValueError(f"got a prompt of shape {prompt_ids.shape}, expected token ids [n], n >= 1")
         index = len(self.calls)
@@ -170,7 +169,7 @@ class TokenGraph:
                 raise ValueError(f"call {choice_of.index} has another prompt, so this is no other choice of it")
             call = replace(choice_of, index=index, drift=0, response=None, ended=False, delivered=True)
         elif same:
-            first_choice = index if self._retries else same[0].first_choice
+            first_choice = index if retry else same[0].first_choice
             call = Call(index, same[0].node, same[0].at, Origin.REPEATS, first_choice)
         else:
             call = self._place(index, prompt_ids)

@@ -52,11 +52,10 @@ class Rollout:
         segment_tokens: int,
         max_context_tokens: int,
         max_calls: int,
-        retries: bool = True,
     ) -> None:
-        """`prompt_ids`: the ticket's. `retries`: see TokenGraph."""
+        """`prompt_ids`: the ticket's."""
         self.ticket = ticket
-        self.graph = TokenGraph(retries=retries)
+        self.graph = TokenGraph()
         self.n_sampled = 0
         self._prompt_ids = prompt_ids
         self._max_context_tokens = max_context_tokens
@@ -64,6 +63,8 @@ class Rollout:
         self._cutter = SegmentCutter(self.graph, segment_tokens)
         self._running: dict[str, _Running] = {}
         """Calls that the engine works on, by request id."""
+        self._calls: dict[int, Call] = {}
+        """All calls, by the caller's number."""
         self._grown: dict[Node, None] = {}
         """Responses with tokens that no `take_segments` has seen."""
         self._sample_offset = 0
@@ -79,9 +80,17 @@ class Rollout:
         return self.ticket.sampling.max_new_tokens - self.n_sampled
 
     def request(
-        self, prompt_ids: Int32s, number: int, *, max_new_tokens: int | None, stop_token_ids: tuple[int, ...]
+        self,
+        prompt_ids: Int32s,
+        number: int,
+        *,
+        max_new_tokens: int | None,
+        stop_token_ids: tuple[int, ...],
+        retry: bool = False,
+        choice_of: int | None = None,
     ) -> GenerationRequest:
-        """Begin a call; `number` is the caller's own name for it. Raises NoRoom, and ValueError for an empty prompt."""
+        """Begin a call; `number` is the caller's own name for it. `retry`, `choice_of`: see TokenGraph.begin; a number
+        of no call is none. Raises NoRoom, and ValueError for an empty prompt."""
         reserved = sum(running.room - running.n for running in self._running.values())
         budget = self.budget_left - reserved
         context = self._max_context_tokens - prompt_ids.size
@@ -96,7 +105,9 @@ class Rollout:
         if context <= 0:
             raise NoRoom(f"a prompt of {prompt_ids.size} tokens fills the context of {self._max_context_tokens}")
         wanted = budget if max_new_tokens is None else max(1, max_new_tokens)
-        call, room = self.graph.begin(prompt_ids), min(budget, context, wanted)
+        first = None if choice_of is None else self._calls.get(choice_of)
+        call = self._calls[number] = self.graph.begin(prompt_ids, retry=retry, choice_of=first)
+        room = min(budget, context, wanted)
         request_id = self.request_id(number)
         offset, self._sample_offset = self._sample_offset, self._sample_offset + room
         self._running[request_id] = _Running(call, offset, room)
@@ -105,9 +116,10 @@ class Rollout:
     def request_id(self, number: int) -> str:
         return f"{self.ticket.rollout_id}/{number}"
 
-    def append_delta(self, delta: GenerationDelta) -> Int32s | None:
+    def append_delta(self, delta: GenerationDelta) -> tuple[Int32s, Float32s] | None:
         """Add what the engine wrote. The delta that ends a call frees the tokens that it did not use, and the whole
-        response [n] is returned. Raises ValueError for more tokens than were asked for, and for a malformed delta."""
+        response is returned: ids [n] and log-probs [n]. Raises ValueError for more tokens than were asked for, and for
+        a malformed delta."""
         running = self._running[delta.request_id]
         if running.n + delta.token_ids.size > running.room:
             raise ValueError(
@@ -123,7 +135,10 @@ class Rollout:
             return None
         self.end(delta.request_id, delivered=True)
         node = running.call.response
-        return np.array([] if node is None else node.ids, np.int32)
+        return (
+            np.array([] if node is None else node.ids, np.int32),
+            np.array([] if node is None else node.logprobs, np.float32),
+        )
 
     def end(self, request_id: str, *, delivered: bool) -> None:
         """End a call; an unknown one is ignored. `delivered`: the agent still waits for it."""

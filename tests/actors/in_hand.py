@@ -165,10 +165,11 @@ class InHand:
             environments, tokenizer, max_threads=max_threads, stop_token_ids=(STOP,), max_context_tokens=200
         )
         self.environments = threads.runner
+        self.episodes = pool or threads
         self.sent: list[tuple[Message, tuple[np.ndarray[Any, Any], ...]]] = []
         self.rollouts = RunningRollouts(
             engine,
-            pool or threads,
+            self.episodes,
             config,
             environments=environments,
             stop_token_ids=(STOP,),

@@ -44,7 +44,6 @@ class Line:
             segment_tokens=segment_tokens,
             max_context_tokens=context,
             max_calls=1000,
-            retries=False,
         )
         self.version_of: list[int | None] = [None] * n_prompt
         self.running: GenerationRequest | None = None
