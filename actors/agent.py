@@ -208,6 +208,17 @@ def play_agent(make: Callable[[], Callable[..., Any]], task: EnvTask) -> Play:
     return play
 
 
+def options_checked_by(check: Callable[..., None]) -> Callable[[Any], Any]:
+    """Decorates an agent: `check(**options)` raises ValueError for values that the agent refuses, before anything
+    starts. A class has a class method `check_options` for this."""
+
+    def mark(agent: Any) -> Any:
+        agent.check_options = check
+        return agent
+
+    return mark
+
+
 class AgentEpisode:
     """Runs one episode, and carries its requests to the actor and the responses back. Requests may come from other
     event loops than the episode's own: an endpoint has one for all its sessions."""

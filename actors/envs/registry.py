@@ -25,6 +25,7 @@ BUILT_IN = {
     "calculator": "actors.envs.calculator:Calculator",
     "gymnasium": "actors.envs.adapters.gymnasium:Gymnasium",
     "reasoning_gym": "actors.envs.adapters.reasoning_gym:ReasoningGym",
+    "skyrl_gym": "actors.envs.adapters.skyrl_gym:skyrl_gym",
 }
 
 
@@ -65,8 +66,8 @@ def find_environment(name: str) -> EnvironmentFactory:
 
 def check_options(name: str, options: Mapping[str, Any], *, more_in_rows: bool = False) -> EnvironmentFactory:
     """The class behind `name`, checked to accept a tokenizer and these options. A class that has a class method
-    `check_options(**options)` also checks their values with it. `more_in_rows`: rows may give what is missing; values
-    are then not checked until all are there.
+    `check_options(**options)`, or an agent with one (`actors.agent.options_checked_by`), also checks their values with
+    it. `more_in_rows`: rows may give what is missing; values are then not checked until all are there.
 
     Raises UnknownEnvironment, and ValueError for an unknown option (naming the nearest known one), a missing one, or a
     value that the class refuses."""

@@ -46,6 +46,15 @@ def test_the_student_plays_games_of_gymnasium(launch: Callable[..., Launched]) -
     assert all(-4.0 <= row["rollouts/reward_mean"] <= 1.0 for row in run.steps())
 
 
+def test_the_student_is_taught_in_an_environment_written_for_skyrl(launch: Callable[..., Launched]) -> None:
+    pytest.importorskip("skyrl_gym", reason="make agents installs what this needs")
+    run = run_example(launch, "skyrl_gym")
+    assert all(row["train/grad_norm"] > 0 and row["train/reverse_kl"] > 0 for row in run.steps())
+    before, _ = run.summary()["eval"]
+    assert 0.0 < before["accuracy_sampled"] < 1.0
+    assert max(row.get("env/skyrl_gym_turns_per_rollout", 0.0) for row in run.steps()) > 1.0, "some had a second try"
+
+
 def test_rows_mix_games_and_tasks_in_one_run(launch: Callable[..., Launched], tmp_path: Path) -> None:
     for package in ("gymnasium", "reasoning_gym"):
         pytest.importorskip(package, reason="make agents installs what this needs")

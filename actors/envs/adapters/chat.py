@@ -16,7 +16,7 @@ def own_prompt(tokenizer: TextTokenizer, row: Mapping[str, Any], text: str, *, p
 
     `text` stands for `place` (e.g. "{question}") where the row's last turn of the user contains it, and else follows
     that turn after a blank line. Raises ValueError for a row whose prompt or messages are not chat turns."""
-    turns = _turns_of(row)
+    turns = turns_of(row)
     if not turns or turns[-1].get("role") != "user":
         turns.append({"role": "user", "content": ""})
     said = turns[-1].get("content")
@@ -26,7 +26,8 @@ def own_prompt(tokenizer: TextTokenizer, row: Mapping[str, Any], text: str, *, p
     return tokenizer.chat_prompt([*turns[:-1], turns[-1] | {"content": said}])
 
 
-def _turns_of(row: Mapping[str, Any]) -> list[Message]:
+def turns_of(row: Mapping[str, Any]) -> list[Message]:
+    """The turns of the row's `messages` or `prompt`, which may also be text. Raises ValueError for anything else."""
     given = row.get("messages") or row.get("prompt") or ""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -11,9 +13,14 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from actors.agent import Ask, EpisodeEnd, Response
+from actors.config import EnvConfig
 from actors.envs.base import EnvTask, TextTokenizer
 from actors.envs.episode import Continuation, Episode
 from actors.envs.registry import make_environment
+from actors.episodes import EpisodeEnded, EpisodeStart, EpisodeThreads
+from actors.failures import Failure
+from tests.patience import PATIENCE_S
 
 MADE_BY = "make agents installs what this needs"
 
@@ -88,3 +95,87 @@ async def _play(
             break
     await episode.close()
     return Played(decode(begun.prompt_ids.tolist()), answers, [tokenizer.decode(a.token_ids) for a in answers])
+
+
+class Talked(NamedTuple):
+    """An agent's episode."""
+
+    prompt: str
+    """With its template."""
+    heard: list[str]
+    """What the student read after each of its turns but the last, with the template."""
+    end: EpisodeEnd | Failure
+
+    @property
+    def reward(self) -> float | None:
+        assert isinstance(self.end, EpisodeEnd), self.end
+        return self.end.reward
+
+    @property
+    def info(self) -> Mapping[str, float]:
+        assert isinstance(self.end, EpisodeEnd), self.end
+        return self.end.info
+
+
+class Talk(Protocol):
+    def __call__(
+        self,
+        name: str,
+        turns: Sequence[str],
+        options: Mapping[str, Any],
+        *,
+        row: Mapping[str, Any] = ...,
+        truth: str | None = ...,
+        seed: int = ...,
+    ) -> Talked: ...
+
+
+@pytest.fixture
+def talk(tokenizer: TextTokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Talk:
+    """`talk(name, turns, options, row=...)`: an agent asks for the student's turns, as an actor runs it. When there are
+    no more, its request is refused."""
+
+    def talk(
+        name: str,
+        turns: Sequence[str],
+        options: Mapping[str, Any],
+        *,
+        row: Mapping[str, Any] | None = None,
+        truth: str | None = None,
+        seed: int = 5,
+    ) -> Talked:
+        config = EnvConfig(name=name, options=dict(options), step_timeout_s=PATIENCE_S)
+        stop = int(tokenizer.encode("<|im_end|>")[0])
+        threads = EpisodeThreads(
+            {name: config}, tokenizer, max_threads=2, stop_token_ids=(stop,), max_context_tokens=99_999
+        )
+        prompt = tokenizer.chat_prompt([{"role": "user", "content": "the row's own"}])
+        columns = json.dumps(row or {}).encode()
+        threads.start(EpisodeStart("train-0-0-0", name, prompt, truth, "", seed, columns, 9_999, 99))
+        script, read = iter(turns), list[list[int]]()
+        written: list[list[int]] = []
+        limit_s = time.monotonic() + PATIENCE_S
+        try:
+            while time.monotonic() < limit_s:
+                for news in threads.take():
+                    if isinstance(news, EpisodeEnded):
+                        heard = [r[len(p) + len(w) :] for p, w, r in zip(read, written, read[1:], strict=False)]
+                        texts = [str(hf_tokenizer.decode(ids)) for ids in (read[0] if read else [], *heard)]
+                        return Talked(texts[0], texts[1:], news.end)
+                    assert isinstance(news, Ask)
+                    turn = next(script, None)
+                    if turn is None:
+                        threads.refuse(news.rollout_id, news.number, "the script is over")
+                        continue
+                    ids = tokenizer.encode(f"{turn}<|im_end|>")
+                    read.append(news.prompt_ids.tolist())
+                    written.append(ids.tolist())
+                    logprobs = np.zeros(ids.size, np.float32)
+                    threads.deliver(news.rollout_id, news.number, Response(ids, logprobs, "stop", 9_999))
+                time.sleep(0.001)
+            raise AssertionError("the episode never ended")
+        finally:
+            threads.finish("train-0-0-0")
+            threads.close()
+
+    return talk

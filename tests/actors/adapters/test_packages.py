@@ -10,14 +10,19 @@ import pytest
 from actors.envs.adapters.packages import import_package
 from actors.envs.registry import BUILT_IN, UnknownEnvironment, check_options, find_environment
 
-ADAPTERS = {"gymnasium": ("gymnasium", "gymnasium"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
+ADAPTERS = {
+    "gymnasium": ("gymnasium", "gymnasium"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+    "skyrl_gym": ("skyrl_gym", "skyrl-gym"),
+}
+"""Name -> the module that is imported, and our extra for it."""
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_missing_package_is_one_line_that_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, extra = ADAPTERS[name]
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    for part in ("gymnasium", "spaces", "reasoning_gym"):
+    for part in ("spaces", *ADAPTERS):
         monkeypatch.delitem(sys.modules, f"actors.envs.adapters.{part}", raising=False)
     find_environment.cache_clear()
     with pytest.raises(UnknownEnvironment) as raised:
