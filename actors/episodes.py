@@ -6,13 +6,14 @@ actor's process; `actors.episode_pool` runs them in other processes."""
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from actors.agent import AgentEpisode, Ask, EpisodeEnd, EpisodeOver, GiveUp, Response, play_agent
+from actors.agent import AgentEpisode, Ask, EpisodeEnd, EpisodeOver, GiveUp, Response, Session, play_agent
 from actors.config import EnvConfig
 from actors.env_runner import EnvRunner
 from actors.env_thread import EnvironmentTimeout
@@ -22,6 +23,9 @@ from actors.envs.registry import load_environments
 from actors.failures import Failure, of_environment
 from engines.base import Int32s
 from protocol.printable import in_one_line
+
+if TYPE_CHECKING:
+    from actors.endpoint.server import EndpointServer
 
 
 class EpisodeStart(NamedTuple):
@@ -118,6 +122,8 @@ class EpisodeThreads:
         self.runner = EnvRunner(max_threads, wake)
         self.runner.allow_files()
         self._episodes: dict[str, AgentEpisode] = {}
+        self._endpoint: EndpointServer | None = None
+        self._guard = threading.Lock()
         self._asked: queue.SimpleQueue[Ask | GiveUp] = queue.SimpleQueue()
         """From the episodes' threads."""
 
@@ -160,6 +166,7 @@ class EpisodeThreads:
             self._ask,
             budget_left=episode.budget_left,
             max_context_tokens=self._max_context_tokens,
+            new_session=self._new_session,
         )
         self.runner.open(episode.rollout_id, close, timeout_s)
         self._episodes[episode.rollout_id] = running
@@ -172,7 +179,7 @@ class EpisodeThreads:
         self._episodes[rollout_id].refuse(number, reason)
 
     def finish(self, rollout_id: str) -> None:
-        del self._episodes[rollout_id]
+        self._episodes.pop(rollout_id).close_sessions()
         self.runner.finish(rollout_id)
 
     def take(self) -> list[News]:
@@ -184,7 +191,21 @@ class EpisodeThreads:
         return news + [EpisodeEnded(key, result if error is None else _failure(error)) for key, result, error in ended]
 
     def close(self) -> None:
+        for episode in self._episodes.values():
+            episode.close_sessions()
         self.runner.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _new_session(self, episode: AgentEpisode) -> Session:
+        """Called on an episode's thread."""
+        # Most episodes need no HTTP server, whose library takes a while to import.
+        from actors.endpoint.server import EndpointServer
+
+        with self._guard:
+            if self._endpoint is None:
+                self._endpoint = EndpointServer()
+            return self._endpoint.new_session(episode)
 
     def _ask(self, ask: Ask | GiveUp) -> None:
         self._asked.put(ask)

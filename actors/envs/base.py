@@ -134,6 +134,10 @@ class TextTokenizer:
         """Whether the tokenizer has a chat template, which `chat_turn` needs."""
         return self._tokenizer.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        return cast("str | None", self._tokenizer.chat_template)
+
     def encode(self, text: str) -> Int32s:
         """Token ids [n] of the environment's own text, without a template or special tokens."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
@@ -153,16 +157,24 @@ class TextTokenizer:
         return self._added.get(text)
 
     def chat_turn(self, text: str, role: str = "user", *, closed: bool = True) -> Int32s:
-        """Token ids [n] that follow a finished turn of the student: the rest of the template's end of turn, a new
-        turn of `role` saying `text`, and the opening of the student's next turn. `closed`: the student wrote the token
+        """Token ids [n] that follow a finished turn of the student: one new turn, of `role` saying `text`. See
+        `chat_turns`."""
+        return self.chat_turns([{"role": role, "content": text}], closed=closed)
+
+    def chat_turns(self, messages: Sequence[Mapping[str, Any]], *, closed: bool = True) -> Int32s:
+        """Token ids [n] that follow a finished turn of the student: the rest of the template's end of turn, these new
+        turns (`role` and `content`), and the opening of the student's next turn. `closed`: the student wrote the token
         that ends its turn; otherwise that comes first.
 
-        Raises ValueError when the tokenizer has no chat template, or one that does not close turns with a token."""
+        Raises ValueError when the tokenizer has no chat template, one that does not close turns with a token, or one
+        that refuses these turns."""
         if self._tokenizer.chat_template is None:
             raise ValueError("chat_turn needs a tokenizer with a chat template, got one without; use encode")
         mark = "\u2063written\u2063"
-        turns = [("user", "-"), ("assistant", mark), (role, text)]
-        rendered = cast(str, self._render([{"role": r, "content": c} for r, c in turns]))
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        rendered = self._rendered([*before, *messages])
+        if mark not in rendered:
+            raise ValueError("the chat template leaves out an assistant turn before these turns")
         behind = rendered[rendered.rindex(mark) + len(mark) :]
         closing = next((t for t in self._special_tokens() if behind.startswith(t)), None)
         if closing is None:
@@ -183,15 +195,18 @@ class TextTokenizer:
                 raise ValueError("tools need a tokenizer with a chat template, got one without; describe them as text")
             text = "\n".join(str(message["content"]) for message in messages)
             return np.asarray(self._tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
-        try:
-            return self.encode(cast(str, self._render([dict(m) for m in messages], tools)))
-        except (TemplateError, TypeError, KeyError) as error:
-            roles = [message.get("role") for message in messages]
-            raise ValueError(f"the chat template refuses these messages (roles {roles}): {error}") from error
+        return self.encode(self._rendered(messages, tools))
 
     def _special_tokens(self) -> Sequence[str]:
         return sorted((str(t) for t in self._tokenizer.all_special_tokens), key=len, reverse=True)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> object:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Raises ValueError for messages that the template refuses."""
         listed: Any = None if tools is None else [dict(tool) for tool in tools]
-        return self._tokenizer.apply_chat_template(messages, tools=listed, tokenize=False, add_generation_prompt=True)
+        turns = [dict(message) for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tools=listed, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, KeyError) as error:
+            roles = [message.get("role") for message in messages]
+            raise ValueError(f"the chat template refuses these messages (roles {roles}): {error}") from error
+        return cast(str, text)

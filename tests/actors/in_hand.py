@@ -157,12 +157,17 @@ class InHand:
         task_env: str = "single_turn",
         max_threads: int = 128,
         pool: EpisodePool | None = None,
+        max_context_tokens: int = 200,
     ) -> None:
         """`pool`: runs the episodes instead of this process."""
         self.engine = engine
         environments = config.environments_of(task_env)
         threads = EpisodeThreads(
-            environments, tokenizer, max_threads=max_threads, stop_token_ids=(STOP,), max_context_tokens=200
+            environments,
+            tokenizer,
+            max_threads=max_threads,
+            stop_token_ids=(STOP,),
+            max_context_tokens=max_context_tokens,
         )
         self.environments = threads.runner
         self.episodes = pool or threads
@@ -173,7 +178,7 @@ class InHand:
             config,
             environments=environments,
             stop_token_ids=(STOP,),
-            max_context_tokens=200,
+            max_context_tokens=max_context_tokens,
             send=lambda message, arrays: self.sent.append((message, tuple(arrays))),
         )
 

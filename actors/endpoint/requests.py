@@ -1,0 +1,217 @@
+"""The requests that the endpoint takes, checked, and their refusals in OpenAI's format.
+
+Fields that are not listed are ignored, as other servers do. Those that would change how the student samples are the
+run's to decide: they are ignored as well, and counted (`OVERRULED`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+Code: TypeAlias = Literal[
+    "invalid_json",
+    "invalid_request",
+    "unsupported",
+    "context_length_exceeded",
+    "invalid_api_key",
+    "wrong_session",
+    "not_found",
+    "session_closed",
+    "request_too_large",
+    "timeout",
+    "internal_error",
+]
+_STATUS: Final[dict[Code, int]] = {
+    "invalid_json": 400,
+    "invalid_request": 400,
+    "unsupported": 400,
+    "context_length_exceeded": 400,
+    "invalid_api_key": 401,
+    "wrong_session": 403,
+    "not_found": 404,
+    "session_closed": 410,
+    "request_too_large": 413,
+    "timeout": 408,
+    "internal_error": 500,
+}
+OVERRULED: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+"""Parameters that the run's own sampling overrules: training relies on the distribution that was sampled."""
+MAX_CHOICES: Final = 64
+
+
+class Refusal(Exception):
+    """A request that is refused."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code: Code = code
+        self.status = _STATUS[code]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status == 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+Count: TypeAlias = Annotated[int, Meta(ge=1)]
+Choices: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Stop: TypeAlias = str | list[str] | None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    n: Choices | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    return_token_ids: bool = False
+
+
+class CompletionRequest(msgspec.Struct, frozen=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[int | str | list[int]]
+    """Text, token ids, or a list of one of these."""
+    n: Choices | None = None
+    max_tokens: Count | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    return_token_ids: bool = False
+
+
+class GenerateSampling(msgspec.Struct, frozen=True):
+    n: Choices | None = None
+    max_tokens: Count | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """POST /inference/v1/generate, vLLM's route for token ids, which the client of `renderers` and verifiers uses."""
+
+    token_ids: Annotated[list[int], Meta(min_length=1)]
+    sampling_params: GenerateSampling = msgspec.field(default_factory=GenerateSampling)
+    stream: bool | None = None
+    features: Any = None
+
+
+class RewardRequest(msgspec.Struct, frozen=True):
+    """POST /v1/reward"""
+
+    reward: float
+
+
+RequestT = TypeVar("RequestT")
+
+
+def decode(body: bytes, kind: type[RequestT]) -> tuple[RequestT, list[str]]:
+    """A request, and the names of the sampling parameters in it that the run overrules. Raises Refusal."""
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refusal("invalid_json", f"the body is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise Refusal("invalid_request", f"got a JSON {type(given).__name__}, expected an object")
+    try:
+        request = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise Refusal("invalid_request", str(error)) from error
+    fields: Mapping[str, Any] = given
+    nested = fields.get("sampling_params")
+    places = [fields, nested] if isinstance(nested, dict) else [fields]
+    return request, sorted({name for place in places for name in OVERRULED if place.get(name) is not None})
+
+
+Message: TypeAlias = dict[str, Any]
+
+
+def canonical(message: Mapping[str, Any]) -> Message:
+    """A message in one form: text as one string, arguments of tool calls parsed, no empty fields. Two messages that say
+    the same are equal, whatever SDK wrote them. Raises Refusal."""
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise Refusal("invalid_request", f"messages: got the role {role!r}, expected system, user, assistant or tool")
+    plain: Message = {"role": "system" if role == "developer" else role, "content": _text(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list) or role != "assistant":
+            raise Refusal("invalid_request", "messages: tool_calls is a list of calls in an assistant's message")
+        plain["tool_calls"] = [_call(call) for call in calls]  # pyright: ignore[reportUnknownVariableType]
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if message.get(name):
+            plain[name] = str(message[name])
+    return plain
+
+
+def _text(content: object) -> str:
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case list():
+            return "".join(_part(part) for part in content)  # pyright: ignore[reportUnknownVariableType]
+        case _:
+            raise Refusal("invalid_request", f"messages: got content of type {type(content).__name__}, expected text")
+
+
+def _part(part: object) -> str:
+    match part:
+        case str():
+            return part
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return text
+        case {"type": kind}:
+            raise Refusal(
+                "unsupported", f"messages: got a part of type {kind!r}, expected text: the student only reads text"
+            )
+        case _:
+            raise Refusal("invalid_request", "messages: got a part of content without a type")
+
+
+def _call(call: object) -> Message:
+    match call:
+        case {"function": {"name": str(name), **function}, **others}:
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                with suppress(ValueError):  # otherwise the student's own text: templates show it as it is
+                    arguments = json.loads(arguments)
+            plain: Message = {"type": "function", "function": {"name": name, "arguments": arguments}}
+            return plain | ({"id": str(others["id"])} if others.get("id") else {})
+        case _:
+            raise Refusal("invalid_request", "messages: got a tool call without a function's name")
+
+
+def stops(given: Stop) -> Sequence[str]:
+    return [given] if isinstance(given, str) else given or []
