@@ -111,6 +111,8 @@ class Context:
         self._episode = episode
         self._parts = [token_ids]
         self._closed = True
+        self._last: int | None = None
+        """Number of its last response."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -138,7 +140,9 @@ class Context:
 
         `max_new_tokens`: for this response; None: all that the rollout has left, so that no other line can generate at
         the same time. Raises EpisodeOver."""
-        generation = await self._episode.ask(self.token_ids, max_new_tokens, tuple(stop_token_ids))
+        number = self._episode.new_number()
+        generation = await self._episode.ask(self.token_ids, max_new_tokens, tuple(stop_token_ids), number=number)
+        self._last = number
         self._parts.append(generation.token_ids)
         self._closed = generation.finish_reason == "stop"
         return generation
@@ -158,6 +162,7 @@ class Context:
         """Another line with the same tokens, which goes on separately."""
         other = Context(self._episode, self.token_ids)
         other._closed = self._closed
+        other._last = self._last
         return other
 
     def root(self, messages: Sequence[Mapping[str, Any]] | Int32s) -> Context:
@@ -177,8 +182,9 @@ class Context:
             session.close()
 
     def reward(self, value: float) -> None:
-        """Add to the episode's reward. An episode that never calls it has none, which is not the same as 0."""
-        self._episode.add_reward(value)
+        """Add to the episode's reward, for the last response of this line (if it has none, for the newest of the
+        episode). An episode that never calls it has none, which is not the same as 0."""
+        self._episode.add_reward(value, self._last)
 
     def note(self, /, **numbers: float) -> None:
         """Numbers about the episode, which the actor sums into its statistics."""
@@ -191,6 +197,8 @@ class EpisodeEnd(NamedTuple):
     finish_reason: FinishReason
     reward: float | None
     info: Mapping[str, float]
+    turn_rewards: Mapping[int, float] = {}
+    """The parts of `reward` by the number of the request that they were given for."""
 
 
 Play: TypeAlias = Callable[[Context], Coroutine[Any, Any, FinishReason | None]]
@@ -245,6 +253,9 @@ class AgentEpisode:
         self._new_session = new_session
         self._sessions: list[Session] = []
         self.reward: float | None = None
+        self.turn_rewards: dict[int, float] = {}
+        self.newest = 0
+        """Number of the newest response."""
         self.info: dict[str, float] = {}
         self._guard = threading.Lock()
         """For all that other threads change: reward, info, sessions and waiting requests."""
@@ -271,7 +282,7 @@ class AgentEpisode:
             self.close_sessions()
         if self._last is None:
             raise EnvironmentFault("the agent ended without a response of the student, expected one `ctx.generate`")
-        return EpisodeEnd(finish_reason or self._last, self.reward, self.info)
+        return EpisodeEnd(finish_reason or self._last, self.reward, self.info, self.turn_rewards)
 
     def open_session(self) -> Session:
         """See `Context.endpoint`."""
@@ -313,7 +324,7 @@ class AgentEpisode:
             with self._guard:
                 del self._waiting[number]
             self._keep_time()
-        self._last, self.budget_left = response.finish_reason, response.budget_left
+        self._last, self.budget_left, self.newest = response.finish_reason, response.budget_left, number
         ids = response.token_ids
         return Generation(ids, self.tokenizer.decode(ids), response.finish_reason, response.logprobs)
 
@@ -321,13 +332,16 @@ class AgentEpisode:
         """A number for a request that is about to be made."""
         return next(self._numbers)
 
-    def add_reward(self, value: float) -> None:
-        """Raises EnvironmentFault for a number that is not finite."""
-        number = float(value)
-        if not math.isfinite(number):
+    def add_reward(self, value: float, number: int | None = None) -> None:
+        """`number`: of the response that it is given for; None: the newest, or the first if there is none yet. Raises
+        EnvironmentFault for a reward that is not finite."""
+        reward = float(value)
+        if not math.isfinite(reward):
             raise EnvironmentFault(f"ctx.reward({value!r}): expected a finite number")
         with self._guard:
-            self.reward = (self.reward or 0.0) + number
+            number = self.newest if number is None else number
+            self.reward = (self.reward or 0.0) + reward
+            self.turn_rewards[number] = self.turn_rewards.get(number, 0.0) + reward
 
     def add_info(self, numbers: Mapping[str, float]) -> None:
         """Raises EnvironmentFault for a number that is not finite."""

@@ -222,7 +222,7 @@ class RunningRollouts:
         for name, value in end.info.items():
             self.counts[self._info_key(name)] += value
         try:
-            run.rollout.finish(end.finish_reason, end.reward)
+            run.rollout.finish(end.finish_reason, end.reward, end.turn_rewards)
         except ValueError as error:  # an engine that answered without a token
             self._drop(rollout_id, Failure("engine_error", in_one_line(str(error))))
             return

@@ -47,7 +47,12 @@ def size_of(rollout: Rollout) -> Size:
     task, n_tokens = rollout.slot.task.task, rollout.length
     payloads = [len(payload) for segment in rollout.offered_segments() for payload in segment.top_k.values()]
     scores_bytes = SCORE_BYTES * len(task.teachers) * n_tokens
-    n_entries = len(payloads) + len(rollout.branches) + sum(len(segment.spans) for segment in rollout.segments)
+    n_entries = (
+        len(payloads)
+        + len(rollout.branches)
+        + len(rollout.turn_rewards)
+        + sum(len(segment.spans) for segment in rollout.segments)
+    )
     names = len(task.tag) + sum(map(len, task.teachers)) + len(rollout.finish_reason or "")
     return Size(
         array_bytes=TOKEN_BYTES * n_tokens + scores_bytes + sum(payloads),

@@ -38,6 +38,9 @@ class RejectReason(enum.StrEnum):
     """`start` is not where the segment before it ended."""
     BAD_BRANCH = "bad_branch"
     """It follows, or names as dropped, tokens that the rollout does not have."""
+    BAD_REWARD = "bad_reward"
+    """A reward that is not finite, or on a segment that is not the final one, or rewards of turns that are not in
+    order, that end where the rollout has no token, or that a rollout without a reward has."""
     LENGTH_MISMATCH = "length_mismatch"
     """Frames missing, or not as long as `end - start`."""
     EMPTY_SEGMENT = "empty_segment"

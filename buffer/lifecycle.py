@@ -131,6 +131,7 @@ class Lifecycle:
         rollout.final = True
         rollout.finish_reason = message.finish_reason
         rollout.reward = message.reward
+        rollout.turn_rewards = message.turn_rewards
         if rollout.kind == "train":
             self._finished_rollouts += 1
             self._finished_tokens += rollout.n_sampled

@@ -340,6 +340,7 @@ def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchIte
         n_turns=rollout.n_turns,
         branches=tuple(branch for branch in rollout.branches if branch.start < end),
         top_k=pieces,
+        turn_rewards=rollout.turn_rewards if final else (),
     )
     tokens = rollout.tokens
     arrays = (tokens.ids(end), tokens.logprobs(end), train_mask_T, tokens.teacher_logprobs(end))

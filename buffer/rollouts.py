@@ -23,7 +23,7 @@ import numpy as np
 from buffer.config import ATTEMPTS_PER_EPOCH
 from buffer.tokens import Array, Int32s, TokenStore
 from protocol.branches import path_to
-from protocol.messages import Branch, ScoreItem, Task, TaskKind, Ticket, VersionSpan, WeightVersion
+from protocol.messages import Branch, ScoreItem, Task, TaskKind, Ticket, TurnReward, VersionSpan, WeightVersion
 from protocol.messages import Segment as SegmentMessage
 
 
@@ -152,6 +152,7 @@ class Rollout:
     final: bool = False
     finish_reason: str | None = None
     reward: float | None = None
+    turn_rewards: tuple[TurnReward, ...] = ()
     n_turns: int = 1
     n_sampled: int = 0
     n_trained_tokens: int = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,6 +43,8 @@ class SegmentChecker:
             return RejectReason.OFFSET_GAP
         if not _branches_inside(rollout, message):
             return RejectReason.BAD_BRANCH
+        if not _rewards_make_sense(message):
+            return RejectReason.BAD_REWARD
         if n < 0 or not has_shapes(arrays, n, (np.int32, np.float32, np.uint8)):
             return RejectReason.LENGTH_MISMATCH
         if n == 0:
@@ -109,6 +112,19 @@ def _branches_inside(rollout: Rollout, message: SegmentMessage) -> bool:
     edges = [0, *(edge for one in dropped for edge in (one.start, one.end)), message.end]
     return (follows is None or 0 <= follows < rollout.length) and (
         not dropped or (message.final and edges == sorted(edges) and all(one.start < one.end for one in dropped))
+    )
+
+
+def _rewards_make_sense(message: SegmentMessage) -> bool:
+    rewards, parts = message.reward, message.turn_rewards
+    if rewards is None:
+        return not parts
+    ends = [0, *(one.end for one in parts)]
+    return (
+        message.final
+        and all(math.isfinite(one) for one in (rewards, *(part.reward for part in parts)))
+        and all(a < b for a, b in pairwise(ends))
+        and ends[-1] <= message.end
     )
 
 

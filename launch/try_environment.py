@@ -98,12 +98,15 @@ def _turns(tokenizer: TextTokenizer, segments: Sequence[tuple[Segment, Sequence[
     ids, _, mask = (np.concatenate([arrays[i] for _, arrays in segments]) for i in range(3))
     branches = {message.start: message.follows for message, _ in segments if message.follows is not None}
     changes = np.flatnonzero(np.diff(mask)) + 1
+    rewards = {one.end: one.reward for one in segments[-1][0].turn_rewards}
     edges = sorted({0, len(ids), *changes.tolist(), *branches})
     for start, end in pairwise(edges):
         if start in branches:
             yield f"  -- a branch behind token {branches[start]}"
         author = "student" if mask[start] else "context"
         yield f"  {author} {end - start:5} tokens  {tokenizer.shown(ids[start:end])!r}"
+        if end in rewards:
+            yield f"  reward of this turn: {rewards[end]:g}"
 
 
 def _failed(failure: RolloutFailed) -> str:

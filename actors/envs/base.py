@@ -88,7 +88,8 @@ class StepResult:
     """[n] Appended to the turn, not trained; the student continues from there. Not used when the episode ends here."""
     done: bool = False
     reward: float | None = None
-    """The whole rollout's reward, given when it ends. None: the environment cannot judge (e.g. no ground truth)."""
+    """For this turn. The rollout's reward is the sum over its turns; None at all of them: the environment cannot judge
+    (e.g. no ground truth)."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers about this step; the actor sums them over a rollout into its statistics."""
 

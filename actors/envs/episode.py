@@ -48,6 +48,7 @@ class Continuation:
     """None: the rollout continues. stop: the last turn ended on one of the model's stop tokens; otherwise length when
     tokens or turns are used up, or env_done when the environment ended the episode."""
     reward: float | None = None
+    """For this turn."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -90,8 +91,8 @@ class Episode:
                 turn.token_ids, turn.finish_reason, budget_left=ctx.budget_left, context_left=line.context_left
             )
             ctx.note(**answer.info)
-        if answer.reward is not None:
-            ctx.reward(answer.reward)
+            if answer.reward is not None:
+                line.reward(answer.reward)
         return answer.finish_reason
 
     async def start(self) -> Observation:
@@ -139,7 +140,7 @@ class Episode:
         if reply_ids.size >= context_left:
             # No room is left to sample a token after it.
             return Continuation(finish_reason="length", reward=reward, info=result.info)
-        return Continuation(token_ids=reply_ids, info=result.info)
+        return Continuation(token_ids=reply_ids, reward=reward, info=result.info)
 
     async def close(self) -> None:
         """Close the environment, if it was built."""

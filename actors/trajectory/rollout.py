@@ -5,6 +5,7 @@ Its tokens are kept in a token graph, which for an environment of one conversati
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from actors.trajectory.graph import Call, Node, TokenGraph
 from actors.trajectory.segments import Cut, SegmentCutter
 from engines.base import Float32s, GenerationDelta, GenerationRequest, Int32s
-from protocol.messages import Segment, Ticket
+from protocol.messages import Segment, Ticket, TurnReward
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 
@@ -73,6 +74,7 @@ class Rollout:
         """Random numbers up to here were drawn."""
         self._segments_cut = 0
         self._finish: tuple[FinishReason, float | None] | None = None
+        self._turn_rewards: Mapping[int, float] = {}
 
     @property
     def budget_left(self) -> int:
@@ -149,13 +151,16 @@ class Rollout:
             if not self._running:
                 self._sample_offset = self._drawn
 
-    def finish(self, reason: FinishReason, reward: float | None = None) -> None:
-        """End the rollout, and the calls that still run. Raises ValueError if the student wrote nothing."""
+    def finish(
+        self, reason: FinishReason, reward: float | None = None, turn_rewards: Mapping[int, float] | None = None
+    ) -> None:
+        """End the rollout, and the calls that still run. `turn_rewards`: parts of the reward by the numbers of the
+        calls that they were given for. Raises ValueError if the student wrote nothing."""
         if not self.n_sampled:
             raise ValueError(f"rollout {self.ticket.rollout_id} ended without a token of the student's")
         for request_id in list(self._running):
             self.end(request_id, delivered=False)
-        self._finish = reason, reward
+        self._finish, self._turn_rewards = (reason, reward), turn_rewards or {}
 
     def take_segments(self) -> list[CutSegment]:
         """Complete segments that were not taken before, oldest first; after `finish`, the rest."""
@@ -181,8 +186,20 @@ class Rollout:
             own_prompt_tokens=self._own_prompt_tokens(cut) if index == 0 else 0,
             follows=None if cut.follows == cut.start else cut.follows,
             dropped=self._cutter.dropped() if final else (),
+            turn_rewards=self._rewards_on_the_row() if final else (),
         )
         return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask))
+
+    def _rewards_on_the_row(self) -> tuple[TurnReward, ...]:
+        """Without those of responses that are not trained: they count in the rollout's reward alone."""
+        dropped, found = self.graph.dropped(), dict[int, float]()
+        for number, reward in self._turn_rewards.items():
+            call = self._calls.get(number)
+            node = None if call is None else call.response
+            end = None if node is None or node in dropped else self._cutter.end_of(node)
+            if end is not None:
+                found[end] = found.get(end, 0.0) + reward
+        return tuple(TurnReward(end, found[end]) for end in sorted(found))
 
     def _own_prompt_tokens(self, cut: Cut) -> int:
         """0 if the first segment begins with the ticket's prompt."""

@@ -102,6 +102,11 @@ class SegmentCutter:
                 ranges.append(Dropped(place, place + end - start, drop.value))
         return tuple(sorted(ranges, key=lambda one: one.start))
 
+    def end_of(self, node: Node) -> int | None:
+        """Place on the line behind the last token of a response; None if it is not (wholly) there."""
+        placed = self._placed.get(node)
+        return None if placed is None or placed.n < len(node) or not len(node) else placed.place(len(node) - 1) + 1
+
     def _take(self, node: Node, *, rest: bool) -> list[Cut]:
         parts, follows = self._uncut(node)
         n_left = sum(part.end - part.start for part in parts)

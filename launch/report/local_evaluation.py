@@ -130,6 +130,7 @@ class LocalEvaluator:
             reward=last.reward,
             n_turns=last.n_turns,
             branches=branches,
+            turn_rewards=last.turn_rewards,
         )
         return item, (ids, behaviour, mask, teacher)
 

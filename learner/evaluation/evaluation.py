@@ -52,6 +52,8 @@ class EvalSample(msgspec.Struct, frozen=True):
     finish_reason: str | None
     name: str = ""
     """Name of its set, as in EvalPoint."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """(turn, from 1; its reward), if there are several turns."""
 
 
 class EvaluationResult(EvalPoint, frozen=True, kw_only=True):
@@ -281,6 +283,7 @@ class Evaluation:
                         reward=rollout.reward,
                         finish_reason=rollout.finish_reason,
                         name=self._plan.name,
+                        turn_rewards=rollout.turn_rewards,
                     )
                 )
         return tuple(shown)

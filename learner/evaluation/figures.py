@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from learner.turns import pieces_of
 from protocol.messages import BatchItem, WeightVersion
 
 SOLVED: Final = 0.5
@@ -38,6 +39,8 @@ class EvalRollout:
     behaviour_N: npt.NDArray[np.float64]
     """Sampled tokens only, like `teacher_KN`."""
     teacher_KN: npt.NDArray[np.float64]
+    turn_rewards: tuple[tuple[int, float], ...]
+    """(turn, from 1; its reward), if there are several turns."""
     version_min: WeightVersion | None
     version_tokens: int
     version_steps: int
@@ -61,10 +64,18 @@ class EvalRollout:
             n_read=int(sampled_N.argmax()) if sampled_N.any() else len(ids_N),
             behaviour_N=behaviour_N[sampled_N].astype(np.float64),
             teacher_KN=teacher_KN[:, sampled_N].astype(np.float64),
+            turn_rewards=_turn_rewards(item, sampled_N),
             version_min=min((s.version for s, n in zip(item.spans, tokens, strict=True) if n), default=None),
             version_tokens=sum(tokens),
             version_steps=sum(n * span.version.step for n, span in zip(tokens, item.spans, strict=True)),
         )
+
+
+def _turn_rewards(item: BatchItem, sampled_N: npt.NDArray[np.bool_]) -> tuple[tuple[int, float], ...]:
+    if item.n_turns < 2 or not item.turn_rewards:
+        return ()
+    turns = pieces_of(sampled_N, item.branches).of(np.array([one.end - 1 for one in item.turn_rewards]))
+    return tuple((turn + 1, one.reward) for turn, one in zip(turns.tolist(), item.turn_rewards, strict=True))
 
 
 class TagFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ of the rewards (see `learner.objectives.losses.combined_advantage`). A rollout w
 is in no mean.
 
 Advantages of single tokens need a value function. The sampled tokens of a rollout follow one another as if the
-environment's tokens were not there: a state is the context of a sampled token. A rollout's reward is paid at its last
-sampled token.
+environment's tokens were not there: a state is the context of a sampled token. A turn's reward is paid at its last
+sampled token; a reward that belongs to no turn, at the rollout's.
 
 Legend: R rollouts of the batch, N trained tokens of it in the order of the rollouts, L tokens of the longest rollout.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from learner.batch import BatchError
-from learner.objectives.options import Grpo, TokenAdvantage
+from learner.objectives.options import Grpo, TokenAdvantage, TurnAdvantage, TurnReturns
 from learner.objectives.registry import ADVANTAGE
 from protocol.settings import Member
 
@@ -45,6 +45,8 @@ class Rewards:
     """int64: trained tokens of each rollout."""
     lengths_R: Tensor | None = None
     """int64: tokens of each rollout that the student wrote, trained or not; None if no length penalty reads them."""
+    turns: Callable[[], TurnRewards] | None = None
+    """The rewards by turn, for advantages of turns and tokens. None: each is given at the rollout's last token."""
     parts: tuple[str, ...] = ()
     """Rollouts that continue in a later batch, so that their reward is not known yet."""
 
@@ -60,6 +62,50 @@ class Rewards:
 
 AdvantageFn: TypeAlias = Callable[[Rewards, Any], Tensor]
 """(rewards, the member's own options: `learner.objectives.options`) -> advantage_R float64, 0 where not rewarded."""
+
+
+@dataclass(frozen=True)
+class TurnRewards:
+    """Rewards of a batch by turn of the student (`learner.turns`), of all its rollouts. V turns: those of a
+    rollout stand together, in the order of its row, also those without a token to train."""
+
+    reward_V: Tensor
+    """float64; their sum over a rollout is its reward. Any finite number where not `rewarded_V`."""
+    rewarded_V: Tensor
+    """bool: the rollout has a reward."""
+    rollout_V: Tensor
+    """int64, ascending."""
+    group_V: Tensor
+    """int64: rollouts of one prompt have the same number."""
+    paid_V: Tensor
+    """int64: trained token at which the reward is paid (`learner.turns.paid_at`); -1 if the rollout has none."""
+    turn_N: Tensor
+    """int64: turn of each trained token."""
+
+
+TurnAdvantageFn: TypeAlias = Callable[[TurnRewards, Any], Tensor]
+"""(rewards, the member's own options, a `TurnAdvantage`) -> advantage_V float64, 0 where not rewarded."""
+
+
+def turn_returns(rewards: TurnRewards, options: TurnReturns) -> Tensor:
+    """Return from each turn on, G_v = r_v + discount * G_{v+1}, minus the mean over all turns of the group, divided by
+    their standard deviation (n - 1) where options.std: normalised discounted returns as advantages, as in GTPO
+    (arXiv 2511.14846). The turns of a rollout follow one another in the order of its row, also on branches."""
+    return_V = rewards.reward_V.clone()
+    for v in range(len(return_V) - 2, -1, -1):
+        if rewards.rollout_V[v] == rewards.rollout_V[v + 1]:
+            return_V[v] += options.discount * return_V[v + 1]
+    judged_V = rewards.rewarded_V.double()
+    n_groups = int(rewards.group_V.max()) + 1 if len(return_V) else 0
+
+    def group_sum(value_V: Tensor) -> Tensor:
+        return torch.zeros(n_groups, dtype=torch.float64).index_add_(0, rewards.group_V, value_V)[rewards.group_V]
+
+    n_V = group_sum(judged_V).clamp(min=1)
+    centred_V = torch.where(rewards.rewarded_V, return_V - group_sum(judged_V * return_V) / n_V, 0.0)
+    if not options.std:
+        return centred_V
+    return centred_V / ((group_sum(centred_V.square()) / (n_V - 1).clamp(min=1)).sqrt() + EPSILON)
 
 
 def no_advantage(rewards: Rewards, options: Member) -> Tensor:
@@ -237,6 +283,8 @@ RewardSignal: TypeAlias = Callable[[Rewards, Values], TokenSignal]
 def make_signal(advantage: Member) -> RewardSignal:
     """Raises ValueError for a name that cannot be loaded."""
     function, options, _ = ADVANTAGE.load(advantage)
+    if isinstance(options, TurnAdvantage):
+        return partial(_of_turns, function, options)
     return partial(_of_tokens if isinstance(options, TokenAdvantage) else _of_rollouts, function, options)
 
 
@@ -244,12 +292,30 @@ def _of_rollouts(advantage: AdvantageFn, options: Member, rewards: Rewards, valu
     return TokenSignal(advantage(rewards, options).repeat_interleave(rewards.tokens_R), None)
 
 
+def _of_turns(advantage: TurnAdvantageFn, options: TurnAdvantage, rewards: Rewards, values: Values) -> TokenSignal:
+    rewards.refuse_parts(options.name)
+    assert rewards.turns is not None
+    turns = rewards.turns()
+    return TokenSignal(advantage(turns, options)[turns.turn_N], None)
+
+
+def _paid(rewards: Rewards) -> Tensor:
+    """[N] float64: the reward that is paid at each trained token."""
+    tokens_R = rewards.tokens_R
+    paid_N = torch.zeros(int(tokens_R.sum()), dtype=torch.float64)
+    if rewards.turns is None:
+        paid_N[tokens_R.cumsum(0)[tokens_R > 0] - 1] = rewards.reward_R[tokens_R > 0]
+        return paid_N
+    turns = rewards.turns()
+    trains_V = turns.paid_V >= 0
+    return paid_N.index_add_(0, turns.paid_V[trains_V], turns.reward_V[trains_V])
+
+
 def _of_tokens(advantage: TokenAdvantageFn, options: Member, rewards: Rewards, values: Values) -> TokenSignal:
     rewards.refuse_parts(options.name)
     n_rollouts, tokens_R = len(rewards.tokens_R), rewards.tokens_R
     sequence_N = torch.arange(n_rollouts).repeat_interleave(tokens_R)
-    paid_N = torch.zeros(len(sequence_N), dtype=torch.float64)
-    paid_N[tokens_R.cumsum(0)[tokens_R > 0] - 1] = rewards.reward_R[tokens_R > 0]
+    paid_N = _paid(rewards)
     judged_N, old_N = rewards.rewarded_R[sequence_N], values()
     judged = TokenRewards(paid_N[judged_N], old_N[judged_N], sequence_N[judged_N], n_rollouts)
     advantage_N, return_N = torch.zeros_like(old_N), old_N.clone()

@@ -26,7 +26,8 @@ from learner.batch import TrainItem
 from learner.objectives.advantages import Rewards, Values, ValueTargets
 from learner.objectives.losses import Objective
 from learner.objectives.sampled import CostFn
-from learner.objectives.turns import batch_turns, sampled_mask
+from learner.objectives.turns import batch_rewards, batch_turns
+from learner.turns import sampled_mask
 
 
 def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
@@ -117,6 +118,7 @@ def batch_terms(
     tokens_R, n_offline = torch.cat([rewards.tokens_R, tokens_offline_R]), int(tokens_offline_R.sum())
     share_N, divisor = _shares([*items, *offline], tokens_R, objective)
     scale_R = cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items))
+    rewards = replace(rewards, turns=lambda: batch_rewards(items, rewards))
     signal = objective.signal(rewards, values)
     return BatchTerms(
         tokens_R=tokens_R,

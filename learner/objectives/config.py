@@ -54,6 +54,7 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     geometric_masked, gspo."""
     advantage: Annotated[Member, ADVANTAGE] = Member(name="none")
     """Advantage from rewards. none: rewards are not trained on. Per rollout: grpo, reinforce_pp, reinforce_pp_baseline.
+    Per turn, from the rewards of each turn: turn_returns.
     Per token, with a learned value function: gae (as in PPO). All except none need buffer.release = rollout."""
     length_penalty: Annotated[Member, LENGTH_PENALTY] = Member(name="none")
     """Term that is added to rewards, by the number of tokens that the student wrote. overlong: falls from 0 to -1 near

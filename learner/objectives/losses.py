@@ -11,7 +11,7 @@ itself. A token that no teacher scores has A = A_reward. With a divergence betwe
 the divergence is added in `learner.step.step_loss`.
 
 With `turn_discount` the costs of a token are multiplied by turn_discount ** depth, where depth is the number of turns
-before its own (learner.objectives.turns).
+before its own (learner.turns).
 
 An aggregation gives each rollout (or turn) its share and the loss its divisor, both from the WHOLE batch. Neither
 depends on microbatches, so packing does not change the gradient; there is no mean of microbatch means.
@@ -58,7 +58,7 @@ class AggregationOptions(NamedTuple):
 
 class TurnShares(NamedTuple):
     share_U: Tensor
-    """float64: weight of each trained token of a turn (`learner.objectives.turns`)."""
+    """float64: weight of each trained token of a turn (`learner.turns`)."""
     divisor: int
 
 

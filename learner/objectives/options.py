@@ -155,6 +155,19 @@ class ValueConfig(Settings, frozen=True, kw_only=True):
     """Let the value loss train the student's layers too. Off: it trains only the value head."""
 
 
+class TurnAdvantage(Member, frozen=True, kw_only=True):
+    """Advantages of turns of the student, from the rewards of each turn."""
+
+    name: str = "turn_returns"
+
+
+class TurnReturns(TurnAdvantage, frozen=True, kw_only=True):
+    discount: Share = 1.0
+    """Discount per turn (gamma). 1: the sum of the rewards from the turn on."""
+    std: bool = True
+    """Divide by the standard deviation over the turns of the group."""
+
+
 class TokenAdvantage(Member, frozen=True, kw_only=True):
     """Advantages of single tokens, which need a value function."""
 

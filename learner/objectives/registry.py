@@ -37,6 +37,8 @@ from learner.objectives.options import (
     Overlong,
     Sampled,
     TokenAdvantage,
+    TurnAdvantage,
+    TurnReturns,
 )
 from protocol.plugins import installed
 from protocol.settings import Member, Members
@@ -117,6 +119,15 @@ ADVANTAGES = Group(
     sections={"grpo": Grpo},
 )
 """From rewards of rollouts: `learner.objectives.advantages.AdvantageFn`."""
+
+TURN_ADVANTAGES = Group(
+    "advantage",
+    "stillhouse.turn_advantages",
+    {"turn_returns": f"{_HERE}.advantages:turn_returns"},
+    TurnAdvantage,
+    {"turn_returns": TurnReturns},
+)
+"""From the rewards of turns: `learner.objectives.advantages.TurnAdvantageFn`. They have the same key."""
 
 TOKEN_ADVANTAGES = Group(
     "advantage",
@@ -218,7 +229,7 @@ class Choice(Members):
 
 DIVERGENCE = Choice(DIVERGENCES, DISTRIBUTION_DIVERGENCES)
 WEIGHT = Choice(IMPORTANCE)
-ADVANTAGE = Choice(ADVANTAGES, TOKEN_ADVANTAGES)
+ADVANTAGE = Choice(ADVANTAGES, TURN_ADVANTAGES, TOKEN_ADVANTAGES)
 LENGTH_PENALTY = Choice(LENGTH_PENALTIES)
 
 

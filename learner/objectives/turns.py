@@ -1,15 +1,6 @@
-"""Turns of the student in a rollout, for losses and rewards that count by turn.
+"""Turns of a batch (`learner.turns`), as tensors.
 
-    tokens     p p p s s s e e s s e s          p prompt, s sampled, e environment
-    turn             0 0 0     1 1   2
-
-A turn is a run of sampled tokens on one branch. Version spans say which tokens were sampled, so tokens that were
-trained in an earlier batch, or masked, keep their turn. The depth of a turn is the number of turns before it, as one
-reads its branch from the beginning. A turn that continues another one in the middle of its tokens has the depth of that
-one.
-
-Legend: L tokens of an item, N trained tokens (of an item, or of the batch in the order of the items), U turns with a
-trained token, R items.
+Legend: N trained tokens of the batch in the order of the items, U turns with a trained token, V all turns; R items.
 """
 
 from __future__ import annotations
@@ -18,29 +9,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from learner.batch import TrainItem
-from protocol.branches import path_to
-from protocol.messages import Branch
-
-Int64s = npt.NDArray[np.int64]
-
-
-class ItemTurns(NamedTuple):
-    """Turns of one item that have a trained token, by their place in the row."""
-
-    turn_N: Int64s
-    """Index of each trained token's turn."""
-    depth_U: Int64s
-    end_U: Int64s
-    """Offset behind the turn's last sampled token, trained or not."""
+from learner.objectives.advantages import Rewards, TurnRewards
+from learner.turns import episode_turns, paid_at, turn_rewards, turns_of
 
 
 class Turns(NamedTuple):
-    """Those of a whole batch. int64."""
+    """int64."""
 
     turn_N: Tensor
     tokens_U: Tensor
@@ -48,28 +26,6 @@ class Turns(NamedTuple):
     rollout_U: Tensor
     """Index of its item."""
     depth_U: Tensor
-
-
-def sampled_mask(train_item: TrainItem) -> npt.NDArray[np.bool_]:
-    """[L] The tokens that the student wrote."""
-    sampled_L = train_item.train_mask_L.copy()
-    for span in train_item.item.spans:
-        sampled_L[span.start : span.end] = True
-    return sampled_L
-
-
-def turns_of(train_item: TrainItem) -> ItemTurns:
-    branches, sampled_L = train_item.item.branches, sampled_mask(train_item)
-    begins_L = sampled_L.copy()
-    begins_L[1:] &= ~sampled_L[:-1]
-    for branch in branches:
-        begins_L[branch.start] = sampled_L[branch.start]
-    run_L = np.cumsum(begins_L) - 1
-    runs_U, turn_N = np.unique(run_L[train_item.train_mask_L], return_inverse=True)
-    starts = np.flatnonzero(begins_L)
-    ends = np.flatnonzero(sampled_L & ~np.append(sampled_L[1:] & ~begins_L[1:], False)) + 1
-    depth_U = runs_U if not branches else np.array([_depth(branches, sampled_L, int(starts[u])) for u in runs_U])
-    return ItemTurns(turn_N.reshape(-1).astype(np.int64), depth_U.astype(np.int64), ends[runs_U].astype(np.int64))
 
 
 def batch_turns(items: Sequence[TrainItem]) -> Turns:
@@ -86,7 +42,27 @@ def batch_turns(items: Sequence[TrainItem]) -> Turns:
     )
 
 
-def _depth(branches: Sequence[Branch], sampled_L: npt.NDArray[np.bool_], start: int) -> int:
-    """Runs of sampled tokens that end before the one at `start`."""
-    before_P = np.concatenate([sampled_L[s:e] for s, e in path_to(branches, start + 1)])[:-1]
-    return int((before_P[:-1] & ~before_P[1:]).sum())
+def batch_rewards(items: Sequence[TrainItem], rewards: Rewards) -> TurnRewards:
+    """The rewards by turn; a length penalty is in that of the last one."""
+    each = [episode_turns(train_item) for train_item in items]
+    counts = [len(one.begin_V) for one in each]
+    parts = [
+        turn_rewards(train_item.item.turn_rewards, one, reward)
+        for train_item, one, reward in zip(items, each, rewards.reward_R.tolist(), strict=True)
+    ]
+    firsts, before = np.cumsum([0, *counts[:-1]]), (rewards.tokens_R.cumsum(0) - rewards.tokens_R).tolist()
+    turn_N = [one.turn_N + first for one, first in zip(each, firsts, strict=True)]
+    paid = [
+        np.where(place_V < 0, -1, place_V + n)
+        for place_V, n in zip((paid_at(i, one) for i, one in zip(items, each, strict=True)), before, strict=True)
+    ]
+    rollout_V = torch.from_numpy(np.repeat(np.arange(len(each)), counts))
+    none = np.zeros(0, np.int64)
+    return TurnRewards(
+        reward_V=torch.from_numpy(np.concatenate([np.zeros(0), *parts])),
+        rewarded_V=rewards.rewarded_R[rollout_V],
+        rollout_V=rollout_V,
+        group_V=rewards.group_R[rollout_V],
+        paid_V=torch.from_numpy(np.concatenate([none, *paid])),
+        turn_N=torch.from_numpy(np.concatenate([none, *turn_N])),
+    )

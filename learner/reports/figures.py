@@ -151,6 +151,8 @@ def _of_rollouts(prefix: str, ended: Sequence[BatchItem]) -> dict[str, float]:
     rewards = [item.reward for item in ended if item.reward is not None]
     if rewards:
         figures |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+    if turns := [len(item.turn_rewards) for item in ended if item.turn_rewards]:
+        figures["rewarded_turns_mean"] = float(np.mean(turns))
     return {f"{prefix}/{name}": value for name, value in figures.items()}
 
 

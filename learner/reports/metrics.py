@@ -275,7 +275,9 @@ def _samples_table(samples: tuple[EvalSample, ...]) -> str:
     for sample in samples:
         reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
         expected = "" if sample.ground_truth is None else f", expected {sample.ground_truth!r}"
-        head = f"**{sample.half}** {reward}{expected}, ended by {sample.finish_reason}"
+        turns = ", ".join(f"turn {turn}: {value:g}" for turn, value in sample.turn_rewards)
+        by_turn = f" ({turns})" if turns else ""
+        head = f"**{sample.half}** {reward}{by_turn}{expected}, ended by {sample.finish_reason}"
         text = (sample.prompt + "⟶" + sample.completion).replace("\n", "\n    ")
         parts.append(f"{head}\n\n    {text}")
     return "\n\n".join(parts)

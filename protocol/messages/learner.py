@@ -6,7 +6,16 @@ from typing import Literal
 
 import msgspec
 
-from protocol.messages.shared import Branch, Sampling, Snapshot, TaskKind, VersionSpan, WeightsRef, WeightVersion
+from protocol.messages.shared import (
+    Branch,
+    Sampling,
+    Snapshot,
+    TaskKind,
+    TurnReward,
+    VersionSpan,
+    WeightsRef,
+    WeightVersion,
+)
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -129,6 +138,8 @@ class BatchItem(msgspec.Struct, frozen=True):
     """Where the rollout branches, by ascending `start`."""
     top_k: tuple[TopKPiece, ...] = ()
     """Payloads for segments with tokens to train, where teachers sent them."""
+    turn_rewards: tuple[TurnReward, ...] = ()
+    """If it is final: the parts of `reward` by response, as in Segment."""
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -60,6 +60,13 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True):
     reason: Literal["retried", "undelivered"]
     """retried: the agent sent the same prompt again and went on from another response. undelivered: the agent was gone
     before the response ended."""
+
+
+class TurnReward(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the rollout's reward that was given for the response that ends before token `end`."""
+
+    end: int
+    reward: float
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from protocol.messages.shared import Dropped, Sampling, TaskKind, VersionSpan, WeightVersion
+from protocol.messages.shared import Dropped, Sampling, TaskKind, TurnReward, VersionSpan, WeightVersion
 
 FailureReason: TypeAlias = Literal[
     "env_error", "env_timeout", "env_unknown", "engine_error", "engine_aborted", "engine_refused"
@@ -70,7 +70,7 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     finish_reason: str | None = None
     """On the final one: "stop", "length", "env_done", "env_error", "aborted"."""
     reward: float | None = None
-    """On the final one, if the environment gave one."""
+    """On the final one, if the environment gave one: the sum over the episode."""
     n_turns: int = 1
     own_prompt_tokens: int = 0
     """Segment 0 only. 0: it begins with the ticket's prompt. Above 0: the environment made the prompt; as many tokens
@@ -79,6 +79,9 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     """None: the segment continues the one before it. Otherwise it begins a branch (see `Branch`)."""
     dropped: tuple[Dropped, ...] = ()
     """On the final one: responses that are not trained. Sorted, disjoint."""
+    turn_rewards: tuple[TurnReward, ...] = ()
+    """On the final one: the parts of `reward` that belong to a response, by ascending `end`, one per response. What was
+    given for responses that are not on the row is in `reward` alone."""
 
 
 class SegmentAck(msgspec.Struct, frozen=True, tag=True):

@@ -29,4 +29,4 @@ def test_the_lower_limit_on_turns_counts(tokenizer: TextTokenizer, limit: int, t
         last = hand.messages(Segment)[-1]
         assert (last.final, last.n_turns, hand.failures) == (True, turns, {})
     finally:
-        hand.episodes.close()
+        hand.environments.close()

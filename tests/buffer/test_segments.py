@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -263,6 +264,17 @@ def test_teachers_read_a_branch_behind_the_token_that_it_follows(make: Make) -> 
     assert batch is not None and batch.items[0].branches == (m.Branch(4, 3),)
 
 
+@pytest.mark.parametrize("release", ["rollout", "segment"])
+def test_rewards_of_turns_leave_with_the_rollout_s_own(make: Make, release: Any) -> None:
+    driver = make(batch=1, release=release)
+    driver.offer(0)
+    branched(driver, turn_rewards=(m.TurnReward(4, -0.5), m.TurnReward(6, 1.5)))
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None
+    assert [(one.end, one.reward) for one in batch.items[0].turn_rewards] == [(4, -0.5), (6, 1.5)]
+
+
 def test_a_root_is_read_without_context_and_its_first_token_gets_no_score(make: Make) -> None:
     driver = make(batch=1)
     driver.offer(0)
@@ -292,10 +304,19 @@ def test_a_response_that_nobody_went_on_from_is_masked_and_not_scored(make: Make
         ({"dropped": (m.Dropped(5, 7, "retried"),)}, Reason.BAD_BRANCH),
         ({"dropped": (m.Dropped(3, 3, "retried"),)}, Reason.BAD_BRANCH),
         ({"dropped": (m.Dropped(3, 5, "retried"), m.Dropped(4, 6, "retried"))}, Reason.BAD_BRANCH),
-        ({"dropped": (m.Dropped(2, 4, "retried"),), "final": False}, Reason.BAD_BRANCH),
+        ({"dropped": (m.Dropped(2, 4, "retried"),), "final": False, "reward": None}, Reason.BAD_BRANCH),
+        ({"turn_rewards": (m.TurnReward(7, 1.0),)}, Reason.BAD_REWARD),
+        ({"turn_rewards": (m.TurnReward(0, 1.0),)}, Reason.BAD_REWARD),
+        ({"turn_rewards": (m.TurnReward(4, 0.5), m.TurnReward(4, 0.5))}, Reason.BAD_REWARD),
+        ({"turn_rewards": (m.TurnReward(6, 0.5), m.TurnReward(4, 0.5))}, Reason.BAD_REWARD),
+        ({"turn_rewards": (m.TurnReward(4, math.inf),)}, Reason.BAD_REWARD),
+        ({"turn_rewards": (m.TurnReward(4, 1.0),), "reward": None}, Reason.BAD_REWARD),
+        ({"turn_rewards": (m.TurnReward(4, 1.0),), "final": False}, Reason.BAD_REWARD),
+        ({"reward": math.nan}, Reason.BAD_REWARD),
+        ({"final": False}, Reason.BAD_REWARD),
     ],
 )
-def test_a_branch_or_a_dropped_response_of_tokens_that_do_not_exist_is_refused(
+def test_a_branch_a_dropped_response_or_a_reward_that_cannot_be_is_refused(
     make: Make, changes: dict[str, Any], reason: Reason
 ) -> None:
     driver = make()

@@ -17,6 +17,7 @@ SCHEMA_OF_VERSION = {
     6: "15307d86316864d6",
     7: "2a3a6a3da88a82b7",
     8: "701c5c6c41c13ba7",
+    9: "ea6a4f6b17bb1a28",
 }
 
 

@@ -15,8 +15,11 @@ SAMPLING = m.Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=32, s
 ROW = b'{"prompt":"8293+4758="}'
 TASK = m.Task(3, "train", 8, SAMPLING, "calculator", "add", ("default", "math"), "13051", "e1", 0, ROW)
 TICKET = m.Ticket("train-3-0-1", 3, 0, "train", SAMPLING, "calculator", "add", "13051", VERSION, ROW)
-ITEM = m.BatchItem("train-3-0-1", 3, 0, 8, "add", ("default", "math"), 5, SPANS, True, "stop", 1.0, 2)
-UNTAUGHT = msgspec.structs.replace(ITEM, teachers=(), reward=None)
+REWARDS = (m.TurnReward(3, 0.25), m.TurnReward(5, 0.75))
+ITEM = m.BatchItem(
+    "train-3-0-1", 3, 0, 8, "add", ("default", "math"), 5, SPANS, True, "stop", 1.0, 2, turn_rewards=REWARDS
+)
+UNTAUGHT = msgspec.structs.replace(ITEM, teachers=(), reward=None, turn_rewards=())
 COUNTS = m.LedgerCounts(9, 4, {"stale": 1}, {"actor_lost": 2}, 1, 1)
 LEDGER = m.Ledger(COUNTS, COUNTS, COUNTS, {"malformed": 3}, COUNTS)
 PEER = m.PeerView("actor", "actor-0", True, VERSION, 0.5, {"tokens_total": 12.0}, 2, 3, 4)
@@ -37,7 +40,10 @@ def mask(n: int) -> Array:
     return np.ones(n, dtype=np.uint8)
 
 
-SEGMENT = (m.Segment("train-3-0-1", 1, 2, 5, SPANS, True, "stop", 1.0, 2, 2), (ids(3), logprobs(3), mask(3)))
+SEGMENT = (
+    m.Segment("train-3-0-1", 1, 2, 5, SPANS, True, "stop", 1.0, 2, 2, turn_rewards=REWARDS),
+    (ids(3), logprobs(3), mask(3)),
+)
 FOUR = (ids(5), logprobs(5), mask(5), logprobs(2, 5))
 FOUR_UNTAUGHT = (ids(5), logprobs(5), mask(5), logprobs(0, 5))
 EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [

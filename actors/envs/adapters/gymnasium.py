@@ -1,7 +1,7 @@
 """Environments of the package gymnasium (tried: 1.4.0), played in words (docs/agents/gymnasium.md).
 
 One episode of the environment is one rollout. The prompt says the rules, the actions and what is to be seen; each turn
-of the student names an action, and the answer is what is then to be seen. The reward is the sum over the episode.
+of the student names an action, and the answer is what is then to be seen. Each turn has the reward of its action.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Gymnasium(Environment):
         self._draw = draw
         self._invalid_action_reward = invalid_action_reward
         self._invalid_left = max_invalid_actions
-        self._reward = 0.0
         self._game = GAMES.get(_spec(id).name)
         self._environment = _make(id, kwargs or {})
         space = self._environment.action_space
@@ -73,21 +72,21 @@ class Gymnasium(Environment):
         if chosen is None:
             return self._invalid(action.last)
         observation, reward, terminated, truncated, _ = self._environment.step(chosen)
-        self._reward += float(reward)
-        info = {"gymnasium_steps": 1.0, "gymnasium_reward": float(reward)}
+        reward = float(reward)
+        info = {"gymnasium_steps": 1.0, "gymnasium_reward": reward}
         if terminated or truncated or action.last:
             end = "terminated" if terminated else "truncated" if truncated else "turns_used_up"
-            return StepResult(done=True, reward=self._reward, info=info | {f"gymnasium_{end}": 1.0})
-        return StepResult(token_ids=reply(self._tokenizer, self._seen(observation)), info=info)
+            return StepResult(done=True, reward=reward, info=info | {f"gymnasium_{end}": 1.0})
+        return StepResult(token_ids=reply(self._tokenizer, self._seen(observation)), reward=reward, info=info)
 
     def _invalid(self, last: bool) -> StepResult:
-        self._reward += self._invalid_action_reward
+        reward = self._invalid_action_reward
         self._invalid_left -= 1
-        info = {"gymnasium_invalid_actions": 1.0, "gymnasium_reward": self._invalid_action_reward}
+        info = {"gymnasium_invalid_actions": 1.0, "gymnasium_reward": reward}
         if last or self._invalid_left <= 0:
-            return StepResult(done=True, reward=self._reward, info=info)
+            return StepResult(done=True, reward=reward, info=info)
         answer = f"Invalid action. Expected: {self._actions.expected}."
-        return StepResult(token_ids=reply(self._tokenizer, answer), info=info)
+        return StepResult(token_ids=reply(self._tokenizer, answer), reward=reward, info=info)
 
     async def close(self) -> None:
         self._environment.close()

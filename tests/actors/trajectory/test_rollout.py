@@ -224,3 +224,23 @@ def test_a_rollout_without_a_token_of_the_student_s_does_not_finish() -> None:
 def test_a_rollout_needs_a_prompt() -> None:
     with pytest.raises(ValueError, match="prompt of shape"):
         Line(0).ask()
+
+
+def test_rewards_of_dropped_and_unknown_responses_are_in_the_sum_alone() -> None:
+    prompt = np.arange(3, dtype=np.int32)
+    rollout = Rollout(ticket(99), prompt, segment_tokens=2, max_context_tokens=99, max_calls=9)
+    for number, text in ((0, [10, 11, 12]), (1, [20, 21]), (2, [30])):  # 1 asks the same again, and 2 goes on from it
+        read = np.array([*prompt, 20, 21, 50] if number == 2 else prompt, np.int32)
+        request = rollout.request(read, number, max_new_tokens=9, stop_token_ids=(), retry=number == 1)
+        ids, spans = np.array(text, np.int32), (VersionSpan(WeightVersion(0, 0), 0, len(text)),)
+        rollout.append_delta(
+            GenerationDelta(request.request_id, ids, np.full(len(text), -1.0, np.float32), spans, "stop")
+        )
+        taken = rollout.take_segments() if number == 0 else []
+        assert len(taken) == (1 if number == 0 else 0), "of the dropped response, too, something is on the row"
+    rollout.finish("stop", 15.5, {0: 1.0, 1: 2.0, 2: 4.0, 7: 8.5})
+    *_, last = rollout.take_segments()
+    (dropped,) = last.message.dropped
+    assert (dropped.start, last.message.reward) == (3, 15.5)
+    assert [one.reward for one in last.message.turn_rewards] == [2.0, 4.0]
+    assert last.message.turn_rewards[-1].end == last.message.end

@@ -24,7 +24,7 @@ PROMPTS = [EvalPrompt(np.array([65 + i, 66], dtype=np.int32), "t", str(i)) for i
 
 def rollout(task_id: int, reward: float | None) -> EvalRollout:
     return EvalRollout(
-        "r", task_id, "t", "", reward, "stop", np.zeros(0, np.int32), 0, NONE, np.zeros((0, 0)), None, 0, 0
+        "r", task_id, "t", "", reward, "stop", np.zeros(0, np.int32), 0, NONE, np.zeros((0, 0)), (), None, 0, 0
     )
 
 

@@ -28,6 +28,7 @@ from learner.objectives.registry import (
     IMPORTANCE,
     LENGTH_PENALTIES,
     TOKEN_ADVANTAGES,
+    TURN_ADVANTAGES,
     TURN_AGGREGATIONS,
     Group,
     find_member,
@@ -39,7 +40,7 @@ from tests.learner.settings import learner_config
 PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
 GROUPS = (
     *(ADVANTAGES, AGGREGATIONS, DISTRIBUTION_DIVERGENCES, DIVERGENCES, IMPORTANCE, LENGTH_PENALTIES),
-    *(TOKEN_ADVANTAGES, TURN_AGGREGATIONS),
+    *(TOKEN_ADVANTAGES, TURN_ADVANTAGES, TURN_AGGREGATIONS),
 )
 
 

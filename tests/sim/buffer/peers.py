@@ -240,6 +240,7 @@ def make_segment(
         final=final,
         finish_reason="stop" if final else None,
         reward=1.0 if final else None,
+        turn_rewards=_turn_rewards(rollout.length + n, rng) if final and rng.random() < 0.3 else (),
         follows=follows,
         dropped=_dropped(rollout.length + n, rng) if final and rng.random() < 0.3 else (),
         own_prompt_tokens=len(prompt) if own else 0,
@@ -254,6 +255,12 @@ def _dropped(length: int, rng: Random) -> tuple[m.Dropped, ...]:
     return tuple(m.Dropped(start, end, rng.choice(("retried", "undelivered"))) for start, end in pairs if start < end)
 
 
+def _turn_rewards(length: int, rng: Random) -> tuple[m.TurnReward, ...]:
+    """Of some responses; the buffer does not know which of its tokens end one."""
+    ends = sorted(rng.sample(range(1, length + 1), min(length, rng.choice((1, 2, 3)))))
+    return tuple(m.TurnReward(end, rng.choice((-0.5, 0.0, 1.0))) for end in ends)
+
+
 def spoil(segment: SimSegment, rng: Random) -> SimSegment:
     """Make one thing wrong with an honest segment; `expected` says what."""
     message, (ids, logprobs, sampled) = segment.message, (a.copy() for a in segment.arrays)
@@ -264,6 +271,7 @@ def spoil(segment: SimSegment, rng: Random) -> SimSegment:
     choices = ["offset", "frame", "version"] + (["id", "nan", "inf", "mask"] if n else [])
     choices += ["positive", "span_missing", "span_outside"] if written else []
     choices += ["branch", "own"] if message.index else ["own"]
+    choices += ["reward"]
     kind = rng.choice(choices)
     expected = RejectReason.OFFSET_GAP
     if kind == "offset":
@@ -287,6 +295,19 @@ def spoil(segment: SimSegment, rng: Random) -> SimSegment:
     elif kind == "branch":
         message = msgspec.structs.replace(message, follows=rng.choice((-1, start, end)))
         expected = RejectReason.BAD_BRANCH
+    elif kind == "reward":
+        reward, parts = rng.choice(
+            (
+                (1.0, (m.TurnReward(end + 1, 1.0),)),
+                (1.0, (m.TurnReward(0, 1.0),)),
+                (float("nan"), ()),
+                (None, (m.TurnReward(1, 1.0),)),
+            )
+        )
+        message, expected = (
+            msgspec.structs.replace(message, reward=reward, turn_rewards=parts),
+            RejectReason.BAD_REWARD,
+        )
     elif kind == "own":
         own = 1 if message.index else rng.choice((-1, n + 1))
         message, expected = msgspec.structs.replace(message, own_prompt_tokens=own), RejectReason.OWN_PROMPT
