@@ -26,6 +26,7 @@ BUILT_IN = {
     "gymnasium": "actors.envs.adapters.gymnasium:Gymnasium",
     "reasoning_gym": "actors.envs.adapters.reasoning_gym:ReasoningGym",
     "skyrl_gym": "actors.envs.adapters.skyrl_gym:skyrl_gym",
+    "textarena": "actors.envs.adapters.textarena:textarena",
 }
 
 

@@ -55,6 +55,13 @@ def test_the_student_is_taught_in_an_environment_written_for_skyrl(launch: Calla
     assert max(row.get("env/skyrl_gym_turns_per_rollout", 0.0) for row in run.steps()) > 1.0, "some had a second try"
 
 
+def test_the_student_plays_games_of_textarena(launch: Callable[..., Launched]) -> None:
+    pytest.importorskip("textarena", reason="make agents installs what this needs")
+    run = run_example(launch, "textarena")
+    assert all(-0.5 <= row["rollouts/reward_mean"] <= 1.0 for row in run.steps())
+    assert max(row.get("env/textarena_moves_per_rollout", 0.0) for row in run.steps()) > 0
+
+
 def test_rows_mix_games_and_tasks_in_one_run(launch: Callable[..., Launched], tmp_path: Path) -> None:
     for package in ("gymnasium", "reasoning_gym"):
         pytest.importorskip(package, reason="make agents installs what this needs")

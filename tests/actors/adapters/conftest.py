@@ -36,6 +36,11 @@ class Played(NamedTuple):
     def end(self) -> Continuation:
         return self.answers[-1]
 
+    @property
+    def reward(self) -> float:
+        """The sum over the turns."""
+        return sum(answer.reward or 0.0 for answer in self.answers)
+
     def total(self, name: str) -> float:
         """Sum of an environment's number over the episode."""
         return sum(answer.info.get(name, 0.0) for answer in self.answers)

@@ -58,14 +58,14 @@ def test_the_shortest_way_over_the_lake_gives_the_reward(play: Play) -> None:
     assert "left (0), down (1), right (2) or up (3).\n\nxFFF\nFHFH\n" in played.prompt
     assert played.prompt.endswith("You are in row 0, column 0.<|im_end|>\n<|im_start|>assistant\n")
     assert "SFFF\nFHFH\nxFFH\nHFFG\nYou are in row 2, column 0." in played.heard[1]
-    assert (played.end.finish_reason, played.end.reward) == ("stop", 1.0)
+    assert (played.end.finish_reason, played.reward) == ("stop", 1.0)
     assert [played.total(f"gymnasium_{name}") for name in ("steps", "reward", "terminated")] == [6.0, 1.0, 1.0]
 
 
 def test_a_hole_ends_the_game_without_a_reward(play: Play) -> None:
     played = play("gymnasium", ["down", "2", "never said"], LAKE)
     assert len(played.answers) == 2
-    assert (played.end.reward, played.total("gymnasium_terminated")) == (0.0, 1.0)
+    assert (played.reward, played.total("gymnasium_terminated")) == (0.0, 1.0)
 
 
 def test_the_last_action_named_counts(play: Play) -> None:
@@ -77,13 +77,13 @@ def test_the_last_action_named_counts(play: Play) -> None:
 def test_an_invalid_action_is_told_and_changes_nothing(play: Play, turn: str) -> None:
     played = play("gymnasium", [turn, *SHORTEST], LAKE | {"invalid_action_reward": -0.5})
     assert "Invalid action. Expected: left (0), down (1), right (2) or up (3)." in played.heard[0]
-    assert (played.end.reward, played.total("gymnasium_invalid_actions")) == (0.5, 1.0)
+    assert (played.reward, played.total("gymnasium_invalid_actions")) == (0.5, 1.0)
     assert played.total("gymnasium_steps") == 6
 
 
 def test_after_too_many_invalid_actions_the_episode_ends(play: Play) -> None:
     played = play("gymnasium", ["what?"] * 5, LAKE | {"max_invalid_actions": 2, "invalid_action_reward": -0.25})
-    assert [answer.reward for answer in played.answers] == [None, -0.5]
+    assert [answer.reward for answer in played.answers] == [-0.25, -0.25]
 
 
 def test_a_pattern_of_ones_own_finds_the_action(play: Play) -> None:
@@ -102,16 +102,16 @@ def test_the_games_own_limit_truncates(play: Play) -> None:
 
 def test_the_last_turn_still_counts(play: Play) -> None:
     won = play("gymnasium", SHORTEST, LAKE, max_turns=6)
-    assert (won.end.finish_reason, won.end.reward) == ("stop", 1.0)
+    assert (won.end.finish_reason, won.reward) == ("stop", 1.0)
     out = play("gymnasium", SHORTEST, LAKE, max_turns=5)
-    assert (out.end.reward, out.total("gymnasium_turns_used_up"), out.total("gymnasium_steps")) == (0.0, 1.0, 5.0)
+    assert (out.reward, out.total("gymnasium_turns_used_up"), out.total("gymnasium_steps")) == (0.0, 1.0, 5.0)
 
 
 def test_a_turn_cut_in_the_middle_is_no_action(play: Play) -> None:
     """Else a student that never ends would be better off than one that errs."""
     options = LAKE | {"invalid_action_reward": -0.5}
     played = play("gymnasium", SHORTEST, options, end="length")
-    assert (played.end.finish_reason, played.end.reward) == ("length", -0.5)
+    assert (played.end.finish_reason, played.reward) == ("length", -0.5)
     assert (played.total("gymnasium_steps"), played.total("gymnasium_invalid_actions")) == (5.0, 1.0)
 
 
@@ -122,7 +122,7 @@ def test_taxi_tells_its_state_and_sums_its_rewards(play: Play) -> None:
     assert "|R: |x: :G|" in played.prompt
     assert "Taxi: row 0, column 2. Passenger: at R. Destination: Y." in played.prompt
     assert "Taxi: row 0, column 0. Passenger: in the taxi. Destination: Y." in played.heard[6]
-    assert (played.end.finish_reason, played.end.reward) == ("stop", -11.0 + 20.0)
+    assert (played.end.finish_reason, played.reward) == ("stop", -11.0 + 20.0)
     undrawn = play("gymnasium", ["dropoff"], {"id": "Taxi-v4", "draw": False}, row={"seed": 3})
     assert "+---" not in undrawn.prompt + undrawn.heard[0]
     assert undrawn.total("gymnasium_reward") == -10.0
@@ -132,7 +132,7 @@ def test_blackjack_names_its_actions(play: Play) -> None:
     played = play("gymnasium", ["hit", "stick"], {"id": "Blackjack-v1"}, row={"seed": 3})
     assert "stick (0) or hit (1).\n\nYour cards: 7. The dealer shows 10." in played.prompt
     assert "Your cards: 17. The dealer shows 10." in played.heard[0]
-    assert played.end.reward in (-1.0, 0.0, 1.0)
+    assert played.reward in (-1.0, 0.0, 1.0)
 
 
 def test_the_rows_seed_decides_the_game_and_else_the_rollouts(play: Play) -> None:
@@ -164,7 +164,7 @@ def test_a_game_of_ones_own_with_actions_of_several_parts(play: Play) -> None:
     played = play("gymnasium", ['{"go": 9}', 'So: {"go": 2, "by": [0.5, 4]} then'], {"id": "own_game:Echo-v0"})
     assert 'one action: a JSON object with "by": 2 numbers, each from 0 to 9; "go"' in played.prompt
     assert "\n\n#.\nat: [1, 4], near: a wall<|im_end|>" in played.prompt
-    assert "Invalid" in played.heard[0] and played.end.reward == 6.0
+    assert "Invalid" in played.heard[0] and played.reward == 6.0
 
 
 def test_where_the_prompt_says_game_it_stands_there(play: Play) -> None:

@@ -14,6 +14,7 @@ ADAPTERS = {
     "gymnasium": ("gymnasium", "gymnasium"),
     "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
     "skyrl_gym": ("skyrl_gym", "skyrl-gym"),
+    "textarena": ("textarena", "textarena"),
 }
 """Name -> the module that is imported, and our extra for it."""
 

@@ -17,7 +17,7 @@ from tests.actors.adapters.conftest import MADE_BY
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("gymnasium", "reasoning_gym", "skyrl_gym")
+PAGES = ("gymnasium", "reasoning_gym", "skyrl_gym", "textarena")
 
 
 @pytest.mark.parametrize("name", PAGES)
