@@ -58,7 +58,7 @@ class _Game:
             self._game.reset(num_players=players, seed=seed)
 
     def next(self) -> tuple[int, _Heard]:
-        """Whose turn it is, and what that player has not heard yet."""
+        """The player whose turn it is, and what it has not heard yet."""
         with self._drawing():
             player, messages = self._game.get_observation()
         kinds = _package.ObservationType
