@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias
 from aiohttp import web
 
 from actors.agent import AgentEpisode
+from actors.endpoint import MODEL
 from actors.endpoint.requests import (
     ChatRequest,
     CompletionRequest,
@@ -32,7 +33,7 @@ from actors.endpoint.requests import (
     StreamOptions,
     decode,
 )
-from actors.endpoint.session import MODEL, Answer, EpisodeSession, refusal_counts
+from actors.endpoint.session import Answer, EpisodeSession, refusal_counts
 
 log = logging.getLogger(__name__)
 MAX_BODY: Final = 16 << 20

@@ -41,8 +41,6 @@ from actors.tool_calls import parse_tool_calls, tool_dialect
 from engines.base import Int32s
 
 log = logging.getLogger(__name__)
-MODEL: Final = "student"
-"""The name under which /v1/models lists the student. Requests may use any."""
 MAX_LINES: Final = 1024
 """Conversations of an episode that can be continued. Older ones are rendered anew, as a branch."""
 Route = Literal["chat", "completion", "generate"]

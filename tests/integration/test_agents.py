@@ -62,6 +62,16 @@ def test_the_student_plays_games_of_textarena(launch: Callable[..., Launched]) -
     assert max(row.get("env/textarena_moves_per_rollout", 0.0) for row in run.steps()) > 0
 
 
+def test_an_agent_of_the_openai_sdk_teaches_the_student(launch: Callable[..., Launched]) -> None:
+    pytest.importorskip("openai", reason="make agents installs what this needs")
+    run = run_example(launch, "openai")
+    assert all(row["train/grad_norm"] > 0 and row["train/reverse_kl"] > 0 for row in run.steps())
+    before, _ = run.summary()["eval"]
+    assert 0.0 < before["accuracy_sampled"] < 1.0
+    calls = [row["env/endpoint_calls_per_rollout"] for row in run.steps() if "env/endpoint_calls_per_rollout" in row]
+    assert calls and min(calls) >= 1.0 and all(row.get("agents/forks_per_rollout", 0.0) == 0.0 for row in run.steps())
+
+
 def test_rows_mix_games_and_tasks_in_one_run(launch: Callable[..., Launched], tmp_path: Path) -> None:
     for package in ("gymnasium", "reasoning_gym"):
         pytest.importorskip(package, reason="make agents installs what this needs")

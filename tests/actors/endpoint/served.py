@@ -19,7 +19,7 @@ from actors.agent import Context, Endpoint
 from actors.config import ActorConfig, EnvConfig
 from actors.envs.base import EnvTask, TextTokenizer
 from engines.base import Int32s
-from protocol.messages import Sampling
+from protocol.messages import Sampling, Ticket
 from tests.actors.in_hand import STOP, InHand, ScriptedEngine, ids_of, ticket
 from tests.patience import PATIENCE_S, Limit
 
@@ -76,8 +76,13 @@ class Reply(NamedTuple):
 class Actor:
     """Rollouts in hand, turned by a thread."""
 
-    def __init__(self, tokenizer: TextTokenizer, answer: Callable[[Int32s], list[int] | None]) -> None:
-        """`answer`: the student's response to a prompt, or None to let it wait."""
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        answer: Callable[[Int32s], list[int] | None],
+        environments: Mapping[str, EnvConfig],
+    ) -> None:
+        """`answer`: the student's response to a prompt, or None to let it wait. `environments`: further ones."""
         self.engine = ScriptedEngine()
         self.answer = answer
         self.asked: list[tuple[str, list[int]]] = []
@@ -87,7 +92,8 @@ class Actor:
             environments={
                 name: EnvConfig(name=f"{HERE}:{name}", max_turns=2000, step_timeout_s=PATIENCE_S)
                 for name in ("served", "polite")
-            },
+            }
+            | dict(environments),
         )
         self.hand = InHand(self.engine, tokenizer, config, max_context_tokens=100_000)
         self._stop = threading.Event()
@@ -98,9 +104,12 @@ class Actor:
     def begin(self, number: int, *, env: str = "served", max_new_tokens: int = 100_000) -> Episode:
         one = ticket(number, env=env, sampling=Sampling(seed=number, max_new_tokens=max_new_tokens))
         episode = Waiting.episodes[one.rollout_id] = Episode()
-        self._do.append(lambda: self.hand.rollouts.add(one, ids_of(1, 2, 3)))
+        self.add(one)
         assert episode.ready.wait(PATIENCE_S)
         return episode
+
+    def add(self, one: Ticket) -> None:
+        self._do.append(lambda: self.hand.rollouts.add(one, ids_of(1, 2, 3)))
 
     def cancel(self, number: int) -> None:
         self._do.append(lambda: self.hand.rollouts.cancel(f"train-{number}-0-0", "the test wants it"))
@@ -126,7 +135,8 @@ class Actor:
         told: set[str] = set()
         while not self._stop.is_set():
             while self._do:
-                self._do.pop(0)()
+                self._do[0]()
+                del self._do[0]  # afterwards: `until_gone` looks at both
             for request_id, request in list(self.engine.requests.items()):
                 if request_id not in told:
                     ids = self.answer(request.prompt_ids)
@@ -140,9 +150,11 @@ class Actor:
 
 @contextmanager
 def actor(
-    tokenizer: TextTokenizer, answer: Callable[[Int32s], list[int] | None] = lambda _: [10, STOP]
+    tokenizer: TextTokenizer,
+    answer: Callable[[Int32s], list[int] | None] = lambda _: [10, STOP],
+    **environments: EnvConfig,
 ) -> Generator[Actor]:
-    one = Actor(tokenizer, answer)
+    one = Actor(tokenizer, answer, environments)
     try:
         yield one
     finally:
