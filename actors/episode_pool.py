@@ -20,11 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Final, Literal, TypeAlias
 
-from actors.agent import Response
-from actors.episode_process import BEAT_S, STOOD_STILL, Command, Deliver, Finish, GaveUp, Ready, Refuse, Report, Setup
+from actors.agent import Ask, GiveUp, Response
+from actors.episode_process import BEAT_S, STOOD_STILL
+from actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
 from actors.episodes import EpisodeEnded, EpisodeStart, News
 from actors.failures import Failure
 from protocol.printable import in_one_line
@@ -68,9 +68,9 @@ class _Process:
         with theirs:
             argv = [sys.executable, "-m", "actors.episode_process", str(theirs.fileno())]
             self._popen = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._connection = Connection(ours.detach())
+        self._link = Link(ours)
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._commands: queue.SimpleQueue[Setup | Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._wake = wake
         self._threads = [
             threading.Thread(target=target, name=f"environments {number}", daemon=True)
@@ -80,7 +80,7 @@ class _Process:
             thread.start()
         self.send(setup)
 
-    def send(self, command: Setup | Command) -> None:
+    def send(self, command: Command) -> None:
         self._commands.put(command)
 
     def take(self) -> list[News]:
@@ -99,26 +99,28 @@ class _Process:
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._popen.wait()
-        self._commands.put(None)
+        self._commands.put(Stop())
         for thread in self._threads:
             thread.join(1.0)
-        self._connection.close()
+        self._link.close()
         return code
 
     def _receive(self) -> None:
         try:
             while True:
-                message: Ready | Report | GaveUp = self._connection.recv()
+                message = self._link.receive()
                 self.heard_s = time.monotonic()
                 match message:
                     case Ready():
                         self.ready = message
-                    case Report():
-                        self.gauges = message.gauges
-                        for news in message.news:
-                            self._news.put(news)
+                    case Gauges():
+                        self.gauges = message.values
                     case GaveUp():
                         self.gave_up = message.reason
+                    case Ask() | GiveUp() | EpisodeEnded():
+                        self._news.put(message)
+                    case _:
+                        raise ValueError(f"a process for environments says no {type(message).__name__}")
                 self._wake()
         except (EOFError, OSError):
             pass
@@ -131,8 +133,8 @@ class _Process:
         try:
             while True:
                 command = self._commands.get()
-                self._connection.send(command)
-                if command is None:
+                self._link.send(command)
+                if isinstance(command, Stop):
                     return
         except OSError:
             return  # the process is gone, which the other thread notices
@@ -207,7 +209,7 @@ class EpisodePool:
         """End the processes; what their episodes hold is closed, except by those that do not end in time."""
         deadline_s = time.monotonic() + CLOSE_S
         for process in self._processes:
-            process.send(None)
+            process.send(Stop())
         for process in self._processes:
             process.wait(max(0.0, deadline_s - time.monotonic()))
         self._processes = []

@@ -1,7 +1,6 @@
 """A process that runs episodes for an actor (`actors.episode_pool`), each on its own thread as in the actor itself.
 
-Talks over one pair of sockets, in pickled tuples: both ends are one program, and the code of environments is trusted as
-much as the actor's own. The process ends when the other end closes.
+It says and hears the messages of `actors.episode_wire`, and ends when the other end closes.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ import logging
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, cast
 
-from actors.agent import Response
-from actors.config import EnvConfig
 from actors.env_runner import CLOSE_TIMEOUT_S, TooManyStuck
 from actors.envs.base import TextTokenizer
-from actors.episodes import EpisodeStart, EpisodeThreads, News
+from actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
+from actors.episodes import EpisodeStart, EpisodeThreads
 from models.files import model_file
 from models.tokenizer_file import FileTokenizer
 
@@ -36,70 +33,12 @@ STOOD_STILL: Final = 1
 FAILED: Final = 2
 
 
-class Setup(NamedTuple):
-    """The first message to a process."""
-
-    environments: Mapping[str, EnvConfig]
-    student: str
-    """Model folder or hub name; its tokenizer is loaded."""
-    max_threads: int
-    stop_token_ids: tuple[int, ...]
-    max_context_tokens: int
-    silence_s: float
-    """The process ends itself when its main loop stands still for this long, after it wrote where to stderr."""
-
-
-class Deliver(NamedTuple):
-    """See Episodes.deliver."""
-
-    rollout_id: str
-    number: int
-    response: Response
-
-
-class Refuse(NamedTuple):
-    """See Episodes.refuse."""
-
-    rollout_id: str
-    number: int
-    reason: str
-
-
-class Finish(NamedTuple):
-    """See Episodes.finish."""
-
-    rollout_id: str
-
-
-Command: TypeAlias = EpisodeStart | Deliver | Refuse | Finish | None
-"""None: close all episodes and end."""
-
-
-class Ready(NamedTuple):
-    """The environments are imported."""
-
-    agents: frozenset[str]
-
-
-class Report(NamedTuple):
-    """At least one every BEAT_S."""
-
-    news: list[News]
-    gauges: dict[str, float]
-
-
-class GaveUp(NamedTuple):
-    """The process ends: its environments cannot be imported, or too many of them do not return."""
-
-    reason: str
-
-
 class EpisodeHost:
     """The main loop."""
 
-    def __init__(self, connection: Connection, setup: Setup) -> None:
+    def __init__(self, link: Link, setup: Setup) -> None:
         """Raises whatever an environment raises while it is imported."""
-        self._connection = connection
+        self._link = link
         self._silence_s = setup.silence_s
         self._woken = threading.Event()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -118,14 +57,16 @@ class EpisodeHost:
     def run(self) -> None:
         """Until the other end asks for the end, or is gone. Raises TooManyStuck."""
         threading.Thread(target=self._receive, name="commands", daemon=True).start()
-        self._connection.send(Ready(self._episodes.agents))
+        self._link.send(Ready(self._episodes.agents))
         reported_s = 0.0
         while self._obey():
             while self._waiting and self._episodes.has_room:
                 self._start(self._waiting.popleft())
             news, now_s = self._episodes.take(), time.monotonic()
             if news or now_s - reported_s >= BEAT_S:
-                self._connection.send(Report(news, self._episodes.gauges))
+                for one in news:
+                    self._link.send(one)
+                self._link.send(Gauges(self._episodes.gauges))
             if now_s - reported_s >= BEAT_S:
                 # It needs no Python lock, so it also ends a process in which an environment keeps that lock.
                 faulthandler.dump_traceback_later(self._silence_s, exit=True)
@@ -151,8 +92,10 @@ class EpisodeHost:
                 case Refuse() as one:
                     if one.rollout_id in self._started:
                         self._episodes.refuse(*one)
-                case None:
+                case Stop():
                     return False
+                case Setup():
+                    raise AssertionError("only the first message is one")
         return True
 
     def _start(self, start: EpisodeStart) -> None:
@@ -161,16 +104,15 @@ class EpisodeHost:
 
     def _receive(self) -> None:
         """On its own thread."""
-        command: Command = None
         with suppress(EOFError, OSError):
-            while (command := self._connection.recv()) is not None:
+            while not isinstance(command := cast("Command", self._link.receive()), Stop):
                 self._commands.put(command)
                 self._woken.set()
         # After the actor's end nobody else would notice a process that does not end by itself.
         leave = threading.Timer(CLOSE_TIMEOUT_S + 1.0, os._exit, (FAILED,))
         leave.daemon = True
         leave.start()
-        self._commands.put(None)
+        self._commands.put(Stop())
         self._woken.set()
 
 
@@ -186,24 +128,25 @@ def main(descriptor: int) -> int:
     """Entry of the process: `python -m actors.episode_process DESCRIPTOR`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the actor says when to end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s")
-    with Connection(descriptor) as connection:
+    with socket.socket(fileno=descriptor) as end:
+        link = Link(end)
         try:
-            EpisodeHost(connection, connection.recv()).run()
+            setup = link.receive()
+            assert isinstance(setup, Setup)
+            EpisodeHost(link, setup).run()
         except (EOFError, OSError):  # the actor has ended
             return FAILED
         except TooManyStuck as error:
-            connection.send(GaveUp(str(error)))
+            link.send(GaveUp(str(error)))
             return FAILED
         except Exception as error:
             log.exception("the environments' process cannot go on")
-            connection.send(GaveUp(f"{type(error).__name__}: {error}"))
+            link.send(GaveUp(f"{type(error).__name__}: {error}"))
             return FAILED
     return 0
 
 
 if __name__ == "__main__":
-    from actors import episode_process  # messages made here would be those of a module `__main__`
-
-    code = episode_process.main(int(sys.argv[1]))
+    code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # threads of environments that do not return must not hold the process

@@ -26,7 +26,7 @@ from typing import Final, Protocol
 from actors.config import ActorConfig
 from actors.envs.base import TextTokenizer
 from actors.episode_pool import EpisodePool
-from actors.episode_process import Setup
+from actors.episode_wire import Setup
 from actors.episodes import Episodes, EpisodeThreads
 from actors.rollouts_running import RunningRollouts
 from engines.base import EngineLost, EngineMismatch, GenerationEngine

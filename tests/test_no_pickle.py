@@ -38,7 +38,9 @@ def pickles(source: str) -> list[str]:
         match node:
             case ast.Import(names=names):
                 found += [f"{node.lineno}: import {n.name}" for n in names if n.name.split(".")[0] in FORBIDDEN_MODULES]
-            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in FORBIDDEN_MODULES:
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in FORBIDDEN_MODULES or (
+                module == "multiprocessing.connection"  # its `send` pickles
+            ):
                 found.append(f"{node.lineno}: from {module} import")
             case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if _is_pickling_call(name, node):
                 found.append(f"{node.lineno}: {name}")

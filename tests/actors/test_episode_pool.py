@@ -19,7 +19,7 @@ from actors.agent import Context
 from actors.config import ActorConfig, EnvConfig
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
 from actors.episode_pool import EnvironmentsUnusable, EpisodePool
-from actors.episode_process import Setup
+from actors.episode_wire import Setup
 from builtin import STUDENT_DIR
 from tests.actors.in_hand import STOP, InHand, ScriptedEngine, ids_of, ticket
 from tests.patience import Limit
