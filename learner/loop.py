@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -26,6 +27,7 @@ from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvaluationResult
 from learner.evaluation.figures import describe
+from learner.group_rewards import GroupRewards, GroupRewardsFailed
 from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest, describe_queues
 from learner.offline import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
@@ -93,10 +95,11 @@ class LearnerLoop:
         ema: StudentEma | None = None,
         mixer: OfflineMixer | None = None,
         recorder: BatchRecorder | None = None,
+        group_rewards: GroupRewards | None = None,
         stop: StopRequest | None = None,
     ) -> None:
         """`version` and `parent` are those of LearnerStarted. `mixer` adds the teacher's rollouts to the batches,
-        `recorder` writes them to a file, `stop` ends the loop early."""
+        `recorder` writes them to a file, `group_rewards` judges their groups, `stop` ends the loop early."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
@@ -112,6 +115,7 @@ class LearnerLoop:
         self._steps = steps
         self._mixer = mixer
         self._recorder = recorder
+        self._group_rewards = group_rewards
         self._stop = stop or StopRequest()
         self.clock = WaitClock()
         self._rollout_figures = RolloutFigures()
@@ -149,7 +153,7 @@ class LearnerLoop:
         self._close_run()
 
     def _one_step(self) -> None:
-        delivered = self._next_batch()
+        delivered = self._judged(self._next_batch())
         items = train_items(delivered.batch.items, delivered.arrays)
         mixed = self._mixer.take(sum(item.n_trained for item in items)) if self._mixer is not None else []
         outcome = finite_step(self._trainer, items, [item for _, item in mixed])
@@ -181,6 +185,18 @@ class LearnerLoop:
         if step < self._steps and (due := self._config.evaluated_at(step)):
             self._desk.start(self.version, due)
         self._last_batch_id = delivered.batch.batch_id
+
+    def _judged(self, delivered: Delivered) -> Delivered:
+        """With the rewards of `learner.tasks.group_reward`. A function that judges nothing ends the run for all
+        workers: a restarted learner would call it again."""
+        if self._group_rewards is None:
+            return delivered
+        try:
+            with self.clock.waiting("data"):
+                return replace(delivered, batch=self._group_rewards.apply(delivered.batch, delivered.arrays))
+        except GroupRewardsFailed as error:
+            self._finish(ok=False, reason=str(error))
+            raise
 
     def _account(self, batch: Batch, items: Sequence[TrainItem], outcome: Outcome) -> Account:
         """The samples and tasks that this step settles."""
@@ -372,6 +388,7 @@ class LearnerLoop:
             others={
                 **(self._mixer.figures if self._mixer is not None else {}),
                 **(self._recorder.figures if self._recorder is not None else {}),
+                **(self._group_rewards.figures if self._group_rewards is not None else {}),
                 **self._rollout_figures.update(batch.items, delivered.arrays),
                 **self._worker_figures.update(batch.snapshot),
             },

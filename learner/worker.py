@@ -22,6 +22,7 @@ from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
 from learner.evaluation.sets import render_eval_sets
+from learner.group_rewards import GroupRewards
 from learner.inbox import RunStopped, StopAsked, StopRequest
 from learner.loop import LearnerLoop
 from learner.offline import OfflineMixer, open_mixer
@@ -270,6 +271,7 @@ def _make_loop(
         ema=ema,
         mixer=start.mixer,
         recorder=recorder,
+        group_rewards=_group_rewards(ctx, start),
         stop=stop,
     )
     return loop, write_account
@@ -343,6 +345,17 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
         canary=canary,
         control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
     )
+
+
+def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: Start) -> GroupRewards | None:
+    path = ctx.config.learner.tasks.group_reward
+    if not path:
+        return None
+
+    def decode(token_ids: list[int]) -> str:
+        return str(start.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    return GroupRewards(path, start.stream.row, decode)
 
 
 def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> StudentEma | None:

@@ -177,8 +177,10 @@ def prepare_resumed(asked: Asked, recording: Recording, folder: Path) -> tuple[R
 
 
 def checked(config: RunConfig) -> RunConfig:
-    """The configuration with models and prompts as preflight resolves them. Raises ConfigError."""
-    result = preflight.check(config)
+    """The configuration with models and prompts as preflight resolves them. A recording has the rewards that were
+    trained on, so nothing judges its groups again. Raises ConfigError."""
+    tasks = replace(config.learner.tasks, group_reward="")
+    result = preflight.check(replace(config, learner=replace(config.learner, tasks=tasks)))
     for warning in result.warnings:
         print(f"stillhouse: warning: {warning}", file=sys.stderr)
     return result.config

@@ -19,6 +19,7 @@ from launch.config.pools import TeacherPool, engine_of, teacher_pools
 from launch.config.run import BUILTIN, RunConfig
 from models.description import known_vocabulary_size
 from protocol.addresses import is_local
+from protocol.plugins import load
 from protocol.topk_codec import MAX_TOKENS_KEPT
 
 
@@ -39,6 +40,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_pools(config),
             *_environments(config),
             *_advantages_of_parts(config),
+            *_group_rewards(config),
             *_adapters(config),
             *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
@@ -127,6 +129,25 @@ def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
             f"learner.objective.advantage: got {advantage!r} with buffer.release = {release}, expected "
             "buffer.release = rollout; it needs whole rollouts, and the first batch with parts of one would end the run"
         )
+
+
+def _group_rewards(config: RunConfig) -> Iterator[str]:
+    """Check that the function can be loaded, and that it will see whole groups."""
+    path, release = config.learner.tasks.group_reward, config.buffer.release
+    if not path:
+        return
+    if release != "rollout":
+        yield (
+            f"learner.tasks.group_reward: got {path!r} with buffer.release = {release}, expected buffer.release = "
+            "rollout; the other policies release parts of groups, which it cannot judge"
+        )
+    try:
+        function = load(path)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        yield f"learner.tasks.group_reward: cannot load {path!r}: {type(error).__name__}: {error}"
+        return
+    if not callable(function):
+        yield f"learner.tasks.group_reward: {path!r} is a {type(function).__name__}, expected a function"
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:

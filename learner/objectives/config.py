@@ -130,6 +130,11 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 "tasks.routes = {} with objective.advantage = 'none' leaves nothing to learn from: no teacher "
                 "scores anything; expected a pool in tasks.routes, or an advantage"
             )
+        if tasks.group_reward and self.advantage.name == "none":
+            raise ValueError(
+                f"tasks.group_reward = {tasks.group_reward!r} with objective.advantage = 'none', which trains on no "
+                "reward; expected an advantage, or no group_reward"
+            )
         if self.length_penalty.name == "group_length" and tasks.group_size == 1:
             raise ValueError(
                 "objective.length_penalty = 'group_length' with tasks.group_size = 1 compares a rollout with itself; "

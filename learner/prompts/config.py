@@ -52,6 +52,9 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     """Shuffle the prompts anew for every pass, by the run's seed. Off: keep the order of the file."""
     group_size: PositiveInt = 8
     """Rollouts per prompt."""
+    group_reward: str = ""
+    """`module:function` that judges all answers of a group at once, in place of the environment's reward
+    (docs/objectives.md). Needs an advantage, and buffer.release = rollout. Empty: none."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of training rollouts."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -78,6 +81,8 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
         super().__post_init__()
         if not self.env:
             raise ValueError('env must name an environment, e.g. "single_turn", got an empty string')
+        if self.group_reward and ":" not in self.group_reward:
+            raise ValueError(f"group_reward: got {self.group_reward!r}, expected module:function")
         if any(not pool for pool in self.routes):
             raise ValueError(f"routes must name teacher pools, got an empty name in {list(self.routes)}")
         if any(not 0.0 <= share < math.inf for share in self.mix.values()):

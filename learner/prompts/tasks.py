@@ -158,6 +158,11 @@ class TaskStream:
         teacher_prompt_too_long. A prompt counts again in each pass."""
         return dict(self._dropped)
 
+    def row(self, task_id: int) -> bytes | None:
+        """All columns of an outstanding task's row, as one JSON object; None for any other task."""
+        offer = self._outstanding.get(task_id)
+        return None if offer is None else offer.task.row
+
     def next(self, n: int) -> list[TaskOffer]:
         """The next `n` tasks: those to be offered again first, then fresh ones.
 
