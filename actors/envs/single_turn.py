@@ -1,71 +1,68 @@
-"""The built-in environment `single_turn`, and the check of answers that others use too.
-
-The last match of a pattern is compared with the ground truth: as a number where both are numbers, else as text.
-"""
+"""The built-in environment `single_turn`: one response, judged by a reward of `actors.rewards`."""
 
 from __future__ import annotations
 
-import re
-from decimal import Decimal, InvalidOperation
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from actors.rewards import Answered, Reward, make_reward
+from actors.rewards.answer import ANSWER_PATTERN, AnswerCheck, same_answer
 
-ANSWER_PATTERN = r"#\s*(-?[\d.,]+)"
-"""Matches the number after a `#`: `#13051`, or `#### 1,234.` as in GSM8K."""
-
-
-class AnswerCheck:
-    """Compares the last match of a pattern with the ground truth.
-
-    `pattern` is a regular expression with exactly one group, the answer. Raises ValueError otherwise."""
-
-    def __init__(self, pattern: str = ANSWER_PATTERN) -> None:
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"answer_pattern {pattern!r} is not a regular expression: {error}") from error
-        if self._pattern.groups != 1:
-            raise ValueError(f"answer_pattern {pattern!r} has {self._pattern.groups} groups, expected 1: the answer")
-
-    def find(self, text: str) -> str | None:
-        """The last answer written, or None."""
-        found = self._pattern.findall(text)
-        return found[-1] if found else None
-
-    def reward(self, text: str, ground_truth: str | None) -> float | None:
-        """1.0 if right, 0.0 if wrong or missing, None without ground truth."""
-        if ground_truth is None:
-            return None
-        answer = self.find(text)
-        return float(answer is not None and same_answer(answer, ground_truth))
-
-
-def same_answer(left: str, right: str) -> bool:
-    """Equal as numbers (`1,234.` = `1234`), or else as text without surrounding space."""
-    left_number, right_number = _number(left), _number(right)
-    if left_number is not None and right_number is not None:
-        return left_number == right_number
-    return left.strip() == right.strip()
-
-
-def _number(text: str) -> Decimal | None:
-    try:
-        number = Decimal(text.strip().rstrip(".").replace(",", ""))
-    except InvalidOperation:
-        return None
-    return number if number.is_finite() else None
+__all__ = ["ANSWER_PATTERN", "AnswerCheck", "SingleTurn", "same_answer"]
 
 
 class SingleTurn(Environment):
-    """`answer_pattern`: a regular expression with one group; its last match is compared with the ground truth."""
+    """`reward`: what judges the response, a name or a `module:function` (docs/rewards.md). `reward_options`: its
+    options. `answer_pattern`: the option of that name of the reward."""
 
-    def __init__(self, tokenizer: TextTokenizer, *, answer_pattern: str = ANSWER_PATTERN) -> None:
-        self._check = AnswerCheck(answer_pattern)
-        self._ground_truth: str | None = None
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        reward: str = "answer",
+        reward_options: Mapping[str, Any] | None = None,
+        answer_pattern: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._reward = _reward(reward, reward_options, answer_pattern)
+        self._task: EnvTask | None = None
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """Make the reward, as for a rollout. Raises ValueError for one that cannot be made."""
+        cls(cast(TextTokenizer, None), **options)
 
     async def reset(self, task: EnvTask) -> Observation:
-        self._ground_truth = task.ground_truth
+        self._task = task
         return Observation()
 
     async def step(self, action: Action) -> StepResult:
-        return StepResult(done=True, reward=self._check.reward(action.text, self._ground_truth))
+        assert self._task is not None
+        answered = Answered(action.text, self._task.ground_truth, self._prompt(self._task), self._task.row)
+        reward, info = await self._reward(answered)
+        return StepResult(done=True, reward=reward, info=info)
+
+    def _prompt(self, task: EnvTask) -> str:
+        """What the row asks, for a judge; the student's own prompt where there is no row."""
+        match task.row:
+            case {"prompt": str(prompt)}:
+                return prompt
+            case {"messages": [*messages]}:
+                return _as_text(cast(Sequence[Any], messages))
+            case _:
+                return self._tokenizer.decode(task.prompt_ids)
+
+
+def _as_text(messages: Sequence[Any]) -> str:
+    """A conversation as text: `user: ...`, one message after the other."""
+    return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages)
+
+
+def _reward(name: object, options: Mapping[str, Any] | None, answer_pattern: str | None) -> Reward:
+    if not isinstance(name, str):
+        raise ValueError(f"reward: got {name!r:.60}, expected a name or module:function (docs/rewards.md)")
+    if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"reward_options: got {options!r:.60}, expected a table of options")
+    own = {} if answer_pattern is None else {"answer_pattern": answer_pattern}
+    return make_reward(name, **{**(options or {}), **own})

@@ -14,7 +14,7 @@ from actors.envs.adapters.packages import import_package
 from actors.envs.adapters.spaces import Actions, describe, show
 from actors.envs.adapters.toy_text import GAMES, MARK, picture
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.envs.single_turn import AnswerCheck
+from actors.rewards.answer import AnswerCheck
 from protocol.plugins import import_module
 
 _gymnasium = import_package("gymnasium", environment="gymnasium", package="gymnasium", extra="gymnasium")

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 from actors.envs.adapters.chat import own_prompt, whole_number
 from actors.envs.adapters.packages import import_package
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.envs.single_turn import AnswerCheck
+from actors.rewards.answer import AnswerCheck
 
 _package = import_package("reasoning_gym", environment="reasoning_gym", package="reasoning-gym", extra="reasoning-gym")
 

@@ -1,0 +1,10 @@
+"""Rewards: each judges one response of the student (docs/rewards.md). Environments name one, agents call one.
+
+judge = make_reward("math")
+verdict = await judge(Answered(turn.text, task.ground_truth))
+"""
+
+from actors.rewards.base import Answered, Reward, Verdict
+from actors.rewards.registry import UnknownReward, known_rewards, make_reward
+
+__all__ = ["Answered", "Reward", "UnknownReward", "Verdict", "known_rewards", "make_reward"]

@@ -1,0 +1,64 @@
+"""The reward `answer`: the last match of a pattern is compared with the ground truth, as a number where both are
+numbers, else as text."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from actors.rewards.base import Answered, Reward, Verdict
+
+ANSWER_PATTERN = r"#\s*(-?[\d.,]+)"
+"""Matches the number after a `#`: `#13051`, or `#### 1,234.` as in GSM8K."""
+
+
+def answer_reward(answer_pattern: str = ANSWER_PATTERN) -> Reward:
+    """`answer_pattern`: a regular expression with one group, the answer."""
+    check = AnswerCheck(answer_pattern)
+
+    async def judged(answered: Answered) -> Verdict:
+        return Verdict(check.reward(answered.response, answered.ground_truth))
+
+    return judged
+
+
+class AnswerCheck:
+    """Compares the last match of a pattern with the ground truth.
+
+    `pattern` is a regular expression with exactly one group, the answer. Raises ValueError otherwise."""
+
+    def __init__(self, pattern: str = ANSWER_PATTERN) -> None:
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"answer_pattern {pattern!r} is not a regular expression: {error}") from error
+        if self._pattern.groups != 1:
+            raise ValueError(f"answer_pattern {pattern!r} has {self._pattern.groups} groups, expected 1: the answer")
+
+    def find(self, text: str) -> str | None:
+        """The last answer written, or None."""
+        found = self._pattern.findall(text)
+        return found[-1] if found else None
+
+    def reward(self, text: str, ground_truth: str | None) -> float | None:
+        """1.0 if right, 0.0 if wrong or missing, None without ground truth."""
+        if ground_truth is None:
+            return None
+        answer = self.find(text)
+        return float(answer is not None and same_answer(answer, ground_truth))
+
+
+def same_answer(left: str, right: str) -> bool:
+    """Equal as numbers (`1,234.` = `1234`), or else as text without surrounding space."""
+    left_number, right_number = _number(left), _number(right)
+    if left_number is not None and right_number is not None:
+        return left_number == right_number
+    return left.strip() == right.strip()
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(text.strip().rstrip(".").replace(",", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None

@@ -1,0 +1,79 @@
+"""The rewards `math` and `json_schema`, whose checks run in processes beside the actor (`actors.rewards.checkers`)."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Final
+
+from actors.rewards.base import Answered, Reward, Verdict, unscored
+from actors.rewards.checkers import CHECKERS, CheckerLost
+from actors.rewards.pattern import BoundedPattern, positive
+
+WAIT_S: Final = 10.0
+"""Longest time for a free process, and again for its answer: what is computed is limited by `limit_s`, this is for a
+machine that is busy."""
+
+
+def math_reward(answer_pattern: str | None = None, limit_s: float = 5.0) -> Reward:
+    """1.0 if the last formula of the response equals the ground truth, by the package math-verify: 1/2 equals 0.5.
+    `answer_pattern`: a regular expression with one group; its last match is the formula. `limit_s`: an answer that
+    takes more computing is wrong, and counted."""
+    _needs("math_verify", package="math-verify", extra="math-verify")  # imported in its process only: sympy is large
+    found = None if answer_pattern is None else BoundedPattern(answer_pattern, 1.0, option="answer_pattern", groups=1)
+    limit_s = positive("limit_s", limit_s)
+
+    async def judged(answered: Answered) -> Verdict:
+        if answered.ground_truth is None:
+            return unscored("no_ground_truth")
+        response: str | None = answered.response
+        if found is not None:
+            try:
+                response = await found.last_group(answered.response)
+            except TimeoutError:
+                return unscored("pattern_timeout")
+            if response is None:
+                return Verdict(0.0)
+            response = f"${response}$"
+        return await _asked("math", limit_s, response=response, ground_truth=answered.ground_truth)
+
+    return judged
+
+
+def json_schema_reward(schema: Mapping[str, Any] | bool, limit_s: float = 5.0) -> Reward:
+    """1.0 if the response is JSON that fits `schema`: as a whole, or in its last ``` block. References to other
+    documents are not fetched."""
+    _needs("jsonschema", package="jsonschema", extra="json-schema")
+    package: Any = importlib.import_module("jsonschema")
+    if not isinstance(schema, Mapping | bool):  # pyright: ignore[reportUnnecessaryIsInstance] - from a configuration
+        raise ValueError(f"schema: got {schema!r:.60}, expected a JSON schema: a table")
+    try:
+        package.validators.validator_for(schema).check_schema(schema)
+    except package.exceptions.SchemaError as error:
+        raise ValueError(f"schema: not a JSON schema, at {error.json_path}: {error.message:.200}") from error
+    limit_s = positive("limit_s", limit_s)
+
+    async def judged(answered: Answered) -> Verdict:
+        return await _asked("json_schema", limit_s, response=answered.response, schema=schema)
+
+    return judged
+
+
+def _needs(module: str, *, package: str, extra: str) -> None:
+    """Raises ValueError where the package is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"it needs the package {package}: pip install 'stillhouse[{extra}]'")
+
+
+async def _asked(check: str, limit_s: float, **request: Any) -> Verdict:
+    try:
+        answer = await asyncio.to_thread(
+            CHECKERS.ask, {"check": check, "limit_s": limit_s, **request}, wait_s=limit_s + WAIT_S
+        )
+    except CheckerLost as lost:
+        return Verdict(0.0, {"reward_too_hard": 1.0}) if lost.too_hard else unscored(lost.reason)
+    if "unscored" in answer:
+        return unscored(answer["unscored"])
+    return Verdict(answer["reward"], {"reward_too_hard": 1.0} if "too_hard" in answer else {})

@@ -1,0 +1,91 @@
+"""Finds rewards by name, checks their options and makes them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from actors.rewards.base import Reward
+from actors.rewards.custom import custom_reward
+from protocol.plugins import load
+
+BUILT_IN: Final = {
+    "answer": "actors.rewards.answer:answer_reward",
+    "math": "actors.rewards.checked:math_reward",
+    "pattern": "actors.rewards.pattern:pattern_reward",
+    "json_schema": "actors.rewards.checked:json_schema_reward",
+    "judge": "actors.rewards.judge:judge_reward",
+}
+
+
+class UnknownReward(ValueError):
+    """There is no reward of this name, or it cannot be loaded."""
+
+
+def known_rewards() -> tuple[str, ...]:
+    return tuple(sorted(BUILT_IN))
+
+
+def make_reward(name: str, **options: Any) -> Reward:
+    """The reward behind a name, or behind the `module:function` of a function of one's own, with these options.
+
+    Raises UnknownReward, and ValueError for an unknown option (naming the nearest known one), a missing one, or a value
+    that the reward refuses."""
+    try:
+        key = json.dumps(options, sort_keys=True)
+    except TypeError:
+        return _make(name, options)  # an object that no configuration can hold
+    return _shared(name, key)
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(name: str, options: str) -> Reward:
+    """Cached, because each rollout asks for its reward, and compiling a schema takes longer than judging by it."""
+    return _make(name, json.loads(options))
+
+
+def _make(name: str, options: Mapping[str, Any]) -> Reward:
+    if ":" in name:
+        function = _loaded(name, name)
+        _check_names(name, list(inspect.signature(function).parameters.values())[1:], options)
+        return custom_reward(name, function, options)
+    if name not in BUILT_IN:
+        close = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
+        nearest = f"; did you mean {close[0]!r}?" if close else "."
+        known = ", ".join(known_rewards())
+        raise UnknownReward(f"unknown reward {name!r}{nearest} Known: {known}. Others are named module:function")
+    maker = _loaded(name, BUILT_IN[name])
+    _check_names(name, list(inspect.signature(maker).parameters.values()), options)
+    try:
+        return maker(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward {name!r}: {error}") from error
+
+
+def _loaded(name: str, path: str) -> Callable[..., Any]:
+    try:
+        found = load(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnknownReward(f"reward {name!r}: cannot load {path!r}: {error}") from error
+    if not inspect.isfunction(found):
+        raise UnknownReward(f"reward {name!r}: {path!r} is a {type(found).__name__}, expected a function")
+    return found
+
+
+def _check_names(name: str, parameters: list[inspect.Parameter], options: Mapping[str, Any]) -> None:
+    """Check that a function takes these keyword arguments, and is given all that it needs."""
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    allowed = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    for option in options:
+        if option not in allowed and not takes_any:
+            close = difflib.get_close_matches(option, allowed, n=1, cutoff=0.4)
+            nearest = f"; did you mean {close[0]!r}?" if close else "."
+            known = ", ".join(allowed) or "none"
+            raise ValueError(f"reward {name!r} has no option {option!r}{nearest} It has: {known}")
+    missing = [key for key, p in allowed.items() if p.default is inspect.Parameter.empty and key not in options]
+    if missing:
+        raise ValueError(f"reward {name!r} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")
