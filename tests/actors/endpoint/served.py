@@ -97,6 +97,8 @@ class Actor:
         )
         self.hand = InHand(self.engine, tokenizer, config, max_context_tokens=100_000)
         self._stop = threading.Event()
+        self._gone = threading.Event()
+        self._turns = 0
         self._do: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._turn)
         self._thread.start()
@@ -121,7 +123,10 @@ class Actor:
             time.sleep(0.005)
 
     def until_gone(self) -> None:
-        self.until(lambda: not len(self.hand.rollouts) and not self._do)
+        """Nothing is in hand at the end of a turn that begins after this call."""
+        self._gone.clear()
+        self._turns = 0
+        assert self._gone.wait(PATIENCE_S)
 
     def close(self) -> None:
         for episode in Waiting.episodes.values():
@@ -135,8 +140,7 @@ class Actor:
         told: set[str] = set()
         while not self._stop.is_set():
             while self._do:
-                self._do[0]()
-                del self._do[0]  # afterwards: `until_gone` looks at both
+                self._do.pop(0)()
             for request_id, request in list(self.engine.requests.items()):
                 if request_id not in told:
                     ids = self.answer(request.prompt_ids)
@@ -146,6 +150,9 @@ class Actor:
                     told.add(request_id)
                     self.asked.append((request_id, request.prompt_ids.tolist()))
             self.hand.turn()
+            self._turns += 1
+            if self._turns > 2 and not self._do and not len(self.hand.rollouts):
+                self._gone.set()
 
 
 @contextmanager
