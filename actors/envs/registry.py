@@ -24,6 +24,7 @@ BUILT_IN = {
     "single_turn": "actors.envs.single_turn:SingleTurn",
     "calculator": "actors.envs.calculator:Calculator",
     "gymnasium": "actors.envs.adapters.gymnasium:Gymnasium",
+    "openenv": "actors.envs.adapters.openenv:openenv",
     "reasoning_gym": "actors.envs.adapters.reasoning_gym:ReasoningGym",
     "skyrl_gym": "actors.envs.adapters.skyrl_gym:skyrl_gym",
     "textarena": "actors.envs.adapters.textarena:textarena",

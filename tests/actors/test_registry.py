@@ -83,7 +83,10 @@ def test_a_package_cannot_take_a_built_in_name() -> None:
     ("name", "complaint"),
     [
         ("calcualtor", "did you mean 'calculator'"),
-        ("zzz", "Known: calculator, gone, gymnasium, own, reasoning_gym, single_turn, skyrl_gym, textarena"),
+        (
+            "zzz",
+            "Known: calculator, command, gone, gymnasium, openai_agent, openenv, own, reasoning_gym, single_turn",
+        ),
         ("gone", "cannot load 'own_environments:Gone'"),
         ("no_such_module:Own", "cannot load"),
         ("own_environments:", "cannot load"),

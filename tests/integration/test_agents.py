@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.actors.adapters import openenv_server
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
 
@@ -15,9 +16,9 @@ EXAMPLES = ROOT / "examples" / "agents"
 SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1")
 
 
-def run_example(launch: Callable[..., Launched], name: str) -> Launched:
+def run_example(launch: Callable[..., Launched], name: str, config: Path | None = None) -> Launched:
     """The example for three steps. Its prompts are named from the repository's top, and runs start elsewhere."""
-    run = launch("--config", str(EXAMPLES / f"{name}.toml"), f"--prompts={EXAMPLES / name}.jsonl", *SHORT)
+    run = launch("--config", str(config or EXAMPLES / f"{name}.toml"), f"--prompts={EXAMPLES / name}.jsonl", *SHORT)
     assert run.wait() == 0, run.text()
     assert_balanced(run.summary())
     assert [row["step"] for row in run.steps()] == [1, 2, 3]
@@ -70,6 +71,16 @@ def test_an_agent_of_the_openai_sdk_teaches_the_student(launch: Callable[..., La
     assert 0.0 < before["accuracy_sampled"] < 1.0
     calls = [row["env/endpoint_calls_per_rollout"] for row in run.steps() if "env/endpoint_calls_per_rollout" in row]
     assert calls and min(calls) >= 1.0 and all(row.get("agents/forks_per_rollout", 0.0) == 0.0 for row in run.steps())
+
+
+@pytest.mark.skipif(not openenv_server.PYTHON.exists(), reason=openenv_server.MADE_BY)
+def test_the_student_is_taught_behind_a_server_of_openenv(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    with openenv_server.serving(EXAMPLES, "openenv_sums:app") as url:
+        config = tmp_path / "openenv.toml"
+        config.write_text((EXAMPLES / "openenv.toml").read_text().replace("http://127.0.0.1:8765", url))
+        run = run_example(launch, "openenv", config)
+    assert all(row["train/grad_norm"] > 0 for row in run.steps())
+    assert max(row.get("env/openenv_steps_per_rollout", 0.0) for row in run.steps()) > 1.0
 
 
 def test_rows_mix_games_and_tasks_in_one_run(launch: Callable[..., Launched], tmp_path: Path) -> None:

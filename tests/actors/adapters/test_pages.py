@@ -17,12 +17,17 @@ from tests.actors.adapters.conftest import MADE_BY
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("gymnasium", "reasoning_gym", "skyrl_gym", "textarena")
+PAGES = ("gymnasium", "reasoning_gym", "skyrl_gym", "textarena", "openenv")
+
+
+def skip_without(name: str) -> None:
+    if name != "openenv":  # its package is the server's
+        pytest.importorskip(name, reason=MADE_BY)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_command_on_the_page_makes_the_examples_prompts(name: str) -> None:
-    pytest.importorskip(name, reason=MADE_BY)
+    skip_without(name)
     page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()
     (code,) = re.findall(r"^\.venv/bin/python -c '(.*?)' >", page, re.DOTALL | re.MULTILINE)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
@@ -31,7 +36,7 @@ def test_the_command_on_the_page_makes_the_examples_prompts(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_configuration_on_the_page_is_one(name: str) -> None:
-    pytest.importorskip(name, reason=MADE_BY)
+    skip_without(name)
     page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     config = tomllib.loads(text)
@@ -43,7 +48,7 @@ def test_the_configuration_on_the_page_is_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_option_is_on_the_page(name: str) -> None:
-    pytest.importorskip(name, reason=MADE_BY)
+    skip_without(name)
     page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()
     with pytest.raises(ValueError, match="It has: ") as raised:
         check_options(name, {"zzzzz": 0})
