@@ -28,6 +28,7 @@ BUILT_IN = {
     "reasoning_gym": "actors.envs.adapters.reasoning_gym:ReasoningGym",
     "skyrl_gym": "actors.envs.adapters.skyrl_gym:skyrl_gym",
     "textarena": "actors.envs.adapters.textarena:textarena",
+    "mcp": "actors.envs.adapters.mcp:mcp",
     "openai_agent": "actors.envs.black_box:openai_agent",
     "command": "actors.envs.black_box:command",
 }

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from tests.actors.adapters import openenv_server
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
+from tests.patience import Limit
 
 EXAMPLES = ROOT / "examples" / "agents"
 SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1")
@@ -61,6 +66,30 @@ def test_the_student_plays_games_of_textarena(launch: Callable[..., Launched]) -
     run = run_example(launch, "textarena")
     assert all(-0.5 <= row["rollouts/reward_mean"] <= 1.0 for row in run.steps())
     assert max(row.get("env/textarena_moves_per_rollout", 0.0) for row in run.steps()) > 0
+
+
+def test_the_student_calls_tools_of_an_mcp_server(launch: Callable[..., Launched]) -> None:
+    """The server of the example, at the address of its configuration."""
+    pytest.importorskip("mcp", reason="make agents installs what this needs")
+    server = EXAMPLES / "mcp_calculator.py"
+    with socket.socket() as probe:
+        if not probe.connect_ex(("127.0.0.1", 8931)):
+            pytest.skip("something else listens on port 8931")
+    with subprocess.Popen([sys.executable, str(server), "--port", "8931"], stderr=subprocess.DEVNULL) as serving:
+        try:
+            limit = Limit()
+            while True:
+                with socket.socket() as probe:
+                    if not probe.connect_ex(("127.0.0.1", 8931)):
+                        break
+                assert not limit.passed and serving.poll() is None
+                time.sleep(0.1)
+            run = run_example(launch, "mcp")
+        finally:
+            serving.kill()
+    assert all(row["train/grad_norm"] > 0 and row["train/reverse_kl"] > 0 for row in run.steps())
+    assert max(row.get("env/mcp_calls_per_rollout", 0.0) for row in run.steps()) > 0.5
+    assert run.summary()["eval"][-1]["failed"] == 0
 
 
 def test_an_agent_of_the_openai_sdk_teaches_the_student(launch: Callable[..., Launched]) -> None:

@@ -106,7 +106,7 @@ def test_own_prompt_pattern_and_scale(judge: Judge, server: Server) -> None:
         ([status(500), status(429), writes("[[10]]")], Verdict(1.0), 3),
         ([status(503)], unscored("error"), 3),
         ([status(401)], unscored("refused"), 1),
-        ([status(302)], unscored("refused"), 1),
+        ([status(307)], unscored("refused"), 1),
         ([body("<html>"), writes("[[0]]")], Verdict(0.0), 2),
         ([body("[" * 100_000)], unscored("garbage"), 3),
         ([body('{"choices": []}')], unscored("garbage"), 3),

@@ -1,0 +1,143 @@
+"""Tools of a real MCP server, over stdio and over HTTP. The student is a script."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from actors.agent import EpisodeEnd
+from actors.envs.base import TextTokenizer
+from actors.envs.registry import check_options
+from actors.failures import Failure
+from tests.actors.adapters.conftest import MADE_BY, Talk
+from tests.patience import Limit
+
+pytest.importorskip("mcp", reason=MADE_BY)
+ROOT = Path(__file__).parents[3]
+SERVER = str(ROOT / "examples" / "agents" / "mcp_calculator.py")
+STDIO: Mapping[str, Any] = {"command": ["{python}", SERVER]}
+CALC = {
+    "pattern": "<calc>(.*?)</calc>",
+    "tool": "calculate",
+    "argument": "expression",
+    "stop": "</calc>",
+    "result": "<result>{}</result>",
+}
+CALL = '{"name": "calculate", "arguments": {"expression": "12+34"}}'
+SUM = {"prompt": "12+34="}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, SERVER, "--port", str(port)], stderr=subprocess.DEVNULL) as server:
+        limit = Limit()
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert not limit.passed and server.poll() is None
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}/mcp"
+        server.kill()
+
+
+def ended(end: EpisodeEnd | Failure) -> EpisodeEnd:
+    assert isinstance(end, EpisodeEnd), end
+    return end
+
+
+@pytest.fixture(params=["stdio", "http"])
+def server(request: pytest.FixtureRequest, url: str) -> Mapping[str, Any]:
+    return STDIO if request.param == "stdio" else {"url": url}
+
+
+def test_a_call_reaches_the_server_and_its_result_the_student(talk: Talk, server: Mapping[str, Any]) -> None:
+    talked = talk("mcp", [CALL, "#46"], server, row=SUM, truth="46")
+    assert "calculate" in talked.prompt and "expression" in talked.prompt and "12+34=" in talked.prompt
+    assert "46" in talked.heard[0]
+    end = ended(talked.end)
+    assert (end.reward, end.info["mcp_calls"], end.info.get("mcp_errors")) == (1.0, 1.0, None)
+
+
+def test_a_notation_of_the_student_s_own_goes_on_in_its_turn(talk: Talk, url: str, tokenizer: TextTokenizer) -> None:
+    talked = talk("mcp", ["<calc>12+34</calc>", "#46"], {"url": url, "notation": CALC}, row=SUM, truth="46")
+    assert "the row's own" in talked.prompt, "the prompt stays the row's"
+    assert talked.heard[0].count("<result>46</result>") == 1
+    assert ended(talked.end).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('{"name": "calculate", "arguments": {"expression": "rm -rf"}}', "expected numbers with + between them"),
+        ('{"name": "calculate", "arguments": {}}', "error:"),
+        ('{"name": "format_disk", "arguments": {}}', "there is no tool 'format_disk'; there are: calculate"),
+        ('{"name": "calculate", "arguments": {', "a tool call could not be read"),
+    ],
+)
+def test_what_cannot_be_called_is_told_to_the_student(talk: Talk, url: str, said: str, told: str) -> None:
+    talked = talk("mcp", [said, "#46"], {"url": url}, row=SUM, truth="46")
+    assert told in talked.heard[0]
+    end = ended(talked.end)
+    assert end.info["mcp_errors"] == 1.0 and end.reward == 1.0
+
+
+def test_turns_that_run_out_are_judged(talk: Talk, url: str) -> None:
+    talked = talk("mcp", [CALL], {"url": url}, row=SUM, truth="46")
+    end = ended(talked.end)
+    assert (end.finish_reason, end.reward) == ("length", 0.0)
+
+
+def test_without_a_ground_truth_there_is_no_reward(talk: Talk, url: str) -> None:
+    assert ended(talk("mcp", ["#46"], {"url": url}, row=SUM).end).reward is None
+
+
+def test_a_server_that_is_not_there_fails_the_rollout_by_name(talk: Talk) -> None:
+    end = talk("mcp", [CALL], {"url": "http://127.0.0.1:9/mcp"}, row=SUM).end
+    assert isinstance(end, Failure) and end.reason == "env_error" and "ConnectError" in f"{end.error} {end.detail}"
+
+
+def test_tools_that_the_server_does_not_have_fail_the_rollout(talk: Talk, url: str) -> None:
+    end = talk("mcp", [CALL], {"url": url, "tools": ["search"]}, row=SUM).end
+    assert isinstance(end, Failure) and "the server has no ['search']" in end.detail
+
+
+def test_a_template_that_knows_tools_gets_them(
+    talk: Talk, url: str, hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = str(hf_tokenizer.chat_template)
+    knows = "{% if tools %}<|im_start|>system\n{{ tools[0]['function']['name'] }} by <tool_call><|im_end|>\n{% endif %}"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", knows + template)
+    talked = talk("mcp", [f"<tool_call>{CALL}</tool_call>", "#46"], {"url": url}, row=SUM, truth="46")
+    assert talked.prompt.startswith("<|im_start|>system\ncalculate by <tool_call>")
+    assert "tool\n46" in talked.heard[0], "a turn of its own"
+    assert ended(talked.end).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "either `url` .* or `command`"),
+        ({"url": "http://x", "command": ["python"]}, "either `url` .* or `command`"),
+        ({"command": ["no-such-program-here"]}, "there is no program"),
+        ({"url": "http://x", "call_timeout_s": 0}, "call_timeout_s: got 0"),
+        ({"url": "http://x", "notation": {"pattern": "x"}}, r"notation: got the keys \['pattern'\], expected"),
+        ({"url": "http://x", "notation": {**CALC, "pattern": "("}}, "is not a regular expression"),
+        ({"url": "http://x", "notation": {**CALC, "result": "?"}}, "one group, the argument"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        check_options("mcp", options)
