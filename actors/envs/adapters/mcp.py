@@ -183,9 +183,9 @@ def _prompt(tokenizer: TextTokenizer, task: EnvTask, schemas: list[dict[str, Any
         if with_tools.tolist() != tokenizer.chat_prompt(messages).tolist():
             return with_tools
     listed = "\n".join(json.dumps(schema["function"]) for schema in schemas)
-    told = f'Tools:\n{listed}\nTo call one, write only {{"name": ..., "arguments": {{...}}}}.\n\n'
+    listing = f'Tools:\n{listed}\nTo call one, write only {{"name": ..., "arguments": {{...}}}}.\n\n'
     at = next((i for i, message in enumerate(messages) if message["role"] in ("system", "user")), 0)
-    messages[at]["content"] = f"{told}{messages[at]['content']}"
+    messages[at]["content"] = f"{listing}{messages[at]['content']}"
     return tokenizer.chat_prompt(messages)
 
 
