@@ -158,6 +158,8 @@ def _all_json(before: str, mark: str, behind: str) -> Parsed:
         if found is None:
             return Parsed(f"{before}{mark}{behind}".strip(), (), 1)
         calls += found
+        if len(calls) > MAX_CALLS:
+            return Parsed(f"{before}{mark}{behind}".strip(), (), 1)
     return Parsed(before.strip(), tuple(calls), 0)
 
 
@@ -180,14 +182,20 @@ def _values(text: str) -> Iterator[Any]:
         yield None
 
 
-_FENCE: Final = re.compile(r"```(?:json|tool_call)?\s*\n(.*?)\n\s*```", re.DOTALL)
+# Two searches, one behind the other: one expression for both would take the square of a long text's length.
+_FENCE_OPENS: Final = re.compile(r"```(?:json|tool_call)?[ \t\r]*\n")
+_FENCE_CLOSES: Final = re.compile(r"\n[ \t\r]*```")
 
 
 def _bare(text: str) -> Parsed:
     """A response that is a call, or has one in a fenced block. Other JSON is an answer and no call."""
     stripped = text.strip()
-    fenced = _FENCE.search(stripped)
-    body = stripped if fenced is None else fenced[1].strip()
+    opens = _FENCE_OPENS.search(stripped)
+    closes = None if opens is None else _FENCE_CLOSES.search(stripped, opens.end())
+    body, outside = stripped, ""
+    if opens is not None and closes is not None:
+        body = stripped[opens.end() : closes.start()].strip()
+        outside = (stripped[: opens.start()] + stripped[closes.end() :]).strip()
     if not body.startswith(("{", "[")):
         return Parsed(stripped, (), 0)
     try:
@@ -197,7 +205,6 @@ def _bare(text: str) -> Parsed:
     calls = _calls_of(value)
     if calls is None:
         return Parsed(stripped, (), 0)
-    outside = "" if fenced is None else (stripped[: fenced.start()] + stripped[fenced.end() :]).strip()
     return Parsed(outside, tuple(calls), 0)
 
 

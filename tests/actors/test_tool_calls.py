@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.tool_calls import Parsed, ToolCall, ToolDialect, parse_tool_calls, render_tool_call, tool_dialect
+from actors.tool_calls import MAX_CALLS, Parsed, ToolCall, ToolDialect, parse_tool_calls, render_tool_call, tool_dialect
 
 DIALECTS: tuple[ToolDialect, ...] = get_args(ToolDialect)
 ADD = ToolCall("add", {"a": 1, "b": [2, "x"]})
@@ -99,10 +99,23 @@ def test_nothing_raises_and_nothing_is_invented(text: str, dialect: ToolDialect)
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(
-    "piece", ["<tool_call>", "<parameter=a>", "```json\n", '{"name":', "[", '{"name": "f", "arguments": {}} ']
+    "piece",
+    [
+        "<tool_call>",
+        "<parameter=a>",
+        "```json\n",
+        "```json\n{",
+        "\n",
+        '{"name":',
+        "[",
+        '{"name": "f", "arguments": {}} ',
+    ],
 )
 def test_long_garbage_takes_no_long_time(piece: str, dialect: ToolDialect) -> None:
     """A time that grows with the square of the length would run into the limit of every test."""
     parse_tool_calls(f"<tool_call><function=f>{piece * 50_000}</function></tool_call>", dialect)
-    parse_tool_calls(f"[TOOL_CALLS]{piece * 50_000}", dialect)
+    for mark in ("[TOOL_CALLS]", "<|python_tag|>"):
+        assert len(parse_tool_calls(f"{mark}{piece * 50_000}", dialect).calls) <= MAX_CALLS
     parse_tool_calls(piece * 50_000, dialect)
+    parsed = parse_tool_calls(f"```{piece * 50_000}", dialect)
+    assert len(parsed.calls) <= MAX_CALLS

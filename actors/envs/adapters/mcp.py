@@ -24,6 +24,8 @@ _mcp = import_package("mcp", environment="mcp", package="mcp", extra="mcp")
 
 MAX_RESULT: Final = 20_000
 """Characters of a tool's result that the student reads."""
+MAX_DEPTH: Final = 32
+"""Levels of nesting in a call's arguments."""
 NOTATION: Final = ("pattern", "tool", "argument", "stop", "result")
 
 
@@ -128,6 +130,8 @@ class _Server:
         self._ctx.note(mcp_calls=1.0)
         if call.name not in self._names:
             return self.wrong(f"there is no tool {call.name[:80]!r}; there are: {', '.join(sorted(self._names))}")
+        if not _can_be_sent(call.arguments):
+            return self.wrong("the arguments are no text that can be sent, or are nested too deeply")
         try:
             result = await self._client.call_tool(call.name, call.arguments)
         except _mcp.MCPError as error:
@@ -138,6 +142,26 @@ class _Server:
     def wrong(self, what: str) -> str:
         self._ctx.note(mcp_errors=1.0)
         return f"error: {what}"[:MAX_RESULT]
+
+
+def _can_be_sent(arguments: Mapping[str, Any]) -> bool:
+    """False for text that is no Unicode (half a character, as `"\\ud800"` in JSON), and for deep nesting: the client
+    itself would end."""
+    depth, values = 0, list[Any](arguments.values())
+    while values:
+        depth += 1
+        if depth > MAX_DEPTH:
+            return False
+        inner: list[Any] = []
+        for value in values:
+            if isinstance(value, dict | list):
+                inner += value.values() if isinstance(value, dict) else value  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        values = inner
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def _by_template(

@@ -85,6 +85,8 @@ def test_a_notation_of_the_student_s_own_goes_on_in_its_turn(talk: Talk, url: st
         ('{"name": "calculate", "arguments": {}}', "error:"),
         ('{"name": "format_disk", "arguments": {}}', "there is no tool 'format_disk'; there are: calculate"),
         ('{"name": "calculate", "arguments": {', "a tool call could not be read"),
+        ('{"name": "calculate", "arguments": {"expression": "\\ud800"}}', "no text that can be sent"),
+        (f'{{"name": "calculate", "arguments": {{"expression": {"[" * 99}1{"]" * 99}}}}}', "nested too deeply"),
     ],
 )
 def test_what_cannot_be_called_is_told_to_the_student(talk: Talk, url: str, said: str, told: str) -> None:
