@@ -22,11 +22,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
-from actors.agent import Ask, GiveUp, Response
 from actors.episode_process import BEAT_S, STOOD_STILL
 from actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
 from actors.episodes import EpisodeEnded, EpisodeStart, News
 from actors.failures import Failure
+from actors.running_episode import Ask, GiveUp, Response
 from protocol.printable import in_one_line
 
 log = logging.getLogger(__name__)

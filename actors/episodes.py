@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from actors.agent import AgentEpisode, Ask, EpisodeEnd, EpisodeOver, GiveUp, Response, Session, play_agent
+from actors.agent import EpisodeOver
 from actors.config import EnvConfig
 from actors.env_runner import EnvRunner
 from actors.env_thread import EnvironmentTimeout
@@ -21,6 +21,7 @@ from actors.envs.base import EnvTask, TextTokenizer
 from actors.envs.episode import Episode
 from actors.envs.registry import load_environments
 from actors.failures import Failure, of_environment
+from actors.running_episode import AgentEpisode, Ask, EpisodeEnd, GiveUp, Response, Session, play_agent
 from engines.base import Int32s
 from protocol.printable import in_one_line
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from actors.agent import Ask, EpisodeEnd, GiveUp, Response
 from actors.config import ActorConfig, EnvConfig
 from actors.episodes import EpisodeEnded, Episodes, EpisodeStart
 from actors.failures import Brake, Failure, of_environment
+from actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
 from actors.trajectory.graph import GraphCounts, Origin
 from actors.trajectory.rollout import NoRoom, Rollout
 from engines.base import GenerationDelta, GenerationEngine, Int32s

@@ -18,12 +18,21 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from aiohttp import web
 
-from actors.agent import AgentEpisode
+from actors.agent import Generation
 from actors.endpoint import MODEL
+from actors.endpoint.answers import (
+    chat_body,
+    chat_chunks,
+    chat_logprobs,
+    completion_body,
+    completion_chunks,
+    generate_body,
+)
 from actors.endpoint.requests import (
     ChatRequest,
     CompletionRequest,
@@ -34,6 +43,7 @@ from actors.endpoint.requests import (
     decode,
 )
 from actors.endpoint.session import Answer, EpisodeSession, refusal_counts
+from actors.running_episode import AgentEpisode
 
 log = logging.getLogger(__name__)
 MAX_BODY: Final = 16 << 20
@@ -208,83 +218,28 @@ class EndpointServer:
     async def _chat(self, session: EpisodeSession, body: bytes, request: web.Request) -> web.StreamResponse:
         asked, overruled = decode(body, ChatRequest)
         _say_overruled(session, overruled)
-
-        def whole(answer: Answer) -> dict[str, Any]:
-            choices = [
-                {
-                    "index": i,
-                    "message": message,
-                    "finish_reason": reason,
-                    "logprobs": _logprobs(session, answer, i, asked),
-                }
-                for i, (message, reason) in enumerate(zip(answer.messages, answer.finish_reasons, strict=True))
-            ]
-            return _envelope(answer, "chat.completion", "chatcmpl", choices, tokens=asked.return_token_ids)
-
-        def chunks(answer: Answer) -> list[dict[str, Any]]:
-            made: list[dict[str, Any]] = []
-            for i, (message, reason) in enumerate(zip(answer.messages, answer.finish_reasons, strict=True)):
-                delta = dict(message)
-                if calls := delta.get("tool_calls"):
-                    delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
-                logprobs = _logprobs(session, answer, i, asked)
-                made.append({"index": i, "delta": delta, "finish_reason": None, "logprobs": logprobs})
-                made.append({"index": i, "delta": {}, "finish_reason": reason, "logprobs": None})
-            return [_envelope(answer, "chat.completion.chunk", "chatcmpl", [one], usage=False) for one in made]
-
+        show = partial(_logprobs, session) if asked.logprobs else None
         if asked.stream:
-            return await _stream(request, session.chat(asked), chunks, asked.stream_options)
-        return web.json_response(whole(await session.chat(asked)))
+            return await _stream(request, session.chat(asked), partial(chat_chunks, show=show), asked.stream_options)
+        answer = await session.chat(asked)
+        return web.json_response(chat_body(answer, show=show, token_ids=asked.return_token_ids))
 
     async def _completion(self, session: EpisodeSession, body: bytes, request: web.Request) -> web.StreamResponse:
         asked, overruled = decode(body, CompletionRequest)
         _say_overruled(session, overruled)
-
-        def choices(answer: Answer) -> list[dict[str, Any]]:
-            return [
-                {"index": i, "text": one.text, "finish_reason": reason, "logprobs": None}
-                for i, (one, reason) in enumerate(zip(answer.choices, answer.finish_reasons, strict=True))
-            ]
-
-        def chunks(answer: Answer) -> list[dict[str, Any]]:
-            return [_envelope(answer, "text_completion", "cmpl", [one], usage=False) for one in choices(answer)]
-
         if asked.stream:
-            return await _stream(request, session.completion(asked), chunks, asked.stream_options)
+            return await _stream(request, session.completion(asked), completion_chunks, asked.stream_options)
         answer = await session.completion(asked)
-        made = choices(answer)
-        if asked.logprobs is not None:
-            for one, generation in zip(made, answer.choices, strict=True):
-                shown = [session.shown(token) for token in generation.token_ids]
-                logprobs = [float(value) for value in generation.logprobs]
-                one["logprobs"] = {"tokens": shown, "token_logprobs": logprobs, "top_logprobs": None}
-        return web.json_response(_envelope(answer, "text_completion", "cmpl", made, tokens=asked.return_token_ids))
+        shown = session.shown if asked.logprobs is not None else None
+        return web.json_response(completion_body(answer, shown=shown, token_ids=asked.return_token_ids))
 
     async def _generate(self, session: EpisodeSession, body: bytes, request: web.Request) -> web.StreamResponse:
         asked, overruled = decode(body, GenerateRequest)
         _say_overruled(session, overruled)
-        answer = await session.generate(asked)
-        choices: list[dict[str, Any]] = []
-        for i, one in enumerate(answer.choices):
-            ids = one.token_ids.tolist()
-            content = [
-                {"token": f"token_id:{token}", "logprob": float(value)}
-                for token, value in zip(ids, one.logprobs, strict=True)
-            ]
-            choices.append(
-                {"index": i, "token_ids": ids, "finish_reason": one.finish_reason, "logprobs": {"content": content}}
-            )
-        return web.json_response(
-            {
-                "request_id": f"gen-{answer.id}",
-                "prompt_token_ids": answer.prompt_ids.tolist(),
-                "choices": choices,
-                "usage": answer.usage,
-            }
-        )
+        return web.json_response(generate_body(await session.generate(asked)))
 
 
-# ------------------------------------------------------------------------------------------------------ answers
+# ----------------------------------------------------------------------------------------------------- requests
 
 
 class _under_way:  # noqa: N801 - a context manager
@@ -325,40 +280,8 @@ def _say_overruled(session: EpisodeSession, names: list[str]) -> None:
         session.count(f"overruled_{name}")
 
 
-def _envelope(
-    answer: Answer,
-    kind: str,
-    prefix: str,
-    choices: list[dict[str, Any]],
-    *,
-    usage: bool = True,
-    tokens: bool = False,
-) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "id": f"{prefix}-{answer.id}",
-        "object": kind,
-        "created": answer.created_s,
-        "model": MODEL,
-        "choices": choices,
-    }
-    if usage:
-        body["usage"] = answer.usage
-    if tokens:
-        body["prompt_token_ids"] = answer.prompt_ids.tolist()
-        for choice, generation in zip(choices, answer.choices, strict=True):
-            choice["token_ids"] = generation.token_ids.tolist()
-    return body
-
-
-def _logprobs(session: EpisodeSession, answer: Answer, i: int, asked: ChatRequest) -> dict[str, Any] | None:
-    if not asked.logprobs:
-        return None
-    one = answer.choices[i]
-    content: list[dict[str, Any]] = []
-    for token, value in zip(one.token_ids, one.logprobs, strict=True):
-        text = session.shown(token)
-        content.append({"token": text, "logprob": float(value), "bytes": list(text.encode()), "top_logprobs": []})
-    return {"content": content, "refusal": None}
+def _logprobs(session: EpisodeSession, generation: Generation) -> dict[str, Any]:
+    return chat_logprobs(generation, session.shown)
 
 
 async def _stream(

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from actors.agent import AgentEpisode, Endpoint, EpisodeOver, Generation
+from actors.agent import Endpoint, EpisodeOver, Generation
 from actors.endpoint.requests import (
     ChatRequest,
     Code,
@@ -37,6 +37,7 @@ from actors.endpoint.requests import (
 )
 from actors.envs.base import TextTokenizer
 from actors.envs.episode import EnvironmentFault
+from actors.running_episode import AgentEpisode
 from actors.tool_calls import parse_tool_calls, tool_dialect
 from engines.base import Int32s
 

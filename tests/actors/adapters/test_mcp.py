@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.agent import EpisodeEnd
 from actors.envs.base import TextTokenizer
 from actors.envs.registry import check_options
 from actors.failures import Failure
+from actors.running_episode import EpisodeEnd
 from tests.actors.adapters.conftest import MADE_BY, Talk
 from tests.patience import Limit
 
