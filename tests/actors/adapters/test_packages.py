@@ -15,6 +15,7 @@ ADAPTERS = {
     "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
     "skyrl_gym": ("skyrl_gym", "skyrl-gym"),
     "textarena": ("textarena", "textarena"),
+    "mcp": ("mcp", "mcp"),
 }
 """Name -> the module that is imported, and our extra for it."""
 
