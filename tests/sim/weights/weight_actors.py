@@ -18,6 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -251,7 +252,8 @@ class ActorFleet:
         """A dead actor does not feel it."""
         process = self.actors[name].process
         if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signum)
+            with suppress(ProcessLookupError):  # the fork server, its parent, may have reaped it just now
+                os.kill(process.pid, signum)
 
     def wait_for(
         self, version: WeightVersion, timeout_s: float, names: Iterable[str] | None = None
