@@ -88,7 +88,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=st.lists(PIECES, max_size=20).map("".join), dialect=st.sampled_from(DIALECTS))
 def test_nothing_raises_and_nothing_is_invented(text: str, dialect: ToolDialect) -> None:
     parsed = parse_tool_calls(text, dialect)
@@ -113,9 +113,9 @@ def test_nothing_raises_and_nothing_is_invented(text: str, dialect: ToolDialect)
 )
 def test_long_garbage_takes_no_long_time(piece: str, dialect: ToolDialect) -> None:
     """A time that grows with the square of the length would run into the limit of every test."""
-    parse_tool_calls(f"<tool_call><function=f>{piece * 50_000}</function></tool_call>", dialect)
+    parse_tool_calls(f"<tool_call><function=f>{piece * 10_000}</function></tool_call>", dialect)
     for mark in ("[TOOL_CALLS]", "<|python_tag|>"):
-        assert len(parse_tool_calls(f"{mark}{piece * 50_000}", dialect).calls) <= MAX_CALLS
-    parse_tool_calls(piece * 50_000, dialect)
-    parsed = parse_tool_calls(f"```{piece * 50_000}", dialect)
+        assert len(parse_tool_calls(f"{mark}{piece * 10_000}", dialect).calls) <= MAX_CALLS
+    parse_tool_calls(piece * 10_000, dialect)
+    parsed = parse_tool_calls(f"```{piece * 10_000}", dialect)
     assert len(parsed.calls) <= MAX_CALLS

@@ -82,6 +82,7 @@ def test_a_program_reads_its_row_and_says_its_reward(tokenizer: TextTokenizer, t
         assert "CommandFailed" in failure and "exit code 1: no such tool" in failure
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_ends_with_all_that_it_started(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     hangs = program(
@@ -138,7 +139,7 @@ def test_a_timeout_and_retry_of_the_openai_sdk_make_one_sample(tokenizer: TextTo
     with actor(tokenizer, answer) as one:
         episode = one.begin(0)
         with openai.OpenAI(
-            base_url=episode.endpoint.base_url, api_key=episode.endpoint.api_key, timeout=1.0, max_retries=2
+            base_url=episode.endpoint.base_url, api_key=episode.endpoint.api_key, timeout=0.3, max_retries=5
         ) as client:
             messages = [{"role": "user", "content": "1+2="}]
             reply = client.chat.completions.create(model="student", messages=messages)
