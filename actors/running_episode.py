@@ -196,16 +196,23 @@ class AgentEpisode:
         """A number for a request that is about to be made."""
         return next(self._numbers)
 
-    def add_reward(self, value: float, number: int | None = None) -> None:
-        """`number`: of the response that it is given for; None: the newest, or the first if there is none yet. Raises
-        EnvironmentFault for a reward that is not finite."""
+    def add_reward(self, value: float, number: int | None = None) -> bool:
+        """`number`: of the response that it is given for; None: the newest, or the first if there is none yet. Returns
+        False, and adds nothing, when the episode has ended. Raises EnvironmentFault for a reward that is not finite, or
+        whose sum with the earlier ones is not."""
         reward = float(value)
         if not math.isfinite(reward):
             raise EnvironmentFault(f"ctx.reward({value!r}): expected a finite number")
         with self._guard:
+            if self._over:
+                return False
             number = self.newest if number is None else number
-            self.reward = (self.reward or 0.0) + reward
-            self.turn_rewards[number] = self.turn_rewards.get(number, 0.0) + reward
+            total = (self.reward or 0.0) + reward
+            of_turn = self.turn_rewards.get(number, 0.0) + reward
+            if not (math.isfinite(total) and math.isfinite(of_turn)):
+                raise EnvironmentFault(f"ctx.reward({value!r}): with the rewards before it that is {total}")
+            self.reward, self.turn_rewards[number] = total, of_turn
+            return True
 
     def add_info(self, numbers: Mapping[str, float]) -> None:
         """Raises EnvironmentFault for a number that is not finite."""

@@ -49,6 +49,7 @@ OVERRULED: Final = (
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "response_format",
 )
 """Parameters that the run's own sampling overrules: training relies on the distribution that was sampled."""
 MAX_CHOICES: Final = 64
@@ -66,6 +67,11 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status == 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+def session_closed() -> Refusal:
+    """What a request hears whose episode has ended."""
+    return Refusal("session_closed", "the episode of this session has ended")
 
 
 Count: TypeAlias = Annotated[int, Meta(ge=1)]
@@ -91,7 +97,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     logprobs: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -108,7 +114,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
 
 
 class GenerateSampling(msgspec.Struct, frozen=True):
@@ -140,7 +146,7 @@ def decode(body: bytes, kind: type[RequestT]) -> tuple[RequestT, list[str]]:
     """A request, and the names of the sampling parameters in it that the run overrules. Raises Refusal."""
     try:
         given = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal("invalid_json", f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise Refusal("invalid_request", f"got a JSON {type(given).__name__}, expected an object")
@@ -205,7 +211,9 @@ def _call(call: object) -> Message:
         case {"function": {"name": str(name), **function}, **others}:
             arguments = function.get("arguments") or {}
             if isinstance(arguments, str):
-                with suppress(ValueError):  # otherwise the student's own text: templates show it as it is
+                with suppress(
+                    ValueError, RecursionError
+                ):  # otherwise the student's own text: templates show it as it is
                     arguments = json.loads(arguments)
             plain: Message = {"type": "function", "function": {"name": name, "arguments": arguments}}
             return plain | ({"id": str(others["id"])} if others.get("id") else {})

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import socket
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -39,10 +38,11 @@ from actors.endpoint.requests import (
     GenerateRequest,
     Refusal,
     RewardRequest,
-    StreamOptions,
     decode,
+    session_closed,
 )
-from actors.endpoint.session import Answer, EpisodeSession, refusal_counts
+from actors.endpoint.session import EpisodeSession, refusal_counts
+from actors.endpoint.streams import write_events
 from actors.running_episode import AgentEpisode
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,6 @@ MAX_BODY: Final = 16 << 20
 """Bytes of a request."""
 BODY_TIMEOUT_S: Final = 30.0
 """Longest time for a request's body to arrive."""
-BEAT_S: Final = 10.0
-"""Interval at which a stream says that it is alive."""
 START_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
 CLOSED_KEPT: Final = 10_000
@@ -73,6 +71,8 @@ class EndpointServer:
         """By digest of the key, so that the time of a look-up says nothing about a key."""
         self._ended: dict[bytes, None] = {}
         """Digests of the keys of ended sessions, oldest first."""
+        self._ids: set[str] = set()
+        """Ids of the sessions in `_by_key`."""
 
     def new_session(self, episode: AgentEpisode) -> EpisodeSession:
         """Raises OSError when the system gives no port or thread."""
@@ -81,6 +81,7 @@ class EndpointServer:
                 self._start()
             session = EpisodeSession(episode, self._url, self._end)
             self._by_key[_digest(session.key)] = session
+            self._ids.add(session.id)
         return session
 
     def close(self) -> None:
@@ -146,6 +147,7 @@ class EndpointServer:
     def _end_here(self, session: EpisodeSession) -> None:
         session.closed = True
         digest = _digest(session.key)
+        self._ids.discard(session.id)
         if self._by_key.pop(digest, None) is not None:
             self._ended[digest] = None
             if len(self._ended) > CLOSED_KEPT:
@@ -162,7 +164,7 @@ class EndpointServer:
         digest = _digest(key)
         session = self._by_key.get(digest)
         if session is None and digest in self._ended:
-            raise Refusal("session_closed", "the episode of this session has ended")
+            raise session_closed()
         if session is None:
             got = "another one" if key else "none"
             raise Refusal("invalid_api_key", f"expected the key of a running episode as a bearer token, got {got}")
@@ -170,7 +172,7 @@ class EndpointServer:
         if named is None:
             header = request.headers.get(SESSION_HEADER)
             # A framework's own session id is no business of ours, unless it is the id of another episode.
-            named = header if header in {each.id for each in self._by_key.values()} else session.id
+            named = header if header in self._ids else session.id
         if named != session.id:
             raise Refusal("wrong_session", f"the key belongs to another session than {named[:40]!r}")
         return session
@@ -191,7 +193,7 @@ class EndpointServer:
             except asyncio.CancelledError:
                 if session is None or not session.closed or request.transport is None:
                     raise  # the client is gone
-                return _refused(Refusal("session_closed", "the episode of this session has ended"))
+                return _refused(session_closed())
             except Exception:
                 log.exception("the endpoint failed at a request to %s", request.path)
                 if session is not None:
@@ -220,18 +222,20 @@ class EndpointServer:
         _say_overruled(session, overruled)
         show = partial(_logprobs, session) if asked.logprobs else None
         if asked.stream:
-            return await _stream(request, session.chat(asked), partial(chat_chunks, show=show), asked.stream_options)
+            chunks = partial(chat_chunks, show=show)
+            return await write_events(request, session, session.chat(asked), chunks, asked.stream_options)
         answer = await session.chat(asked)
-        return web.json_response(chat_body(answer, show=show, token_ids=asked.return_token_ids))
+        return web.json_response(chat_body(answer, show=show, token_ids=bool(asked.return_token_ids)))
 
     async def _completion(self, session: EpisodeSession, body: bytes, request: web.Request) -> web.StreamResponse:
         asked, overruled = decode(body, CompletionRequest)
         _say_overruled(session, overruled)
         if asked.stream:
-            return await _stream(request, session.completion(asked), completion_chunks, asked.stream_options)
+            asking = session.completion(asked)
+            return await write_events(request, session, asking, completion_chunks, asked.stream_options)
         answer = await session.completion(asked)
         shown = session.shown if asked.logprobs is not None else None
-        return web.json_response(completion_body(answer, shown=shown, token_ids=asked.return_token_ids))
+        return web.json_response(completion_body(answer, shown=shown, token_ids=bool(asked.return_token_ids)))
 
     async def _generate(self, session: EpisodeSession, body: bytes, request: web.Request) -> web.StreamResponse:
         asked, overruled = decode(body, GenerateRequest)
@@ -275,65 +279,23 @@ def _refused(refusal: Refusal) -> web.Response:
     return web.json_response(refusal.body, status=refusal.status)
 
 
+_SAID: Final[set[str]] = set()
+"""Overruled fields that the log has named."""
+
+
 def _say_overruled(session: EpisodeSession, names: list[str]) -> None:
     for name in names:
         session.count(f"overruled_{name}")
+        if name not in _SAID:
+            _SAID.add(name)
+            log.warning(
+                "requests of agents ask for %s, which changes nothing: the run decides how its student samples", name
+            )
 
 
 def _logprobs(session: EpisodeSession, generation: Generation) -> dict[str, Any]:
     return chat_logprobs(generation, session.shown)
 
 
-async def _stream(
-    request: web.Request,
-    asked: Awaitable[Answer],
-    chunks: Callable[[Answer], list[dict[str, Any]]],
-    options: StreamOptions | None,
-) -> web.StreamResponse:
-    """Server-sent events. The response is written when it is complete, so that it is recorded as one; until then a
-    comment now and then keeps the connection open. What is refused before anything was written is a plain error."""
-    task = asyncio.ensure_future(asked)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=BEAT_S)
-        if done:
-            task.result()  # raises Refusal
-        async with _events(request) as send:
-            while not done:
-                await send(": still generating\n\n")
-                done, _ = await asyncio.wait({task}, timeout=BEAT_S)
-            try:
-                answer = task.result()
-            except Refusal as refusal:
-                await send(f"data: {json.dumps(refusal.body)}\n\n")
-                return send.response
-            for chunk in chunks(answer):
-                await send(f"data: {json.dumps(chunk)}\n\n")
-            if options is not None and options.include_usage:
-                last = {**chunks(answer)[-1], "choices": [], "usage": answer.usage}
-                await send(f"data: {json.dumps(last)}\n\n")
-            await send("data: [DONE]\n\n")
-            return send.response
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-
-
-class _Send:
-    def __init__(self, response: web.StreamResponse) -> None:
-        self.response = response
-
-    async def __call__(self, text: str) -> None:
-        await self.response.write(text.encode())
-
-
-@asynccontextmanager
-async def _events(request: web.Request) -> AsyncGenerator[_Send]:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    yield _Send(response)
-    await response.write_eof()
-
-
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()  # headers may hold any bytes

@@ -33,6 +33,7 @@ from actors.endpoint.requests import (
     RewardRequest,
     Stop,
     canonical,
+    session_closed,
     stops,
 )
 from actors.envs.base import TextTokenizer
@@ -103,13 +104,17 @@ class EpisodeSession:
     # ---------------------------------------------------------------------------------------------------- requests
 
     async def chat(self, request: ChatRequest) -> Answer:
-        messages = [canonical(message) for message in request.messages]
         tools = None if request.tool_choice == "none" else request.tools
-        tools_key = json.dumps(tools or [], sort_keys=True)
+        if request.tool_choice not in (None, "none", "auto"):
+            self.count("overruled_tool_choice")
         try:
+            messages = [canonical(message) for message in request.messages]
+            tools_key = json.dumps(tools or [], sort_keys=True)
             prompt_ids = self._chat_prompt(messages, tools, tools_key)
         except ValueError as error:
             raise Refusal("invalid_request", str(error)) from error
+        except RecursionError as error:
+            raise Refusal("invalid_request", "messages or tools: values are nested too deeply") from error
         limit = request.max_completion_tokens or request.max_tokens
         stop_ids = self._stop_ids(request.stop, request.stop_token_ids)
         generations = await self._generate(prompt_ids, request.n or 1, limit, stop_ids)
@@ -151,7 +156,12 @@ class EpisodeSession:
     def reward(self, request: RewardRequest) -> None:
         if not math.isfinite(request.reward):
             raise Refusal("invalid_request", f"reward: got {request.reward}, expected a finite number")
-        self._episode.add_reward(request.reward)
+        try:
+            added = self._episode.add_reward(request.reward)
+        except EnvironmentFault as fault:
+            raise Refusal("invalid_request", f"reward: {fault}") from fault
+        if not added:
+            raise session_closed()
 
     def shown(self, token: int) -> str:
         """A token's own text."""
@@ -239,7 +249,7 @@ class EpisodeSession:
         self, prompt_ids: Int32s, n: int, max_new_tokens: int | None, stop_ids: tuple[int, ...]
     ) -> list[Generation]:
         if self.closed:
-            raise Refusal("session_closed", "the episode of this session has ended")
+            raise session_closed()
         if n > 1 and max_new_tokens is None:
             max_new_tokens = max(1, self._episode.budget_left // n)
         numbers = [self._episode.new_number() for _ in range(n)]
