@@ -122,7 +122,7 @@ class EpisodeSession:
         said: list[Message] = []
         reasons: list[str] = []
         for generation in generations:
-            message, reason = self._message(generation, bool(tools))
+            message, reason = self._message(generation, tools)
             said.append(message)
             reasons.append(reason)
             line_ids = np.concatenate([prompt_ids, generation.token_ids])
@@ -275,11 +275,11 @@ class EpisodeSession:
                 one.cancel()
             await asyncio.wait(asked)
 
-    def _message(self, generation: Generation, with_tools: bool) -> tuple[Message, str]:
+    def _message(self, generation: Generation, tools: Sequence[Mapping[str, Any]] | None) -> tuple[Message, str]:
         """The assistant's message, and why it ends."""
-        if not with_tools:
+        if not tools:
             return {"role": "assistant", "content": generation.text}, generation.finish_reason
-        parsed = parse_tool_calls(generation.text, tool_dialect(self._tokenizer.chat_template))
+        parsed = parse_tool_calls(generation.text, tool_dialect(self._tokenizer.chat_template), tools)
         if parsed.malformed:
             self.count("malformed_tool_calls", parsed.malformed)
         if not parsed.calls:

@@ -168,18 +168,19 @@ async def _by_template(
     ctx: Context, task: EnvTask, server: _Server, offered: Sequence[Any], last: list[Generation]
 ) -> None:
     tokenizer = ctx.tokenizer
-    line = ctx.root(_prompt(tokenizer, task, [_schema(tool) for tool in offered]))
+    schemas = [_schema(tool) for tool in offered]
+    line = ctx.root(_prompt(tokenizer, task, schemas))
     dialect = tool_dialect(tokenizer.chat_template)
     while True:
         turn = await line.generate()
         last.append(turn)
-        parsed = parse_tool_calls(turn.text, dialect)
+        parsed = parse_tool_calls(turn.text, dialect, schemas)
         if turn.finish_reason == "length" or not (parsed.calls or parsed.malformed):
             return
         results = [await server.call(call) for call in parsed.calls]
         if parsed.malformed:
             results.append(
-                server.wrong("a tool call could not be read; expected a JSON object with name and arguments")
+                server.wrong("a tool call could not be read; expected a name and arguments, as you were shown")
             )
         line.observe(_tool_turns(tokenizer, results, closed=turn.finish_reason == "stop"))
 

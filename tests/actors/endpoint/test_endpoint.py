@@ -198,6 +198,25 @@ def test_tool_calls_are_read_and_their_results_go_on(tokenizer: TextTokenizer, m
         assert one.hand.rollouts.counts["agent_roots_total"] == 1 and one.hand.rollouts.counts["agent_forks_total"] == 0
 
 
+def qwen_xml(template: str | None) -> str:
+    return "qwen_xml"
+
+
+def test_the_schemas_of_tools_say_what_their_arguments_are(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = "<tool_call><function=pay><parameter=to>007</parameter><parameter=n>7</parameter></function></tool_call>"
+    monkeypatch.setattr("actors.endpoint.session.tool_dialect", qwen_xml)
+    properties = {"to": {"type": "string"}, "n": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "pay", "parameters": {"properties": properties}}}]
+    with actor(tokenizer, lambda _: [*tokenizer.encode(written).tolist(), STOP]) as one:
+        episode = one.begin(0)
+        (asked,) = chat(episode.endpoint, "1+2=", tools=tools).body["choices"][0]["message"]["tool_calls"]
+        assert json.loads(asked["function"]["arguments"]) == {"to": "007", "n": 7}
+        episode.end()
+        one.until_gone()
+
+
 def test_what_the_run_decides_is_overruled_and_counted(tokenizer: TextTokenizer) -> None:
     with actor(tokenizer) as one:
         episode = one.begin(0)

@@ -1,0 +1,192 @@
+"""Calls that are written in JSON: hermes, llama_json, mistral, deepseek and plain."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from actors.tool_calls.call import SPACE, Parsed, Taken, ToolCall, calls_of, value_at, whole_value
+
+_TOOL_CALL: Final = re.compile(r"</?tool_call>")
+
+
+def hermes(text: str) -> Parsed:
+    """Calls between <tool_call> tags. A last one that was not closed may still be whole: its stop token may have been
+    the closing tag."""
+    taken = Taken(text)
+    tag = _TOOL_CALL.search(text)
+    while tag is not None and not taken.hopeless:
+        if tag[0] == "<tool_call>":
+            found, end = _value(text, tag.end())
+            closing = _TOOL_CALL.match(text, _skip(text, end))
+            closed = closing is not None and closing[0] == "</tool_call>"
+            at = closing.end() if closing is not None and closed else end
+            calls = calls_of(found, marked=True)
+            if calls is None or not (closed or not text[end:].strip()):
+                taken.malformed += 1
+            elif taken.add(calls):
+                taken.take(tag.start(), at)
+                tag = _TOOL_CALL.search(text, at)
+                continue
+        tag = _TOOL_CALL.search(text, tag.end())
+    return taken.parsed()
+
+
+_MISTRAL_NAME: Final = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\s\[\]{}]*)?\s*\[ARGS\]")
+
+
+def mistral(text: str) -> Parsed:
+    """Behind each mark a list of calls, or a name, [ARGS] and the arguments."""
+    taken = Taken(text)
+    mark = text.find("[TOOL_CALLS]")
+    while mark >= 0 and not taken.hopeless:
+        behind = mark + len("[TOOL_CALLS]")
+        head = _MISTRAL_NAME.match(text, behind)
+        if head is None:
+            calls, end = _sequence(text, behind)
+        else:
+            found, end = _value(text, head.end())
+            calls = [ToolCall(head[1], found)] if isinstance(found, dict) else []
+        if not calls:
+            taken.malformed += 1
+        elif taken.add(calls):
+            taken.take(mark, end)
+            taken.malformed += int(_goes_on(text, end))
+            behind = end
+        mark = text.find("[TOOL_CALLS]", behind)
+    return taken.parsed()
+
+
+def llama_json(text: str) -> Parsed:
+    """Calls behind <|python_tag|>, or alone; several are separated by semicolons."""
+    taken = Taken(text)
+    start = end = 0
+    calls: list[ToolCall] = []
+    if text.lstrip().startswith("{"):
+        calls, end = _sequence(text, 0, marked=False)
+    if not calls:
+        start = text.find("<|python_tag|>")
+        if start < 0:
+            return plain(text)
+        calls, end = _sequence(text, start + len("<|python_tag|>"))
+    if not calls:
+        taken.malformed += 1
+    elif taken.add(calls):
+        taken.take(start, end)
+        taken.malformed += int(_goes_on(text, end))
+    return taken.parsed()
+
+
+_DEEPSEEK_NAME: Final = re.compile(
+    r"\s*function<｜tool▁sep｜>(?P<fenced>[^\n<]+)\n```(?:json)?[ \t]*\n"
+    r"|\s*(?P<bare>[^\n<]+)<｜tool▁sep｜>"
+)
+_DEEPSEEK_END: Final = re.compile(r"\s*(?P<fence>```)?\s*(?P<closes><｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))?")
+_DEEPSEEK_OUTER: Final = re.compile(r"<｜tool▁calls▁begin｜>\s*|<｜tool▁calls▁end｜>|<｜tool▁call▁begin｜>")
+
+
+def deepseek(text: str) -> Parsed:
+    """Calls of V3 (a name, and arguments in a ``` block) and of V3.1 (a name and arguments), between marks."""
+    taken = Taken(text)
+    opened: re.Match[str] | None = None
+    """The mark before the first call. It stays text where no call follows that can be read."""
+    mark = _DEEPSEEK_OUTER.search(text)
+    while mark is not None and not taken.hopeless:
+        at = mark.end()
+        if "begin" not in mark[0]:
+            if taken.calls and opened is None:
+                taken.take(mark.start(), mark.end())
+        elif "calls" in mark[0]:
+            opened = mark
+            if not text.startswith("<｜tool▁call▁begin｜>", at):
+                taken.malformed += 1
+        else:
+            call, end = _deepseek_call(text, at)
+            if call is None:
+                taken.malformed += 1
+            elif taken.add([call]):
+                start = mark.start()
+                if opened is not None and opened.end() == start:
+                    start, opened = opened.start(), None
+                taken.take(start, end)
+                at = end
+        mark = _DEEPSEEK_OUTER.search(text, at)
+    return taken.parsed()
+
+
+def _deepseek_call(text: str, at: int) -> tuple[ToolCall | None, int]:
+    head = _DEEPSEEK_NAME.match(text, at)
+    if head is None:
+        return None, at
+    found, end = _value(text, head.end())
+    behind = _DEEPSEEK_END.match(text, end)
+    assert behind is not None
+    whole = behind["closes"] is not None or behind.end() == len(text)  # the mark may have been the stop token
+    if not isinstance(found, dict) or not whole or bool(head["fenced"]) != bool(behind["fence"]):
+        return None, at
+    return ToolCall((head["fenced"] or head["bare"]).strip(), found), behind.end()
+
+
+def _value(text: str, at: int) -> tuple[Any, int]:
+    """None for what is no JSON."""
+    try:
+        return value_at(text, at)
+    except ValueError:
+        return None, at
+
+
+def _sequence(text: str, at: int, *, marked: bool = True) -> tuple[list[ToolCall], int]:
+    """The calls that follow one another, separated by space, commas or semicolons, and where the last ends."""
+    calls: list[ToolCall] = []
+    end = at
+    while True:
+        found, behind = _value(text, end if not calls else _skip(text, end, SPACE + ";,"))
+        more = calls_of(found, marked=marked)
+        if more is None:
+            return calls, end
+        calls += more
+        end = behind
+
+
+def _goes_on(text: str, end: int) -> bool:
+    """Whether one more call was begun, which cannot be read."""
+    return text.startswith(("{", "[{"), _skip(text, end, SPACE + ";,"))
+
+
+def _skip(text: str, at: int, what: str = SPACE) -> int:
+    while at < len(text) and text[at] in what:
+        at += 1
+    return at
+
+
+# Two searches, one behind the other: one expression for both would take the square of a long text's length.
+_FENCE_OPENS: Final = re.compile(r"```([\w+-]*)[ \t\r]*\n")
+_FENCE_CLOSES: Final = re.compile(r"\n[ \t\r]*```")
+
+
+def plain(text: str) -> Parsed:
+    """A response that is a call, or has some in fenced blocks. Other JSON is an answer and no call."""
+    taken = Taken(text)
+    opens = _FENCE_OPENS.search(text)
+    while opens is not None and not taken.hopeless:
+        closes = _FENCE_CLOSES.search(text, opens.end() - 1)
+        if closes is None:
+            break
+        if opens[1] in ("", "json", "tool_call") and _block(text[opens.end() : closes.start()].strip(), taken):
+            taken.take(opens.start(), closes.end())
+        opens = _FENCE_OPENS.search(text, closes.end())
+    if not (taken.calls or taken.malformed) and _block(text.strip(), taken):
+        taken.take(0, len(text))
+    return taken.parsed()
+
+
+def _block(body: str, taken: Taken) -> bool:
+    """Whether it is a call, which then is added."""
+    if not body.startswith(("{", "[")):
+        return False
+    try:
+        calls = calls_of(whole_value(body), marked=False)
+    except ValueError:
+        taken.malformed += int('"name"' in body and ('"arguments"' in body or '"parameters"' in body))
+        return False
+    return calls is not None and taken.add(calls)
