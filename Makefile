@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | agents | openenv | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-all | check | agents | openenv | verifiers | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -15,11 +15,13 @@ AGENTS := gymnasium,reasoning-gym,skyrl-gym,textarena,openai,math-verify,json-sc
 AGENTS_INSTALLED := $(VENV)/.agents
 OPENENV_VENV := .venv-openenv
 OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_INSTALLED := $(VERIFIERS_VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents openenv demo test test-slow test-all check sglang-cpu clean
+.PHONY: help venv agents openenv verifiers demo test test-slow test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -47,6 +49,13 @@ $(OPENENV_INSTALLED): examples/agents/openenv_requirements.txt
 	$(OPENENV_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r examples/agents/openenv_requirements.txt
 	@touch $@
 
+verifiers: $(VERIFIERS_INSTALLED)  ## env servers of verifiers, in an environment of their own (docs/agents/verifiers.md)
+
+$(VERIFIERS_INSTALLED): examples/agents/verifiers_requirements.txt
+	@test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
+	@touch $@
+
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
@@ -56,7 +65,7 @@ PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist load
 test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but servers, campaigns, namespaces and most whole runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
+test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu, those of verifiers make verifiers
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: agents openenv test test-slow  ## every test, once; within 40 minutes on two cores
@@ -79,5 +88,5 @@ sglang-cpu-%: $(SGLANG_INSTALLED) sglang_server/requirements-%.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
 
 clean:  ## remove the environments and all caches; runs/ stays
-	rm -rf $(VENV) $(OPENENV_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

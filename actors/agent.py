@@ -54,6 +54,13 @@ class Endpoint(NamedTuple):
     """Ends with /v1. Reachable from this host only."""
     api_key: str
 
+    @property
+    def shared_url(self) -> str:
+        """The same for every episode of this process, for callers that keep a client per address. Requests to it name
+        `actors.endpoint.KEY_IN_MODEL` as their key, and `api_key` as their model."""
+        root, _, _ = self.base_url.partition("/sessions/")
+        return f"{root}/v1"
+
 
 class Context:
     """One line of conversation. Made by the actor, by `branch` and by `root`."""

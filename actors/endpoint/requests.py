@@ -160,6 +160,18 @@ def decode(body: bytes, kind: type[RequestT]) -> tuple[RequestT, list[str]]:
     return request, sorted({name for place in places for name in OVERRULED if place.get(name) is not None})
 
 
+class _Named(msgspec.Struct, frozen=True):
+    model: str
+
+
+def model_of(body: bytes) -> str:
+    """The model that a request names. Raises Refusal."""
+    try:
+        return msgspec.json.decode(body, type=_Named).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal("invalid_api_key", f"the key is to be found in the request's model: {error}") from error
+
+
 Message: TypeAlias = dict[str, Any]
 
 

@@ -4,8 +4,9 @@
     POST /sessions/ID/v1/completions           GET  /sessions/ID/v1/models
     POST /sessions/ID/v1/reward
 
-The key of a request says which episode it belongs to; the path may leave the session out. It runs on a thread with an
-event loop of its own, so that an agent may block its episode's thread while it waits for an answer.
+The key of a request says which episode it belongs to; the path may leave the session out. A caller that keeps one
+client for many episodes names `model` as its key, and an episode's key as the `model` of each request. It runs on a
+thread with an event loop of its own, so that an agent may block its episode's thread while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Final, TypeAlias
 from aiohttp import web
 
 from actors.agent import Generation
-from actors.endpoint import MODEL
+from actors.endpoint import KEY_IN_MODEL, MODEL
 from actors.endpoint.answers import (
     chat_body,
     chat_chunks,
@@ -39,6 +40,7 @@ from actors.endpoint.requests import (
     Refusal,
     RewardRequest,
     decode,
+    model_of,
     session_closed,
 )
 from actors.endpoint.session import EpisodeSession, refusal_counts
@@ -157,10 +159,8 @@ class EndpointServer:
 
     # --------------------------------------------------------------------------------------------------- requests
 
-    def _session(self, request: web.Request) -> EpisodeSession:
+    def _session(self, request: web.Request, key: str) -> EpisodeSession:
         """The session of a request's key. Raises Refusal."""
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = _digest(key)
         session = self._by_key.get(digest)
         if session is None and digest in self._ended:
@@ -181,8 +181,13 @@ class EndpointServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             session: EpisodeSession | None = None
             try:
-                session = self._session(request)
-                body = await _body(request)
+                key = _key(request)
+                if key == KEY_IN_MODEL:
+                    body = await _body(request)
+                    session = self._session(request, model_of(body))
+                else:
+                    session = self._session(request, key)
+                    body = await _body(request)
                 session.count("calls")
                 with _under_way(session):
                     return await handler(session, body, request)
@@ -204,7 +209,7 @@ class EndpointServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            session = self._session(request)
+            session = self._session(request, _key(request))
         except Refusal as refusal:
             return _refused(refusal)
         card = {"id": MODEL, "object": "model", "owned_by": "stillhouse", "max_model_len": session.max_model_len}
@@ -260,6 +265,11 @@ class _under_way:  # noqa: N801 - a context manager
     def __exit__(self, *_: object) -> None:
         assert self._task is not None
         self._session.running.discard(self._task)
+
+
+def _key(request: web.Request) -> str:
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 async def _body(request: web.Request) -> bytes:

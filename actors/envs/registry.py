@@ -29,6 +29,7 @@ BUILT_IN = {
     "skyrl_gym": "actors.envs.adapters.skyrl_gym:skyrl_gym",
     "textarena": "actors.envs.adapters.textarena:textarena",
     "mcp": "actors.envs.adapters.mcp:mcp",
+    "verifiers": "actors.envs.adapters.verifiers:verifiers",
     "openai_agent": "actors.envs.black_box:openai_agent",
     "command": "actors.envs.black_box:command",
 }

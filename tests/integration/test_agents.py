@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.actors.adapters import openenv_server
+from tests.actors.adapters import openenv_server, verifiers_server
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
 from tests.patience import Limit
@@ -110,6 +110,20 @@ def test_the_student_is_taught_behind_a_server_of_openenv(launch: Callable[..., 
         run = run_example(launch, "openenv", config)
     assert all(row["train/grad_norm"] > 0 for row in run.steps())
     assert max(row.get("env/openenv_steps_per_rollout", 0.0) for row in run.steps()) > 1.0
+
+
+@pytest.mark.skipif(not verifiers_server.PYTHON.exists(), reason=verifiers_server.MADE_BY)
+def test_the_student_is_taught_by_the_train_client_of_verifiers(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    with verifiers_server.serving("verifiers_sums") as server:
+        config, student = tmp_path / "verifiers.toml", verifiers_server.ROOT / "builtin" / "data" / "student"
+        text = (EXAMPLES / "verifiers.toml").read_text().replace("tcp://127.0.0.1:8766", server.address)
+        config.write_text(text.replace('"builtin/data/student"', f'"{student}"'))
+        run = run_example(launch, "verifiers", config)
+    assert all(row["train/grad_norm"] > 0 for row in run.steps())
+    assert max(row.get("env/verifiers_tries_per_rollout", 0.0) for row in run.steps()) > 1.0
+    assert run.summary()["eval"][-1]["failed"] == 0
 
 
 def test_rows_mix_games_and_tasks_in_one_run(launch: Callable[..., Launched], tmp_path: Path) -> None:

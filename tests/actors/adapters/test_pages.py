@@ -13,15 +13,17 @@ import pytest
 
 from actors.config import ActorConfig
 from actors.envs.registry import check_options
+from tests.actors.adapters import verifiers_server
 from tests.actors.adapters.conftest import MADE_BY
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("gymnasium", "reasoning_gym", "skyrl_gym", "textarena", "openenv")
+ALL_PAGES = (*PAGES, "verifiers")
 
 
 def skip_without(name: str) -> None:
-    if name != "openenv":  # its package is the server's
+    if name not in ("openenv", "verifiers"):  # their packages are the servers'
         pytest.importorskip(name, reason=MADE_BY)
 
 
@@ -34,7 +36,17 @@ def test_the_command_on_the_page_makes_the_examples_prompts(name: str) -> None:
     assert done.stdout == (ROOT / "examples" / "agents" / f"{name}.jsonl").read_text()
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.slow
+@pytest.mark.skipif(not verifiers_server.PYTHON.exists(), reason=verifiers_server.MADE_BY)
+def test_the_command_on_the_page_of_verifiers_makes_the_examples_prompts() -> None:
+    page = (ROOT / "docs" / "agents" / "verifiers.md").read_text()
+    (command,) = re.findall(r"^\.venv-verifiers/bin/python (.* --rows \d+) >", page, re.MULTILINE)
+    line = [str(verifiers_server.PYTHON), *command.split()]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout == (ROOT / "examples" / "agents" / "verifiers.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name", ALL_PAGES)
 def test_the_configuration_on_the_page_is_one(name: str) -> None:
     skip_without(name)
     page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()
@@ -46,7 +58,7 @@ def test_the_configuration_on_the_page_is_one(name: str) -> None:
     check_options(name, environment.options)
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", ALL_PAGES)
 def test_every_option_is_on_the_page(name: str) -> None:
     skip_without(name)
     page = (ROOT / "docs" / "agents" / f"{name}.md").read_text()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from actors.endpoint import KEY_IN_MODEL
 from actors.envs.base import TextTokenizer
 from protocol.messages import Segment
-from tests.actors.endpoint.served import actor, call, chat, trained
+from tests.actors.endpoint.served import Reply, actor, call, chat, trained
 from tests.actors.in_hand import STOP
 
 
@@ -153,6 +154,31 @@ def test_the_route_of_renderers_and_verifiers(tokenizer: TextTokenizer) -> None:
             ]
         (card,) = call(episode.endpoint, f"{root}/v1/models").body["data"]
         assert card["id"] == "student" and card["max_model_len"] == 100_000
+
+
+def test_a_client_of_many_episodes_names_the_key_as_its_model(tokenizer: TextTokenizer) -> None:
+    with actor(tokenizer, lambda prompt: [int(prompt[0]), STOP]) as one:
+        episodes = [one.begin(0), one.begin(1)]
+        (url,) = {episode.endpoint.shared_url for episode in episodes}
+        root = url.removesuffix("/v1")
+
+        def ask(model: str, token: int) -> Reply:
+            body = {"model": model, "token_ids": [token]}
+            return call(episodes[0].endpoint, f"{root}/inference/v1/generate", body, key=KEY_IN_MODEL)
+
+        for number, episode in enumerate(episodes):
+            assert ask(episode.endpoint.api_key, number + 5).body["choices"][0]["token_ids"] == [number + 5, STOP]
+        assert ask("student", 7).code == ask("sk-guessed", 7).code == "invalid_api_key"
+        for body in ({"token_ids": [7]}, b"{"):
+            reply = call(episodes[0].endpoint, f"{root}/inference/v1/generate", body, key=KEY_IN_MODEL)
+            assert (reply.status, reply.code) == (401, "invalid_api_key")
+        other = call(episodes[0].endpoint, "v1/completions", {"model": episodes[1].endpoint.api_key}, key=KEY_IN_MODEL)
+        assert other.code == "wrong_session"
+        for episode in episodes:
+            episode.end()
+        one.until_gone()
+        assert (trained(one, 0), trained(one, 1)) == ([5, STOP], [6, STOP])
+        assert ask(episodes[0].endpoint.api_key, 7).code == "session_closed"
 
 
 def test_completions_go_on_by_their_text(tokenizer: TextTokenizer) -> None:
