@@ -57,28 +57,46 @@ def mistral(text: str) -> Parsed:
     return taken.parsed()
 
 
+_LLAMA: Final = re.compile(r'<\|python_tag\|>|\{\s*"name"\s*:')
+
+
 def llama_json(text: str) -> Parsed:
-    """Calls behind <|python_tag|>, or alone; several are separated by semicolons."""
+    """Calls behind <|python_tag|>, or alone; several are separated by semicolons. Behind words, or one that cannot be
+    read, it goes on with the next object that begins with a name."""
     taken = Taken(text)
-    start = end = 0
-    calls: list[ToolCall] = []
-    if text.lstrip().startswith("{"):
-        calls, end = _sequence(text, 0, marked=False)
-    if not calls:
-        start = text.find("<|python_tag|>")
-        if start < 0:
-            return plain(text)
-        calls, end = _sequence(text, start + len("<|python_tag|>"))
-    if not calls:
-        taken.malformed += 1
-    elif taken.add(calls):
-        taken.take(start, end)
-        taken.malformed += int(_goes_on(text, end))
+    bare = text.lstrip().startswith("{")
+    if not bare and "<|python_tag|>" not in text:
+        return plain(text)
+    at = _llama_calls(text, 0, 0, taken, marked=False) if bare else 0
+    on = bare
+    mark = _LLAMA.search(text, at)
+    while mark is not None and not taken.hopeless:
+        at = mark.end()
+        if mark[0].startswith("<"):
+            on = True
+            at = _llama_calls(text, mark.start(), at, taken, marked=True)
+        elif on:
+            at = _llama_calls(text, mark.start(), mark.start(), taken, marked=False)
+        mark = _LLAMA.search(text, at)
     return taken.parsed()
 
 
+def _llama_calls(text: str, start: int, at: int, taken: Taken, *, marked: bool) -> int:
+    """Read what begins at `at`, and take it from `start` on. Where to look on."""
+    calls, end = _sequence(text, at, marked=marked)
+    if calls:
+        if taken.add(calls):
+            taken.take(start, end)
+        behind = _skip(text, end, SPACE + ";,")
+        taken.malformed += int(text.startswith("{", behind) and _LLAMA.match(text, behind) is None)  # a cut one
+        return end
+    value, end = _value(text, at)
+    taken.malformed += int(marked or (value is None and _LLAMA.match(text, _skip(text, at)) is not None))
+    return end if value is not None else min(_skip(text, at) + 1, len(text))
+
+
 _DEEPSEEK_NAME: Final = re.compile(
-    r"\s*function<｜tool▁sep｜>(?P<fenced>[^\n<]+)\n```(?:json)?[ \t]*\n"
+    r"\s*[^\n<]*<｜tool▁sep｜>(?P<fenced>[^\n<]+)\n```(?:json)?[ \t]*\n"
     r"|\s*(?P<bare>[^\n<]+)<｜tool▁sep｜>"
 )
 _DEEPSEEK_END: Final = re.compile(r"\s*(?P<fence>```)?\s*(?P<closes><｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))?")

@@ -111,7 +111,8 @@ class _Reader:
                     return None, [], at + 1
                 ends = self._tags[end]
                 closed = ends[0] == "</parameter>"
-                found.append((tag["name"], self._text[tag.end() : ends.start()]))
+                value = self._text[tag.end() : ends.start()]
+                found.append((tag["name"], value if closed else value.rstrip()))
                 spans.append((tag.start(), ends.end() if closed else ends.start()))
                 at = end + closed
             elif tag[0] in ("</function>", "</tool_call>"):  # the latter where the former was left out
@@ -135,9 +136,18 @@ class _Reader:
                 behind["opens"] == "parameter" or behind[0] in ("</function>", "</tool_call>")
             )
             return at + 1 if ends else None
-        while end + 1 < len(self._tags) and self._tags[end + 1][0] == "</parameter>" and end + 1 not in self._closing:
-            end += 1
+        while (too_many := self._stray_behind(end)) is not None:
+            end = too_many
         return end
+
+    def _stray_behind(self, at: int) -> int | None:
+        """A </parameter> that closes nothing else: then the one at `at` is part of the value."""
+        behind = at + 1
+        if behind < len(self._tags) and self._text[self._tags[at].end() : self._tags[behind].start()].strip():
+            while behind < len(self._tags) and self._tags[behind][0] == "</function>":
+                behind += 1
+        stray = behind < len(self._tags) and self._tags[behind][0] == "</parameter>" and behind not in self._closing
+        return behind if stray else None
 
     def _call(self, name: str, found: Sequence[tuple[str, str]]) -> ToolCall | None:
         """None if a parameter is there twice: one of them would be lost."""
