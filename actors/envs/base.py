@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -121,6 +121,10 @@ class EnvironmentFactory(Protocol):
     def __call__(self, tokenizer: TextTokenizer, /, **options: object) -> Environment: ...
 
 
+TOOL_MARKS: Final = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "tool_call", "tool▁")
+"""Parts of the added tokens that notations of tool calls use."""
+
+
 class TextTokenizer:
     """The tokenizer as environments use it: their own text to tokens, the student's tokens to text."""
 
@@ -129,6 +133,9 @@ class TextTokenizer:
         self._added = cast("dict[str, int]", cast(Any, tokenizer).get_added_vocab())
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         """Every id is below this."""
+        marked = {i: text for text, i in self._added.items() if any(mark in text for mark in TOOL_MARKS)}
+        self._tool_marks = {i: text for i, text in marked.items() if not self._plain([i])}
+        """Tags of tool calls that this tokenizer counts as special: Mistral's, and one of Llama's."""
 
     @property
     def has_template(self) -> bool:
@@ -145,7 +152,17 @@ class TextTokenizer:
 
     def decode(self, token_ids: Int32s) -> str:
         """The text without special tokens (end of turn, padding); tool tags stay."""
-        return cast(str, self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+        if not self._tool_marks:
+            return self._plain(token_ids.tolist())
+        parts: list[str] = []
+        begun = 0
+        for at in np.flatnonzero(np.isin(token_ids, list(self._tool_marks))).tolist():
+            parts += [self._plain(token_ids[begun:at].tolist()), self._tool_marks[int(token_ids[at])]]
+            begun = at + 1
+        return "".join([*parts, self._plain(token_ids[begun:].tolist())])
+
+    def _plain(self, token_ids: list[int]) -> str:
+        return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def shown(self, token_ids: Int32s) -> str:
         """The text with special tokens, for people."""

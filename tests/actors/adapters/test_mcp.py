@@ -18,7 +18,7 @@ from actors.envs.registry import check_options
 from actors.failures import Failure
 from actors.running_episode import EpisodeEnd
 from tests.actors.adapters.conftest import MADE_BY, Talk
-from tests.patience import Limit
+from tests.patience import SLOWNESS, Limit
 
 pytest.importorskip("mcp", reason=MADE_BY)
 ROOT = Path(__file__).parents[3]
@@ -35,12 +35,31 @@ CALL = '{"name": "calculate", "arguments": {"expression": "12+34"}}'
 SUM = {"prompt": "12+34="}
 
 
+NAPS = """
+import asyncio
+import runpy
+
+calculator = runpy.run_path({server!r})
+
+
+@calculator["server"].tool()
+async def nap() -> str:
+    await asyncio.sleep(3600)
+
+
+calculator["server"].run("streamable-http", host="127.0.0.1", port={port}, stateless_http=True, json_response=True)
+"""
+"""The calculator, with a tool that never answers."""
+
+
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, SERVER, "--port", str(port)], stderr=subprocess.DEVNULL) as server:
+    script = tmp_path_factory.mktemp("mcp") / "naps.py"
+    script.write_text(NAPS.format(server=SERVER, port=port))
+    with subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL) as server:
         limit = Limit()
         while True:
             try:
@@ -83,7 +102,7 @@ def test_a_notation_of_the_student_s_own_goes_on_in_its_turn(talk: Talk, url: st
     [
         ('{"name": "calculate", "arguments": {"expression": "rm -rf"}}', "expected numbers with + between them"),
         ('{"name": "calculate", "arguments": {}}', "error:"),
-        ('{"name": "format_disk", "arguments": {}}', "there is no tool 'format_disk'; there are: calculate"),
+        ('{"name": "format_disk", "arguments": {}}', "there is no tool 'format_disk'; there are: calculate, nap"),
         ('{"name": "calculate", "arguments": {', "a tool call could not be read"),
         ('{"name": "calculate", "arguments": {"expression": "\\ud800"}}', "no text that can be sent"),
         (f'{{"name": "calculate", "arguments": {{"expression": {"[" * 99}1{"]" * 99}}}}}', "nested too deeply"),
@@ -94,6 +113,16 @@ def test_what_cannot_be_called_is_told_to_the_student(talk: Talk, url: str, said
     assert told in talked.heard[0]
     end = ended(talked.end)
     assert end.info["mcp_errors"] == 1.0 and end.reward == 1.0
+
+
+def test_a_tool_that_does_not_answer_is_given_up(talk: Talk, url: str) -> None:
+    """The student reads that, calls another tool of the same server, and is judged."""
+    said = ['{"name": "nap", "arguments": {}}', CALL, "#46"]
+    talked = talk("mcp", said, {"url": url, "call_timeout_s": SLOWNESS}, row=SUM, truth="46")
+    assert "error: " in talked.heard[0] and "imed out" in talked.heard[0], talked.heard[0]
+    assert "46" in talked.heard[1] and "error" not in talked.heard[1]
+    end = ended(talked.end)
+    assert (end.reward, end.info["mcp_calls"], end.info["mcp_errors"]) == (1.0, 2.0, 1.0)
 
 
 def test_turns_that_run_out_are_judged(talk: Talk, url: str) -> None:
