@@ -3,13 +3,16 @@ numbers, else as text."""
 
 from __future__ import annotations
 
-import re
 from decimal import Decimal, InvalidOperation
+from typing import Final
 
-from actors.rewards.base import Answered, Reward, Verdict
+from actors.rewards.base import Answered, Reward, Verdict, unscored
+from actors.rewards.pattern import BoundedPattern
 
 ANSWER_PATTERN = r"#\s*(-?[\d.,]+)"
 """Matches the number after a `#`: `#13051`, or `#### 1,234.` as in GSM8K."""
+TIMEOUT_S: Final = 1.0
+"""Longest search for a pattern in one text."""
 
 
 def answer_reward(answer_pattern: str = ANSWER_PATTERN) -> Reward:
@@ -17,7 +20,10 @@ def answer_reward(answer_pattern: str = ANSWER_PATTERN) -> Reward:
     check = AnswerCheck(answer_pattern)
 
     async def judged(answered: Answered) -> Verdict:
-        return Verdict(check.reward(answered.response, answered.ground_truth))
+        try:
+            return Verdict(check.reward(answered.response, answered.ground_truth))
+        except TimeoutError:
+            return unscored("pattern_timeout")
 
     return judged
 
@@ -25,23 +31,18 @@ def answer_reward(answer_pattern: str = ANSWER_PATTERN) -> Reward:
 class AnswerCheck:
     """Compares the last match of a pattern with the ground truth.
 
-    `pattern` is a regular expression with exactly one group, the answer. Raises ValueError otherwise."""
+    `pattern` is a regular expression with exactly one group, the answer. Raises ValueError otherwise. A search of more
+    than TIMEOUT_S raises TimeoutError, which fails the rollout of an environment that does not expect it."""
 
     def __init__(self, pattern: str = ANSWER_PATTERN) -> None:
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"answer_pattern {pattern!r} is not a regular expression: {error}") from error
-        if self._pattern.groups != 1:
-            raise ValueError(f"answer_pattern {pattern!r} has {self._pattern.groups} groups, expected 1: the answer")
+        self._pattern = BoundedPattern(pattern, TIMEOUT_S, option="answer_pattern", groups=1)
 
     def find(self, text: str) -> str | None:
-        """The last answer written, or None."""
-        found = self._pattern.findall(text)
-        return found[-1] if found else None
+        """The last answer written, or None. Raises TimeoutError."""
+        return self._pattern.last_group_here(text)
 
     def reward(self, text: str, ground_truth: str | None) -> float | None:
-        """1.0 if right, 0.0 if wrong or missing, None without ground truth."""
+        """1.0 if right, 0.0 if wrong or missing, None without ground truth. Raises TimeoutError."""
         if ground_truth is None:
             return None
         answer = self.find(text)

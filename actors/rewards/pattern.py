@@ -29,6 +29,7 @@ class BoundedPattern:
         if groups is not None and self._pattern.groups != groups:
             raise ValueError(f"{option} {pattern!r} has {self._pattern.groups} groups, expected {groups}")
         self._timeout_s = timeout_s
+        self._option = option
 
     async def found(self, text: str, *, full: bool = False) -> bool:
         """Whether it matches somewhere in the text, or the whole of it. Raises TimeoutError."""
@@ -37,11 +38,20 @@ class BoundedPattern:
 
     async def last_group(self, text: str) -> str | None:
         """The first group of the last match. Raises TimeoutError."""
-        found = await asyncio.to_thread(self._bounded, self._pattern.findall, text)
+        return await asyncio.to_thread(self.last_group_here, text)
+
+    def last_group_here(self, text: str) -> str | None:
+        """The same, on the caller's thread."""
+        found = self._bounded(self._pattern.findall, text)
         return found[-1] if found else None
 
     def _bounded(self, method: Any, text: str) -> Any:
-        return method(text, timeout=self._timeout_s, concurrent=True)
+        try:
+            return method(text, timeout=self._timeout_s, concurrent=True)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{self._option} took longer than {self._timeout_s:g} s to search {len(text)} characters"
+            ) from error
 
 
 def pattern_reward(pattern: str, full: bool = False, timeout_s: float = 1.0) -> Reward:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,28 @@ def test_a_schema_that_is_none_is_refused_and_none_is_fetched(judge: Judge) -> N
         judge("json_schema", "1", schema={"type": "integr"})
     elsewhere = judge("json_schema", "1", schema={"$ref": "http://127.0.0.1:1/schema"})
     assert elsewhere.info["reward_unscored_schema_reference"] == 1.0
+
+
+def test_a_schema_that_refers_to_a_server_does_not_reach_it(judge: Judge) -> None:
+    asked: list[str] = []
+
+    class Schemas(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"type": "integer"}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Schemas) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            schema = {"$ref": f"http://127.0.0.1:{server.server_port}/schema"}
+            assert judge("json_schema", "1", schema=schema).info["reward_unscored_schema_reference"] == 1.0
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not asked
 
 
 def test_a_rollout_that_no_longer_waits_leaves_the_processes_usable(judge: Judge) -> None:

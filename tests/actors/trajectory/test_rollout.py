@@ -244,3 +244,14 @@ def test_rewards_of_dropped_and_unknown_responses_are_in_the_sum_alone() -> None
     assert (dropped.start, last.message.reward) == (3, 15.5)
     assert [one.reward for one in last.message.turn_rewards] == [2.0, 4.0]
     assert last.message.turn_rewards[-1].end == last.message.end
+
+
+def test_a_reward_of_a_dropped_response_that_is_all_on_the_row_is_in_the_sum_alone() -> None:
+    """The only response was not delivered: it makes the last segment, since an episode needs one."""
+    line = Line(3)
+    line.write([0, 0])
+    line.rollout.finish("length", 1.5, {0: 1.5})
+    (last,) = line.rollout.take_segments()
+    assert last.message.final and last.message.reward == 1.5
+    assert [(one.start, one.end) for one in last.message.dropped] == [(3, 5)] and last.message.end == 5
+    assert last.message.turn_rewards == ()
