@@ -1,0 +1,142 @@
+"""A conversation with tools: the student calls them as often as its turns last.
+
+The tools' schemas go into the chat template, and calls are read in the notation that the template teaches. A student
+that was taught none may have a notation of its own, for one tool."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from actors.agent import Context, EpisodeOver, Generation
+from actors.envs.base import EnvTask, TextTokenizer
+from actors.tool_calls import ToolCall, parse_tool_calls, tool_dialect
+from engines.base import Int32s
+
+NOTATION: Final = ("pattern", "tool", "argument", "stop", "result")
+
+
+class Tools(Protocol):
+    """What a student may call."""
+
+    @property
+    def schemas(self) -> Sequence[dict[str, Any]]:
+        """The tools as chat templates take them: `{"type": "function", "function": {...}}`."""
+        ...
+
+    async def call(self, call: ToolCall) -> str:
+        """What the student reads."""
+        ...
+
+    def wrong(self, what: str) -> str:
+        """What the student reads of a call that cannot be made; it is counted."""
+        ...
+
+
+class Notation(NamedTuple):
+    """How a student that knows no JSON calls one tool: `<calc>12+34</calc>` calls `calculate` with `expression`."""
+
+    pattern: re.Pattern[str]
+    tool: str
+    argument: str
+    stop: str
+    """The turn stops behind this token, and goes on behind the result."""
+    result: str
+    """Shows a result; `{}` stands for it."""
+
+
+def read_notation(given: Mapping[str, str] | None) -> Notation | None:
+    """The option of that name. Raises ValueError."""
+    if given is None:
+        return None
+    if sorted(given) != sorted(NOTATION):
+        raise ValueError(f"notation: got the keys {sorted(given)}, expected {sorted(NOTATION)}")
+    try:
+        pattern = re.compile(given["pattern"], re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"notation.pattern {given['pattern']!r} is not a regular expression: {error}") from error
+    if pattern.groups != 1 or "{}" not in given["result"]:
+        raise ValueError("notation: expected a pattern with one group, the argument, and {} in `result`")
+    return Notation(pattern, given["tool"], given["argument"], given["stop"], given["result"])
+
+
+class Conversation(NamedTuple):
+    """How a conversation ended."""
+
+    last: Generation
+    """The student's last turn."""
+    over: bool
+    """Turns or tokens are used up: `EpisodeOver` is still to be raised."""
+
+
+async def converse(ctx: Context, task: EnvTask, tools: Tools, notation: Notation | None) -> Conversation:
+    """Let the student call tools until it ends a turn without a call. Raises EpisodeOver if not even the first turn had
+    room."""
+    said: list[Generation] = []
+    try:
+        if notation is None:
+            await _by_template(ctx, task, tools, said)
+        else:
+            await _by_notation(ctx, tools, notation, said)
+    except EpisodeOver:
+        if not said:
+            raise
+        return Conversation(said[-1], over=True)
+    return Conversation(said[-1], over=False)
+
+
+async def _by_template(ctx: Context, task: EnvTask, tools: Tools, said: list[Generation]) -> None:
+    tokenizer = ctx.tokenizer
+    line = ctx.root(_prompt(tokenizer, task, [*tools.schemas]))
+    dialect = tool_dialect(tokenizer.chat_template)
+    while True:
+        turn = await line.generate()
+        said.append(turn)
+        parsed = parse_tool_calls(turn.text, dialect, tools.schemas)
+        if turn.finish_reason == "length" or not (parsed.calls or parsed.malformed):
+            return
+        results = [await tools.call(call) for call in parsed.calls]
+        if parsed.malformed:
+            results.append(tools.wrong("a tool call could not be read; expected a name and arguments, as you were shown"))
+        line.observe(_tool_turns(tokenizer, results, closed=turn.finish_reason == "stop"))
+
+
+async def _by_notation(ctx: Context, tools: Tools, notation: Notation, said: list[Generation]) -> None:
+    stop = ctx.tokenizer.single_token(notation.stop)
+    stops = () if stop is None else (stop,)
+    while True:
+        turn = await ctx.generate(stop_token_ids=stops)
+        said.append(turn)
+        found = notation.pattern.findall(turn.text)
+        if not found or turn.finish_reason == "length":
+            return
+        result = await tools.call(ToolCall(notation.tool, {notation.argument: found[-1]}))
+        in_turn = stop is not None and int(turn.token_ids[-1]) == stop
+        ctx.observe(notation.result.replace("{}", result), role=None if in_turn else "user")
+
+
+def _prompt(tokenizer: TextTokenizer, task: EnvTask, schemas: list[dict[str, Any]]) -> Int32s:
+    """Token ids [n]: the row's messages, with the tools where the chat template puts them, else as text before them."""
+    given = task.row.get("messages") or [{"role": "user", "content": task.row.get("prompt", "")}]
+    messages: list[dict[str, Any]] = [dict(message) for message in given]
+    if tokenizer.has_template:
+        with_tools = tokenizer.chat_prompt(messages, schemas)
+        if with_tools.tolist() != tokenizer.chat_prompt(messages).tolist():
+            return with_tools
+    listed = "\n".join(json.dumps(schema["function"]) for schema in schemas)
+    listing = f'Tools:\n{listed}\nTo call one, write only {{"name": ..., "arguments": {{...}}}}.\n\n'
+    at = next((i for i, message in enumerate(messages) if message["role"] in ("system", "user")), 0)
+    messages[at]["content"] = f"{listing}{messages[at]['content']}"
+    return tokenizer.chat_prompt(messages)
+
+
+def _tool_turns(tokenizer: TextTokenizer, results: Sequence[str], *, closed: bool) -> Int32s:
+    """Token ids [n] of the results, as tool turns, or as one of the user's where the template knows no such turns."""
+    if not tokenizer.has_template:
+        return tokenizer.encode("\n" + "\n".join(results) + "\n")
+    try:
+        return tokenizer.chat_turns([{"role": "tool", "content": text} for text in results], closed=closed)
+    except ValueError:
+        return tokenizer.chat_turns([{"role": "user", "content": "\n".join(results)}], closed=closed)
