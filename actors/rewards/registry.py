@@ -18,6 +18,7 @@ BUILT_IN: Final = {
     "math": "actors.rewards.checked:math_reward",
     "pattern": "actors.rewards.pattern:pattern_reward",
     "json_schema": "actors.rewards.checked:json_schema_reward",
+    "code": "actors.rewards.code:code_reward",
     "judge": "actors.rewards.judge:judge_reward",
 }
 

@@ -1,0 +1,119 @@
+"""The reward `code`: the program in a response is run on the test cases of its row, in a sandbox."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, cast
+
+from actors.rewards.base import Answered, Reward, Verdict, unscored
+from actors.sandbox.sandbox import MAX_TEXT, Ran, Sandbox, make_sandbox
+
+_OPENS: Final = re.compile(r"^[ \t]*```(?:python3?|py)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_CLOSES: Final = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+
+
+class _Cases(NamedTuple):
+    """The test cases of one row."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """Input and expected output of a program."""
+    statements: tuple[str, ...]
+    """Python that runs behind the program and raises where it is wrong."""
+
+
+def code_reward(
+    column: str = "tests",
+    time_limit_s: float = 10.0,
+    memory_mb: int = 512,
+    isolation: str = "bubblewrap",
+    python: str = "",
+) -> Reward:
+    """1.0 if the last block of Python in the response passes all test cases of its row. They are in `column`:
+    {"inputs": [...], "outputs": [...]}, texts for standard input and output, or a list of statements such as
+    "assert add(1, 2) == 3". `time_limit_s`: most seconds of computing, all cases together. The others are those of the
+    environment `sandbox`."""
+    if not (isinstance(column, str) and column):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"column: got {column!r}, expected the name of a column")
+    make = make_sandbox(isolation, python, time_limit_s=time_limit_s, memory_mb=memory_mb)
+
+    async def judged(answered: Answered) -> Verdict:
+        if answered.row.get(column) is None:
+            return unscored("no_tests")
+        cases = read_cases(answered.row[column])
+        if cases is None:
+            return unscored("tests_unreadable")
+        program = last_program(answered.response)
+        if program is None:
+            return Verdict(0.0, {"code_missing": 1.0})
+        failure = await _failure(make, program, cases, time_limit_s)
+        return Verdict(1.0) if failure is None else Verdict(0.0, {f"code_{failure}": 1.0})
+
+    return judged
+
+
+def last_program(response: str) -> str | None:
+    """The last block between ``` and ```, of Python or of no language that is named."""
+    found: str | None = None
+    at = 0
+    while opens := _OPENS.search(response, at):
+        closes = _CLOSES.search(response, opens.end())
+        if closes is None:
+            break
+        found, at = response[opens.end() + 1 : closes.start()], closes.end()
+    return found
+
+
+def read_cases(column: object) -> _Cases | None:
+    """None: nothing that can be read, or too large."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    statements: tuple[str, ...] = ()
+    match column:
+        case {"inputs": list(), "outputs": list()}:
+            given = cast(Mapping[str, list[Any]], column)
+            if len(given["inputs"]) != len(given["outputs"]):
+                return None
+            pairs = tuple(zip(given["inputs"], given["outputs"], strict=True))
+        case list():
+            statements = tuple(cast("list[Any]", column))
+        case _:
+            return None
+    texts = [*statements, *(text for pair in pairs for text in pair)]
+    if not texts or not all(isinstance(text, str) and len(text) < MAX_TEXT // 4 for text in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return None
+    return _Cases(pairs, statements)
+
+
+async def _failure(make: Callable[[], Sandbox], program: str, cases: _Cases, time_limit_s: float) -> str | None:
+    """What was wrong with the first case that failed."""
+    left_s = time_limit_s
+    async with make() as sandbox:
+        if cases.statements:
+            # Printed behind the last statement: a program that ends early, with exit code 0, has not passed.
+            passed = secrets.token_hex(16)
+            source = "\n".join([program, *cases.statements, f"print('\\n{passed}')"])
+            ran = await sandbox.python(source, cell=False, time_limit_s=left_s)
+            return _fault(ran) or (None if ran.stdout.endswith(f"\n{passed}\n") else "wrong")
+        for given, expected in cases.pairs:
+            most = len(expected.encode()) + 64 * 1024
+            ran = await sandbox.python(program, given, cell=False, time_limit_s=left_s, most=most)
+            if fault := _fault(ran):
+                return fault
+            if ran.omitted or _lines(ran.stdout) != _lines(expected):
+                return "wrong"
+            left_s -= ran.cpu_s
+            if left_s <= 0:
+                return "time"
+    return None
+
+
+def _fault(ran: Ran) -> str | None:
+    if ran.ended != "exit":
+        return ran.ended
+    return "error" if ran.code else None
+
+
+def _lines(output: str) -> list[str]:
+    """Without what nobody sees: spaces at the ends of lines, empty lines at the end."""
+    return [line.rstrip() for line in output.rstrip().split("\n")]

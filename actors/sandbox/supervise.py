@@ -1,0 +1,297 @@
+"""The program inside a sandbox: runs one call after the other, with limits, and ends whatever a call leaves behind.
+
+Requests and answers are JSON, one per line, on standard input and output (`actors.sandbox.sandbox` has the other side).
+The interpreter inside may be older than the actor's and has no packages, so this file needs Python 3.9 and no more.
+
+Limits that the kernel holds for a single process do not bound what many processes use together, and the number of
+processes is not limited for root. So the sums are also measured here, every POLL_S."""
+
+# ruff: noqa: PTH123, PTH208 - runs every POLL_S, and competes with what it watches
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+POLL_S = 0.02
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+MOST_FILES = 10_000
+"""Files and folders that a call may leave in /work and /tmp together."""
+SWEEP_S = 5.0
+"""Longest time for killed processes to be gone."""
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MB = 1 << 20
+
+
+class Kept:
+    """The first and the last part of an output, and how many bytes were left out between them."""
+
+    def __init__(self, most: int) -> None:
+        self._half = most // 2
+        self._first = b""
+        self._last = b""
+        self.omitted = 0
+
+    def add(self, data: bytes) -> None:
+        room = self._half - len(self._first)
+        self._first += data[:room]
+        last = self._last + data[max(room, 0) :]
+        self.omitted += max(len(last) - self._half, 0)
+        self._last = last[-self._half :]
+
+    def text(self) -> str:
+        gap = f"\n[{self.omitted} bytes left out]\n".encode() if self.omitted else b""
+        return (self._first + gap + self._last).decode("utf-8", "replace")
+
+
+class Supervisor:
+    """Runs calls."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """`config`: limits (`memory_mb`, `disk_mb`, `max_processes`), `folders` that are counted, and `alone`: this
+        process and its parent are the only ones in their process namespace."""
+        self._config = config
+        if config["alone"] and len(all_processes()) > 2:
+            raise SystemExit("there are other processes in what should be a process namespace of its own")
+
+    def call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run `argv` (where {source} stands for a path to `source`) with `stdin`, for `cpu_s` seconds of computing and
+        `wall_s` in all. `merge`: standard error goes to standard output."""
+        source_end, source_start = os.pipe()
+        stdin_end, stdin_start = os.pipe()
+        argv = [word.replace("{source}", f"/dev/fd/{source_end}") for word in request["argv"]]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        process = subprocess.Popen(
+            argv,
+            stdin=stdin_end,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if request["merge"] else subprocess.PIPE,
+            pass_fds=(source_end,),
+            start_new_session=True,
+            preexec_fn=lambda: self._limit(request["cpu_s"]),
+        )
+        os.close(source_end)
+        os.close(stdin_end)
+        inputs = {source_start: request["source"].encode(), stdin_start: request["stdin"].encode()}
+        outputs = {pipe.fileno(): Kept(request["max_output"]) for pipe in (process.stdout, process.stderr) if pipe}
+        pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe]
+        deadline = time.monotonic() + request["wall_s"]
+        ended: str | None = None
+        status: int | None = None
+        with selectors.DefaultSelector() as selector:
+            exited = os.pidfd_open(process.pid)
+            selector.register(exited, selectors.EVENT_READ)
+            selector.register(sys.stdin.fileno(), selectors.EVENT_READ)  # its end: the actor is gone
+            for fd in inputs:
+                os.set_blocking(fd, False)
+                selector.register(fd, selectors.EVENT_WRITE)
+            for fd in outputs:
+                os.set_blocking(fd, False)
+                selector.register(fd, selectors.EVENT_READ)
+            measured = time.monotonic()
+            while status is None and ended is None:
+                for key, _ in selector.select(POLL_S):
+                    if key.fd == sys.stdin.fileno():
+                        ended = "lost"
+                    elif key.fd in inputs:
+                        self._feed(selector, inputs, key.fd)
+                    elif key.fd in outputs:
+                        self._read(selector, outputs, key.fd)
+                status = self._reap(process.pid)
+                now = time.monotonic()
+                if status is None and now - measured >= POLL_S:
+                    measured = now
+                    ended = "waited" if now > deadline else self._over(before, request["cpu_s"])
+            gone = self._sweep()
+            for fd in list(outputs):
+                self._read(selector, outputs, fd)
+            os.close(exited)
+        for fd in list(inputs):
+            os.close(fd)
+        for pipe in pipes:
+            pipe.close()
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        process.returncode = 0 if code is None else code  # it was reaped here
+        if ended is None and code == -signal.SIGXCPU:
+            ended = "time"
+        if ended is None and self._n_files() > MOST_FILES:
+            ended = "files"
+        texts = [kept.text() for kept in outputs.values()]
+        return {
+            "ended": ended or "exit",
+            "code": code,
+            "stdout": texts[0],
+            "stderr": texts[1] if len(texts) > 1 else "",
+            "omitted": sum(kept.omitted for kept in outputs.values()),
+            "cpu_s": seconds_between(before, used),
+            "stuck": not gone,
+        }
+
+    def _limit(self, cpu_s: float) -> None:
+        """The kernel's own limits for the process that is about to begin, each a little above what is measured."""
+        most = self._config
+        for kind, value in (
+            (resource.RLIMIT_CPU, int(cpu_s) + 1),
+            (resource.RLIMIT_AS, 2 * most["memory_mb"] * MB + 1024 * MB),
+            (resource.RLIMIT_FSIZE, most["disk_mb"] * MB),
+            (resource.RLIMIT_NOFILE, 256),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_MEMLOCK, MB),
+            (resource.RLIMIT_MSGQUEUE, 0),
+        ):
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard < 0 else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+
+    @staticmethod
+    def _feed(selector: selectors.BaseSelector, inputs: dict[int, bytes], fd: int) -> None:
+        try:
+            inputs[fd] = inputs[fd][os.write(fd, inputs[fd][:65536]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # nobody reads it
+            inputs[fd] = b""
+        if not inputs[fd]:
+            selector.unregister(fd)
+            os.close(fd)
+            del inputs[fd]
+
+    @staticmethod
+    def _read(selector: selectors.BaseSelector, outputs: dict[int, Kept], fd: int) -> None:
+        """What is there now. Bounded, because a process may write faster than this reads."""
+        for _ in range(64):
+            try:
+                data = os.read(fd, 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                if fd in selector.get_map():
+                    selector.unregister(fd)
+                return
+            outputs[fd].add(data)
+
+    @staticmethod
+    def _reap(main: int) -> int | None:
+        """Take the exit statuses of ended processes, orphans among them. Returns that of `main`, or None."""
+        status = None
+        while True:
+            try:
+                pid, value = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return status
+            if pid == 0:
+                return status
+            if pid == main:
+                status = value
+
+    def _over(self, before: Any, cpu_s: float) -> str | None:
+        """The limit that the processes together exceed, if any."""
+        seconds = seconds_between(before, resource.getrusage(resource.RUSAGE_CHILDREN))
+        tasks = memory = 0
+        pids = self._processes()
+        if len(pids) > self._config["max_processes"]:
+            return "processes"  # before anything that takes longer: they become more meanwhile
+        for pid in pids:
+            ticks, threads, pages = usage(pid)
+            seconds += ticks / TICKS
+            tasks += threads
+            memory += pages * PAGE
+        if seconds > cpu_s:
+            return "time"
+        if memory > self._config["memory_mb"] * MB:
+            return "memory"
+        if tasks > self._config["max_processes"]:
+            return "processes"
+        return "files" if self._n_files() > MOST_FILES else None
+
+    def _n_files(self) -> int:
+        """In the sandbox's own file systems. Without them nothing is counted."""
+        found = [os.statvfs(folder) for folder in self._config["folders"]]
+        return sum(each.f_files - each.f_ffree for each in found)
+
+    def _sweep(self) -> bool:
+        """Kill what is left of a call. False: something did not end."""
+        deadline = time.monotonic() + SWEEP_S
+        while time.monotonic() < deadline:
+            # -1: all but this process and the first one, at once, so that none can begin another meanwhile.
+            for pid in (-1,) if self._config["alone"] else self._processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._reap(0)
+            if not self._processes():
+                return True
+            time.sleep(0.001)
+        return False
+
+    def _processes(self) -> list[int]:
+        """Those of the call."""
+        if self._config["alone"]:
+            return [pid for pid in all_processes() if pid not in (1, os.getpid())]
+        return descendants()
+
+
+def seconds_between(before: Any, after: Any) -> float:
+    """Seconds of computing between two results of getrusage."""
+    return float(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def all_processes() -> list[int]:
+    """Every process that can be seen."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def descendants() -> list[int]:
+    """The children of this process, theirs, and so on. A process whose parent ended is a child of this one."""
+    found: list[int] = []
+    ahead = [os.getpid()]
+    while ahead:
+        pid = ahead.pop()
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            try:
+                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                    children = [int(word) for word in file.read().split()]
+            except OSError:
+                continue
+            found += children
+            ahead += children
+    return found
+
+
+def usage(pid: int) -> tuple[int, int, int]:
+    """Clock ticks that a process and its reaped children have computed, its threads, and its pages in memory."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0, 0, 0
+    return sum(int(field) for field in fields[11:15]), int(fields[17]), int(fields[21])
+
+
+def main() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Nobody inside may read this process's memory or open its pipes, though all have the same user.
+    for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_CHILD_SUBREAPER, 1)):
+        if libc.prctl(option, value, 0, 0, 0) != 0:
+            raise SystemExit(f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
+    supervisor = Supervisor(json.loads(sys.argv[1]))
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(supervisor.call(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
