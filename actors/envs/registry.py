@@ -30,6 +30,7 @@ BUILT_IN = {
     "textarena": "actors.envs.adapters.textarena:textarena",
     "mcp": "actors.envs.adapters.mcp:mcp",
     "verifiers": "actors.envs.adapters.verifiers:verifiers",
+    "sandbox": "actors.envs.sandbox:sandbox",
     "openai_agent": "actors.envs.black_box:openai_agent",
     "command": "actors.envs.black_box:command",
 }

@@ -99,7 +99,9 @@ async def _by_template(ctx: Context, task: EnvTask, tools: Tools, said: list[Gen
             return
         results = [await tools.call(call) for call in parsed.calls]
         if parsed.malformed:
-            results.append(tools.wrong("a tool call could not be read; expected a name and arguments, as you were shown"))
+            results.append(
+                tools.wrong("a tool call could not be read; expected a name and arguments, as you were shown")
+            )
         line.observe(_tool_turns(tokenizer, results, closed=turn.finish_reason == "stop"))
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 Isolation: TypeAlias = Literal["bubblewrap", "none"]
 HERE: Final = Path(__file__).parent
 INSIDE: Final = "/run/sandbox"
-"""Where the sandbox's own programs are, inside."""
+"""The folder of the supervisor, inside."""
 SHM_MB: Final = 16
 """Size of /dev/shm inside."""
 
@@ -42,10 +42,6 @@ class Start(NamedTuple):
     env: dict[str, str]
     folder: str | None
     """Its working folder on the host; None: it has a file system of its own."""
-    python: str
-    """The interpreter inside."""
-    programs: str
-    """Where the sandbox's own programs are, as seen from inside."""
 
 
 def checked_isolation(isolation: object) -> Isolation:
@@ -107,11 +103,11 @@ def start_of(isolation: Isolation, limits: Limits, python: str, folder: str | No
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    supervisor = (python, "-I", "-S", f"{programs}/supervise.py", json.dumps(config))
+    supervisor = (python, "-I", f"{programs}/supervise.py", json.dumps(config))
     if not alone:
-        return Start(supervisor, inside, folder, python, programs)
+        return Start(supervisor, inside, folder)
     # bubblewrap's own environment is visible inside, as /proc/1/environ: it gets none.
-    return Start((*_bubblewrap(limits, python, inside), "--", *supervisor), {}, None, python, programs)
+    return Start((*_bubblewrap(limits, python, inside), "--", *supervisor), {}, None)
 
 
 def _bubblewrap(limits: Limits, python: str, inside: dict[str, str]) -> list[str]:
@@ -135,8 +131,7 @@ def _bubblewrap(limits: Limits, python: str, inside: dict[str, str]) -> list[str
         argv += ["--ro-bind-try", path, path]
     for prefix in prefixes(python):
         argv += ["--ro-bind", prefix, prefix]
-    for name in ("supervise.py", "run_python.py"):
-        argv += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
+    argv += ["--ro-bind", str(HERE / "supervise.py"), f"{INSIDE}/supervise.py"]
     argv += ["--proc", "/proc", *_closed_proc(), "--dev", "/dev", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
     for folder in ("/work", "/tmp"):
         argv += ["--size", str(limits.disk_mb << 20), "--tmpfs", folder]

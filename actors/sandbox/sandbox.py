@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
+from actors.env_thread import CURRENT_CALL
 from actors.sandbox.isolation import (
     Isolation,
     Limits,
@@ -73,9 +74,9 @@ class Sandbox:
     """A sandbox, for one event loop at a time. It ends with its `async with` block."""
 
     def __init__(self, isolation: Isolation, limits: Limits, python: str = "") -> None:
-        """`python`: absolute path of the interpreter inside; default: this one, without its packages. Raises ValueError
-        for what there is none of."""
-        self._limits = limits
+        """`python`: absolute path of the interpreter inside; default: this one, without its packages. Raises
+        ValueError for what there is none of."""
+        self.limits = limits
         self._isolation: Isolation = isolation
         self._python = checked_python(python)
         self._process: asyncio.subprocess.Process | None = None
@@ -89,33 +90,32 @@ class Sandbox:
         await self.close()
 
     async def python(self, source: str, stdin: str = "", *, cell: bool = True, **options: Any) -> Ran:
-        """Run Python. `cell`: the value of a last expression is printed, as in a notebook. `options`: as of `run`."""
-        inside = await self._running()
-        runner = (f"{inside.programs}/run_python.py",) if cell else ()
-        return await self.run([inside.python, *runner, "{source}"], source, stdin, **options)
+        """Run Python. `cell`: the value of a last expression is printed, as in a notebook. `options`: as of `_call`."""
+        return await self._call((), source, stdin, cell=cell, **options)
 
     async def bash(self, source: str, stdin: str = "", **options: Any) -> Ran:
-        return await self.run(["/bin/bash", "{source}"], source, stdin, **options)
+        return await self._call(("/bin/bash", "{source}"), source, stdin, **options)
 
-    async def run(
+    async def _call(
         self,
         argv: Sequence[str],
-        source: str = "",
-        stdin: str = "",
+        source: str,
+        stdin: str,
         *,
+        cell: bool = False,
         merge: bool = False,
         most: int = 64 * 1024,
         time_limit_s: float | None = None,
     ) -> Ran:
-        """Run a program, to whose argument `{source}` the text `source` is given as a file. `merge`: both outputs in
-        `stdout`, in their order. `most`: bytes to keep of an output, its first and its last part. `time_limit_s`: in
-        place of the sandbox's own. A call at a time.
+        """Run Python, or a program `argv`, to whose argument `{source}` the text `source` is given as a file. `merge`:
+        both outputs in `stdout`, in their order. `most`: bytes to keep of an output, its first and its last part.
+        `time_limit_s`: in place of the sandbox's own. A call at a time.
 
         Raises SandboxFailed where a sandbox cannot begin, and ValueError for a text that is too long."""
         for name, text in (("source", source), ("stdin", stdin)):
             if len(text) > MAX_TEXT:
                 raise ValueError(f"{name}: {len(text)} characters, expected at most {MAX_TEXT}")
-        cpu_s = self._limits.time_limit_s if time_limit_s is None else time_limit_s
+        cpu_s = self.limits.time_limit_s if time_limit_s is None else time_limit_s
         wall_s = cpu_s + WAIT_S
         request = {
             "argv": [*argv],
@@ -123,6 +123,7 @@ class Sandbox:
             "stdin": stdin.encode(errors="replace").decode(),
             "cpu_s": cpu_s,
             "wall_s": wall_s,
+            "cell": cell,
             "merge": merge,
             "max_output": min(most, MAX_TEXT),
         }
@@ -173,7 +174,7 @@ class Sandbox:
         await self.close()
         folder = tempfile.mkdtemp(prefix="stillhouse-sandbox-") if self._isolation == "none" else None
         try:
-            self._start = start = start_of(self._isolation, self._limits, self._python, folder)
+            self._start = start = start_of(self._isolation, self.limits, self._python, folder)
             with _filter(start) as (argv, fds):
                 self._process = await asyncio.create_subprocess_exec(
                     *argv,
@@ -227,8 +228,14 @@ def _filter(start: Start) -> Any:
 
 @contextlib.asynccontextmanager
 async def _slot() -> AsyncGenerator[None]:
-    while not _SLOTS.acquire(blocking=False):
-        await asyncio.sleep(0.005)  # callers are in many event loops, so none can wake another
+    if not _SLOTS.acquire(blocking=False):
+        episode = CURRENT_CALL.get(None)
+        if episode is not None:
+            episode.pause()  # its own time does not run while it waits for others
+        while not _SLOTS.acquire(blocking=False):
+            await asyncio.sleep(0.005)  # callers are in many event loops, so none can wake another
+        if episode is not None:
+            episode.resume()
     try:
         yield
     finally:

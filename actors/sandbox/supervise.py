@@ -1,7 +1,10 @@
 """The program inside a sandbox: runs one call after the other, with limits, and ends whatever a call leaves behind.
 
 Requests and answers are JSON, one per line, on standard input and output (`actors.sandbox.sandbox` has the other side).
-The interpreter inside may be older than the actor's and has no packages, so this file needs Python 3.9 and no more.
+The interpreter inside may be older than the actor's, so this file needs Python 3.9 and no more.
+
+Python that a student wrote runs in a copy of this process, made by fork: an interpreter that starts anew takes ten
+times as long. The copy has none of this process's pipes.
 
 Limits that the kernel holds for a single process do not bound what many processes use together, and the number of
 processes is not limited for root. So the sums are also measured here, every POLL_S."""
@@ -11,14 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import io
 import json
 import os
 import resource
 import selectors
 import signal
-import subprocess
 import sys
 import time
+from _ast import Expr, Expression, PyCF_ONLY_AST
 from typing import Any
 
 POLL_S = 0.02
@@ -64,31 +69,27 @@ class Supervisor:
             raise SystemExit("there are other processes in what should be a process namespace of its own")
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run `argv` (where {source} stands for a path to `source`) with `stdin`, for `cpu_s` seconds of computing and
-        `wall_s` in all. `merge`: standard error goes to standard output."""
-        source_end, source_start = os.pipe()
+        """Run `source` as Python (`cell`: and print the value of a last expression), or the program `argv`, where
+        {source} stands for a path to `source`. It gets `stdin`, `cpu_s` seconds of computing and `wall_s` in all.
+        `merge`: standard error goes to standard output."""
         stdin_end, stdin_start = os.pipe()
-        argv = [word.replace("{source}", f"/dev/fd/{source_end}") for word in request["argv"]]
+        source_end, source_start = os.pipe()
+        inputs = {stdin_start: request["stdin"].encode()}
+        if request["argv"]:
+            inputs[source_start] = request["source"].encode()
+        output_pipes = [os.pipe()] if request["merge"] else [os.pipe(), os.pipe()]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        process = subprocess.Popen(
-            argv,
-            stdin=stdin_end,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if request["merge"] else subprocess.PIPE,
-            pass_fds=(source_end,),
-            start_new_session=True,
-            preexec_fn=lambda: self._limit(request["cpu_s"]),
-        )
-        os.close(source_end)
-        os.close(stdin_end)
-        inputs = {source_start: request["source"].encode(), stdin_start: request["stdin"].encode()}
-        outputs = {pipe.fileno(): Kept(request["max_output"]) for pipe in (process.stdout, process.stderr) if pipe}
-        pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe]
+        child = os.fork()
+        if child == 0:
+            self._become(request, stdin_end, [start for _, start in output_pipes], source_end)
+        for fd in (stdin_end, source_end, *(start for _, start in output_pipes), *({source_start} - inputs.keys())):
+            os.close(fd)
+        outputs = {end: Kept(request["max_output"]) for end, _ in output_pipes}
         deadline = time.monotonic() + request["wall_s"]
         ended: str | None = None
         status: int | None = None
         with selectors.DefaultSelector() as selector:
-            exited = os.pidfd_open(process.pid)
+            exited = os.pidfd_open(child)
             selector.register(exited, selectors.EVENT_READ)
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)  # its end: the actor is gone
             for fd in inputs:
@@ -106,7 +107,7 @@ class Supervisor:
                         self._feed(selector, inputs, key.fd)
                     elif key.fd in outputs:
                         self._read(selector, outputs, key.fd)
-                status = self._reap(process.pid)
+                status = self._reap(child)
                 now = time.monotonic()
                 if status is None and now - measured >= POLL_S:
                     measured = now
@@ -115,13 +116,10 @@ class Supervisor:
             for fd in list(outputs):
                 self._read(selector, outputs, fd)
             os.close(exited)
-        for fd in list(inputs):
+        for fd in (*inputs, *outputs):
             os.close(fd)
-        for pipe in pipes:
-            pipe.close()
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         code = None if status is None else os.waitstatus_to_exitcode(status)
-        process.returncode = 0 if code is None else code  # it was reaped here
         if ended is None and code == -signal.SIGXCPU:
             ended = "time"
         if ended is None and self._n_files() > MOST_FILES:
@@ -136,6 +134,27 @@ class Supervisor:
             "cpu_s": seconds_between(before, used),
             "stuck": not gone,
         }
+
+    def _become(self, request: dict[str, Any], stdin: int, outputs: list[int], source: int) -> None:
+        """Become the program of a call: this is its process. Does not return."""
+        os.setsid()
+        for fd, number in ((stdin, 0), (outputs[0], 1), (outputs[-1], 2)):
+            os.dup2(fd, number)
+        self._limit(request["cpu_s"])
+        set_dumpable(1)
+        if request["argv"]:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.set_inheritable(source, True)  # all others close by themselves
+            try:
+                os.execv(
+                    request["argv"][0], [word.replace("{source}", f"/dev/fd/{source}") for word in request["argv"]]
+                )
+            except OSError as error:
+                os.write(2, f"{request['argv'][0]}: {error.strerror}\n".encode())
+                os._exit(127)
+        os.closerange(3, 256)
+        open_standard_streams()
+        sys.exit(run_python(request["source"], cell=request["cell"]))  # past the loop of main, to the interpreter's end
 
     def _limit(self, cpu_s: float) -> None:
         """The kernel's own limits for the process that is about to begin, each a little above what is measured."""
@@ -281,13 +300,72 @@ def usage(pid: int) -> tuple[int, int, int]:
     return sum(int(field) for field in fields[11:15]), int(fields[17]), int(fields[21])
 
 
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def set_dumpable(value: int) -> None:
+    """0: no other process may read this one's memory or open its pipes, though all inside have the same user."""
+    prctl(PR_SET_DUMPABLE, value)
+
+
+def prctl(option: int, value: int) -> None:
+    if LIBC.prctl(option, value, 0, 0, 0) != 0:
+        raise SystemExit(f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
+
+
+def open_standard_streams() -> None:
+    """Anew, because those of the supervisor may have read ahead. Nothing that is printed waits in a buffer."""
+    given = io.BufferedReader(io.FileIO(0, closefd=False))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(given, "utf-8", "surrogateescape")  # type: ignore[misc]
+    output, errors = io.FileIO(1, "w", closefd=False), io.FileIO(2, "w", closefd=False)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(output, "utf-8", "surrogateescape", write_through=True)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, "utf-8", "backslashreplace", write_through=True)  # type: ignore[misc]
+
+
+NAME = "call.py"
+
+
+def run_python(source: str, *, cell: bool) -> int:
+    """Run a program as `__main__`. `cell`: the value of a last expression is printed, as in a notebook. Returns the
+    exit code."""
+    main_module = type(sys)("__main__")
+    sys.modules["__main__"] = main_module
+    sys.argv = [NAME]
+    sys.path.insert(0, "")
+    last = None
+    try:
+        tree: Any = compile(source, NAME, "exec", PyCF_ONLY_AST)
+        if cell and tree.body and isinstance(tree.body[-1], Expr):
+            last = compile(Expression(tree.body.pop().value), NAME, "eval")
+        body = compile(tree, NAME, "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return failed(error, source, 0)
+    try:
+        exec(body, main_module.__dict__)
+        value = None if last is None else eval(last, main_module.__dict__)
+        if value is not None:
+            print(repr(value))
+    except (Exception, KeyboardInterrupt) as error:
+        return failed(error, source, None)
+    return 0
+
+
+def failed(error: BaseException, source: str, frames: int | None) -> int:
+    """Print where it failed, with the lines of `source`."""
+    import linecache
+    import traceback
+
+    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
+    behind = error.__traceback__ and error.__traceback__.tb_next  # without this program's own frame
+    traceback.print_exception(type(error), error, behind, frames)
+    return 1
+
+
 def main() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    # Nobody inside may read this process's memory or open its pipes, though all have the same user.
-    for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_CHILD_SUBREAPER, 1)):
-        if libc.prctl(option, value, 0, 0, 0) != 0:
-            raise SystemExit(f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
+    set_dumpable(0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     supervisor = Supervisor(json.loads(sys.argv[1]))
+    gc.freeze()  # a copy of this process does not look through what it has of it, when it ends
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps(supervisor.call(json.loads(line))), flush=True)

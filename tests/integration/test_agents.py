@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.actors.adapters import openenv_server, verifiers_server
+from tests.actors.sandbox.conftest import needs_bubblewrap
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
 from tests.patience import Limit
@@ -146,3 +147,16 @@ options = { id = "Blackjack-v1", instructions = "", max_invalid_actions = 1 }
     run.expect_clean_audit()
     assert invalid_actions(run) > 0
     assert run.summary()["eval"][-1]["tags"].keys() >= {"games", "lake"}
+
+
+@needs_bubblewrap
+def test_the_student_runs_python_in_a_sandbox(launch: Callable[..., Launched]) -> None:
+    prompts = ROOT / "builtin" / "data" / "calculator_train.jsonl"
+    run = launch("--config", str(EXAMPLES / "sandbox.toml"), f"--prompts={prompts}", *SHORT)
+    assert run.wait() == 0, run.text()
+    assert_balanced(run.summary())
+    run.expect_clean_audit()
+    assert all(row["train/grad_norm"] > 0 and row["train/reverse_kl"] > 0 for row in run.steps())
+    assert max(row.get("env/sandbox_calls_per_rollout", 0.0) for row in run.steps()) > 0.5
+    assert run.summary()["eval"][-1]["failed"] == 0
+    assert run.summary()["teacher_accuracy"]["default"]["accuracy_sampled"] > 0.8, "it reads the results, and goes on"

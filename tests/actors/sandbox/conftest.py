@@ -1,10 +1,14 @@
-"""Which isolations can be tried here."""
+"""Which isolations can be tried here, and a scripted student."""
 
 from __future__ import annotations
 
 import subprocess
 
 import pytest
+
+from tests.actors.adapters.conftest import talk
+
+__all__ = ["ISOLATIONS", "MADE_BY", "needs_bubblewrap", "talk"]
 
 MADE_BY = "bubblewrap does not work here: apt install bubblewrap, and allow user namespaces"
 

@@ -79,9 +79,15 @@ def test_python_and_bash_run_and_files_stay_from_call_to_call(isolation: Isolati
             await sandbox.python("import sys; sys.exit(5)"),
             await sandbox.python("import sys; sum(map(int, sys.stdin))", "1\n2"),
             await sandbox.python("'no last value'; None"),
+            await sandbox.python(
+                "late = open('late', 'w'); late.write('flushed'); import atexit; atexit.register(print, 'bye')"
+            ),
+            await sandbox.python("open('late').read(), __name__, __import__('sys').argv"),
+            await sandbox.python("x = 1\nx", cell=False),
+            await sandbox.python("raise KeyboardInterrupt"),
         ]
 
-    written, read, forgotten, division, syntax, ended, summed, none = inside(play, isolation)
+    written, read, forgotten, division, syntax, ended, summed, none, _, late, program, stopped = inside(play, isolation)
     assert (written.ended, written.code, written.stdout) == ("exit", 0, "4\n")
     assert (read.code, read.stdout, read.stderr) == (3, "kept", "said\n")
     assert forgotten.code == 1 and "NameError: name 'text' is not defined" in forgotten.stderr
@@ -91,6 +97,9 @@ def test_python_and_bash_run_and_files_stay_from_call_to_call(isolation: Isolati
     assert (ended.ended, ended.code) == ("exit", 5)
     assert summed.stdout == "3\n"
     assert (none.code, none.stdout) == (0, "")
+    assert late.stdout == "('flushed', '__main__', ['call.py'])\n"
+    assert (program.code, program.stdout) == (0, "")
+    assert stopped.code != 0 and stopped.stderr.endswith("KeyboardInterrupt\n") and "supervise" not in stopped.stderr
 
 
 def test_long_outputs_keep_their_ends_and_count_the_rest() -> None:
