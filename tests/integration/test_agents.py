@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_server.servers import DEFAULT_PYTHON
 from tests.actors.adapters import openenv_server, verifiers_server
 from tests.actors.sandbox.conftest import needs_bubblewrap
 from tests.integration.conftest import ROOT, Launched
@@ -22,9 +23,10 @@ EXAMPLES = ROOT / "examples" / "agents"
 SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1")
 
 
-def run_example(launch: Callable[..., Launched], name: str, config: Path | None = None) -> Launched:
+def run_example(launch: Callable[..., Launched], name: str, config: Path | None = None, *more: str) -> Launched:
     """The example for three steps. Its prompts are named from the repository's top, and runs start elsewhere."""
-    run = launch("--config", str(config or EXAMPLES / f"{name}.toml"), f"--prompts={EXAMPLES / name}.jsonl", *SHORT)
+    path = str(config or EXAMPLES / f"{name}.toml")
+    run = launch("--config", path, f"--prompts={EXAMPLES / name}.jsonl", *SHORT, *more)
     assert run.wait() == 0, run.text()
     assert_balanced(run.summary())
     assert [row["step"] for row in run.steps()] == [1, 2, 3]
@@ -114,14 +116,18 @@ def test_the_student_is_taught_behind_a_server_of_openenv(launch: Callable[..., 
 
 
 @pytest.mark.skipif(not verifiers_server.PYTHON.exists(), reason=verifiers_server.MADE_BY)
+@pytest.mark.parametrize("engine", ["torch", "sglang"])
 def test_the_student_is_taught_by_the_train_client_of_verifiers(
-    launch: Callable[..., Launched], tmp_path: Path
+    launch: Callable[..., Launched], tmp_path: Path, engine: str
 ) -> None:
+    """Also on a server of SGLang, which has not the route that the client asks for."""
+    if engine == "sglang" and not DEFAULT_PYTHON.exists():
+        pytest.skip("no .venv-sglang: make sglang-cpu")
     with verifiers_server.serving("verifiers_sums") as server:
         config, student = tmp_path / "verifiers.toml", verifiers_server.ROOT / "builtin" / "data" / "student"
         text = (EXAMPLES / "verifiers.toml").read_text().replace("tcp://127.0.0.1:8766", server.address)
         config.write_text(text.replace('"builtin/data/student"', f'"{student}"'))
-        run = run_example(launch, "verifiers", config)
+        run = run_example(launch, "verifiers", config, f"--actor.engine={engine}", "--device=cpu")
     assert all(row["train/grad_norm"] > 0 for row in run.steps())
     assert max(row.get("env/verifiers_tries_per_rollout", 0.0) for row in run.steps()) > 1.0
     assert run.summary()["eval"][-1]["failed"] == 0

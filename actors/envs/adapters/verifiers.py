@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from actors.envs.episode import EnvironmentFault
 
 COLUMN: Final = "task"
 """Column of a row: the data of one of the taskset's tasks, as its `model_dump(mode="json")` gives them."""
+ADDRESS: Final = re.compile(r"tcp://[^/]+:\d+|ipc://.+")
 LINGER_MS: Final = 500
 """How long a cancellation may still be under way when its socket closes."""
 NO_SERVER: Final = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
@@ -42,7 +44,7 @@ def _check(
     *, server: str, tokenizer: str, renderer: Mapping[str, Any] | None = None, max_tokens: int | None = None
 ) -> None:
     """Raises ValueError."""
-    if not server.startswith(("tcp://", "ipc://")):
+    if not ADDRESS.fullmatch(server):
         raise ValueError(f"server: got {server!r}, expected its ZeroMQ address, such as tcp://127.0.0.1:8766")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens}, expected at least 1")
@@ -117,10 +119,7 @@ class _Episode:
         self._head: Mapping[str, Any] = {}
 
     def add(self, delta: Mapping[str, Any]) -> None:
-        """A part of a trace, as it comes (verifiers/v1/serve/delta.py)."""
-        if delta.get("discard"):
-            self._by_id.pop(delta["trace"], None)
-            return
+        """A part of a trace, as it comes (verifiers/v1/serve/delta.py). One that is given up is not in the reply."""
         trace = self._by_id.setdefault(delta["trace"], {"errors": []})
         trace["errors"].extend(delta.get("errors") or ())
         trace.update(delta.get("set") or {})

@@ -342,6 +342,7 @@ def test_a_server_that_is_not_there_fails_the_rollout(tokenizer: TextTokenizer) 
     ("options", "complaint"),
     [
         ({"server": "http://a", "tokenizer": "t"}, "server: got 'http://a', expected its ZeroMQ address"),
+        ({"server": "tcp://a", "tokenizer": "t"}, "server: got 'tcp://a', expected its ZeroMQ address"),
         ({"server": "tcp://a:1", "tokenizer": "t", "max_tokens": 0}, "max_tokens: got 0, expected at least 1"),
         ({"server": "tcp://a:1"}, "missing a required .*argument: 'tokenizer'"),
         ({"server": "tcp://a:1", "tokenizer": "t", "render": {}}, "no option 'render'; did you mean 'renderer'"),
