@@ -24,6 +24,7 @@ Code: TypeAlias = Literal[
     "session_closed",
     "request_too_large",
     "timeout",
+    "too_many_connections",
     "internal_error",
 ]
 _STATUS: Final[dict[Code, int]] = {
@@ -37,6 +38,7 @@ _STATUS: Final[dict[Code, int]] = {
     "session_closed": 410,
     "request_too_large": 413,
     "timeout": 408,
+    "too_many_connections": 503,
     "internal_error": 500,
 }
 OVERRULED: Final = (
@@ -65,7 +67,7 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status == 500 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 from aiohttp import web
 
 from actors.agent import Generation
-from actors.endpoint import KEY_IN_MODEL, MODEL
+from actors.endpoint import KEY_IN_MODEL, MODEL, connections
 from actors.endpoint.answers import (
     chat_body,
     chat_chunks,
@@ -121,13 +121,21 @@ class EndpointServer:
         app.router.add_route("*", "/{anything:.*}", self._unknown)
         # Without `handler_cancellation` a request would go on after its client is gone.
         runner = web.AppRunner(
-            app, handle_signals=False, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+            app,
+            handle_signals=False,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+            keepalive_timeout=connections.IDLE_S,
         )
         try:
             loop.run_until_complete(runner.setup())
-            loop.run_until_complete(web.SockSite(runner, listener).start())
+            assert runner.server is not None
+            handlers = connections.Bounded(runner.server)
+            accepts = loop.run_until_complete(loop.create_server(handlers, sock=listener, backlog=1024))
             ready.set()
             loop.run_forever()
+            accepts.close()
             for session in list(self._by_key.values()):
                 self._end_here(session)
             loop.run_until_complete(runner.cleanup())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from actors.envs.base import TextTokenizer
 from tests.actors.endpoint.served import actor, call, chat, trained
 from tests.actors.in_hand import STOP
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, Limit
 
 DEEP = 900
 """Levels that JSON readers follow and JSON writers do not."""
@@ -132,3 +133,50 @@ def test_what_would_change_the_student_s_words_is_counted_and_said_once(
         assert counts["env_endpoint_overruled_tool_choice_total"] == 2
         assert trained(one, 0) == [10, STOP, 10, STOP]
         assert sum("response_format" in record.getMessage() for record in caplog.records) == 1
+
+
+HALF = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthor"
+
+
+def test_connections_that_send_no_whole_head_are_ended(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that goes on dripping, and one that has had its answer."""
+    monkeypatch.setattr("actors.endpoint.connections.IDLE_S", 0.2)
+    with actor(tokenizer) as one:
+        endpoint = one.begin(0).endpoint
+        where = urlsplit(endpoint.base_url)
+        whole = f"GET {where.path}/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint.api_key}\r\n\r\n"
+        for sent in (b"", HALF, whole.encode()):
+            with socket.create_connection((where.hostname or "", where.port or 0), timeout=PATIENCE_S) as client:
+                client.sendall(sent)
+                if sent == whole.encode():
+                    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                assert client.recv(1) == b"", "the server has hung up"
+        with socket.create_connection((where.hostname or "", where.port or 0), timeout=PATIENCE_S) as client:
+            limit = Limit()
+            with pytest.raises(OSError):  # of the socket: the loop itself ends without one
+                while not limit.passed:
+                    client.sendall(b"G")
+                    time.sleep(0.02)
+        assert chat(endpoint, "hello").status == 200
+
+
+def test_connections_are_limited_in_number(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.endpoint.connections.MAX_CONNECTIONS", 2)
+    with actor(tokenizer) as one:
+        endpoint = one.begin(0).endpoint
+        where = urlsplit(endpoint.base_url)
+        kept = [http.client.HTTPConnection(where.netloc, timeout=PATIENCE_S) for _ in range(2)]
+        for each in kept:
+            each.request("GET", f"{where.path}/models", headers={"Authorization": f"Bearer {endpoint.api_key}"})
+            assert each.getresponse().read()
+        refused = call(endpoint, "v1/models")
+        assert (refused.status, refused.code) == (503, "too_many_connections")
+        kept[0].close()
+        limit = Limit()
+        while call(endpoint, "v1/models").status != 200:
+            assert not limit.passed
+            time.sleep(0.02)
+        kept[1].close()
+        assert chat(endpoint, "hello").status == 200
