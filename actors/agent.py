@@ -69,6 +69,8 @@ class Context:
         self._episode = episode
         self._parts = [token_ids]
         self._closed = True
+        self._ended_by: int | None = None
+        """The token that ended the student's turn, right behind it."""
         self._last: int | None = None
         """Number of its last response."""
 
@@ -103,6 +105,7 @@ class Context:
         self._last = number
         self._parts.append(generation.token_ids)
         self._closed = generation.finish_reason == "stop"
+        self._ended_by = int(generation.token_ids[-1]) if self._closed else None
         return generation
 
     def observe(self, what: str | Int32s, *, role: str | None = "user") -> None:
@@ -113,13 +116,14 @@ class Context:
         elif role is None or not self.tokenizer.has_template:
             self._parts.append(self.tokenizer.encode(what))
         else:
-            self._parts.append(self.tokenizer.chat_turn(what, role, closed=self._closed))
-        self._closed = True
+            ended_by = self._ended_by
+            self._parts.append(self.tokenizer.chat_turn(what, role, closed=self._closed, ended_by=ended_by))
+        self._closed, self._ended_by = True, None
 
     def branch(self) -> Context:
         """Another line with the same tokens, which goes on separately."""
         other = Context(self._episode, self.token_ids)
-        other._closed = self._closed
+        other._closed, other._ended_by = self._closed, self._ended_by
         other._last = self._last
         return other
 

@@ -193,7 +193,7 @@ class EpisodeSession:
         new = messages if best is None else messages[len(best.messages) :]
         if best is not None and all(message["role"] != "assistant" for message in new):
             try:
-                behind = self._tokenizer.chat_turns(new, closed=best.closed)
+                behind = self._tokenizer.chat_turns(new, closed=best.closed, ended_by=int(best.token_ids[-1]))
             except ValueError as error:
                 self._say_once(str(error))
             else:

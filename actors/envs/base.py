@@ -18,6 +18,7 @@ of the item at hand.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, cast
 
@@ -174,20 +175,30 @@ class TextTokenizer:
         Only added tokens are: plain BPE may split the same text differently in another context."""
         return self._added.get(text)
 
-    def chat_turn(self, text: str, role: str = "user", *, closed: bool = True) -> Int32s:
+    def chat_turn(self, text: str, role: str = "user", *, closed: bool = True, ended_by: int | None = None) -> Int32s:
         """Token ids [n] that follow a finished turn of the student: one new turn, of `role` saying `text`. See
         `chat_turns`."""
-        return self.chat_turns([{"role": role, "content": text}], closed=closed)
+        return self.chat_turns([{"role": role, "content": text}], closed=closed, ended_by=ended_by)
 
-    def chat_turns(self, messages: Sequence[Mapping[str, Any]], *, closed: bool = True) -> Int32s:
+    def chat_turns(
+        self, messages: Sequence[Mapping[str, Any]], *, closed: bool = True, ended_by: int | None = None
+    ) -> Int32s:
         """Token ids [n] that follow a finished turn of the student: the rest of the template's end of turn, these new
         turns (`role` and `content`), and the opening of the student's next turn. `closed`: the student wrote the token
-        that ends its turn; otherwise that comes first.
+        that ends its turn; otherwise that comes first. `ended_by`: that token, where it is known. In templates whose
+        turns end with the opening of the next one (GLM), another opening than the student wrote is added.
 
         Raises ValueError when the tokenizer has no chat template, one that does not close turns with a token, or one
         that refuses these turns."""
         if self._tokenizer.chat_template is None:
             raise ValueError("chat_turn needs a tokenizer with a chat template, got one without; use encode")
+        closing, behind = self._behind_a_turn(messages)
+        if closed and ended_by is not None and self.single_token(closing) != ended_by:
+            closed = not self._opens_a_turn(closing, str(messages[0]["role"]))
+        return self.encode(behind if closed else f"{closing}{behind}")
+
+    def _behind_a_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """The special token behind a turn of the student, and all that follows, with these turns."""
         mark = "\u2063written\u2063"
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
         rendered = self._rendered([*before, *messages])
@@ -199,7 +210,15 @@ class TextTokenizer:
             raise ValueError(
                 f"the chat template puts {behind[:20]!r} behind an assistant turn, expected a special token there"
             )
-        return self.encode(behind[len(closing) :] if closed else behind)
+        return closing, behind[len(closing) :]
+
+    def _opens_a_turn(self, closing: str, role: str) -> bool:
+        """Whether the token behind a turn of the student belongs to the next turn: it is another for another role."""
+        for other in ("user", "tool"):
+            if other != role:
+                with suppress(ValueError):
+                    return self._behind_a_turn([{"role": other, "content": "-"}])[0] != closing
+        return False
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None

@@ -102,7 +102,7 @@ async def _by_template(ctx: Context, task: EnvTask, tools: Tools, said: list[Gen
             results.append(
                 tools.wrong("a tool call could not be read; expected a name and arguments, as you were shown")
             )
-        line.observe(_tool_turns(tokenizer, results, closed=turn.finish_reason == "stop"))
+        line.observe(_tool_turns(tokenizer, results, turn))
 
 
 async def _by_notation(ctx: Context, tools: Tools, notation: Notation, said: list[Generation]) -> None:
@@ -134,11 +134,15 @@ def _prompt(tokenizer: TextTokenizer, task: EnvTask, schemas: list[dict[str, Any
     return tokenizer.chat_prompt(messages)
 
 
-def _tool_turns(tokenizer: TextTokenizer, results: Sequence[str], *, closed: bool) -> Int32s:
-    """Token ids [n] of the results, as tool turns, or as one of the user's where the template knows no such turns."""
+def _tool_turns(tokenizer: TextTokenizer, results: Sequence[str], turn: Generation) -> Int32s:
+    """Token ids [n] of the results of a turn, as tool turns, or as one of the user's where the template knows no such
+    turns."""
     if not tokenizer.has_template:
         return tokenizer.encode("\n" + "\n".join(results) + "\n")
+    closed, ended_by = turn.finish_reason == "stop", int(turn.token_ids[-1])
     try:
-        return tokenizer.chat_turns([{"role": "tool", "content": text} for text in results], closed=closed)
+        new = [{"role": "tool", "content": text} for text in results]
+        return tokenizer.chat_turns(new, closed=closed, ended_by=ended_by)
     except ValueError:
-        return tokenizer.chat_turns([{"role": "user", "content": "\n".join(results)}], closed=closed)
+        new = [{"role": "user", "content": "\n".join(results)}]
+        return tokenizer.chat_turns(new, closed=closed, ended_by=ended_by)
