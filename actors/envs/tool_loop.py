@@ -6,16 +6,18 @@ that was taught none may have a notation of its own, for one tool."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from actors.agent import Context, EpisodeOver, Generation
 from actors.envs.base import EnvTask, TextTokenizer
+from actors.rewards.pattern import BoundedPattern
 from actors.tool_calls import ToolCall, parse_tool_calls, tool_dialect
 from engines.base import Int32s
 
 NOTATION: Final = ("pattern", "tool", "argument", "stop", "result")
+SEARCH_S: Final = 1.0
+"""Longest search for a call in a turn. After it the rollout fails (TimeoutError)."""
 
 
 class Tools(Protocol):
@@ -38,7 +40,8 @@ class Tools(Protocol):
 class Notation(NamedTuple):
     """How a student that knows no JSON calls one tool: `<calc>12+34</calc>` calls `calculate` with `expression`."""
 
-    pattern: re.Pattern[str]
+    pattern: BoundedPattern
+    """Its group is the argument."""
     tool: str
     argument: str
     stop: str
@@ -53,12 +56,9 @@ def read_notation(given: Mapping[str, str] | None) -> Notation | None:
         return None
     if sorted(given) != sorted(NOTATION):
         raise ValueError(f"notation: got the keys {sorted(given)}, expected {sorted(NOTATION)}")
-    try:
-        pattern = re.compile(given["pattern"], re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"notation.pattern {given['pattern']!r} is not a regular expression: {error}") from error
-    if pattern.groups != 1 or "{}" not in given["result"]:
-        raise ValueError("notation: expected a pattern with one group, the argument, and {} in `result`")
+    pattern = BoundedPattern(given["pattern"], SEARCH_S, option="notation.pattern", groups=1, dotall=True)
+    if "{}" not in given["result"]:
+        raise ValueError(f"notation.result: got {given['result']!r}, expected {{}} in it, where the result stands")
     return Notation(pattern, given["tool"], given["argument"], given["stop"], given["result"])
 
 
@@ -111,10 +111,10 @@ async def _by_notation(ctx: Context, tools: Tools, notation: Notation, said: lis
     while True:
         turn = await ctx.generate(stop_token_ids=stops)
         said.append(turn)
-        found = notation.pattern.findall(turn.text)
-        if not found or turn.finish_reason == "length":
+        argument = notation.pattern.last_group_here(turn.text)
+        if argument is None or turn.finish_reason == "length":
             return
-        result = await tools.call(ToolCall(notation.tool, {notation.argument: found[-1]}))
+        result = await tools.call(ToolCall(notation.tool, {notation.argument: argument}))
         in_turn = stop is not None and int(turn.token_ids[-1]) == stop
         ctx.observe(notation.result.replace("{}", result), role=None if in_turn else "user")
 

@@ -18,12 +18,14 @@ class BoundedPattern:
     """A regular expression (syntax of Python's `re`, and what the package `regex` adds) with a time limit. Raises
     ValueError for one that cannot be compiled."""
 
-    def __init__(self, pattern: str, timeout_s: float, *, option: str, groups: int | None = None) -> None:
-        """`option`: its name, for messages. `groups`: how many it must have."""
+    def __init__(
+        self, pattern: str, timeout_s: float, *, option: str, groups: int | None = None, dotall: bool = False
+    ) -> None:
+        """`option`: its name, for messages. `groups`: how many it must have. `dotall`: a dot is any character."""
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance] - from a configuration
             raise ValueError(f"{option}: got {pattern!r}, expected a regular expression")
         try:
-            self._pattern = _regex.compile(pattern)
+            self._pattern = _regex.compile(pattern, _regex.DOTALL if dotall else 0)
         except _regex.error as error:
             raise ValueError(f"{option} {pattern!r} is not a regular expression: {error}") from error
         if groups is not None and self._pattern.groups != groups:

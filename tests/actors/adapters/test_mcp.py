@@ -157,6 +157,25 @@ def test_a_template_that_knows_tools_gets_them(
     assert ended(talked.end).reward == 1.0
 
 
+def test_a_string_stays_one_where_the_notation_has_no_quotes(
+    talk: Talk, url: str, hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server would refuse the number 46."""
+    template = "{% if tools %}{{ tools[0]['function']['name'] }} by <function=...>\n{% endif %}"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", template + str(hf_tokenizer.chat_template))
+    call = "<tool_call>\n<function=calculate>\n<parameter=expression>\n46\n</parameter>\n</function>\n</tool_call>"
+    talked = talk("mcp", [call, "#46"], {"url": url}, row=SUM, truth="46")
+    assert "46" in talked.heard[0] and "error" not in talked.heard[0]
+    assert ended(talked.end).reward == 1.0
+
+
+def test_a_search_for_a_call_ends(talk: Talk, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.envs.tool_loop.SEARCH_S", 0.1)
+    notation = {**CALC, "pattern": r"((?:a|a|aa)+)(?:a|aa)*$"}
+    end = talk("mcp", ["a" * 40 + "b"], {"url": url, "notation": notation}, row=SUM).end
+    assert isinstance(end, Failure) and "notation.pattern took longer than 0.1 s" in end.detail
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -166,7 +185,8 @@ def test_a_template_that_knows_tools_gets_them(
         ({"url": "http://x", "call_timeout_s": 0}, "call_timeout_s: got 0"),
         ({"url": "http://x", "notation": {"pattern": "x"}}, r"notation: got the keys \['pattern'\], expected"),
         ({"url": "http://x", "notation": {**CALC, "pattern": "("}}, "is not a regular expression"),
-        ({"url": "http://x", "notation": {**CALC, "result": "?"}}, "one group, the argument"),
+        ({"url": "http://x", "notation": {**CALC, "result": "?"}}, r"expected \{\} in it"),
+        ({"url": "http://x", "notation": {**CALC, "pattern": "x"}}, "has 0 groups, expected 1"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(options: dict[str, Any], complaint: str) -> None:
