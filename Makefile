@@ -53,7 +53,8 @@ verifiers: $(VERIFIERS_INSTALLED)  ## env servers of verifiers, in an environmen
 
 $(VERIFIERS_INSTALLED): examples/agents/verifiers_requirements.txt
 	@test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
-	$(VERIFIERS_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
+	@# Most of its hundred packages are never imported: byte code is made of those that are, when they are.
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
 	@touch $@
 
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
@@ -65,10 +66,10 @@ PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist load
 test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but servers, campaigns, namespaces and most whole runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu, those of verifiers make verifiers
+test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: agents openenv test test-slow  ## every test, once; within 40 minutes on two cores
+test-all: agents openenv verifiers test test-slow  ## every test, once; within 40 minutes on two cores
 
 check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check
