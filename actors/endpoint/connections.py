@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -24,7 +24,7 @@ HANG_UP_S: Final = 5.0
 class Bounded:
     """Makes the handlers of new connections. What is too much gets a 503, which SDKs try again."""
 
-    def __init__(self, server: web.Server[Any]) -> None:
+    def __init__(self, server: web.Server) -> None:
         self._server = server
         self._said = False
 

@@ -119,10 +119,11 @@ class EpisodeSession:
         stop_ids = self._stop_ids(request.stop, request.stop_token_ids)
         generations = await self._generate(prompt_ids, request.n or 1, limit, stop_ids)
         before = tuple(_key(message) for message in messages)
+        thinking = self._tokenizer.opens_reasoning(prompt_ids)
         said: list[Message] = []
         reasons: list[str] = []
         for generation in generations:
-            message, reason = self._message(generation, tools)
+            message, reason = self._message(generation, tools, thinking)
             said.append(message)
             reasons.append(reason)
             line_ids = np.concatenate([prompt_ids, generation.token_ids])
@@ -275,11 +276,14 @@ class EpisodeSession:
                 one.cancel()
             await asyncio.wait(asked)
 
-    def _message(self, generation: Generation, tools: Sequence[Mapping[str, Any]] | None) -> tuple[Message, str]:
+    def _message(
+        self, generation: Generation, tools: Sequence[Mapping[str, Any]] | None, thinking: bool
+    ) -> tuple[Message, str]:
         """The assistant's message, and why it ends."""
         if not tools:
             return {"role": "assistant", "content": generation.text}, generation.finish_reason
-        parsed = parse_tool_calls(generation.text, tool_dialect(self._tokenizer.chat_template), tools)
+        dialect = tool_dialect(self._tokenizer.chat_template)
+        parsed = parse_tool_calls(generation.text, dialect, tools, thinking=thinking)
         if parsed.malformed:
             self.count("malformed_tool_calls", parsed.malformed)
         if not parsed.calls:

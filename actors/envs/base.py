@@ -169,6 +169,10 @@ class TextTokenizer:
         """The text with special tokens, for people."""
         return cast(str, self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
+    def opens_reasoning(self, prompt_ids: Int32s) -> bool:
+        """Whether a prompt ends with <think>, so that the response begins inside it."""
+        return self.shown(prompt_ids[-8:]).rstrip().endswith("<think>")
+
     def single_token(self, text: str) -> int | None:
         """The id of `text` if it is always one token whatever surrounds it, else None.
 

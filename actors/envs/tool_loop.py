@@ -92,9 +92,10 @@ async def _by_template(ctx: Context, task: EnvTask, tools: Tools, said: list[Gen
     line = ctx.root(_prompt(tokenizer, task, [*tools.schemas]))
     dialect = tool_dialect(tokenizer.chat_template)
     while True:
+        thinking = tokenizer.opens_reasoning(line.token_ids)
         turn = await line.generate()
         said.append(turn)
-        parsed = parse_tool_calls(turn.text, dialect, tools.schemas)
+        parsed = parse_tool_calls(turn.text, dialect, tools.schemas, thinking=thinking)
         if turn.finish_reason == "length" or not (parsed.calls or parsed.malformed):
             return
         results = [await tools.call(call) for call in parsed.calls]

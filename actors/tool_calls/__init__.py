@@ -42,10 +42,28 @@ def tool_dialect(chat_template: str | None) -> ToolDialect:
     return "plain"
 
 
-def parse_tool_calls(text: str, dialect: ToolDialect, tools: Sequence[Mapping[str, Any]] | None = None) -> Parsed:
+def parse_tool_calls(
+    text: str, dialect: ToolDialect, tools: Sequence[Mapping[str, Any]] | None = None, *, thinking: bool = False
+) -> Parsed:
     """The calls in a response. Never raises: what cannot be read is counted and stays text.
 
-    `tools`: their schemas, as OpenAI has them, which say what the values of qwen_xml are."""
+    `tools`: their schemas, as OpenAI has them, which say what the values of qwen_xml are. `thinking`: the prompt has
+    opened the reasoning."""
+    thought = _thought(text, thinking)
+    parsed = _read(text[thought:], dialect, tools)
+    if not thought:
+        return parsed
+    space = len(text[thought:]) - len(text[thought:].lstrip())
+    return parsed._replace(content=f"{text[: thought + space]}{parsed.content}".strip())
+
+
+def _thought(text: str, thinking: bool) -> int:
+    """Where the reasoning ends that a response begins with. A call in it is a thought."""
+    end = text.find("</think>") if thinking or text.lstrip().startswith("<think>") else -1
+    return end + len("</think>") if end >= 0 else 0
+
+
+def _read(text: str, dialect: ToolDialect, tools: Sequence[Mapping[str, Any]] | None) -> Parsed:
     match dialect:
         case "hermes":
             return in_json.hermes(text)

@@ -71,6 +71,7 @@ class _Reader:
                 if not opens and (behind_call or (block is not None and block.read)):
                     self._taken.take(*tag.span())
                 block = _Block(tag) if opens else None
+                end = 0
             at += 1
         self._end(block)
         return self._taken.parsed()

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from actors.endpoint import KEY_IN_MODEL
 from actors.envs.base import TextTokenizer
@@ -239,6 +240,22 @@ def test_the_schemas_of_tools_say_what_their_arguments_are(
         episode = one.begin(0)
         (asked,) = chat(episode.endpoint, "1+2=", tools=tools).body["choices"][0]["message"]["tool_calls"]
         assert json.loads(asked["function"]["arguments"]) == {"to": "007", "n": 7}
+        episode.end()
+        one.until_gone()
+
+
+def test_a_call_in_the_reasoning_is_a_thought(
+    tokenizer: TextTokenizer, hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = "{% if add_generation_prompt %}<think>\n{% endif %}"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", str(hf_tokenizer.chat_template) + opened)
+    monkeypatch.setattr("actors.endpoint.session.tool_dialect", hermes)
+    written = '<tool_call>{"name": "add"}</tool_call>? No.</think>5'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    with actor(tokenizer, lambda _: [*tokenizer.encode(written).tolist(), STOP]) as one:
+        episode = one.begin(0)
+        (choice,) = chat(episode.endpoint, "1+2=", tools=tools).body["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (written, "stop")
         episode.end()
         one.until_gone()
 

@@ -150,6 +150,16 @@ def test_deepseek(text: str, content: str | None, n_calls: int, malformed: int) 
     assert parsed == Parsed(text if content is None else content, (ToolCall("f", {}),) * n_calls, malformed)
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_call_in_the_reasoning_is_a_thought(dialect: ToolDialect) -> None:
+    call = render_tool_call(ADD, dialect)
+    thought = f"<think>\nI could write <tool_call>, or {call}, or [TOOL_CALLS].\n</think>"
+    assert parse_tool_calls(f"{thought}\n\n{call}", dialect) == Parsed(thought, (ADD,), 0)
+    opened = thought.removeprefix("<think>\n")
+    assert parse_tool_calls(f"{opened}{call}", dialect, thinking=True) == Parsed(opened, (ADD,), 0)
+    assert parse_tool_calls(f"{thought}\n\nIt is 5.", dialect) == Parsed(f"{thought}\n\nIt is 5.", (), 0)
+
+
 XML_NAMES = st.text(
     st.characters(exclude_categories=["Cs", "Z", "Cc"], exclude_characters="<>[]{}"), min_size=1, max_size=9
 )
@@ -213,7 +223,8 @@ def test_calls_of_qwen_xml_are_read_back_by_their_schema(data: st.DataObject, ty
 
 
 PIECES = st.sampled_from(
-    [*TAGS, "x", "x", "x", "<parameter=x>", "<function=f><parameter=a>", "</parameter></function>",
+    [*TAGS, "x", "x", "x", "<think>", "</think>",
+     "<parameter=x>", "<function=f><parameter=a>", "</parameter></function>",
      '"name"', '"arguments"', ":", "[", "]", "1", "f", " ", json.dumps(ADD._asdict()), V3, V31,
      "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "function", ";"]
 )  # fmt: skip
