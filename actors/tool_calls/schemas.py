@@ -67,7 +67,8 @@ def read_by_schema(text: str, schema: Any) -> Any:
     kind = _one_type(schema, types)
     if kind == "string" and "null" not in types:
         return text
-    if text.strip().lower() == "null":
+    word = text.strip().lower()
+    if word == "null" or (word == "none" and "null" in types):  # templates write Python's None
         return None
     match kind:
         case "string":

@@ -116,6 +116,8 @@ def test_a_string_of_qwen_xml_may_be_any_text(value: str) -> None:
         ({"type": ["integer", "null"]}, "null", None),
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["null", "integer"]}, "7", 7),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": "integer"}, "None", "None"),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "7", "7"),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
         ({"enum": ["1", "2"]}, "1", "1"),
