@@ -25,6 +25,7 @@ BUILT_IN = {
     "calculator": "actors.envs.calculator:Calculator",
     "gymnasium": "actors.envs.adapters.gymnasium:Gymnasium",
     "openenv": "actors.envs.adapters.openenv:openenv",
+    "openenv_session": "actors.envs.adapters.openenv_session:openenv_session",
     "reasoning_gym": "actors.envs.adapters.reasoning_gym:ReasoningGym",
     "skyrl_gym": "actors.envs.adapters.skyrl_gym:skyrl_gym",
     "textarena": "actors.envs.adapters.textarena:textarena",

@@ -125,6 +125,7 @@ class _Tools:
         self._box = box
         self._options = options
         self.schemas = [_schema(name) for name in options.tools]
+        self.done = False
 
     async def call(self, call: ToolCall) -> str:
         self._ctx.note(sandbox_calls=1.0)

@@ -28,6 +28,11 @@ class Tools(Protocol):
         """The tools as chat templates take them: `{"type": "function", "function": {...}}`."""
         ...
 
+    @property
+    def done(self) -> bool:
+        """The tools' side has ended the conversation: no turn follows."""
+        ...
+
     async def call(self, call: ToolCall) -> str:
         """What the student reads."""
         ...
@@ -67,6 +72,8 @@ class Conversation(NamedTuple):
 
     last: Generation
     """The student's last turn."""
+    messages: list[dict[str, Any]]
+    """What followed the prompt: turns of the student (`content`, `tool_calls`) and results (`name`, `content`)."""
     over: bool
     """Turns or tokens are used up: `EpisodeOver` is still to be raised."""
 
@@ -75,19 +82,22 @@ async def converse(ctx: Context, task: EnvTask, tools: Tools, notation: Notation
     """Let the student call tools until it ends a turn without a call. Raises EpisodeOver if not even the first turn had
     room."""
     said: list[Generation] = []
+    messages: list[dict[str, Any]] = []
     try:
         if notation is None:
-            await _by_template(ctx, task, tools, said)
+            await _by_template(ctx, task, tools, said, messages)
         else:
-            await _by_notation(ctx, tools, notation, said)
+            await _by_notation(ctx, tools, notation, said, messages)
     except EpisodeOver:
         if not said:
             raise
-        return Conversation(said[-1], over=True)
-    return Conversation(said[-1], over=False)
+        return Conversation(said[-1], messages, over=True)
+    return Conversation(said[-1], messages, over=False)
 
 
-async def _by_template(ctx: Context, task: EnvTask, tools: Tools, said: list[Generation]) -> None:
+async def _by_template(
+    ctx: Context, task: EnvTask, tools: Tools, said: list[Generation], messages: list[dict[str, Any]]
+) -> None:
     tokenizer = ctx.tokenizer
     line = ctx.root(_prompt(tokenizer, task, [*tools.schemas]))
     dialect = tool_dialect(tokenizer.chat_template)
@@ -96,28 +106,49 @@ async def _by_template(ctx: Context, task: EnvTask, tools: Tools, said: list[Gen
         turn = await line.generate()
         said.append(turn)
         parsed = parse_tool_calls(turn.text, dialect, tools.schemas, thinking=thinking)
+        messages.append(_message(parsed.content, parsed.calls))
         if turn.finish_reason == "length" or not (parsed.calls or parsed.malformed):
             return
-        results = [await tools.call(call) for call in parsed.calls]
+        results = [await _result(tools, call, messages) for call in parsed.calls]
         if parsed.malformed:
             results.append(
                 tools.wrong("a tool call could not be read; expected a name and arguments, as you were shown")
             )
+        if tools.done:
+            return
         line.observe(_tool_turns(tokenizer, results, turn))
 
 
-async def _by_notation(ctx: Context, tools: Tools, notation: Notation, said: list[Generation]) -> None:
+async def _by_notation(
+    ctx: Context, tools: Tools, notation: Notation, said: list[Generation], messages: list[dict[str, Any]]
+) -> None:
     stop = ctx.tokenizer.single_token(notation.stop)
     stops = () if stop is None else (stop,)
     while True:
         turn = await ctx.generate(stop_token_ids=stops)
         said.append(turn)
         argument = notation.pattern.last_group_here(turn.text)
-        if argument is None or turn.finish_reason == "length":
+        calls = [] if argument is None else [ToolCall(notation.tool, {notation.argument: argument})]
+        messages.append(_message(turn.text, calls))
+        if not calls or turn.finish_reason == "length":
             return
-        result = await tools.call(ToolCall(notation.tool, {notation.argument: argument}))
+        result = await _result(tools, calls[0], messages)
+        if tools.done:
+            return
         in_turn = stop is not None and int(turn.token_ids[-1]) == stop
         ctx.observe(notation.result.replace("{}", result), role=None if in_turn else "user")
+
+
+def _message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    written = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    return {"role": "assistant", "content": content} | ({"tool_calls": written} if written else {})
+
+
+async def _result(tools: Tools, call: ToolCall, messages: list[dict[str, Any]]) -> str:
+    """A call that is made unless the conversation has ended."""
+    result = tools.wrong("the conversation has ended") if tools.done else await tools.call(call)
+    messages.append({"role": "tool", "name": call.name, "content": result})
+    return result
 
 
 def _prompt(tokenizer: TextTokenizer, task: EnvTask, schemas: list[dict[str, Any]]) -> Int32s:

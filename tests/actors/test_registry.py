@@ -85,7 +85,7 @@ def test_a_package_cannot_take_a_built_in_name() -> None:
         ("calcualtor", "did you mean 'calculator'"),
         (
             "zzz",
-            "Known: calculator, command, gone, gymnasium, mcp, openai_agent, openenv, own, reasoning_gym, sandbox",
+            "Known: calculator, command, gone, gymnasium, mcp, openai_agent, openenv, openenv_session",
         ),
         ("gone", "cannot load 'own_environments:Gone'"),
         ("no_such_module:Own", "cannot load"),

@@ -91,6 +91,7 @@ class _Server:
         self._names = {tool.name for tool in offered}
         self._ctx = ctx
         self.schemas = [_schema(tool) for tool in offered]
+        self.done = False
 
     async def call(self, call: ToolCall) -> str:
         self._ctx.note(mcp_calls=1.0)

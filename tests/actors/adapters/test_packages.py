@@ -39,7 +39,9 @@ def test_every_extra_is_in_the_pyproject_and_tried_in_an_exact_version() -> None
     for _, extra in ADAPTERS.values():
         assert f'\n{extra} = ["{extra}>=' in extras
         assert f"\n{extra}==" in exact
-    assert set(ADAPTERS) | {"openenv", "verifiers"} == {name for name, path in BUILT_IN.items() if ".adapters." in path}
+    assert set(ADAPTERS) | {"openenv", "openenv_session", "verifiers"} == {
+        name for name, path in BUILT_IN.items() if ".adapters." in path
+    }
 
 
 def test_what_a_package_lacks_itself_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

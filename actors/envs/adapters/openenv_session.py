@@ -1,0 +1,115 @@
+"""Sessions of OpenEnv's harness (`ResourceSession`, tried: openenv 0.10.0), whose tools the student calls
+(docs/agents/openenv.md).
+
+The session runs in the actor, and only by its methods: nothing of the package is imported here. Your module imports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from actors.agent import Context, EpisodeOver, options_checked_by
+from actors.envs.base import EnvTask
+from actors.envs.episode import EnvironmentFault
+from actors.envs.tool_loop import converse, read_notation
+from actors.tool_calls import ToolCall
+from protocol.plugins import load
+
+
+def _check(
+    *, factory: str, options: Mapping[str, Any] | None = None, notation: Mapping[str, str] | None = None
+) -> None:
+    _maker(factory)
+    read_notation(notation)
+
+
+@options_checked_by(_check)
+async def openenv_session(
+    ctx: Context,
+    task: EnvTask,
+    *,
+    factory: str,
+    options: Mapping[str, Any] | None = None,
+    notation: Mapping[str, str] | None = None,
+) -> None:
+    """One session of a ResourceSessionFactory. `factory`: `module:name` of a class or function that makes it, with
+    `options` as its keyword arguments. `notation`: see `actors.envs.tool_loop.Notation`. The session gets the row's
+    column `task`, or the whole row."""
+    made = _maker(factory)(**(options or {}))
+    # The episode has a thread of its own, so the session may block.
+    with closing(made.create(task.row.get("task", task.row), seed=task.seed, episode_id=task.rollout_id)) as session:
+        messages = [dict(message) for message in session.initial_messages()]
+        tools = _Tools(ctx, session)
+        asked = dataclasses.replace(task, row={**task.row, "messages": messages})
+        ended = await converse(ctx, asked, tools, read_notation(notation))
+        verified = session.verify([*messages, *ended.messages])
+    reward = _agreed(tools.reward, None if verified.env_reward is None else float(verified.env_reward))
+    if reward is not None:
+        ctx.reward(reward)
+    for name, value in (verified.metrics or {}).items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            ctx.note(**{f"openenv_{name}": float(value)})
+    if ended.over:
+        raise EpisodeOver("turns or tokens are used up")
+
+
+def _maker(factory: str) -> Callable[..., Any]:
+    """Raises ValueError."""
+    try:
+        found = load(factory)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"factory {factory!r} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise ValueError(f"factory {factory!r} is a {type(found).__name__}, expected a class or a function")
+    return found
+
+
+def _agreed(of_tools: float | None, of_verify: float | None) -> float | None:
+    """The environment's reward, which `verify` may only repeat."""
+    if of_tools is not None and of_verify is not None and not math.isclose(of_tools, of_verify, abs_tol=1e-6):
+        raise EnvironmentFault(
+            f"verify said the reward {of_verify}, the last tool result {of_tools}: expected the same"
+        )
+    return of_verify if of_tools is None else of_tools
+
+
+class _Tools:
+    """Calls the session's tools, and counts."""
+
+    def __init__(self, ctx: Context, session: Any) -> None:
+        self._ctx = ctx
+        self._session = session
+        listed: Sequence[Any] = session.list_tools()
+        self._names = sorted(tool.name for tool in listed)
+        self.schemas = [_schema(tool) for tool in listed]
+        self.done = False
+        self.reward: float | None = None
+        """The last that a tool's result had."""
+
+    async def call(self, call: ToolCall) -> str:
+        self._ctx.note(openenv_calls=1.0)
+        if call.name not in self._names:
+            return self.wrong(f"there is no tool {call.name[:80]!r}; there are: {', '.join(self._names)}")
+        result = self._session.call_tool(call.name, call.arguments)
+        data, metadata = result.data, result.metadata or {}
+        reward = metadata.get("reward", data.get("reward") if isinstance(data, Mapping) else None)
+        if reward is not None:
+            self.reward = float(reward)
+        self.done = bool(result.done)
+        if result.error:
+            return self.wrong(str(result.error))
+        return data if isinstance(data, str) else "" if data is None else json.dumps(data, sort_keys=True, default=str)
+
+    def wrong(self, what: str) -> str:
+        self._ctx.note(openenv_errors=1.0)
+        return f"error: {what}"
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
