@@ -28,7 +28,7 @@ _STOPPED: Final = {
     "memory": "it used more than {limits.memory_mb} MB of memory",
     "processes": "it had more than {limits.max_processes} processes and threads",
     "files": "it made too many files; all files are gone",
-    "lost": "it ended the whole sandbox; all files are gone",
+    "lost": "its sandbox ended; all files are gone",
 }
 
 

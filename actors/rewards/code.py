@@ -47,6 +47,8 @@ def code_reward(
         program = last_program(answered.response)
         if program is None:
             return Verdict(0.0, {"code_missing": 1.0})
+        if len(program) > MAX_TEXT // 4:
+            return Verdict(0.0, {"code_long": 1.0})
         failure = await _failure(make, program, cases, time_limit_s)
         return Verdict(1.0) if failure is None else Verdict(0.0, {f"code_{failure}": 1.0})
 
@@ -80,6 +82,8 @@ def read_cases(column: object) -> _Cases | None:
         case _:
             return None
     texts = [*statements, *(text for pair in pairs for text in pair)]
+    if sum(len(text) for text in statements if isinstance(text, str)) > MAX_TEXT // 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return None  # with the program they are one text
     if not texts or not all(isinstance(text, str) and len(text) < MAX_TEXT // 4 for text in texts):  # pyright: ignore[reportUnnecessaryIsInstance]
         return None
     return _Cases(pairs, statements)
@@ -96,7 +100,7 @@ async def _failure(make: Callable[[], Sandbox], program: str, cases: _Cases, tim
             ran = await sandbox.python(source, cell=False, time_limit_s=left_s)
             return _fault(ran) or (None if ran.stdout.endswith(f"\n{passed}\n") else "wrong")
         for given, expected in cases.pairs:
-            most = len(expected.encode()) + 64 * 1024
+            most = 4 * len(expected) + 64 * 1024
             ran = await sandbox.python(program, given, cell=False, time_limit_s=left_s, most=most)
             if fault := _fault(ran):
                 return fault

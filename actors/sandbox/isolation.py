@@ -20,6 +20,10 @@ INSIDE: Final = "/run/sandbox"
 """The folder of the supervisor, inside."""
 SHM_MB: Final = 16
 """Size of /dev/shm inside."""
+_OPEN_PROC: Final = frozenset(
+    ("cpuinfo", "filesystems", "loadavg", "meminfo", "stat", "swaps", "sys", "uptime", "version", "vmstat")
+)
+"""What stays of /proc but the processes: the machine's size and load."""
 
 
 class Limits(NamedTuple):
@@ -118,7 +122,17 @@ def _bubblewrap(limits: Limits, python: str, inside: dict[str, str]) -> list[str
             "set isolation = 'none' where something else protects the host, such as a container (SECURITY.md)"
         )
     argv = [program, "--unshare-all", "--unshare-user", *_without_user_namespaces(program)]
-    argv += ["--die-with-parent", "--new-session", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    argv += [
+        "--die-with-parent",
+        "--as-pid-1",
+        "--new-session",
+        "--uid",
+        "1000",
+        "--gid",
+        "1000",
+        "--hostname",
+        "sandbox",
+    ]
     argv += ["--clearenv", *(word for name, value in inside.items() for word in ("--setenv", name, value))]
     argv += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
@@ -132,7 +146,7 @@ def _bubblewrap(limits: Limits, python: str, inside: dict[str, str]) -> list[str
     for prefix in prefixes(python):
         argv += ["--ro-bind", prefix, prefix]
     argv += ["--ro-bind", str(HERE / "supervise.py"), f"{INSIDE}/supervise.py"]
-    argv += ["--proc", "/proc", *_closed_proc(), "--dev", "/dev", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
+    argv += ["--proc", "/proc", *_closed_proc(), *_devices(), "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
     for folder in ("/work", "/tmp"):
         argv += ["--size", str(limits.disk_mb << 20), "--tmpfs", folder]
     return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
@@ -141,16 +155,24 @@ def _bubblewrap(limits: Limits, python: str, inside: dict[str, str]) -> list[str
 def _closed_proc() -> list[str]:
     """What of /proc belongs to the whole machine. For an actor that runs as root, the user inside owns these files, and
     the kernel asks for no more than that: bubblewrap itself does not close /proc/sys then."""
-    argv: list[str] = []
-    for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):
-        if Path("/proc", name).exists():
-            argv += ["--ro-bind", f"/proc/{name}", f"/proc/{name}"]
-    for name in ("kcore", "keys", "kmsg", "timer_list", "sched_debug", "latency_stats", "kpagecount", "kpageflags"):
-        if Path("/proc", name).exists():
-            argv += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    for name in ("acpi", "scsi", "asound"):
-        if Path("/proc", name).exists():
-            argv += ["--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}"]
+    argv = ["--ro-bind", "/proc/sys", "/proc/sys"]
+    for path in sorted(Path("/proc").iterdir()):
+        if path.name.isdigit() or path.is_symlink() or path.name in _OPEN_PROC:
+            continue
+        if path.is_dir():
+            argv += ["--tmpfs", str(path), "--remount-ro", str(path)]
+        else:
+            argv += ["--ro-bind", "/dev/null", str(path)]
+    return argv
+
+
+def _devices() -> list[str]:
+    """/dev, without /dev/zero: the memory of a shared mapping of it is charged to nobody."""
+    argv = ["--tmpfs", "/dev"]
+    for name in ("null", "full", "random", "urandom"):
+        argv += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        argv += ["--symlink", f"/proc/self/fd{target}", f"/dev/{name}"]
     return argv
 
 

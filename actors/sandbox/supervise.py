@@ -7,7 +7,9 @@ Python that a student wrote runs in a copy of this process, made by fork: an int
 times as long. The copy has none of this process's pipes.
 
 Limits that the kernel holds for a single process do not bound what many processes use together, and the number of
-processes is not limited for root. So the sums are also measured here, every POLL_S."""
+processes is not limited for root. So the sums are also measured here, every POLL_S.
+
+In a process namespace of its own this process is the first one: the kernel lets no program in there stop or kill it."""
 
 # ruff: noqa: PTH123, PTH208 - runs every POLL_S, and competes with what it watches
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Kept:
         self._first += data[:room]
         last = self._last + data[max(room, 0) :]
         self.omitted += max(len(last) - self._half, 0)
-        self._last = last[-self._half :]
+        self._last = last[max(len(last) - self._half, 0) :]
 
     def text(self) -> str:
         gap = f"\n[{self.omitted} bytes left out]\n".encode() if self.omitted else b""
@@ -63,9 +65,11 @@ class Supervisor:
 
     def __init__(self, config: dict[str, Any]) -> None:
         """`config`: limits (`memory_mb`, `disk_mb`, `max_processes`), `folders` that are counted, and `alone`: this
-        process and its parent are the only ones in their process namespace."""
+        process is the first one in a process namespace."""
         self._config = config
-        if config["alone"] and len(all_processes()) > 2:
+        self._ticks: dict[tuple[int, int], int] = {}
+        """Clock ticks of computing that were seen of each process of this call, by its id and start."""
+        if config["alone"] and (os.getpid(), all_processes()) != (1, [1]):
             raise SystemExit("there are other processes in what should be a process namespace of its own")
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +83,7 @@ class Supervisor:
             inputs[source_start] = request["source"].encode()
         output_pipes = [os.pipe()] if request["merge"] else [os.pipe(), os.pipe()]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._ticks = {}
         child = os.fork()
         if child == 0:
             self._become(request, stdin_end, [start for _, start in output_pipes], source_end)
@@ -131,13 +136,14 @@ class Supervisor:
             "stdout": texts[0],
             "stderr": texts[1] if len(texts) > 1 else "",
             "omitted": sum(kept.omitted for kept in outputs.values()),
-            "cpu_s": seconds_between(before, used),
+            "cpu_s": max(seconds_between(before, used), self._seen_s()),
             "stuck": not gone,
         }
 
     def _become(self, request: dict[str, Any], stdin: int, outputs: list[int], source: int) -> None:
         """Become the program of a call: this is its process. Does not return."""
         os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL if request["argv"] else signal.default_int_handler)
         for fd, number in ((stdin, 0), (outputs[0], 1), (outputs[-1], 2)):
             os.dup2(fd, number)
         self._limit(request["cpu_s"])
@@ -221,17 +227,23 @@ class Supervisor:
         if len(pids) > self._config["max_processes"]:
             return "processes"  # before anything that takes longer: they become more meanwhile
         for pid in pids:
-            ticks, threads, pages = usage(pid)
-            seconds += ticks / TICKS
+            own, reaped, threads, pages, start = usage(pid)
+            seconds += (own + reaped) / TICKS
+            self._ticks[pid, start] = own
             tasks += threads
             memory += pages * PAGE
-        if seconds > cpu_s:
+        if max(seconds, self._seen_s()) > cpu_s:
             return "time"
         if memory > self._config["memory_mb"] * MB:
             return "memory"
         if tasks > self._config["max_processes"]:
             return "processes"
         return "files" if self._n_files() > MOST_FILES else None
+
+    def _seen_s(self) -> float:
+        """Seconds of computing that were seen. Those of a process whose parent ignores SIGCHLD are nowhere else when it
+        has ended."""
+        return sum(self._ticks.values()) / TICKS
 
     def _n_files(self) -> int:
         """In the sandbox's own file systems. Without them nothing is counted."""
@@ -242,7 +254,7 @@ class Supervisor:
         """Kill what is left of a call. False: something did not end."""
         deadline = time.monotonic() + SWEEP_S
         while time.monotonic() < deadline:
-            # -1: all but this process and the first one, at once, so that none can begin another meanwhile.
+            # -1: all but this process, at once, so that none can begin another meanwhile.
             for pid in (-1,) if self._config["alone"] else self._processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -255,7 +267,7 @@ class Supervisor:
     def _processes(self) -> list[int]:
         """Those of the call."""
         if self._config["alone"]:
-            return [pid for pid in all_processes() if pid not in (1, os.getpid())]
+            return [pid for pid in all_processes() if pid != 1]
         return descendants()
 
 
@@ -290,14 +302,16 @@ def descendants() -> list[int]:
     return found
 
 
-def usage(pid: int) -> tuple[int, int, int]:
-    """Clock ticks that a process and its reaped children have computed, its threads, and its pages in memory."""
+def usage(pid: int) -> tuple[int, int, int, int, int]:
+    """Clock ticks that a process has computed, and those of its reaped children, its threads, its pages in memory, and
+    when it began."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb") as file:  # its name is any bytes
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return 0, 0, 0
-    return sum(int(field) for field in fields[11:15]), int(fields[17]), int(fields[21])
+        return 0, 0, 0, 0, 0
+    own, reaped = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+    return own, reaped, int(fields[17]), int(fields[21]), int(fields[19])
 
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -364,6 +378,7 @@ def failed(error: BaseException, source: str, frames: int | None) -> int:
 def main() -> None:
     set_dumpable(0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     supervisor = Supervisor(json.loads(sys.argv[1]))
     gc.freeze()  # a copy of this process does not look through what it has of it, when it ends
     print(json.dumps({"ready": True}), flush=True)
