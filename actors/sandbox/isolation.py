@@ -95,6 +95,7 @@ def start_of(isolation: Isolation, limits: Limits, python: str, folder: str | No
         "max_processes": limits.max_processes,
         "folders": ["/work", "/tmp", "/dev/shm"] if alone else [],
         "alone": alone,
+        "remove": folder,
     }
     home = "/work" if folder is None else folder
     inside = {

@@ -12,11 +12,12 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from actors.env_thread import CURRENT_CALL
@@ -31,13 +32,15 @@ from actors.sandbox.isolation import (
 )
 from actors.sandbox.syscalls import seccomp_filter
 
+log = logging.getLogger(__name__)
 START_S: Final = 30.0
 """Longest time for a sandbox to begin."""
 WAIT_S: Final = 10.0
 """A call may take this much longer than its seconds of computing: it may wait, and the machine may be busy."""
 ANSWER_S: Final = 10.0
 """Longest time, behind that, for the supervisor to end a call and answer."""
-CLOSE_S: Final = 2.0
+CLOSE_S: Final = 7.0
+"""Longest time for the supervisor to end everything in it (`supervise.SWEEP_S`) and itself."""
 MAX_TEXT: Final = 1 << 20
 """Characters of a program, and of its input, and bytes that can be kept of an output."""
 
@@ -80,7 +83,8 @@ class Sandbox:
         self._isolation: Isolation = isolation
         self._python = checked_python(python)
         self._process: asyncio.subprocess.Process | None = None
-        self._start: Start | None = None
+        self._folder: str | None = None
+        """Its working folder on the host, where it is not isolated."""
         self._one = asyncio.Lock()
 
     async def __aenter__(self) -> Sandbox:
@@ -128,15 +132,15 @@ class Sandbox:
             "max_output": min(most, MAX_TEXT),
         }
         async with self._one, _slot():
-            await self._running()
-            process = cast(asyncio.subprocess.Process, self._process)
+            process = await self._running()
             assert process.stdin and process.stdout
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 line = await asyncio.wait_for(process.stdout.readline(), wall_s + ANSWER_S)
                 said = json.loads(line)
-            except (OSError, TimeoutError, ValueError):  # ValueError: the line is cut off, or too long
+            except (OSError, TimeoutError, ValueError) as error:  # ValueError: the line is cut off, or too long
                 await self.close()
+                log.warning("a sandbox was lost in a call: %r%s", error, await _last_words(process))
                 return _LOST
             except BaseException:
                 await self.close()  # the answer of a call that nobody waits for must not be taken for the next one's
@@ -148,52 +152,39 @@ class Sandbox:
     async def close(self) -> None:
         """End it. The next call begins a new one, without the files."""
         process, self._process = self._process, None
-        start, self._start = self._start, None
-        if process is None:
-            return
-        try:
-            with contextlib.suppress(OSError):
-                cast(asyncio.StreamWriter, process.stdin).close()
-            try:
-                await asyncio.wait_for(process.wait(), CLOSE_S)
-            except TimeoutError:
-                process.kill()  # bubblewrap's child dies with it, and all processes inside with that
-                await process.wait()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            raise
-        finally:
-            process._transport.close()  # type: ignore[attr-defined]  # pyright: ignore
-            if start is not None and start.folder is not None:
-                shutil.rmtree(start.folder, ignore_errors=True)
+        folder, self._folder = self._folder, None
+        if process is not None or folder is not None:
+            await _to_its_end(_end(process, folder))
 
-    async def _running(self) -> Start:
-        if self._process is not None and self._process.returncode is None and self._start is not None:
-            return self._start
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
         await self.close()
-        folder = tempfile.mkdtemp(prefix="stillhouse-sandbox-") if self._isolation == "none" else None
         try:
-            self._start = start = start_of(self._isolation, self.limits, self._python, folder)
-            with _filter(start) as (argv, fds):
-                self._process = await asyncio.create_subprocess_exec(
-                    *argv,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    env=start.env,
-                    cwd=start.folder,
-                    pass_fds=fds,
-                    start_new_session=True,
-                    limit=16 * MAX_TEXT,  # JSON writes some bytes as six
-                )
-            await self._greeted(self._process)
+            await _to_its_end(self._begin())
+            process = cast(asyncio.subprocess.Process, self._process)
+            await self._greeted(process)
         except BaseException:
             await self.close()
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
             raise
-        return start
+        return process
+
+    async def _begin(self) -> None:
+        if self._isolation == "none":
+            self._folder = tempfile.mkdtemp(prefix="stillhouse-sandbox-")
+        start = start_of(self._isolation, self.limits, self._python, self._folder)
+        with _filter(start) as (argv, fds):
+            self._process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=start.env,
+                cwd=start.folder,
+                pass_fds=fds,
+                start_new_session=True,
+                limit=16 * MAX_TEXT,  # JSON writes some bytes as six
+            )
 
     async def _greeted(self, process: asyncio.subprocess.Process) -> None:
         """Wait for the supervisor's first line."""
@@ -206,6 +197,56 @@ class Sandbox:
             said = await asyncio.wait_for(process.stderr.read(), START_S)
             lines = said.decode(errors="replace").strip().splitlines()
             raise SandboxFailed(f"the sandbox cannot begin: {lines[-1] if lines else 'it said nothing'}")
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for `work`, which takes seconds at most. A caller that is cancelled meanwhile is cancelled behind it: what
+    is half begun or half ended would stay behind."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # taken, so that nothing is said of it later
+        raise cancelled
+    task.result()
+
+
+async def _end(process: asyncio.subprocess.Process | None, folder: str | None) -> None:
+    try:
+        if process is not None:
+            await _end_process(process)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _end_process(process: asyncio.subprocess.Process) -> None:
+    try:
+        with contextlib.suppress(OSError):
+            cast(asyncio.StreamWriter, process.stdin).close()  # for the supervisor: end what runs, then yourself
+        try:
+            await asyncio.wait_for(process.wait(), CLOSE_S)
+        except TimeoutError:
+            process.kill()  # bubblewrap's child dies with it, and all processes inside with that
+            await process.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
+    finally:
+        process._transport.close()  # type: ignore[attr-defined]  # pyright: ignore
+
+
+async def _last_words(process: asyncio.subprocess.Process) -> str:
+    """What a supervisor that has ended wrote to its standard error, if anything."""
+    assert process.stderr
+    said = (await process.stderr.read()).decode(errors="replace").strip()
+    return f": {said.splitlines()[-1][:500]}" if said else ""
 
 
 @contextlib.contextmanager
@@ -232,10 +273,12 @@ async def _slot() -> AsyncGenerator[None]:
         episode = CURRENT_CALL.get(None)
         if episode is not None:
             episode.pause()  # its own time does not run while it waits for others
-        while not _SLOTS.acquire(blocking=False):
-            await asyncio.sleep(0.005)  # callers are in many event loops, so none can wake another
-        if episode is not None:
-            episode.resume()
+        try:
+            while not _SLOTS.acquire(blocking=False):
+                await asyncio.sleep(0.005)  # callers are in many event loops, so none can wake another
+        finally:
+            if episode is not None:
+                episode.resume()
     try:
         yield
     finally:

@@ -64,8 +64,8 @@ class Supervisor:
     """Runs calls."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """`config`: limits (`memory_mb`, `disk_mb`, `max_processes`), `folders` that are counted, and `alone`: this
-        process is the first one in a process namespace."""
+        """`config`: limits (`memory_mb`, `disk_mb`, `max_processes`), `folders` that are counted, `alone`: this process
+        is the first one in a process namespace, and `remove`: a folder that goes with it, or None."""
         self._config = config
         self._ticks: dict[tuple[int, int], int] = {}
         """Clock ticks of computing that were seen of each process of this call, by its id and start."""
@@ -379,11 +379,20 @@ def main() -> None:
     set_dumpable(0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    supervisor = Supervisor(json.loads(sys.argv[1]))
+    config = json.loads(sys.argv[1])
+    supervisor = Supervisor(config)
     gc.freeze()  # a copy of this process does not look through what it has of it, when it ends
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(supervisor.call(json.loads(line))), flush=True)
+        answer = supervisor.call(json.loads(line))  # raises SystemExit in the copy that ran it
+        try:
+            print(json.dumps(answer), flush=True)
+        except BrokenPipeError:  # the actor is gone
+            break
+    if config["remove"] is not None:
+        import shutil
+
+        shutil.rmtree(config["remove"], ignore_errors=True)  # the actor may be gone, and then nobody else does it
 
 
 if __name__ == "__main__":

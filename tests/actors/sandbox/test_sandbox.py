@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -338,7 +339,7 @@ def test_nothing_goes_on_after_a_call(isolation: Isolation) -> None:
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_nothing_goes_on_after_the_actor_was_killed(isolation: Isolation) -> None:
+def test_nothing_goes_on_after_the_actor_was_killed(isolation: Isolation, tmp_path: Path) -> None:
     word = f"word{uuid.uuid4().hex}"
     source = f"""
 import asyncio
@@ -349,12 +350,45 @@ async def main():
         await sandbox.bash("exec sh -c 'trap : TERM; while :; do sleep 0.1; done' {word}")
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", source], cwd=Path(__file__).parents[3]) as actor:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", source], cwd=Path(__file__).parents[3], env=env) as actor:
         try:
             wait_for(lambda: any(f"\0{word}\0" in Path(f"/proc/{pid}/cmdline").read_text() for pid in with_word(word)))
+            assert len(list(tmp_path.iterdir())) == (isolation == "none")
         finally:
             os.kill(actor.pid, signal.SIGKILL)
-    wait_for(lambda: not with_word(word))
+    wait_for(lambda: not with_word(word) and not list(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_nothing_is_left_of_a_call_that_is_cancelled_at_any_moment(
+    isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once and again: while the sandbox begins, in the call, and while that is being ended."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    word = f"word{uuid.uuid4().hex}"
+    limits = LIMITS._replace(memory_mb=201)  # to tell its supervisors from those of other tests
+
+    async def cancelled(after_s: float, again_s: float) -> None:
+        async with Sandbox(isolation, limits) as sandbox:
+            call = asyncio.create_task(sandbox.bash(f"exec sh -c 'while :; do sleep 0.1; done' {word}"))
+            for pause_s in (after_s, again_s):
+                await asyncio.sleep(pause_s)
+                call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+
+    async def all_of_them() -> int:
+        await cancelled(0.3, 0.0)  # what the event loop opens for its first process stays open
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for after_s in (0.0, 0.002, 0.005, 0.01, 0.03, 0.1, 0.2):
+            for again_s in (0.0, 0.003):
+                await cancelled(after_s, again_s)
+        return len(list(Path("/proc/self/fd").iterdir())) - before
+
+    assert asyncio.run(all_of_them()) == 0
+    assert not with_word(word) and not with_word('"memory_mb": 201')
+    assert not list(tmp_path.iterdir())
 
 
 @needs_bubblewrap
