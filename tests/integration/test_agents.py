@@ -20,7 +20,7 @@ from tests.integration.test_whole_run import assert_balanced
 from tests.patience import Limit
 
 EXAMPLES = ROOT / "examples" / "agents"
-SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1")
+SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1", "--buffer.heartbeat_s=0.1")  # figures in each step
 
 
 def run_example(launch: Callable[..., Launched], name: str, config: Path | None = None, *more: str) -> Launched:
@@ -35,7 +35,7 @@ def run_example(launch: Callable[..., Launched], name: str, config: Path | None 
 
 
 def invalid_actions(run: Launched) -> float:
-    """The most per rollout of any step; a step between two heartbeats has no figure."""
+    """The most per rollout of any step."""
     return max(row.get("env/gymnasium_invalid_actions_per_rollout", 0.0) for row in run.steps())
 
 
