@@ -91,7 +91,7 @@ def test_all_of_this_in_the_environment_of_openenv() -> None:
         cwd=openenv_server.ROOT,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=5 * PATIENCE_S,  # a whole run of pytest, which starts servers
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
