@@ -190,7 +190,8 @@ class Rollout:
     def score_item(self, lease_id: int, segment: Segment) -> tuple[ScoreItem, Int32s]:
         """Item and frame that are sent to a teacher to score a segment."""
         start, end = segment.start, segment.end
-        item = ScoreItem(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end)
+        last = self.closed and end == self.length
+        item = ScoreItem(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end, last=last)
         ids_N, record = self._path_ids(end), self.slot.task
         if segment.other_tokens:
             item = msgspec.structs.replace(item, other_tokens=segment.other_tokens)

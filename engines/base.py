@@ -10,7 +10,7 @@ Shapes: n = tokens of the item at hand. Log-probs are natural, float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -64,6 +64,11 @@ class ScoreRequest:
 
     token_ids: Int32s
     start: int
+    rollout_id: str = ""
+    """Requests of one rollout mostly begin alike, so an engine may keep what it computed for the next one. Empty:
+    nothing is kept."""
+    last: bool = False
+    """True if the engine need not expect another request of this rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,14 @@ class TakesSnapshots(Protocol):
         """Replace the weights. Raises weights.sink.SnapshotRefused when the file is missing, damaged, or of another
         architecture; the weights are then unchanged."""
         ...
+
+
+@runtime_checkable
+class ReportsFigures(Protocol):
+    """A ScoringEngine with figures of its own for the teacher's heartbeat. Running totals end in `_total`."""
+
+    @property
+    def figures(self) -> Mapping[str, float]: ...
 
 
 def check_ids(what: str, ids_N: Int32s, vocab_size: int) -> None:

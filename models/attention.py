@@ -13,7 +13,7 @@ aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:
 So where flash does not apply, keys and values are repeated once per query head for the memory-efficient kernel. This
 costs 2 * T * N * D more numbers per layer (64 MB each for 4,096 tokens of 32 * 128 in float32).
 
-Legend: B sequences, N query heads, G key/value heads, L tokens, D head size.
+Legend: B sequences, N query heads, G key/value heads, L tokens, M tokens attended to, D head size.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def repeats_heads(
     return not flash
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, mask_LL: Tensor | None, scaling: float | None) -> Tensor:
-    """[B, N, L, D of value]; query [B, N, L, D], key and value [B, G, L, D]. `mask_LL`: bool, True where a token is
-    seen; None: each token sees itself and all before it. `scaling`: None = 1 / sqrt(D)."""
+def attend(query: Tensor, key: Tensor, value: Tensor, *, mask_LM: Tensor | None, scaling: float | None) -> Tensor:
+    """[B, N, L, D of value]; query [B, N, L, D], key and value [B, G, M, D]. `mask_LM`: bool, True where a token is
+    seen; None, with M = L: each token sees itself and all before it. `scaling`: None = 1 / sqrt(D)."""
     groups = query.shape[1] // key.shape[1]
     repeated = repeats_heads(
         query.device.type,
         computed_in(query),
-        masked=mask_LL is not None,
+        masked=mask_LM is not None,
         query_size=query.shape[-1],
         value_size=value.shape[-1],
         grouped=groups > 1,
@@ -58,8 +58,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask_LL: Tensor | None,
         query,
         key,
         value,
-        attn_mask=mask_LL,
-        is_causal=mask_LL is None,
+        attn_mask=mask_LM,
+        is_causal=mask_LM is None,
         scale=scaling,
         enable_gqa=groups > 1 and not repeated,
     )

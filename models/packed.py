@@ -9,8 +9,11 @@ Attention works on buckets of sequences of similar length. A bucket of equal len
 right, where a causal mask already hides the padding from real tokens, so that the fast kernels without an explicit mask
 apply on every device. Sequences are sorted by length first, so that each bucket is one slice of T.
 
-Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket, L its longest, H hidden size,
-N query heads, G key/value heads, D head size.
+A sequence may continue a past (`models.past`), whose keys and values an earlier forward kept. Only its new tokens are
+in the row; in attention it is a bucket of its own.
+
+Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket, L its longest, P tokens of a past,
+M tokens attended to (P + L), H hidden size, N query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.attention import attend
 from models.logprobs import lm_head
-from models.packed_layout import Bucket, Gather, Layout, make_layout, permutation
+from models.packed_layout import Bucket, Gather, Layout, layout_order, make_layout, permutation
+from models.past import Around, Cells, Past, Piece
 from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 
 IMPLEMENTATION = "stillhouse_packed"
@@ -38,11 +42,14 @@ class PackingError(ValueError):
     """This architecture cannot be run packed; the message names the unsupported feature."""
 
 
-def packed_hidden(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
+def packed_hidden(
+    model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int], around: Sequence[Around | None] = ()
+) -> Tensor:
     """Hidden states before the LM head, [T, H], differentiable; row t belongs to ids_T[t].
 
     `model` must be loaded with attention="packed"; ids_T is int64 on its device; `lengths`: tokens of each sequence, in
-    order, each at least 1. Raises ValueError for lengths that do not add up to T or exceed the context.
+    order, each at least 1; `around`: what each sequence continues and what is kept of it (nothing, if left out).
+    Raises ValueError for lengths that do not add up to T or exceed the context.
     """
     sizes = [int(length) for length in lengths]
     if ids_T.ndim != 1 or sum(sizes) != ids_T.shape[0] or not sizes or min(sizes) < 1:
@@ -50,13 +57,16 @@ def packed_hidden(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int])
             f"ids have shape {tuple(ids_T.shape)}, lengths sum to {sum(sizes)} over {len(sizes)} sequences, the "
             f"shortest {min(sizes, default=0)}; expected ids [T] with T = sum(lengths) and every length at least 1"
         )
-    if max(sizes) > (limit := context_window(model.config)):
-        raise ValueError(f"a sequence of {max(sizes)} tokens; the context window of this model is {limit}")
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    pasts = [0 if one is None or one.past is None else one.past.n_tokens for one in around] or [0] * len(sizes)
+    longest = max(past + size for past, size in zip(pasts, sizes, strict=True))
+    if longest > (limit := context_window(model.config)):
+        raise ValueError(f"a sequence of {longest} tokens; the context window of this model is {limit}")
+    order = layout_order(sizes, around)
+    sorted_around = [around[i] for i in order] if around else ()
+    layout = make_layout([sizes[i] for i in order], ids_T.device, sorted_around)
     if order == list(range(len(sizes))):
-        return _forward(model, ids_T, make_layout(sizes, ids_T.device))
+        return _forward(model, ids_T, layout)
     to_sorted_T, to_given_T = permutation(sizes, order, ids_T.device)
-    layout = make_layout([sizes[i] for i in order], ids_T.device)
     return cast(Tensor, Gather.apply(_forward(model, ids_T[to_sorted_T], layout), to_given_T, to_sorted_T, True))
 
 
@@ -112,6 +122,43 @@ def probe(model: PreTrainedModel) -> None:
         )
 
 
+@torch.no_grad()
+def probe_past(model: PreTrainedModel) -> int:
+    """Run a short sequence in one piece, and in two of which the second continues the first; compare the results.
+
+    Returns the bytes that keys and values take per token. Raises PackingError where a past cannot be continued."""
+    if moving_rope(model.config):
+        raise PackingError(
+            f"{type(model).__name__} has rotary frequencies that change with the length of the batch; kept keys would "
+            "have been turned by others"
+        )
+    n_first, n_tokens = 9, 14
+    vocab_rows = lm_head(model).weight_VH.shape[0]
+    ids_T = ((torch.arange(n_tokens) * 37 + 11) % vocab_rows).to(model.device)
+    cells = Cells()
+    with full_float32():
+        whole_TH = packed_hidden(model, ids_T, [n_tokens])
+        first_TH = packed_hidden(model, ids_T[:n_first], [n_first], [Around(cells=cells, keep_last=n_first)])
+        rest = Around(Past((Piece(cells, n_first),)))
+        rest_TH = packed_hidden(model, ids_T[n_first:], [n_tokens - n_first], [rest])
+    difference = float((torch.cat([first_TH, rest_TH]) - whole_TH).abs().max())
+    allowed = relative_tolerance(model.dtype, tf32=tf32_forced(model.device.type))
+    allowed *= max(1.0, float(whole_TH.abs().max()))
+    if not difference <= allowed:
+        raise PackingError(
+            f"{type(model).__name__}: hidden states in two pieces differ from those in one by {difference:.3g} "
+            f"(allowed {allowed:.3g}); this architecture cannot continue from kept keys and values"
+        )
+    return cells.nbytes // n_first
+
+
+def moving_rope(config: PreTrainedConfig) -> str:
+    """The type of rotary frequencies, if they depend on the longest position of the batch; else empty."""
+    rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    return kind if kind in ("dynamic", "longrope") else ""
+
+
 # ------------------------------------------------------------------------------------------------ attention
 
 
@@ -142,11 +189,14 @@ def packed_attention(
             f"{type(module).__name__} passes an attention mask, dropout {dropout}, a position bias or a batch of "
             f"{query.shape[0]}; packed attention has none of these"
         )
-    if reason := unseen_window(module, sliding_window, packed_layout.buckets[0].longest):
+    if reason := unseen_window(module, sliding_window, packed_layout.longest):
         raise PackingError(reason)
+    layer = _layer_index(module) if packed_layout.with_cells else -1
+    for kept in packed_layout.kept:
+        kept.cells.fill(layer, key[0, :, kept.start : kept.end], value[0, :, kept.start : kept.end])
     form = AttentionForm(scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     parts = [
-        _attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), bucket, form)
+        _attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), bucket, form, layer)
         for bucket in packed_layout.buckets
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
@@ -162,18 +212,24 @@ class AttentionForm:
     sinks_N: Tensor | None = None
 
 
-def _attend(query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bucket: Bucket, form: AttentionForm) -> Tensor:
+def _attend(
+    query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, bucket: Bucket, form: AttentionForm, layer: int
+) -> Tensor:
     """Causal self-attention within each sequence of one bucket, [S, N, D]."""
     query, key, value = (_to_rows(x, bucket) for x in (query_TND, key_TGD, value_TGD))
-    longest = bucket.longest
-    mask_LL: Tensor | None = None
-    if form.sliding_window is not None and longest > form.sliding_window:
-        ones_LL = torch.ones((longest, longest), dtype=torch.bool, device=query.device)
-        mask_LL = ones_LL.tril() & ones_LL.triu(1 - form.sliding_window)
+    if bucket.past is not None:
+        key, value = (x[None] for x in bucket.past.before(layer, key[0], value[0]))
+    n_past, window = bucket.n_past, form.sliding_window
+    seen = n_past + bucket.longest
+    mask_LM: Tensor | None = None
+    if n_past or (window is not None and seen > window):
+        mask_LM = torch.ones((bucket.longest, seen), dtype=torch.bool, device=query.device).tril(n_past)
+        if window is not None:
+            mask_LM = mask_LM.triu(n_past + 1 - window)
     if form.softcap is not None or form.sinks_N is not None:
-        rows = _plain_attention(query, key, value, mask_LL, form)
+        rows = _plain_attention(query, key, value, mask_LM, form)
     else:
-        rows = attend(query, key, value, mask_LL=mask_LL, scaling=form.scaling)
+        rows = attend(query, key, value, mask_LM=mask_LM, scaling=form.scaling)
     rows_BLND = rows.transpose(1, 2)
     flat_ND = rows_BLND.reshape(-1, *rows_BLND.shape[2:])
     if bucket.real_S is None:
@@ -189,21 +245,21 @@ def _to_rows(x_TND: Tensor, bucket: Bucket) -> Tensor:
     return x_SND.reshape(bucket.n_sequences, bucket.longest, *x_TND.shape[1:]).transpose(1, 2)
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask_LL: Tensor | None, form: AttentionForm) -> Tensor:
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask_LM: Tensor | None, form: AttentionForm) -> Tensor:
     """Attention that the fused kernels lack: capped scores (Gemma 2) and attention sinks (gpt-oss). [B, N, L, D]."""
-    longest, groups = query.shape[2], query.shape[1] // key.shape[1]
+    seen, groups = key.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * form.scaling
     if form.softcap is not None:
         scores = torch.tanh(scores / form.softcap) * form.softcap
-    if mask_LL is None:
-        mask_LL = torch.ones((longest, longest), dtype=torch.bool, device=query.device).tril()
-    scores = scores.masked_fill(~mask_LL, float("-inf"))
+    if mask_LM is None:
+        mask_LM = torch.ones((seen, seen), dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask_LM, float("-inf"))
     if form.sinks_N is not None:
         sinks = form.sinks_N.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-    return weights[..., :longest] @ value
+    return weights[..., :seen] @ value
 
 
 def unseen_window(module: torch.nn.Module, sliding_window: int | None, longest: int) -> str:
@@ -219,6 +275,13 @@ def unseen_window(module: torch.nn.Module, sliding_window: int | None, longest: 
         f"{type(module).__name__} has a sliding window of {window} tokens that it does not pass to its attention "
         f"function; {longest} tokens cannot be run, {window} could"
     )
+
+
+def _layer_index(module: torch.nn.Module) -> int:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise PackingError(f"{type(module).__name__}.layer_idx is {layer!r}; expected the layer's number")
+    return layer
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from models.past import Around, Cells, Past
 from models.transfer import upload
 
 _BUCKET_SLACK = 0.8
@@ -33,6 +35,20 @@ class Bucket:
     """Index of each token in the padded [B * L]; None when all lengths are equal and nothing is padded."""
     source_BL: Tensor | None
     """The inverse: the token (relative to start) in each padded place; padding repeats a token."""
+    past: Past | None = None
+    """What stands before the sequence; such a sequence has a bucket of its own."""
+
+    @property
+    def n_past(self) -> int:
+        return 0 if self.past is None else self.past.n_tokens
+
+
+class Kept(NamedTuple):
+    """Tokens [start, end) of the row whose keys and values are to be kept."""
+
+    start: int
+    end: int
+    cells: Cells
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,17 @@ class Layout:
     lengths: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     positions_T: Tensor
+    kept: tuple[Kept, ...] = ()
+
+    @property
+    def with_cells(self) -> bool:
+        """True if layers must be told apart: keys and values are read or kept."""
+        return bool(self.kept) or any(bucket.past is not None for bucket in self.buckets)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a token of this forward attends to."""
+        return max(bucket.n_past + bucket.longest for bucket in self.buckets)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.lengths)} sequences, {sum(self.lengths)} tokens, {len(self.buckets)} buckets)"
@@ -52,20 +79,39 @@ def shortest_beside(longest: int) -> int:
     return min(math.ceil(longest * _BUCKET_SLACK), longest - _BUCKET_SLACK_TOKENS)
 
 
-def make_layout(lengths: Sequence[int], device: torch.device) -> Layout:
-    """Buckets over sequences that are sorted from long to short."""
+def make_layout(lengths: Sequence[int], device: torch.device, around: Sequence[Around | None] = ()) -> Layout:
+    """Buckets over sequences in the order of `layout_order`. `around`: one entry per sequence, or none at all."""
+    around = around or [None] * len(lengths)
+    pasts = [None if one is None else one.past for one in around]
+    alone = sum(past is None for past in pasts)
     buckets: list[Bucket] = []
     first, start = 0, 0
-    while first < len(lengths):
+    while first < alone:
         longest = lengths[first]
         floor = shortest_beside(longest)
         last = first
-        while last < len(lengths) and lengths[last] >= floor:
+        while last < alone and lengths[last] >= floor:
             last += 1
         buckets.append(_bucket(start, lengths[first:last], device))
         first, start = last, buckets[-1].end
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return Layout(tuple(lengths), tuple(buckets), upload(positions, device))
+    for length, past in zip(lengths[alone:], pasts[alone:], strict=True):
+        buckets.append(Bucket(start, start + length, 1, length, None, None, past))
+        start += length
+    offsets = [0 if past is None else past.n_tokens for past in pasts]
+    positions = torch.cat([torch.arange(first, first + n) for first, n in zip(offsets, lengths, strict=True)])
+    ends = list(accumulate(lengths))
+    kept = [
+        Kept(end - one.keep_last, end, one.cells)
+        for end, one in zip(ends, around, strict=True)
+        if one is not None and one.cells is not None
+    ]
+    return Layout(tuple(lengths), tuple(buckets), upload(positions, device), tuple(kept))
+
+
+def layout_order(lengths: Sequence[int], around: Sequence[Around | None] = ()) -> list[int]:
+    """Indices of the sequences in the order that `make_layout` takes: from long to short, those with a past last."""
+    has_past = [one is not None and one.past is not None for one in around] or [False] * len(lengths)
+    return sorted(range(len(lengths)), key=lambda i: (has_past[i], -lengths[i]))
 
 
 def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from engines.config import ScorerSettings, ServerConfig
 from engines.registry import EngineOptions, check_engine
 from engines.sglang.config import ServerLinkConfig
 from models.description import LoadDtype
-from protocol.settings import NonNegativeFloat, PositiveInt, Settings
+from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
 
 FLUSH_TIMEOUT_S: Final = 5.0
@@ -90,6 +90,8 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
     """Overrides teacher.dtype."""
     max_batch_tokens: PositiveInt | None = None
     """Overrides teacher.max_batch_tokens."""
+    prefix_cache_mb: NonNegativeInt | None = None
+    """Overrides teacher.prefix_cache_mb."""
     drain_s: NonNegativeFloat | None = None
     """Overrides teacher.drain_s."""
     top_k: TopK | None = None

@@ -29,6 +29,7 @@ from engines.base import (
     EngineMismatch,
     Float32s,
     Int32s,
+    ReportsFigures,
     ScoreRequest,
     ScoreResult,
     ScoringEngine,
@@ -289,7 +290,10 @@ class TeacherWorker:
         read."""
         if not batch:
             return []
-        requests = [ScoreRequest(held.token_ids, held.item.first + held.item.shift) for held in batch]
+        requests = [
+            ScoreRequest(held.token_ids, held.item.first + held.item.shift, held.item.rollout_id, held.item.last)
+            for held in batch
+        ]
         try:
             results = self._engine.score(requests, top_k=top_k)
         except (ValueError, RuntimeError) as error:
@@ -333,6 +337,8 @@ class TeacherWorker:
     def _report(self) -> None:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
         stats = {**self._totals, **self._gauges}
+        if isinstance(self._engine, ReportsFigures):
+            stats |= self._engine.figures
         stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
         stats["held_tokens"] = float(self._held_tokens)
         stats["draining"] = float(self.leaving)

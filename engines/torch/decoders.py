@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from engines.torch.step import Prefill, Step, plan_step
 from models.attention import attend
-from models.packed import AttentionForm, refuse_unpackable
+from models.packed import AttentionForm, moving_rope, refuse_unpackable
 from models.packed_layout import Bucket
 from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 
@@ -123,10 +123,9 @@ def _compare(model: PreTrainedModel, found: Sequence[Tensor], expected: Sequence
 
 def _refuse_moving_rope(model: PreTrainedModel) -> None:
     """Refuse rotary frequencies that depend on the longest position of the batch: a row would depend on the others."""
-    rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
+    if kind := moving_rope(model.config):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has rope_type {rope['rope_type']!r}, whose frequencies change with the length of "
+            f"{type(model).__name__} has rope_type {kind!r}, whose frequencies change with the length of "
             "the batch; choose a checkpoint with static ones (default, linear, yarn, llama3)"
         )
 
@@ -249,7 +248,7 @@ class FusedDecoder:
         tokens = slice(n_rows + bucket.start, n_rows + bucket.end)
         shape = (bucket.n_sequences, bucket.longest, -1, self._head_size)
         query, key, value = (x[tokens].view(shape).transpose(1, 2) for x in (query_TND, key_TGD, value_TGD))
-        mixed = attend(query, key, value, mask_LL=None, scaling=self._form.scaling)
+        mixed = attend(query, key, value, mask_LM=None, scaling=self._form.scaling)
         return mixed.transpose(1, 2).reshape(bucket.end - bucket.start, -1)
 
     def _join(self, layer: Any) -> _Layer:

@@ -91,7 +91,10 @@ class TorchProvider(EngineProvider):
         teacher = cast(ScorerSettings, settings)
         width = BYTES.get(teacher.dtype, 2)
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
-        return MemoryNeed({"weights": width * shape.parameters}, {"activations": block, "logits": SCORER_LOGITS_BYTES})
+        likely = {"activations": block, "logits": SCORER_LOGITS_BYTES}
+        if teacher.prefix_cache_mb:  # by default it takes of what is left
+            likely["prefix cache"] = teacher.prefix_cache_mb * 2**20
+        return MemoryNeed({"weights": width * shape.parameters}, likely)
 
 
 PROVIDER: Final = TorchProvider()

@@ -1,28 +1,36 @@
 """The embedded teacher: scores tokens with a Hugging Face model, packed, with logits only for the requested tokens.
 
-    requests --first-fit to max_batch_tokens--> packs --packed_hidden--> [T, H] --rows asked for--> head, in chunks
+    requests --folded--> runs --first-fit to max_batch_tokens--> packs --packed_hidden--> [T, H] --asked rows--> head
 
 The log-prob of token t needs the hidden state of token t - 1, so the last token of a request is never an input.
+
+A growing rollout comes back with a longer prefix each time. Its keys and values are kept, so that a run has only the
+tokens that are new (`engines.torch.prefix_cache`); and segments of one rollout that come together share one run.
 
 Legend: T input tokens of a pack, A tokens to score in it, H hidden size, K top tokens, n tokens of one request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from transformers import PreTrainedModel
 
-from engines.base import ScoreRequest, ScoreResult, check_scoring
+from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
 from engines.config import ScorerSettings
+from engines.torch.prefix_cache import PrefixCache
 from models.loading import load_causal_lm, resolve_device, resolve_dtype
 from models.logprobs import TokenScores, lm_head, token_scores
-from models.packed import context_window, packed_hidden
+from models.packed import PackingError, context_window, packed_hidden, probe_past
 from models.packed_layout import first_fit_decreasing
+from models.past import Around, Cells, Past
 from models.transfer import upload
 from protocol.messages import WeightsRef
 from weights.sink import SnapshotRefused
@@ -31,12 +39,22 @@ from weights.snapshot import read_snapshot
 _CHUNK_LOGITS: Final = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 """Most logits held at one time, by device: 64 MiB in float32 on a CPU, close to its caches; 512 MiB on a GPU, so that a
 product with a vocabulary of 152,000 has 883 rows instead of 110."""
+_FREE_SHARE: Final = {"cpu": 1 / 16, "cuda": 1 / 4}
+"""Default bound of the prefix cache, as a share of the memory that is free once the model is loaded. The main memory
+has many users, other teachers among them; a GPU has few."""
+
+log = logging.getLogger(__name__)
 
 
 class TorchScorer:
     """A ScoringEngine (engines.base) on a model loaded with attention="packed". Not thread-safe."""
 
-    def __init__(self, model: PreTrainedModel, *, max_batch_tokens: int = 4096) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, max_batch_tokens: int = 4096, prefix_cache: PrefixCache | None = None
+    ) -> None:
+        """`prefix_cache`: an empty one of this scorer's own; None: prefixes are computed anew each time."""
+        self._prefixes = prefix_cache
+        self._computed_tokens = 0
         self._model: PreTrainedModel | None = model
         self._head = lm_head(model)
         self._vocab_size = self._head.weight_VH.shape[0]
@@ -49,7 +67,11 @@ class TorchScorer:
         """Load a teacher. Raises models.loading.ModelError or models.packed.PackingError with the reason."""
         device = resolve_device(config.device)
         model = load_causal_lm(path, device=device, dtype=resolve_dtype(config.dtype, device), attention="packed")
-        return cls(model, max_batch_tokens=config.max_batch_tokens)
+        return cls(
+            model,
+            max_batch_tokens=config.max_batch_tokens,
+            prefix_cache=make_prefix_cache(model, config.prefix_cache_mb),
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -59,6 +81,12 @@ class TorchScorer:
     @property
     def max_context(self) -> int:
         return self._max_context
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """See engines.base.ReportsFigures."""
+        kept = {} if self._prefixes is None else self._prefixes.stats
+        return {"computed_tokens_total": float(self._computed_tokens), **kept}
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
@@ -70,12 +98,19 @@ class TorchScorer:
         # The last token is never an input, so a request may be one token longer than the context window.
         check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self._max_context + 1)
         results = [ScoreResult.empty(top_k)] * len(requests)
-        busy = [i for i, request in enumerate(requests) if request.start < len(request.token_ids)]
-        inputs = [len(requests[i].token_ids) - 1 for i in busy]
-        for pack in first_fit_decreasing(inputs, self._max_batch_tokens):
-            members = [busy[p] for p in pack]
-            for i, result in zip(members, self._score_pack([requests[i] for i in members], top_k), strict=True):
-                results[i] = result
+        runs = fold(requests)
+        try:
+            self._look_up(runs)
+            for pack in first_fit_decreasing([run.n_inputs for run in runs], self._max_batch_tokens):
+                for i, result in self._score_pack([runs[p] for p in pack], top_k):
+                    results[i] = result
+        except BaseException:
+            self._forget()  # cells may lack values; and where memory was short, room is worth more than prefixes
+            raise
+        if self._prefixes is not None:
+            for request in requests:
+                if request.last:
+                    self._prefixes.release(request.rollout_id)
         return results
 
     def load_snapshot(self, ref: WeightsRef) -> None:
@@ -95,6 +130,7 @@ class TorchScorer:
                 f"{ref.path}: {len(differing)} of its {len(named)} tensors do not fit this teacher's "
                 f"{len(parameters)}, e.g. {differing[:4]}; expected a snapshot of the same architecture"
             )
+        self._forget()  # before the first change: what was kept belongs to the former weights
         with torch.no_grad():
             for name, tensor in named.items():
                 parameters[name].copy_(tensor)
@@ -102,21 +138,43 @@ class TorchScorer:
     def close(self) -> None:
         """Drop the model. Scoring afterwards raises RuntimeError. Idempotent."""
         self._model = None
+        self._forget()
 
-    def _score_pack(self, requests: Sequence[ScoreRequest], top_k: int) -> list[ScoreResult]:
-        """Score one pack in one forward pass. Each request has at least one token to score."""
+    def _forget(self) -> None:
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def _look_up(self, runs: Sequence[Run]) -> None:
+        """Find what is kept of each run, and decide what will be. First all are looked up: cells that are added here
+        have no values before their pack is run."""
+        cache = self._prefixes
+        if cache is None:
+            return
+        cache.begin_round()
+        kept = [run for run in runs if run.rollout_id]
+        for run in kept:
+            run.past = cache.find(run.rollout_id, run.inputs, limit=run.start - 1)
+        for run in kept:
+            if not run.last and (added := cache.add(run.rollout_id, run.inputs)) is not None:
+                run.cells, run.keep_last = added
+
+    def _score_pack(self, runs: Sequence[Run], top_k: int) -> list[tuple[int, ScoreResult]]:
+        """Score one pack in one forward pass: (index of the request, result) of each of its members."""
         model = self._model
         if model is None:
             raise RuntimeError("the scorer is closed; load a new one")
-        lengths = [len(request.token_ids) - 1 for request in requests]
+        lengths = [run.n_inputs for run in runs]
         firsts = np.cumsum([0, *lengths[:-1]])
+        members = [(run, int(first), one) for run, first in zip(runs, firsts, strict=True) for one in run.members]
         rows_A = np.concatenate(
-            [np.arange(r.start - 1, n) + first for r, n, first in zip(requests, lengths, firsts, strict=True)]
+            [np.arange(one.start - 1, one.end - 1) + first - run.n_past for run, first, one in members]
         )
-        targets_A = np.concatenate([request.token_ids[request.start :] for request in requests])
-        ids_T = np.concatenate([request.token_ids[:-1] for request in requests])
+        targets_A = np.concatenate([run.ids[one.start : one.end] for run, _, one in members])
+        ids_T = np.concatenate([run.inputs[run.n_past :] for run in runs])
         device = self._head.weight_VH.device
-        hidden_TH = packed_hidden(model, upload(ids_T.astype(np.int64), device), lengths)
+        around = [Around(run.past, run.cells, run.keep_last) for run in runs]
+        hidden_TH = packed_hidden(model, upload(ids_T.astype(np.int64), device), lengths, around)
+        self._computed_tokens += len(ids_T)
         scores = token_scores(
             self._head,
             hidden_TH.index_select(0, upload(rows_A, device)),
@@ -124,8 +182,90 @@ class TorchScorer:
             chunk_tokens=self._chunk_tokens,
             top_k=top_k,
         )
-        counts = [n - request.start + 1 for request, n in zip(requests, lengths, strict=True)]
-        return _split(scores, counts)
+        results = _split(scores, [one.end - one.start for _, _, one in members])
+        return [(one.request, result) for (_, _, one), result in zip(members, results, strict=True)]
+
+
+class Member(NamedTuple):
+    """A request of a run: the tokens [start, end) that it asks for."""
+
+    request: int
+    """Its index."""
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Run:
+    """Tokens that go through the model once, for one request or for several of one rollout."""
+
+    ids: Int32s
+    rollout_id: str
+    start: int
+    """The first token that a member asks for."""
+    members: list[Member]
+    last: bool
+    past: Past | None = None
+    cells: Cells | None = None
+    keep_last: int = 0
+    """Number of inputs whose keys and values go into `cells`; they are the last ones."""
+
+    @property
+    def inputs(self) -> Int32s:
+        """What the model reads: nothing follows the last token."""
+        return self.ids[:-1]
+
+    @property
+    def n_past(self) -> int:
+        return 0 if self.past is None else self.past.n_tokens
+
+    @property
+    def n_inputs(self) -> int:
+        """Tokens that this run computes."""
+        return len(self.ids) - 1 - self.n_past
+
+
+def fold(requests: Sequence[ScoreRequest]) -> list[Run]:
+    """One run for all requests of a rollout of which each begins the next one and reaches up to its start. Requests
+    without a token to score are in none."""
+    runs: list[Run] = []
+    by_rollout: dict[str, list[Run]] = {}
+    for index in sorted(range(len(requests)), key=lambda i: -len(requests[i].token_ids)):
+        request = requests[index]
+        ids, end = request.token_ids, len(request.token_ids)
+        if request.start == end:
+            continue
+        its = by_rollout.setdefault(request.rollout_id, []) if request.rollout_id else []
+        run = next((run for run in its if end >= run.start and np.array_equal(run.ids[:end], ids)), None)
+        if run is None:
+            run = Run(ids, request.rollout_id, request.start, [], request.last)
+            its.append(run)
+            runs.append(run)
+        run.members.append(Member(index, request.start, end))
+        run.start = min(run.start, request.start)
+        run.last |= request.last
+    return runs
+
+
+def make_prefix_cache(model: PreTrainedModel, megabytes: int | None) -> PrefixCache | None:
+    """An empty cache for this model, loaded with attention="packed"; None where it is turned off or impossible.
+    `megabytes`: None takes a share of the memory that is free on the model's device."""
+    if megabytes == 0:
+        return None
+    try:
+        bytes_per_token = probe_past(model)
+    except PackingError as error:
+        log.warning("prefixes of growing rollouts are computed anew each time: %s", error)
+        return None
+    max_bytes = _share_of_free_bytes(model.device) if megabytes is None else megabytes * 2**20
+    log.info("prefix cache: up to %d MiB, %d tokens", max_bytes // 2**20, max_bytes // bytes_per_token)
+    return PrefixCache(max_bytes, bytes_per_token)
+
+
+def _share_of_free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _FREE_SHARE["cuda"])
+    return int(psutil.virtual_memory().available * _FREE_SHARE["cpu"])
 
 
 def chunk_rows(vocab_size: int, device_type: str) -> int:

@@ -23,6 +23,8 @@ thousands, and TensorBoard keeps every figure forever."""
 OTHER_TAG: Final = "other"
 ENVIRONMENT: Final = "env_"
 """Prefix of the totals that environments report through `info` (`actors.rollouts_running`)."""
+SCORER_TOTALS: Final = ("computed_tokens", "prefix_hits", "prefix_evicted_tokens")
+"""Totals that only embedded teachers report (`engines.torch.scorer`)."""
 
 
 class TokenRates:
@@ -112,7 +114,7 @@ class WorkerFigures:
         teachers = [peer for peer in snapshot.peers if peer.role == "teacher"]
         figures = {
             **_of_group("actors", actors, ("running", "waiting_for_weights", "rollouts_in_hand")),
-            **_of_group("teachers", teachers, ("held_tokens",)),
+            **_of_group("teachers", teachers, ("held_tokens", "prefix_tokens")),
             **_of_actors(self._added(actors)),
             **_of_teachers(self._added(teachers)),
         }
@@ -217,6 +219,11 @@ def _of_teachers(added: defaultdict[str, float]) -> dict[str, float]:
         **_mean("teachers/score_s", added["score_s_total"], items),
         **_mean("teachers/items_per_batch", items, added["batches_total"]),
         **_mean("teachers/context_tokens_per_item", added["context_tokens_total"], items),
+        **{
+            f"teachers/{name}_per_item": added[f"{name}_total"] / items
+            for name in SCORER_TOTALS
+            if items > 0 and f"{name}_total" in added
+        },
     }
 
 

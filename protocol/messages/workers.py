@@ -148,6 +148,8 @@ class ScoreItem(msgspec.Struct, frozen=True):
     """Tokens of the teacher's own prompt, with which the frame then begins."""
     other_tokens: int = 0
     """Tokens of other branches before `start`, which the frame does not hold."""
+    last: bool = False
+    """True if no segment of this rollout follows, so that nothing need be kept for it."""
 
     @property
     def shift(self) -> int:

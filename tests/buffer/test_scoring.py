@@ -257,6 +257,20 @@ def test_a_teachers_prompt_stands_in_place_of_the_students(make: Make) -> None:
     assert driver.state.snapshot(0.0).queues["tokens_scored"] == 4
 
 
+def test_teachers_are_told_which_segment_of_a_rollout_is_the_last(make: Make) -> None:
+    """Also where an earlier one is leased again behind it."""
+    driver = make(staleness=1, batch=4)
+    driver.offer(0)
+    driver.write("train-0-0-0", 2)
+    driver.write("train-0-0-0", 2)
+    driver.write("train-0-0-0", 2, final=True)
+    assert [(item.end, item.last) for _, item, _ in driver.work.values()] == [(4, False), (6, False), (8, True)]
+    first = min(driver.work)
+    driver.send("teacher", "t", m.ScoreFailed((first,), "out of memory"))
+    _, item, _ = driver.work[max(driver.work)]
+    assert (item.end, item.last) == (4, False)
+
+
 @pytest.mark.parametrize("n", [-1, 4, 5])
 def test_a_teachers_prompt_that_leaves_none_for_the_student_is_refused(make: Make, n: int) -> None:
     driver = make()

@@ -44,13 +44,13 @@ def test_grouped_queries_are_repeated_where_no_fused_kernel_takes_them(
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_repeated_heads_give_the_same_values_and_gradients(windowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask_LL = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3) if windowed else None
+    mask_LM = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3) if windowed else None
 
     def run() -> list[Tensor]:
         random = torch.Generator().manual_seed(1)
         shapes = ((2, 6, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
         inputs = [torch.randn(*shape, generator=random, dtype=torch.float64).requires_grad_() for shape in shapes]
-        rows = attend(inputs[0], inputs[1], inputs[2], mask_LL=mask_LL, scaling=0.3)
+        rows = attend(inputs[0], inputs[1], inputs[2], mask_LM=mask_LM, scaling=0.3)
         weights = torch.randn(*rows.shape, generator=random, dtype=torch.float64)
         return [rows.detach(), *torch.autograd.grad((rows * weights).sum(), inputs)]
 

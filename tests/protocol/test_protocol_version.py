@@ -18,6 +18,7 @@ SCHEMA_OF_VERSION = {
     7: "2a3a6a3da88a82b7",
     8: "701c5c6c41c13ba7",
     9: "ea6a4f6b17bb1a28",
+    10: "1d0de4153b379bc9",
 }
 
 

@@ -270,6 +270,30 @@ def test_figures_tell_scored_from_failed_rejected_and_late() -> None:
         end(peer, ended)
 
 
+def test_the_engine_is_told_the_rollout_and_its_last_segment_and_its_figures_reach_the_heartbeat() -> None:
+    class Keeps(Fake):
+        seen: list[tuple[str, bool]] = []  # noqa: RUF012 - of one test
+
+        @property
+        def figures(self) -> dict[str, float]:
+            return {"computed_tokens_total": 2.0 * len(self.seen)}
+
+        def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+            self.seen.extend((request.rollout_id, request.last) for request in requests)
+            return super().score(requests, top_k=top_k)
+
+    engine = Keeps()
+    with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
+        items = (m.ScoreItem(0, "train-7-0-0", 1, 2), m.ScoreItem(1, "train-8-0-0", 1, 2, last=True))
+        peer.send(m.ScoreWork(items), [np.array([1, 2], np.int32)] * 2, to=TEACHER)
+        settled(peer, 2)
+        stats: dict[str, float] = {}
+        while stats.get("computed_tokens_total") != 4.0:
+            stats = peer.expect(m.Heartbeat, len(peer.got(m.Heartbeat)) + 1)[-1].message.stats
+        end(peer, ended)
+    assert engine.seen == [("train-7-0-0", False), ("train-8-0-0", True)]
+
+
 # ------------------------------------------------------------------------------------------------- the real buffer
 
 

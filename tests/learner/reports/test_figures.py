@@ -138,6 +138,24 @@ def test_a_worker_that_began_anew_counts_from_zero() -> None:
     assert now["teachers/score_s"] == 2.0
 
 
+def test_prefix_figures_are_those_of_teachers_that_have_them() -> None:
+    figures = WorkerFigures()
+    figures.update(snapshot(peer("teacher", "teacher-0")))
+    now = figures.update(snapshot(peer("teacher", "teacher-0", scored_items_total=4.0)))
+    assert not any(name.endswith(("_tokens_per_item", "hits_per_item")) for name in now if "context" not in name)
+    seen = peer(
+        "teacher",
+        "teacher-0",
+        scored_items_total=8.0,
+        computed_tokens_total=60.0,
+        prefix_hits_total=3.0,
+        prefix_tokens=70.0,
+    )
+    now = figures.update(snapshot(seen))
+    assert (now["teachers/computed_tokens_per_item"], now["teachers/prefix_hits_per_item"]) == (15.0, 0.75)
+    assert now["teachers/prefix_tokens"] == 70.0
+
+
 def test_nothing_done_has_no_mean() -> None:
     figures = WorkerFigures()
     same = snapshot(peer("actor", "actor-0", generation_s_total=5.0, generations_total=1.0, busy_fraction=0.5))
