@@ -18,7 +18,7 @@ Legend: L tokens of an item, T input tokens of a microbatch, N trained tokens of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from models.packed_layout import first_fit_decreasing
+from models.packed_layout import balanced_packs
 from protocol.branches import path_to
 from protocol.errors import MalformedMessage
 from protocol.messages import BatchItem
@@ -146,6 +146,11 @@ class EmptyBatchError(BatchError):
     itself."""
 
 
+class NonFiniteError(BatchError):
+    """The forward or backward pass gave NaN or infinity, and the update was not made. `rollout_ids` are the rollouts
+    that cause it alone; empty if only their sum does."""
+
+
 class Inputs(NamedTuple):
     """What the model reads of one item: one sequence per branch with tokens to train, one behind the other."""
 
@@ -217,13 +222,42 @@ class Microbatch:
 @dataclass(frozen=True)
 class PackedBatch:
     microbatches: tuple[Microbatch, ...]
+    """Those of this rank."""
+    n_passes: int
+    """Passes that each rank makes: microbatches of the rank that has most. The others fill up with `idle`."""
+    n_microbatches: int
+    """Of all ranks."""
     teachers: tuple[str, ...]
     """Names of the M teachers, sorted."""
     n_trained: int
-    """Trained tokens of all microbatches."""
+    """Trained tokens of all microbatches, of all ranks."""
     n_inputs: int
     n_items_idle: int
     """Items without a trained token, for which nothing is computed."""
+
+    @cached_property
+    def idle(self) -> Microbatch:
+        """Two tokens that are in no rollout, for a pass whose result is not used. Sharded parameters are gathered and
+        reduced by all ranks together, so each must make as many passes as any other."""
+        teachers, zero_1 = len(self.teachers), np.zeros(1, np.int64)
+        return Microbatch(
+            ids_T=np.zeros(2, np.int64),
+            lengths=(2,),
+            predictor_N=zero_1,
+            target_N=zero_1,
+            behaviour_N=np.zeros(1, np.float32),
+            teacher_MN=np.zeros((teachers, 1), np.float32),
+            routed_MN=np.zeros((teachers, 1), np.bool_),
+            item_N=zero_1,
+            token_N=zero_1,
+            top=(TopRows.joined([]),) * teachers,
+        )
+
+    @property
+    def passes(self) -> Iterator[tuple[Microbatch, bool]]:
+        """(microbatch, whether its result counts) of each pass of this rank."""
+        yield from ((microbatch, True) for microbatch in self.microbatches)
+        yield from ((self.idle, False) for _ in range(self.n_passes - len(self.microbatches)))
 
 
 def train_items(items: Sequence[BatchItem], arrays: Sequence[np.ndarray[Any, Any]]) -> list[TrainItem]:
@@ -256,23 +290,36 @@ def train_items(items: Sequence[BatchItem], arrays: Sequence[np.ndarray[Any, Any
     return paired
 
 
-def pack(items: Sequence[TrainItem], pack_tokens: int) -> PackedBatch:
-    """Divide a batch into microbatches of at most `pack_tokens` input tokens. Raises EmptyBatchError."""
-    teachers = tuple(sorted({name for train_item in items for name in train_item.item.teachers}))
+def divide(items: Sequence[TrainItem], pack_tokens: int, n_ranks: int = 1) -> list[list[list[int]]]:
+    """For each rank its microbatches, each a list of indices of items with trained tokens, of at most `pack_tokens`
+    input tokens. The input tokens of the ranks are balanced. Raises EmptyBatchError."""
     busy = [i for i, train_item in enumerate(items) if train_item.n_trained]
     if not busy:
         raise EmptyBatchError(
             f"none of the {len(items)} items has a token to train; expected at least one trained token in a batch",
             [train_item.item.rollout_id for train_item in items],
         )
-    inputs = [len(items[i].inputs.ids_T) for i in busy]
-    packs = first_fit_decreasing(inputs, pack_tokens)
+    divided = balanced_packs([len(items[i].inputs.ids_T) for i in busy], pack_tokens, n_ranks)
+    return [[[busy[p] for p in members] for members in packs] for packs in divided]
+
+
+def pack(items: Sequence[TrainItem], pack_tokens: int) -> PackedBatch:
+    """The microbatches of a learner of one rank. Raises EmptyBatchError."""
+    return pack_share(items, divide(items, pack_tokens), 0)
+
+
+def pack_share(items: Sequence[TrainItem], divided: Sequence[Sequence[Sequence[int]]], rank: int) -> PackedBatch:
+    """The microbatches of one rank. `divided`: from `divide`."""
+    teachers = tuple(sorted({name for train_item in items for name in train_item.item.teachers}))
     ends = np.cumsum([train_item.n_trained for train_item in items])
+    busy = [train_item for train_item in items if train_item.n_trained]
     return PackedBatch(
-        microbatches=tuple(_microbatch([busy[p] for p in members], items, teachers, ends) for members in packs),
+        microbatches=tuple(_microbatch(members, items, teachers, ends) for members in divided[rank]),
+        n_passes=max(map(len, divided)),
+        n_microbatches=sum(map(len, divided)),
         teachers=teachers,
         n_trained=int(ends[-1]),
-        n_inputs=sum(inputs),
+        n_inputs=sum(len(train_item.inputs.ids_T) for train_item in busy),
         n_items_idle=len(items) - len(busy),
     )
 

@@ -90,6 +90,12 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Number format of matrix products and attention. auto: bfloat16 on a GPU, float32 on a CPU. Parameters, gradients
     and optimizer state are always float32 (16 bytes per parameter; bfloat16 adds 2 for a copy). float32 on a GPU is
     full float32 without TF32, several times slower; use it for comparisons."""
+    ranks: PositiveInt = 1
+    """Processes that train together, each with its share of parameters, gradients and optimizer state (FSDP2), on this
+    machine. On GPUs each needs one of its own."""
+    rank_timeout_s: PositiveFloat = 300.0
+    """Seconds that ranks wait for one that does not come to a common operation. Then all start again from the newest
+    checkpoint."""
     device: str = "auto"
     """Torch device: auto (the first free GPU, else the CPU), cpu, cuda, cuda:1, ..."""
 
@@ -129,6 +135,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(f"betas: got {self.betas}, expected two numbers in [0, 1)")
         if not self.device:
             raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
+        if self.ranks > 1 and self.frozen:
+            raise ValueError(f"ranks is {self.ranks} with frozen: nothing is trained; expected 1")
         self.objective.check_tasks(self.tasks)
         self._check_eval_sets()
 

@@ -28,6 +28,8 @@ from learner.loop import LearnerLoop
 from learner.offline import OfflineMixer, open_mixer
 from learner.prompts.records import DataError
 from learner.prompts.tasks import TaskStream, load_prompts
+from learner.ranks.group import Ranks
+from learner.ranks.messages import Beginning
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.reports.progress import AccountFile, Progress
 from learner.step.critic import CriticStateError
@@ -121,11 +123,11 @@ class Start:
         return token_map_fingerprint(self.tokenizer)
 
 
-def main(ctx: RoleContext[LearnerRunConfig]) -> int:
-    """Entry point of the learner's process (see launch.workers.roles)."""
+def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
+    """The learner, or rank 0 of it (see launch.workers.ranks). `ranks`: all of them."""
     torch.manual_seed(ctx.config.seed)
     try:
-        start = _start(ctx)
+        start = _start(ctx, ranks or Ranks())
     except RecordError as error:
         log.error("learner.offline.file: %s", error)
         return ExitCode.USELESS
@@ -160,7 +162,7 @@ def main(ctx: RoleContext[LearnerRunConfig]) -> int:
     return code
 
 
-def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
+def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     """Load everything that can fail, before anything is requested from the buffer."""
     config, learner = ctx.config, ctx.config.learner
     found = go_on_from(ctx.run_dir / CHECKPOINTS) if ctx.resume else None
@@ -172,6 +174,8 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
     prompts = load_prompts(learner.tasks, config.environments)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
     n_vocab = vocab_tokens(tokenizer.get_vocab())
+    beginning = Beginning(None if checkpoint is None else str(checkpoint), n_vocab)
+    ranks.lead("begin", lambda: msgspec.json.encode(beginning))
     trainer = make_trainer(
         config.models.student,
         learner,
@@ -179,9 +183,10 @@ def _start(ctx: RoleContext[LearnerRunConfig]) -> Start:
         vocab_tokens=n_vocab,
         seed=config.seed,
         checkpoint=checkpoint,
+        ranks=ranks,
     )
     if _members(config).kind == "servers":
-        check_names(trainer.model, trainer.weights())
+        check_names(trainer.model, trainer.named_weights())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     if checkpoint is None:
         stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
@@ -223,10 +228,10 @@ def _make_loop(
     config, learner = ctx.config, ctx.config.learner
 
     def save(version: WeightVersion, snapshot: Snapshot) -> None:
-        loop.progress.checkpoint = _save(ctx, start, loop.progress, ema, version, snapshot)
+        loop.progress.checkpoint = saved = _save(ctx, start, loop.progress, ema, version, snapshot)
         write_account()
         if start.trainer.adapters is not None and version.step == config.steps:
-            _export(ctx, start)
+            _export(ctx, start, saved)
 
     def make_eval_desk(on_result: Callable[[EvaluationResult], None]) -> EvalDesk:
         def make(version: WeightVersion, name: str) -> Evaluation:
@@ -299,16 +304,28 @@ def _save(
         offline=start.mixer.state() if start.mixer is not None else None,
     )
     root = ctx.run_dir / CHECKPOINTS
-    path = save_checkpoint(root, trainer.model, start.tokenizer, state, keep=keep, adapters=trainer.adapters)
+    path = save_checkpoint(
+        root,
+        trainer.model,
+        start.tokenizer,
+        state,
+        keep=keep,
+        adapters=trainer.adapters,
+        tensors=trainer.tensors(),
+    )
     log.info("checkpoint %s", path)
     return path
 
 
-def _export(ctx: RoleContext[LearnerRunConfig], start: Start) -> None:
-    from learner.export import export  # loads peft
+def _export(ctx: RoleContext[LearnerRunConfig], start: Start, checkpoint: Path) -> None:
+    from learner.export import export, from_checkpoint  # load peft
 
-    assert start.trainer.adapters is not None
-    exported = export(start.trainer.adapters, start.tokenizer, ctx.run_dir / EXPORT)
+    trainer, out = start.trainer, ctx.run_dir / EXPORT
+    assert trainer.adapters is not None
+    if trainer.ranks.size > 1:  # no process has the student in full
+        exported = from_checkpoint(checkpoint, out, ctx.config.models.student)
+    else:
+        exported = export(trainer.adapters, start.tokenizer, out)
     log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
 
 
@@ -332,7 +349,11 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
     if members.kind == "servers" and members.check_by != "off":
         n_vocab = vocab_tokens(start.tokenizer.get_vocab())
         canary = LearnerCanary(
-            model, vocab_tokens=n_vocab, bfloat16=start.trainer.bfloat16, sent=sent_dtype(publish.dtype, members.dtype)
+            model,
+            vocab_tokens=n_vocab,
+            bfloat16=start.trainer.bfloat16,
+            sent=sent_dtype(publish.dtype, members.dtype),
+            logprobs=start.trainer.logprobs,
         )
     return Publisher(
         publish,

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import transformers
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -86,13 +88,19 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+def save_hf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write config, safetensors weights, generation config and tokenizer into `folder` (made if missing), so that
-    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load the folder itself."""
+    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load the folder itself.
+    `tensors`: the weights, where `model` holds only a share of each."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with _no_progress_bars():
-        model.save_pretrained(target)
+        model.save_pretrained(target, state_dict=None if tensors is None else dict(tensors))
     tokenizer.save_pretrained(target)
 
 

@@ -5,6 +5,7 @@ Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,6 +145,35 @@ def first_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[lis
         packs[place].append(index)
         room[place] -= lengths[index]
     return packs
+
+
+def balanced_packs(lengths: Sequence[int], budget_tokens: int, n_ranks: int) -> list[list[list[int]]]:
+    """Divide items among the packs of `n_ranks`, such that the longest pack of each round is as short as this finds it:
+    longest item first, each into the pack with the fewest tokens so far.
+
+    Returns indices per pack, packs per rank. There are as few rounds as that gives packs of at most `budget_tokens`. An
+    item over the budget is not divided; then, and with fewer items than ranks, ranks may have fewer packs than others.
+    One rank: `first_fit_decreasing`."""
+    if n_ranks == 1:
+        return [first_fit_decreasing(lengths, budget_tokens)]
+    if budget_tokens < 1:
+        raise ValueError(f"pack budget {budget_tokens} tokens; expected at least 1")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    allowed = max(budget_tokens, max(lengths))
+    n_packs = n_ranks
+    while True:
+        heap = [(0, pack) for pack in range(n_packs)]
+        packs: list[list[int]] = [[] for _ in range(n_packs)]
+        for index in order:
+            tokens, pack = heapq.heappop(heap)
+            packs[pack].append(index)
+            heapq.heappush(heap, (tokens + lengths[index], pack))
+        if max(tokens for tokens, _ in heap) <= allowed:
+            break
+        n_packs += n_ranks
+    # Rounds of packs of like size, so that no rank waits long for another; the longest go to each rank in turn.
+    packs.sort(key=lambda members: -sum(lengths[i] for i in members))
+    return [[members for members in packs[rank::n_ranks] if members] for rank in range(n_ranks)]
 
 
 class Gather(torch.autograd.Function):

@@ -23,6 +23,30 @@ def upload(values: Tensor | np.ndarray[Any, Any], device: torch.device) -> Tenso
     return tensor.to(device)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor in full. If ranks hold it in shares (torch.distributed.tensor.DTensor), all must ask at the same time;
+    any other is returned as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def share_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor; of any but a sharded one, all of it."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
+
+
+def like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Values of the parameter's shape, with its dtype, on its device; for a sharded one, this rank's share of them."""
+    if not hasattr(parameter, "to_local"):
+        return values.to(parameter)
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to load
+
+    assert isinstance(parameter, DTensor)
+    local = values.to(device=parameter.device, dtype=parameter.dtype)
+    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
 def read(tensor: Tensor) -> Tensor:
     """The tensor on the CPU, after everything queued before it is done."""
     if tensor.device.type == "cuda":

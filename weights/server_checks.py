@@ -4,7 +4,8 @@ must prove that it has the weights that were sent. `weights.checks` has the serv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -61,27 +62,39 @@ class LearnerCanary:
     """A short fixed prompt that the learner scores with every version it sends. A server with the same weights gives
     the same log-probs. `score` is for the training thread only, `canary` for any."""
 
-    def __init__(self, model: PreTrainedModel, *, vocab_tokens: int, bfloat16: bool, sent: SentDtype) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_tokens: int,
+        bfloat16: bool,
+        sent: SentDtype,
+        logprobs: Callable[[Sequence[int]], Tensor] | None = None,
+    ) -> None:
         """`model`: the student in training, loaded with attention="packed". `vocab_tokens`: number of ids of the
-        tokenizer. `bfloat16`: whether the learner's matrix products use it. `sent`: dtype of the weights sent."""
-        self._model = model
+        tokenizer. `bfloat16`: whether the learner's matrix products use it. `sent`: dtype of the weights sent.
+        `logprobs` computes the prompt's log-probs; default: `prompt_logprobs` of `model`."""
         self._ids = tuple((11 + _STRIDE * i) % vocab_tokens for i in range(TOKENS))
-        self._bfloat16 = bfloat16
+        self._logprobs = partial(prompt_logprobs, model, bfloat16=bfloat16) if logprobs is None else logprobs
         self._exact = model.device.type == "cpu" and not bfloat16 and sent in ("keep", "float32")
 
-    @torch.no_grad()
     def score(self) -> Tensor:
         """Log-probs of the prompt's tokens after the first under the present student, [TOKENS - 1], on its device. On a
         GPU the computation is only queued."""
-        device = self._model.device
-        ids_T = torch.tensor(self._ids, device=device)
-        with products(device.type, bfloat16=self._bfloat16):
-            hidden_TH = packed_hidden(self._model, ids_T, [TOKENS])
-        return token_scores(lm_head(self._model), hidden_TH[:-1].float(), ids_T[1:]).logprobs_T
+        return self._logprobs(self._ids)
 
     def canary(self, scores: Tensor) -> Canary:
         """The prompt and `scores` as they are sent to members; waits for a GPU."""
         return Canary(self._ids, tuple(scores.tolist()), self._exact)
+
+
+@torch.no_grad()
+def prompt_logprobs(model: PreTrainedModel, ids: Sequence[int], *, bfloat16: bool) -> Tensor:
+    """[T - 1] log-probs of a prompt's tokens after the first, by a model with packed attention."""
+    ids_T = torch.tensor(ids, device=model.device)
+    with products(model.device.type, bfloat16=bfloat16):
+        hidden_TH = packed_hidden(model, ids_T, [len(ids)])
+    return token_scores(lm_head(model), hidden_TH[:-1].float(), ids_T[1:]).logprobs_T
 
 
 class Due(NamedTuple):

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from models.transfer import whole
 from protocol.messages import WeightVersion
 from weights.buckets import BucketLayout, manifest_of
 from weights.config import CPU_BUCKET_BYTES, SentDtype
@@ -38,15 +39,15 @@ class Merged:
     """Has the shape and dtype of `base`."""
 
     def tensor(self) -> Tensor:
-        return self.base + self.delta()
+        return whole(self.base + self.delta())
 
 
 Weight: TypeAlias = Tensor | Merged
 
 
 def tensor_of(weight: Weight) -> Tensor:
-    """A plain weight itself, without gradient; a merged one in new memory."""
-    return weight.tensor() if isinstance(weight, Merged) else weight.detach()
+    """A plain weight itself, without gradient; a merged or a sharded one in new memory."""
+    return weight.tensor() if isinstance(weight, Merged) else whole(weight.detach())
 
 
 class Mark(Protocol):

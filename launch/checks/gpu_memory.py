@@ -5,7 +5,8 @@ With P parameters, L layers, hidden size H, MLP size F, V rows of the vocabulary
 learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen, or with adapters, whose are small);
                 2 P more for a bfloat16 copy; staging 2 copies of P in the actors' dtype, unless they are
                 in host memory (weights.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
-                (bfloat16) or 4, because nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4
+                (bfloat16) or 4, because nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4.
+                With learner.ranks = R each rank has 1 / R of weights, gradient and AdamW; staging is on rank 0
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * KV heads * head size * b
 embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits in chunks of
@@ -34,7 +35,7 @@ from launch.checks.model_files import check_weights
 from launch.checks.placement import Placement
 from launch.config.pools import WorkerGroup, engine_of, worker_groups
 from launch.config.run import RunConfig
-from launch.machine.gpus import LEARNER
+from launch.machine.gpus import LEARNER, RANK
 from launch.machine.machine import Machine
 from launch.servers.plan import launched_groups
 from models.description import BYTES, vocabulary_size
@@ -93,23 +94,24 @@ def read_shape(folder: Path) -> ModelShape | None:
         return None
 
 
-def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", "nccl"]) -> Need:
+def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", "nccl"], rank: int = 0) -> Need:
     learner = config.learner
     p = shape.parameters
+    share = p / learner.ranks
     trained = 0 if learner.frozen or learner.lora.rank else p
     members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
     sent = BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
     on_gpu = staged_in(config.weights.staging, "cuda", backend) == "device"
     width = 4 if learner.dtype == "float32" else 2
     kept = learner.pack_tokens * shape.layers * (10 * shape.hidden + 4 * shape.mlp) * width
-    sure = {"weights": 4 * p, "gradient and AdamW": 12 * trained}
+    sure = {"weights": 4 * share, "gradient and AdamW": 12 * trained / learner.ranks}
     likely = {
         "weights in bfloat16": 2 * p if width == 2 else 0,
-        "staging": 2 * sent * p if on_gpu else 0,
+        "staging": 2 * sent * p if on_gpu and rank == 0 else 0,
         "activations": kept,
         "logits": 3 * 4 * learner.logprob_chunk_tokens * shape.vocabulary,
     }
-    return _need("learner", sure, likely)
+    return _need(f"{RANK}{rank}" if rank else LEARNER, sure, likely)
 
 
 def worker_need(group: WorkerGroup, shape: ModelShape, who: str) -> Need:
@@ -153,7 +155,9 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
     seats = {who: gpu for who, gpu in placement.places.seats.items() if gpu is not None}
     shape_of = functools.cache(read_shape)  # reads the headers of all weights
     if LEARNER in seats and (student := shape_of(Path(config.models.student))) is not None:
-        yield seats[LEARNER], learner_need(config, student, placement.weights.backend)
+        for rank in range(config.learner.ranks):
+            gpu = seats[f"{RANK}{rank}" if rank else LEARNER]
+            yield gpu, learner_need(config, student, placement.weights.backend, rank)
     for group in worker_groups(config):
         here = [who for who in group.workers if who in seats]
         if here and (shape := shape_of(Path(group.model))) is not None:

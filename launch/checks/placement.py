@@ -24,7 +24,7 @@ from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
 from launch.config.pools import engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices
-from launch.machine.gpus import LEARNER, Places, Seat, Wanted, place
+from launch.machine.gpus import LEARNER, RANK, Places, Seat, Wanted, place
 from launch.machine.machine import Interpreters, Machine
 from launch.machine.torch_build import TorchBuild
 from launch.servers.plan import launched_groups
@@ -139,6 +139,8 @@ def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
         return asked if asked != "auto" and (usable or asked == "cpu") else "cuda" if usable else "cpu"
 
     yield Seat(LEARNER, "learner.device", device(config.learner.device))
+    for rank in range(1, config.learner.ranks):
+        yield Seat(f"{RANK}{rank}", "learner.ranks", device(config.learner.device))
 
     groups = worker_groups(config)
     for group in (*groups[1:], groups[0]):  # teachers before actors (launch.machine.gpus.place)
@@ -194,7 +196,9 @@ def _described(
         return f"GPU {', '.join(names)}" if names else "the CPU"
 
     cpu_build = machine.gpus and not own.has_gpu_code and not machine.pretended
-    yield f"learner on {gpus([LEARNER])}" + (f" (torch {own.version} has no CUDA)" if cpu_build else "")
+    ranks = f" of {config.learner.ranks} ranks" if config.learner.ranks > 1 else ""
+    on = gpus([who for who in places.seats if who == LEARNER or who.startswith(RANK)])
+    yield f"learner{ranks} on {on}" + (f" (torch {own.version} has no CUDA)" if cpu_build else "")
     for group in worker_groups(config):
         if not group.n:
             continue

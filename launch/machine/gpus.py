@@ -1,6 +1,7 @@
 """Assigns GPUs to servers and embedded roles, by pure functions over what is visible and what is asked for.
 
-The learner comes first, then servers (each on GPUs of its own, because a server takes nearly all of a GPU's memory),
+The learner comes first, with its ranks on GPUs in a row, then servers (each on GPUs of its own, because a server takes
+nearly all of a GPU's memory),
 then embedded teachers, then embedded actors, each on a free GPU while there is one. After that embedded roles share
 GPUs: those without a server first, the learner's last.
 """
@@ -8,10 +9,12 @@ GPUs: those without a server first, the learner's last.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 LEARNER: Final = "learner"
+RANK: Final = "learner rank "
+"""Seats of the learner's further ranks: this and their number."""
 ANY_GPU: Final = "cuda"
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 """For each server of a role, its GPUs."""
@@ -33,7 +36,7 @@ class Seat(NamedTuple):
     """An embedded role, with its model in the worker's own process."""
 
     who: str
-    """`learner`, `teacher-0`, `actor-3`: the worker's name, but without a number for the learner."""
+    """`learner`, `learner rank 1`, `teacher-0`, `actor-3`: the worker's name, but without a number for the learner."""
     key: str
     """Configuration key that sets the device."""
     device: str
@@ -54,16 +57,22 @@ class NotEnoughGpus(ValueError):
 
 
 def place(n_visible: int, seats: Sequence[Seat], wanted: Sequence[Wanted]) -> Places:
-    """`seats`: the learner, teachers, actors, in this order. Raises NotEnoughGpus for servers that do not fit, and
-    ValueError for a chosen GPU that does not exist."""
-    named = {seat.who: _named_gpu(seat, n_visible) for seat in seats if seat.device != ANY_GPU}
+    """`seats`: the learner, its further ranks, teachers, actors, in this order. Raises NotEnoughGpus for servers and
+    ranks that do not fit, and ValueError for a chosen GPU that does not exist."""
+    ranks = [seat.who for seat in seats if seat.who.startswith(RANK)]
+    others = [seat for seat in seats if seat.who not in ranks]
+    named = {seat.who: _named_gpu(seat, n_visible) for seat in others if seat.device != ANY_GPU}
     chosen = {gpu for item in wanted for gpu in item.gpus}
     taken = {gpu for gpu in named.values() if gpu is not None}
-    for seat in seats:
-        if seat.who == LEARNER and seat.device == ANY_GPU:
-            free = (gpu for gpu in range(n_visible) if gpu not in chosen and gpu not in taken)
-            named[LEARNER] = gpu = next(free, 0)
-            taken.add(gpu)
+    for seat in others:
+        if seat.who == LEARNER:
+            first = named.get(LEARNER) if LEARNER in named else _in_a_row(n_visible, 1 + len(ranks), chosen | taken)
+            named[LEARNER] = first
+            named |= {who: None if first is None else first + 1 + i for i, who in enumerate(ranks)}
+            if first is not None:
+                taken |= set(range(first, first + 1 + len(ranks)))
+            if first is not None and first + len(ranks) >= n_visible > 0:
+                raise NotEnoughGpus(_too_few_for_ranks(1 + len(ranks), n_visible, first))
     servers = assign_gpus(n_visible, sorted(taken), wanted)
     served = {gpu for groups in servers.values() for group in groups for gpu in group}
     placed: dict[str, int | None] = {}
@@ -76,14 +85,31 @@ def place(n_visible: int, seats: Sequence[Seat], wanted: Sequence[Wanted]) -> Pl
         if seat.who in named:
             gpu = named[seat.who]
         else:
-            first, others = named.get(LEARNER), members if sends else Counter[int]()
-            order = [(i in served, i == first, others[i], roles[i], i) for i in range(n_visible)]
+            first, senders = named.get(LEARNER), members if sends else Counter[int]()
+            order = [(i in served, i == first, senders[i], roles[i], i) for i in range(n_visible)]
             gpu = min(order)[-1]
         placed[seat.who] = gpu
         if gpu is not None:
             roles[gpu] += 1
             members[gpu] += sends
     return Places({seat.who: placed[seat.who] for seat in seats}, servers)
+
+
+def _in_a_row(n_visible: int, n: int, used: Collection[int]) -> int:
+    """The first of `n` GPUs in a row that nobody uses. A learner of one rank may share the first one."""
+    found = (gpu for gpu in range(n_visible - n + 1) if not {*range(gpu, gpu + n)} & {*used})
+    first = next(found, None)
+    if first is None and n > 1:
+        raise NotEnoughGpus(_too_few_for_ranks(n, n_visible - len({*used}), None))
+    return first or 0
+
+
+def _too_few_for_ranks(ranks: int, n: int, first: int | None) -> str:
+    there = f"{n} free GPUs" if first is None else f"{n} visible GPUs and learner.device = cuda:{first}"
+    return (
+        f"learner.ranks: got {there}, expected {ranks} in a row, one for each rank; use fewer ranks, or leave them "
+        "GPUs that no server.gpus names"
+    )
 
 
 def _named_gpu(seat: Seat, n_visible: int) -> int | None:

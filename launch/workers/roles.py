@@ -15,16 +15,13 @@ servers never load it.
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Final, NoReturn
 
 import msgspec
@@ -32,24 +29,20 @@ import msgspec
 from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent, watch_launcher
+from launch.workers.main_process import outcome_of, prepare
 from launch.workers.start_role import StartRole, WorkFolder
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
 from models.description import known_vocabulary_size
 from protocol.context import ExitCode, RoleContext, WorkerRole
-from protocol.errors import HandshakeRefused
 from protocol.messages import Ledger, WeightVersion
-from protocol.printable import LineFormatter
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
     "buffer": "launch.workers.roles:run_buffer",
-    "learner": "learner.worker:main",
+    "learner": "launch.workers.ranks:main",
     "actor": "actors.worker:main",
     "teacher": "teachers.worker:main",
 }
 """Role -> `module:function` of its main."""
-LEAVE_AGAIN_S: Final = 0.25
-"""Time between SIGTERM and the check whether its exception was lost."""
-
 log = logging.getLogger("launch.workers.roles")  # also when run by -m
 
 
@@ -71,73 +64,16 @@ def run_role(start: StartRole, config: RunConfig, run_dir: Path, lifeline_fd: in
     Mains close what they opened."""
     code = int(ExitCode.FAILED)
     try:
-        try:
-            _prepare(start, lifeline_fd)
+        watch_launcher(lifeline_fd)
+        prepare(start.name)
+
+        def run() -> int:
             log.info("%s (%s) starts, pid %d", start.name, start.incarnation, os.getpid())
-            code = int(_load_entry(start.entry)(start.context(config, run_dir)))
-            log.info("%s ends with exit code %d", start.name, code)
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else ExitCode.FAILED
-            log.info("%s was asked to leave, exit code %d", start.name, code)
-        except HandshakeRefused as error:
-            code = ExitCode.RUN_LOST if error.refused.code in ("run_id", "peer_ahead") else ExitCode.USELESS
-            log.exception("the buffer refused %s; starting it again would not help", start.name)
-        except BaseException:
-            log.exception("%s failed", start.name)
-        finally:
-            _leave_undisturbed()
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            return _load_entry(start.entry)(start.context(config, run_dir))
+
+        code = outcome_of(start.name, run)
     finally:
         os._exit(int(code))
-
-
-def _prepare(start: StartRole, lifeline_fd: int) -> None:
-    faulthandler.enable()
-    if hasattr(faulthandler, "register"):  # not on Windows
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
-    watch_launcher(lifeline_fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - both are TextIOWrappers
-    to_log = logging.StreamHandler()
-    to_log.setFormatter(LineFormatter(start.name))
-    logging.basicConfig(level=logging.INFO, force=True, handlers=[to_log])
-    logging.captureWarnings(True)
-
-
-class _Leave(SystemExit):
-    """Raised by SIGTERM."""
-
-
-def _leave(_signum: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM handler: unwind the main thread. A second SIGTERM must not interrupt the unwinding.
-
-    The exception appears in whatever Python code happens to run, and some code loses it (a weakref callback, a
-    `__del__`, C code that clears errors). So a timer checks whether it is still being handled, and raises it again if
-    it is not."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, _leave_again)
-    signal.setitimer(signal.ITIMER_REAL, LEAVE_AGAIN_S, LEAVE_AGAIN_S)
-    raise _Leave(int(ExitCode.TERMINATED))
-
-
-def _leave_again(_signum: int, _frame: FrameType | None) -> None:
-    """SIGALRM handler: raise _Leave again, unless the main thread is handling one, that is, cleaning up."""
-    handled = sys.exception()
-    while handled is not None:
-        if isinstance(handled, _Leave):
-            return
-        handled = handled.__context__
-    raise _Leave(int(ExitCode.TERMINATED))
-
-
-def _leave_undisturbed() -> None:
-    """Disable SIGTERM and the timer."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _load_entry(entry: str) -> Callable[[RoleContext[RunConfig]], int]:

@@ -29,7 +29,7 @@ import random
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,10 +157,11 @@ def save_checkpoint(
     keep: int,
     pinned: Collection[int] = (),
     adapters: Adapters | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write a checkpoint of `state.version` under `root`, with `adapters` instead of the model if given. Then delete
     all but the `keep` newest and those of the `pinned` steps. Returns its folder. An existing complete checkpoint of
-    this version is kept as it is.
+    this version is kept as it is. `tensors`: `Trainer.tensors`.
 
     Raises OSError (disk full, no permission); earlier checkpoints are untouched, and nothing of this one remains.
     """
@@ -174,9 +175,9 @@ def save_checkpoint(
     temporary = root / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         if adapters is None:
-            save_hf(model, tokenizer, temporary)
+            save_hf(model, tokenizer, temporary, tensors)
         else:
-            adapters.save(temporary)
+            adapters.save(temporary, tensors)
             tokenizer.save_pretrained(temporary)
         save_file(state.optimizer.tensors, temporary / OPTIMIZER)
         if state.ema:

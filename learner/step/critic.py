@@ -22,6 +22,7 @@ from torch import Tensor
 from learner.config import LearnerConfig
 from learner.objectives.advantages import ValueTargets
 from learner.objectives.options import TokenAdvantage
+from learner.ranks.group import Ranks
 from learner.reports.step_metrics import ValueMetrics
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw
 from models.transfer import upload
@@ -88,6 +89,9 @@ class Critic:
     def gradients(self) -> list[Tensor]:
         return []
 
+    def add_up(self, ranks: Ranks) -> None:
+        """Give each rank the sum of all ranks' gradients."""
+
     def update(self, step: int) -> None:
         """Apply the gradients, clipped, at the learning rate of optimizer step `step`."""
 
@@ -143,6 +147,12 @@ class ValueCritic(Critic):
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.head.parameters() if p.grad is not None]
+
+    def add_up(self, ranks: Ranks) -> None:
+        if ranks.size > 1:
+            for parameter in self.head.parameters():  # none where no token of this rank is judged
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            ranks.add_up(self.gradients())
 
     def update(self, step: int) -> None:
         if self._config.max_grad_norm > 0:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, Microbatch, PackedBatch, TrainItem, pack
+from learner.batch import Microbatch, NonFiniteError, PackedBatch, TrainItem, pack
 from learner.objectives.advantages import ValueTargets
 from learner.objectives.batch_terms import BatchTerms, teacher_coefs
 from learner.objectives.losses import TokenInputs
+from learner.ranks.group import Ranks
 from learner.reports.step_metrics import SUMS, StepSums
 from learner.step.critic import Critic, ValueTerms
 from learner.step.step_loss import MicrobatchTerms, StepLoss
@@ -55,11 +57,6 @@ def predictor_states(model: PreTrainedModel, microbatch: Microbatch, *, bfloat16
     return States(head, exact_NH.bfloat16(), exact_NH)
 
 
-class NonFiniteError(BatchError):
-    """The forward or backward pass gave NaN or infinity, and the update was not made. `rollout_ids` are the rollouts
-    that cause it alone; empty if only their sum does."""
-
-
 def refuse_nonfinite(
     value_N: Tensor, microbatch: Microbatch, items: Sequence[TrainItem], *, update: str, what: str
 ) -> None:
@@ -86,7 +83,8 @@ class BatchPart:
     """Terms of the whole batch, reduced to these items."""
     loss: StepLoss
     proximal_N: Tensor | None = None
-    """The student's log-probs at the first update; None before it, and if there is only one update."""
+    """The student's log-probs at the first update, of the tokens of this rank; None before it, and if there is only one
+    update."""
 
     def inputs(self, microbatch: Microbatch, device: torch.device) -> TokenInputs:
         whole, item_N = self.whole, upload(microbatch.item_N, device)
@@ -111,19 +109,19 @@ class BatchPart:
         """None without a value function."""
         return None if self.whole.values is None else self.whole.values.at(torch.from_numpy(microbatch.token_N))
 
-    def keep_proximal(self, student_N: Sequence[Tensor]) -> None:
+    def keep_proximal(self, student_N: Sequence[Tensor], device: torch.device) -> None:
         """Keep the student's log-probs, given as one tensor per microbatch."""
-        token_N = torch.cat([torch.from_numpy(microbatch.token_N) for microbatch in self.batch.microbatches])
-        joined_N = torch.cat(list(student_N))
-        self.proximal_N = torch.empty_like(joined_N)
-        self.proximal_N[upload(token_N, joined_N.device)] = joined_N
+        dtype = student_N[0].dtype if student_N else torch.float32
+        self.proximal_N = torch.zeros(self.batch.n_trained, dtype=dtype, device=device)
+        for microbatch, own_N in zip(self.batch.microbatches, student_N, strict=True):
+            self.proximal_N[upload(microbatch.token_N, device)] = own_N
 
-    def alone(self, index: int, pack_tokens: int) -> BatchPart:
-        """A part with only item `index`, with its share of the batch."""
+    def alone(self, index: int, pack_tokens: int, step: int) -> BatchPart:
+        """A part with only item `index`, with its share of the batch, for all ranks. `step`: see `StepLoss.read`."""
         begins, ends = (int(self.whole.tokens_R[:r].sum()) for r in (index, index + 1))
-        item = self.items[index]
+        items = self.loss.read([self.items[index]], step)  # another rank's are not decoded here
         proximal_N = None if self.proximal_N is None else self.proximal_N[begins:ends]
-        return BatchPart([item], pack([item], pack_tokens), self.whole.of(index), self.loss, proximal_N)
+        return BatchPart(items, pack(items, pack_tokens), self.whole.of(index), self.loss, proximal_N)
 
 
 N_FIGURES: Final = len(SUMS) + 2
@@ -199,14 +197,31 @@ def batch_values(
     items: Sequence[TrainItem],
     *,
     update: str,
+    ranks: Ranks,
 ) -> Tensor:
     """Values of all trained tokens, in the order of the items, [N] float64 on the CPU. It is one forward pass without
     gradient and without the head. Raises NonFiniteError: one NaN value would spread to the advantage of every
     token."""
-    value_N = torch.empty(batch.n_trained, dtype=torch.float64)
+
+    def values_of(microbatch: Microbatch) -> Tensor:
+        return critic.values(states_of(microbatch))
+
+    made: list[Tensor] = []
     with torch.no_grad():
-        made = [critic.values(states_of(microbatch)) for microbatch in batch.microbatches]
-    for microbatch, own_N in zip(batch.microbatches, read(torch.cat(made)).split(list(map(len, made))), strict=True):
-        refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
-        value_N[torch.from_numpy(microbatch.token_N)] = own_N.double()
+        for microbatch, counts in batch.passes:
+            values_N = ranks.together(partial(values_of, microbatch))
+            if counts:
+                made.append(values_N)
+
+    def own() -> list[tuple[list[int], list[float]]]:
+        """(tokens, values) of each microbatch."""
+        known = read(torch.cat(made)).split(list(map(len, made))) if made else ()
+        for microbatch, own_N in zip(batch.microbatches, known, strict=True):
+            refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
+        return [(one.token_N.tolist(), own_N.tolist()) for one, own_N in zip(batch.microbatches, known, strict=True)]
+
+    value_N = torch.empty(batch.n_trained, dtype=torch.float64)
+    for of_rank in ranks.agreed(own, list[tuple[list[int], list[float]]]):
+        for token_N, own_N in of_rank:
+            value_N[torch.tensor(token_N)] = torch.tensor(own_N, dtype=torch.float64)
     return value_N

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from learner.config import LoraConfig
+from models.transfer import whole
 from weights.staged_weights import Merged
 
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -102,11 +103,16 @@ class Adapters:
             else:
                 yield name.replace(f"{_BASE_LAYER}.", "."), parameter
 
-    def save(self, folder: Path) -> None:
-        """Write the adapters in peft's format (`PeftModel.from_pretrained(base, folder)` loads them), and base.json."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of the adapters' matrices on the CPU, by peft's names. With several ranks, all must ask."""
         tensors = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / ADAPTER_WEIGHTS)
+        return {name: whole(t.detach()).cpu().contiguous() for name, t in tensors.items()}
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write the adapters in peft's format (`PeftModel.from_pretrained(base, folder)` loads them), and base.json.
+        `tensors`: from `tensors`, if that was called before."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.tensors() if tensors is None else dict(tensors), folder / ADAPTER_WEIGHTS)
         settings = self._wrapped.peft_config[_ADAPTER]
         settings.inference_mode = True  # as in peft's own files: loading them must not start training
         settings.save_pretrained(str(folder))

@@ -13,6 +13,7 @@ import numpy as np
 from learner.batch import EmptyBatchError, TrainItem
 from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError
 from learner.config import LearnerConfig
+from learner.ranks.group import Ranks
 from learner.reports.step_metrics import StepMetrics, StepSums
 from learner.step.train_step import Trainer
 from models.loading import load_causal_lm, resolve_device, resolve_dtype
@@ -77,6 +78,7 @@ def make_trainer(
     vocab_tokens: int,
     seed: int,
     checkpoint: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> Trainer:
     """A trainer of `student`, or of the checkpoint's weights. With adapters, the base is always `student`. Raises
     CheckpointError if the checkpoint has all weights where adapters are expected or the reverse, and what loading
@@ -95,11 +97,11 @@ def make_trainer(
     model = load_causal_lm(source, device=device, dtype="float32", attention="packed", train=True)
     kind = FrozenTrainer if learner.frozen else Trainer
     if not lora.rank:
-        return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed)
+        return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed, ranks=ranks)
     from learner.step.lora import Adapters
 
     adapters = Adapters(model, lora, base=student)
     if checkpoint is not None:
         adapters.load(checkpoint)
     log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
-    return kind(model, learner, total_steps=steps, adapters=adapters, vocab_tokens=vocab_tokens, seed=seed)
+    return kind(model, learner, total_steps=steps, adapters=adapters, vocab_tokens=vocab_tokens, seed=seed, ranks=ranks)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.config import LearnerConfig
+from models.transfer import like, whole
 
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -58,7 +59,7 @@ def dump_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, *, steps_do
         if not state:
             never_stepped.append(name)
             continue
-        tensors.update({f"{key}/{name}": state[key].detach().cpu().clone() for key in _KEYS})
+        tensors.update({f"{key}/{name}": whole(state[key].detach()).cpu().clone() for key in _KEYS})
     return AdamWState(tensors, tuple(never_stepped), steps_done)
 
 
@@ -83,8 +84,8 @@ def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: Adam
         entry = {key: state.tensors[f"{key}/{name}"].clone() for key in _KEYS}
         optimizer.state[parameter] = {
             "step": entry["step"].to(parameter.device),
-            "exp_avg": entry["exp_avg"].to(parameter),
-            "exp_avg_sq": entry["exp_avg_sq"].to(parameter),
+            "exp_avg": like(parameter, entry["exp_avg"]),
+            "exp_avg_sq": like(parameter, entry["exp_avg_sq"]),
         }
 
 

@@ -16,35 +16,49 @@ Legend: T input tokens of a microbatch, N trained tokens of it, H hidden size, V
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, EmptyBatchError, Microbatch, TrainItem, pack
+from learner.batch import (
+    BatchError,
+    EmptyBatchError,
+    Microbatch,
+    NonFiniteError,
+    PackedBatch,
+    TrainItem,
+    divide,
+    pack_share,
+)
 from learner.config import LearnerConfig
 from learner.objectives.batch_terms import batch_terms
+from learner.ranks.group import Ranks
+from learner.ranks.messages import dump_items
 from learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
 from learner.step.critic import make_critic, value_metrics
 from learner.step.forward import (
     N_FIGURES,
     BatchPart,
-    NonFiniteError,
     PassLeft,
     StepPass,
     batch_values,
     predictor_states,
 )
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
-from learner.step.step_loss import make_step_loss
+from learner.step.step_loss import StepLoss, make_step_loss
 from models.loading import resolve_dtype
 from models.logprobs import lm_head
-from models.transfer import read, upload
+from models.transfer import read, share_of, upload, whole
+from weights.server_checks import prompt_logprobs
 from weights.staged_weights import Weight
 
 if TYPE_CHECKING:
@@ -65,6 +79,9 @@ class _Update(NamedTuple):
 class Trainer:
     """Owns the model's parameters and the optimizer. One thread only.
 
+    With several ranks each has a trainer, and all make the same calls. The methods up to `logprobs` see to that: on
+    rank 0 they have the others join (learner.ranks).
+
     `model` is loaded with `load_causal_lm(..., attention="packed", dtype="float32", train=True)`.
     """
 
@@ -77,9 +94,11 @@ class Trainer:
         adapters: Adapters | None = None,
         vocab_tokens: int | None = None,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         """`adapters` are already on `model`; only they are trained. `vocab_tokens`: number of ids of the tokenizer, if
-        the model's embedding is padded past them. `seed`: the run's, for random draws.
+        the model's embedding is padded past them. `seed`: the run's, for random draws. `ranks`: the processes that
+        share this work; default: this one alone.
 
         Raises ValueError for total_steps below 1, a model without trainable parameters, parameters other than float32
         and float64 (AdamW's small updates vanish in bfloat16), and names of the objective that cannot be loaded."""
@@ -91,6 +110,8 @@ class Trainer:
                 f"trainable parameters have dtypes {dtypes or 'none'}; load the model with train=True and dtype="
                 "'float32' (learner.dtype = bfloat16 affects matrix products only)"
             )
+        self.ranks = ranks or Ranks()
+        self.ranks.shard(model)
         self.model = model
         self.adapters = adapters
         self.config = config
@@ -130,6 +151,7 @@ class Trainer:
         BatchError for token ids outside the vocabulary; weights, optimizer and clock are then as before.
         """
         started_s = time.perf_counter()
+        self.ranks.lead("step", lambda: dump_items(items, offline))
         parts, lr = self._parts(items, offline), self.next_lr
         updates = self._updates(parts)
         self.steps_done += 1
@@ -144,7 +166,7 @@ class Trainer:
             items_idle=batch.n_items_idle,
             items_unrewarded=whole.items_unrewarded,
             length_penalty=whole.length_penalty,
-            microbatches=sum(len(part.batch.microbatches) for part in parts),
+            microbatches=sum(part.batch.n_microbatches for part in parts),
             input_tokens=sum(part.batch.n_inputs for part in parts),
             step_s=time.perf_counter() - started_s,
             offline=OfflineMetrics.of(sums_offline[0], items=len(offline)) if sums_offline else None,
@@ -154,24 +176,49 @@ class Trainer:
         )
 
     def weights(self) -> Iterable[tuple[str, Weight]]:
-        """The student's weights for the actors, by the names of its architecture, with adapters merged in."""
+        """The student's weights for the actors, by the names of its architecture, with adapters merged in. With several
+        ranks all of them must be read, each once and in this order (`weights.staged_weights.tensor_of`)."""
+        self.ranks.lead("weights")
+        return self.named_weights()
+
+    def named_weights(self) -> Iterable[tuple[str, Weight]]:
+        """The same, for their names and shapes."""
         return self.model.named_parameters() if self.adapters is None else self.adapters.published()
 
     def skip(self) -> None:
         """Count a step that could not be made: the clock advances, weights and moments stay."""
+        self.ranks.lead("skip")
         self.steps_done += 1
 
+    def tensors(self) -> dict[str, Tensor] | None:
+        """Copies on the CPU of what a checkpoint has of the student: adapters if there are any, else all weights. None:
+        it is whole in this process, and need not be copied."""
+        if self.ranks.size == 1:
+            return None
+        self.ranks.lead("tensors")
+        if self.adapters is not None:
+            return self.adapters.tensors()
+        kept = self.model.state_dict().keys()
+        named = [*self.model.named_parameters(), *((n, b) for n, b in self.model.named_buffers() if n in kept)]
+        return {name: whole(tensor.detach()).cpu() for name, tensor in named}
+
+    def logprobs(self, ids: Sequence[int]) -> Tensor:
+        """[T - 1] log-probs of the tokens after the first, on the model's device."""
+        self.ranks.lead("logprobs", lambda: json.dumps(list(ids)).encode())
+        return self.ranks.together(partial(prompt_logprobs, self.model, ids, bfloat16=self.bfloat16))
+
     def gradient(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> list[Tensor]:
-        """The gradient of such a step, before clipping, by parameter. No step is made."""
+        """The gradient of such a step, before clipping, by parameter. No step is made. Not announced to other ranks."""
         try:
             parts, update = self._parts(items, offline), self._update_name(1)
             self._sums(parts, self._accumulate(parts), (), update)
-            return [p.grad.detach().clone() for p in self.model.parameters() if p.grad is not None]
+            return [whole(p.grad.detach()).clone() for p in self.model.parameters() if p.grad is not None]
         finally:
             self._zero_grad()
 
     def state_dict(self) -> AdamWState:
         """Optimizer moments by parameter name, and the clock. Weights and critic are saved separately."""
+        self.ranks.lead("state_dict")
         return dump_adamw(self.model, self._optimizer, steps_done=self.steps_done)
 
     def load_state_dict(self, state: AdamWState) -> None:
@@ -183,21 +230,31 @@ class Trainer:
     def _parts(self, items: Sequence[TrainItem], offline: Sequence[TrainItem]) -> list[BatchPart]:
         """The student's own items first. Raises EmptyBatchError and BatchError."""
         self._check_ids([*items, *offline])
-        items, offline = self._loss.read(items, self.steps_done), self._offline_loss.read(offline, self.steps_done)
-        own, first = pack(items, self.config.pack_tokens), self._update_name(1)
+        (items, own), first = self._packed(items, self._loss), self._update_name(1)
 
         def states_of(microbatch: Microbatch) -> Tensor:
             return predictor_states(self.model, microbatch, bfloat16=self.bfloat16).exact_NH
 
         def values() -> Tensor:
-            return batch_values(self.critic, states_of, own, items, update=first)
+            return batch_values(self.critic, states_of, own, items, update=first, ranks=self.ranks)
 
-        whole = batch_terms(items, self._loss.objective, offline, values=values)
-        parts = [BatchPart(items, own, whole.part(slice(len(items))), self._loss)]
+        terms = batch_terms(items, self._loss.objective, offline, values=values)
+        parts = [BatchPart(items, own, terms.part(slice(len(items))), self._loss)]
         if offline:
-            theirs = pack(offline, self.config.pack_tokens)
-            parts.append(BatchPart(offline, theirs, whole.part(slice(len(items), None)), self._offline_loss))
+            offline, theirs = self._packed(offline, self._offline_loss)
+            parts.append(BatchPart(offline, theirs, terms.part(slice(len(items), None)), self._offline_loss))
         return parts
+
+    def _packed(self, items: Sequence[TrainItem], loss: StepLoss) -> tuple[Sequence[TrainItem], PackedBatch]:
+        """The items, with the payloads read of those that this rank trains, and its microbatches. Raises
+        EmptyBatchError and UnreadableScores."""
+        divided = divide(items, self.config.pack_tokens, self.ranks.size)
+        mine = sorted(i for members in divided[self.ranks.rank] for i in members)
+        ready = list(items)
+        read_ones = self.ranks.succeeded(lambda: loss.read([items[i] for i in mine], self.steps_done))
+        for i, train_item in zip(mine, read_ones, strict=True):
+            ready[i] = train_item
+        return ready, pack_share(ready, divided, self.ranks.rank)
 
     def _updates(self, parts: Sequence[BatchPart]) -> list[_Update]:
         """The updates that were made. Raises NonFiniteError if the first is not finite."""
@@ -215,6 +272,7 @@ class Trainer:
 
     def _update(self, parts: Sequence[BatchPart], name: str) -> _Update:
         left = self._accumulate(parts)
+        self.critic.add_up(self.ranks)
         norm, value_norm = self._norms()
         sums, (norm_read, value_norm_read) = self._sums(parts, left, (norm, value_norm), name)
         if not (math.isfinite(norm_read) and math.isfinite(value_norm_read)):
@@ -238,20 +296,33 @@ class Trainer:
         left: list[list[PassLeft]] = []
         for part in parts:
             left.append([])
-            for microbatch in part.batch.microbatches:
+            for microbatch, counts in part.batch.passes:
                 forward = self._forward(microbatch, part)
-                forward.loss.backward()  # pyright: ignore[reportUnknownMemberType]
-                left[-1].append(forward.left(microbatch))
+                loss = forward.loss if counts else forward.loss * 0.0
+                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+                if counts:
+                    left[-1].append(forward.left(microbatch))
         return left
 
     def _sums(
         self, parts: Sequence[BatchPart], left: list[list[PassLeft]], further: Sequence[Tensor], update: str
     ) -> tuple[list[StepSums], list[float]]:
-        """The sums of each part and the `further` scalars, in one transfer from the device. Raises NonFiniteError."""
+        """The sums of each part over all ranks, and the `further` scalars, in one transfer from the device. Raises
+        NonFiniteError."""
         passes = [made.figures for of_part in left for made in of_part]
-        device = passes[0].device
-        numbers = read(torch.cat([*passes, *(upload(scalar.double()[None], device) for scalar in further)])).tolist()
-        of_pass = iter(numbers[i : i + N_FIGURES] for i in range(0, len(passes) * N_FIGURES, N_FIGURES))
+        device = self.model.device
+        queued = [*passes, *(upload(scalar.double()[None], device) for scalar in further)]
+        numbers = read(torch.cat(queued)).tolist() if queued else []
+        of_ranks = self.ranks.agreed(lambda: self._own_sums(parts, left, numbers, update), list[StepSums])
+        sums = [functools.reduce(StepSums.plus, of_part) for of_part in zip(*of_ranks, strict=True)]
+        return sums, numbers[len(passes) * N_FIGURES :]
+
+    def _own_sums(
+        self, parts: Sequence[BatchPart], left: list[list[PassLeft]], numbers: list[float], update: str
+    ) -> list[StepSums]:
+        """The sums of each part over the passes of this rank. Raises NonFiniteError."""
+        n_passes = sum(map(len, left))
+        of_pass = iter(numbers[i : i + N_FIGURES] for i in range(0, n_passes * N_FIGURES, N_FIGURES))
         sums: list[StepSums] = []
         for part, of_part in zip(parts, left, strict=True):
             total = StepSums.zero()
@@ -259,11 +330,14 @@ class Trainer:
                 total = total.plus(made.sums(next(of_pass), part.items, update=update))
             sums.append(total)
             if self.config.updates_per_batch > 1 and part.proximal_N is None:
-                part.keep_proximal([made.student_N for made in of_part])
-        return sums, numbers[len(passes) * N_FIGURES :]
+                part.keep_proximal([made.student_N for made in of_part], self.model.device)
+        return sums
 
     def _forward(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
         """The loss of the N trained tokens, from the student's distributions at temperature 1, and of their values."""
+        return self.ranks.together(partial(self._pass, microbatch, part))
+
+    def _pass(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
         head, hidden_NH, exact_NH = predictor_states(self.model, microbatch, bfloat16=self.bfloat16)
         inputs, divisor = part.inputs(microbatch, exact_NH.device), part.whole.divisor
         targets_N = upload(microbatch.target_N, exact_NH.device)
@@ -273,23 +347,24 @@ class Trainer:
     def _norms(self) -> tuple[Tensor, Tensor]:
         """Norms of the student's gradient (used to clip it) and of the critic's. Scalars on the device."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients), torch.nn.utils.get_total_norm(self.critic.gradients())
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        return norm, torch.nn.utils.get_total_norm(self.critic.gradients())
 
     def _nonfinite_gradient(self, parts: Sequence[BatchPart], update: str) -> NonFiniteError:
         """Find the rollouts that cause it, by a backward pass per item. Slow, and used only on this error."""
-        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        named = [(name, share_of(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None]
         named += [("the value head", gradient) for gradient in self.critic.gradients()]
-        parameters = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
+        own = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
+        parameters = sorted({name for of_rank in self.ranks.agreed(lambda: own, list[str]) for name in of_rank})
         culprits: list[str] = []
         for part, index in ((p, i) for p in parts for i in range(len(p.items))):
             train_item = part.items[index]
             if not train_item.n_trained:
                 continue
             self._zero_grad()
-            alone = part.alone(index, self.config.pack_tokens)
+            alone = part.alone(index, self.config.pack_tokens, self.steps_done)
             self._forward(alone.batch.microbatches[0], alone).loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None] + self.critic.gradients()
-            if not bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
+            if not all(bool(torch.isfinite(norm)) for norm in self._norms()):
                 culprits.append(train_item.item.rollout_id)
         return NonFiniteError(
             f"{update}: the gradient of {len(parameters)} parameters is not finite (first: {parameters[:3]}); by "

@@ -23,7 +23,8 @@ from buffer.journal.store import Store
 from buffer.server import BufferAddress
 from engines.provider import API_KEY_VARIABLE
 from launch.config.run import RunConfig
-from launch.workers.roles import LEAVE_AGAIN_S, run_buffer
+from launch.workers.main_process import LEAVE_AGAIN_S
+from launch.workers.roles import run_buffer
 from protocol.client import Client
 from protocol.context import ExitCode, RoleContext
 from protocol.errors import LinkError

@@ -20,35 +20,36 @@ from protocol.messages import BatchItem
 VOCAB = 23
 
 
+def build_student(
+    implementation: str = packed.IMPLEMENTATION, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
+) -> PreTrainedModel:
+    """The same random Qwen3 each time."""
+    shape: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model.set_attn_implementation(implementation)
+    model.to(dtype)  # pyright: ignore[reportArgumentType]
+    return model.eval()
+
+
 @pytest.fixture
 def tiny_student() -> Callable[..., PreTrainedModel]:
-    """`tiny_student(implementation, dtype, vocab)`: the same random Qwen3 each time, by default the packed one."""
-
-    def build(
-        implementation: str = packed.IMPLEMENTATION, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
-    ) -> PreTrainedModel:
-        shape: dict[str, Any] = {
-            "vocab_size": vocab,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.3,
-        }
-        torch.manual_seed(0)
-        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape))
-        model.set_attn_implementation(implementation)
-        model.to(dtype)  # pyright: ignore[reportArgumentType]
-        return model.eval()
-
-    return build
+    """`tiny_student(implementation, dtype, vocab)`: see `build_student`."""
+    return build_student
 
 
-def _item(
+def build_item(
     rollout_id: str,
     mask: Sequence[int],
     *,
@@ -87,7 +88,7 @@ def _item(
 
 @pytest.fixture
 def make_item() -> Callable[..., TrainItem]:
-    return _item
+    return build_item
 
 
 @pytest.fixture(scope="session")

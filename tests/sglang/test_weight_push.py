@@ -126,15 +126,15 @@ class ForgetfulWeights(SaboteurWeights):
     loads_from: str | None = None
     """It is told to load this folder, whatever it should load."""
 
-    def _update(self, bucket: Bucket, version: WeightVersion | None, *, last: bool) -> dict[str, Any]:
-        body = super()._update(bucket, version, last=last)
+    def _update(self, bucket: Bucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
+        body = super()._update(bucket, label, last=last)
         if self.forgets is None:
             return body
         names = [f"{name}.rotary_emb.inv_freq" if re.search(self.forgets, name) else name for name in body["names"]]
         return body | {"names": names}
 
-    def _from_disk(self, folder: str, version: WeightVersion | None) -> dict[str, Any]:
-        return super()._from_disk(self.loads_from or folder, version)
+    def _from_disk(self, folder: str, label: dict[str, str]) -> dict[str, Any]:
+        return super()._from_disk(self.loads_from or folder, label)
 
 
 class Actor:

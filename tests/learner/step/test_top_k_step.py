@@ -52,7 +52,7 @@ def _teacher(train_item: TrainItem, name: str) -> Floats:
     return logits_LV - np.logaddexp.reduce(logits_LV, axis=1, keepdims=True)
 
 
-def _with_sets(train_item: TrainItem, *, k: int = VOCAB, cut: int | None = None) -> TrainItem:
+def with_sets(train_item: TrainItem, *, k: int = VOCAB, cut: int | None = None) -> TrainItem:
     """As the buffer hands it on: a payload per teacher and segment (cut in two at `cut`), for the range with tokens to
     train; masked tokens inside of the range have sets too."""
     trained = np.flatnonzero(train_item.train_mask_L)
@@ -89,7 +89,7 @@ def _items(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
         make_item("d", [0] * 6 + [1] * 9, teachers=("style",), vocab=VOCAB, task_id=9, reward=0.5),
         make_item("e", [0, 1, 1], teachers=(), vocab=VOCAB, task_id=9, reward=-1.0),
     ]
-    return [_with_sets(train_item, k=k, cut=3) for train_item in made]
+    return [with_sets(train_item, k=k, cut=3) for train_item in made]
 
 
 def _divergence(divergence: Distributions, p_V: Tensor, q_V: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def test_draws_are_the_steps_own(tiny_student: Student, make_item: Make) -> None
 def test_steps_bring_the_student_to_the_teacher(tiny_student: Student, make_item: Make) -> None:
     config = _config(divergence="reverse_kl", lr=2e-2)
     trainer = Trainer(tiny_student(), config, total_steps=12, vocab_tokens=VOCAB)
-    items = [_with_sets(make_item(str(i), [0, 1, 1, 1], seed=i, vocab=VOCAB), k=8) for i in range(3)]
+    items = [with_sets(make_item(str(i), [0, 1, 1, 1], seed=i, vocab=VOCAB), k=8) for i in range(3)]
     metrics = [trainer.step(items).as_dict() for _ in range(12)]
     assert metrics[-1]["divergence"] < 0.5 * metrics[0]["divergence"] and metrics[0]["advantage_mean"] == 0.0
 
@@ -280,7 +280,7 @@ def test_steps_bring_the_student_to_the_teacher(tiny_student: Student, make_item
 def test_sets_that_nobody_asked_for_change_nothing(tiny_student: Student, make_item: Make) -> None:
     plain = make_item("a", [0, 1, 1], vocab=VOCAB)
     gradients = [
-        step_gradients(Trainer(tiny_student(), _config(), total_steps=5), [one]) for one in (plain, _with_sets(plain))
+        step_gradients(Trainer(tiny_student(), _config(), total_steps=5), [one]) for one in (plain, with_sets(plain))
     ]
     for name, gradient in gradients[0].items():
         assert torch.equal(gradients[1][name], gradient)
@@ -288,7 +288,7 @@ def test_sets_that_nobody_asked_for_change_nothing(tiny_student: Student, make_i
 
 def test_the_teachers_rollouts_in_a_batch_have_their_own_divergence(tiny_student: Student, make_item: Make) -> None:
     """Off-policy logit distillation beside the student's own tokens: both gradients, under one divisor."""
-    own, theirs = [make_item("a", [0, 1, 1, 1], vocab=VOCAB)], [_with_sets(make_item("t", [0, 0, 1, 1], vocab=VOCAB))]
+    own, theirs = [make_item("a", [0, 1, 1, 1], vocab=VOCAB)], [with_sets(make_item("t", [0, 0, 1, 1], vocab=VOCAB))]
 
     def gradients(config: LearnerConfig, *items: Sequence[TrainItem]) -> dict[str, Tensor]:
         trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=1, vocab_tokens=VOCAB)
@@ -329,7 +329,7 @@ def test_sets_that_do_not_fit_stop_the_step_and_name_the_rollout(
     vocab_tokens: int,
     message: str,
 ) -> None:
-    good = _with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB))
+    good = with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB))
     trainer = Trainer(tiny_student(), _config(divergence="jsd"), total_steps=5, vocab_tokens=vocab_tokens)
     with pytest.raises(UnreadableScores, match=f"rollout 'bad': .*{message}") as caught:
         trainer.step([spoil(good)])
@@ -337,8 +337,8 @@ def test_sets_that_do_not_fit_stop_the_step_and_name_the_rollout(
 
 
 def test_a_rollout_whose_sets_cannot_be_read_is_left_out_of_the_step(tiny_student: Student, make_item: Make) -> None:
-    good = _with_sets(make_item("good", [0, 1, 1, 1], vocab=VOCAB))
-    bad = _changed(_with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB)), n_bytes=5)
+    good = with_sets(make_item("good", [0, 1, 1, 1], vocab=VOCAB))
+    bad = _changed(with_sets(make_item("bad", [0, 1, 1, 1], vocab=VOCAB)), n_bytes=5)
     trainer = Trainer(tiny_student(), _config(divergence="jsd"), total_steps=5, vocab_tokens=VOCAB)
     outcome = finite_step(trainer, [bad, good])
     assert outcome.masked == ("bad",)

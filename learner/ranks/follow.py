@@ -1,0 +1,76 @@
+"""Ranks above 0: they make the calls that rank 0 announces, each with its own share of the parameters.
+
+They have no link to the buffer, no clock and no files but the student's and the checkpoint's, which they read. Whatever
+fails here ends the process, and the elastic launcher then ends the others (launch.workers.ranks)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+
+from learner.batch import BatchError
+from learner.checkpoints.checkpoint import load_checkpoint
+from learner.ranks.group import RankGroup
+from learner.ranks.messages import Beginning, load_items
+from learner.step.make_trainer import make_trainer
+from learner.step.train_step import Trainer
+from learner.worker import LearnerRunConfig
+from protocol.context import ExitCode, RoleContext
+from weights.staged_weights import tensor_of
+
+log = logging.getLogger(__name__)
+
+
+def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
+    """Follow rank 0 to its end. Raises what a call raises, but for batches that rank 0 refuses likewise."""
+    torch.manual_seed(ctx.config.seed)
+    announced = ranks.announcements()
+    first = next(announced)
+    if first.call == "end":
+        return ExitCode.OK
+    trainer = _trainer(ctx, msgspec.json.decode(first.payload, type=Beginning), ranks)
+    for call, payload in announced:
+        match call:
+            case "step":
+                with suppress(BatchError):  # raised by all ranks; rank 0 decides what is left out
+                    trainer.step(*load_items(payload))
+            case "skip":
+                trainer.skip()
+            case "weights":
+                for _, weight in trainer.weights():
+                    tensor_of(weight)
+            case "state_dict":
+                trainer.state_dict()
+            case "tensors":
+                trainer.tensors()
+            case "logprobs":
+                trainer.logprobs(json.loads(payload))
+            case "end":
+                log.info("rank %d ends with step %d", ranks.rank, trainer.steps_done)
+            case "begin":
+                raise RuntimeError("rank 0 announced a second beginning")
+    return ExitCode.OK
+
+
+def _trainer(ctx: RoleContext[LearnerRunConfig], beginning: Beginning, ranks: RankGroup) -> Trainer:
+    config = ctx.config
+    checkpoint = None if beginning.checkpoint is None else Path(beginning.checkpoint)
+    trainer = make_trainer(
+        config.models.student,
+        config.learner,
+        steps=config.steps,
+        vocab_tokens=beginning.vocab_tokens,
+        seed=config.seed,
+        checkpoint=checkpoint,
+        ranks=ranks,
+    )
+    if checkpoint is not None:
+        state = load_checkpoint(checkpoint)
+        trainer.load_state_dict(state.optimizer)
+        trainer.critic.load_state_dict(state.value_head)
+    return trainer

@@ -1,0 +1,206 @@
+"""What each rank of a group runs for tests/learner/ranks/test_ranks.py: the same steps by the group and by a trainer of
+its own, in float64. Prints one JSON line: by case, what differs.
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python -m tests.learner.ranks.same_as_one"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.batch import TrainItem
+from learner.config import EmaConfig, LearnerConfig, LoraConfig
+from learner.ranks.group import RankGroup, Ranks
+from learner.ranks.messages import dump_items, load_items
+from learner.step.ema import StudentEma
+from learner.step.finite_step import finite_step
+from learner.step.lora import Adapters
+from learner.step.train_step import Trainer
+from tests.learner.conftest import build_item, build_student
+from tests.learner.settings import learner_config
+from tests.learner.step.test_top_k_step import VOCAB as TOP_K_VOCAB
+from tests.learner.step.test_top_k_step import with_sets
+from weights.staged_weights import tensor_of
+
+TIMEOUT_S: Final = 60.0
+PLAIN: Final[dict[str, Any]] = {"warmup_steps": 0, "schedule": "constant", "eps": 1e-4, "lr": 1e-2, "pack_tokens": 12}
+GAE: Final = ("gae", {"value": {"lr": 2e-2, "through_backbone": True}})
+CASES: Final[dict[str, dict[str, Any]]] = {
+    "k1": {},
+    "one pass": {"pack_tokens": 4096},
+    "sequences": {"importance": ("gspo", {}), "advantage": ("grpo", {"std": False}), "coef": 0.3},
+    "several updates": {"importance": "decoupled", "updates_per_batch": 3, "advantage": ("grpo", {}), "coef": 0.3},
+    "value head": {"importance": "ppo", "advantage": GAE, "coef": 0.3, "updates_per_batch": 2},
+    "turns and rollouts": {"aggregation": "sequence_mean", "domain_scale": "rms"},
+    "reverse KL": {"divergence": "reverse_kl"},
+    "drawn": {"divergence": ("multi_sample", {"samples": 3})},
+    "context weights": {"divergence": ("jsd", {"context_cap": 2.0}), "importance": ("sequence", {})},
+    "adapters": {"lora": LoraConfig(rank=2, alpha=4.0)},
+    "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
+}
+
+
+def items_of(*, seed: int, top_k: bool) -> list[TrainItem]:
+    vocab = TOP_K_VOCAB
+    made = [
+        build_item("a", [0, 0, 1, 1, 1], task_id=1, reward=1.0, seed=seed, vocab=vocab),
+        build_item("b", [0, 1, 1, 0, 0, 1, 0, 0], task_id=1, reward=0.0, seed=seed + 1, vocab=vocab),
+        build_item("c", [0, 0, 0], task_id=1, reward=0.25, seed=seed + 2, vocab=vocab),
+        build_item("d", [0] * 10 + [1] * 20, task_id=2, reward=-0.5, seed=seed + 3, vocab=vocab),
+        build_item("e", [0, 1, 1], task_id=2, reward=2.0, teachers=(), seed=seed + 4, vocab=vocab),
+        build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, seed=seed + 5, vocab=vocab),
+    ]
+    return [with_sets(one, k=6, cut=3) for one in made] if top_k else made
+
+
+def trainer_of(config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.float64) -> Trainer:
+    model = build_student(dtype=dtype)
+    torch.manual_seed(0)
+    adapters = Adapters(model, config.lora, base="tiny") if config.lora.rank else None
+    return Trainer(model, config, total_steps=10, adapters=adapters, vocab_tokens=TOP_K_VOCAB, ranks=ranks)
+
+
+def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Everything that steps change."""
+    found = {f"weight {name}": tensor_of(weight).clone() for name, weight in trainer.weights()}
+    found |= {f"moment {name}": tensor for name, tensor in trainer.state_dict().tensors.items()}
+    return found | {f"critic {name}": tensor for name, tensor in trainer.critic.state_dict().items()}
+
+
+def difference(ones: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """The largest, in units of the largest number of its tensor; 1 for other names."""
+    if ones.keys() != others.keys():
+        return 1.0
+    each = [float((ones[n] - others[n]).abs().max() / ones[n].abs().max().clamp(min=1e-9)) for n in ones]
+    return max(each)
+
+
+def of_steps(ranks: Ranks, settings: dict[str, Any]) -> dict[str, float]:
+    """Largest differences over three steps, with teacher's text in the second, and after them."""
+    config = learner_config(**(PLAIN | settings))
+    alone, together = trainer_of(config, Ranks()), trainer_of(config, ranks)
+    figures = gradients = 0.0
+    for step in range(3):
+        items = items_of(seed=10 * step, top_k=config.objective.needs_top_k)
+        if step == 2:  # one rollout has tokens to train: all ranks but one have nothing to do
+            items = [items[0], *(replace(one, train_mask_L=np.zeros_like(one.train_mask_L)) for one in items[1:3])]
+        offline = [build_item("t", [0, 0, 1, 1], seed=5, vocab=TOP_K_VOCAB)] if step == 1 else []
+        one, other = ({str(i): g for i, g in enumerate(t.gradient(items, offline))} for t in (alone, together))
+        gradients = max(gradients, difference(one, other))
+        mine, theirs = (t.step(items, offline).as_dict() for t in (alone, together))
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"step_s", "microbatches", "tokens_per_s", "train/step_s"}:
+            if isinstance(mine[name], float) and "_s" not in name:
+                a, b = float(mine[name] or 0.0), float(theirs[name] or 0.0)
+                figures = max(figures, abs(a - b) / max(1.0, abs(a)))
+    return {
+        "gradients": gradients,
+        "figures": figures,
+        "after": difference(tensors_of(alone), tensors_of(together)),
+    }
+
+
+def of_bad_rollouts(ranks: Ranks) -> dict[str, float]:
+    """One whose gradient overflows float32, on whatever rank it is, and one whose payload cannot be read: left out by
+    all, and the rest is trained."""
+    config = learner_config(**PLAIN, divergence="reverse_kl")
+    alone, together = (trainer_of(config, one, torch.float32) for one in (Ranks(), ranks))
+    items = items_of(seed=3, top_k=True)
+    items[5] = replace(items[5], payloads=np.full_like(items[5].payloads, 255))
+    return left_out(alone, together, items, {"f"})
+
+
+def of_gradient_that_is_not_finite(ranks: Ranks) -> dict[str, float]:
+    """Every number of the forward pass is finite, but the gradient of two rollouts overflows float32: they are found
+    item by item, by all ranks at once."""
+    alone, together = (trainer_of(learner_config(**PLAIN), one, torch.float32) for one in (Ranks(), ranks))
+    items = items_of(seed=3, top_k=False)
+    items[1].teacher_ML[:] = items[5].teacher_ML[:] = -1e38
+    return left_out(alone, together, items, {"b", "f"})
+
+
+def left_out(alone: Trainer, together: Trainer, items: list[TrainItem], expected: set[str]) -> dict[str, float]:
+    before = tensors_of(alone)
+    masked = [finite_step(trainer, items).masked for trainer in (alone, together)]
+    after = tensors_of(alone)
+    return {
+        "left out": float(any(set(one) != expected for one in masked)),
+        "nothing was trained": float(all(torch.equal(before[name], after[name]) for name in before)),
+        "after": difference(after, tensors_of(together)),
+    }
+
+
+def of_average(ranks: Ranks) -> dict[str, float]:
+    config = learner_config(**PLAIN)
+    averages: list[dict[str, Tensor]] = []
+    for trainer in (trainer_of(config, Ranks()), trainer_of(config, ranks)):
+        with TemporaryDirectory() as folder:
+            ema = StudentEma(EmaConfig(decay=0.5), trainer.weights(), folder=Path(folder), send=lambda _: None)
+            for step in range(2):
+                trainer.step(items_of(seed=step, top_k=False))
+                ema.update(trainer.weights())
+        averages.append(ema.state_dict())
+    return {"average": difference(*averages)}
+
+
+def of_a_resumed_optimizer(ranks: Ranks) -> dict[str, float]:
+    """State saved by the group and loaded by one rank, and the reverse; then a step of each."""
+    config = learner_config(**PLAIN)
+    alone, together = trainer_of(config, Ranks()), trainer_of(config, ranks)
+    for trainer in (alone, together):
+        trainer.step(items_of(seed=0, top_k=False))
+    alone_state, together_state = alone.state_dict(), together.state_dict()
+    alone.load_state_dict(together_state)
+    together.load_state_dict(alone_state)
+    for trainer in (alone, together):
+        trainer.step(items_of(seed=1, top_k=False))
+    return {"after": difference(tensors_of(alone), tensors_of(together))}
+
+
+def of_items_as_bytes(_: Ranks) -> dict[str, float]:
+    items = items_of(seed=0, top_k=True)
+    read = load_items(dump_items(items[:4], items[4:]))
+    wrong = 0
+    for one, other in zip(items, [*read.items, *read.offline], strict=True):
+        arrays = ("tokens_L", "behaviour_L", "train_mask_L", "teacher_ML", "payloads")
+        wrong += one.item != other.item or any(
+            getattr(one, name).dtype != getattr(other, name).dtype
+            or not np.array_equal(getattr(one, name), getattr(other, name))
+            for name in arrays
+        )
+    return {"items": float(wrong)}
+
+
+def main(names: Sequence[str]) -> None:
+    ranks = RankGroup(device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    further: dict[str, Callable[[Ranks], dict[str, float]]] = {
+        "bad rollouts": of_bad_rollouts,
+        "gradient not finite": of_gradient_that_is_not_finite,
+        "average": of_average,
+        "resumed": of_a_resumed_optimizer,
+        "bytes": of_items_as_bytes,
+    }
+    results: dict[str, dict[str, float]] = {}
+    # Nothing is announced here: all ranks run this same program.
+    ranks.lead = lambda *_: None  # type: ignore[method-assign,assignment]
+    for name, settings in CASES.items():
+        if not names or name in names:
+            results[name] = of_steps(ranks, settings)
+    for name, check in further.items():
+        if not names or name in names:
+            results[name] = check(ranks)
+    ranks.close()
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

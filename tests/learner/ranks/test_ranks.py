@@ -1,0 +1,87 @@
+"""A learner of several ranks does what a learner of one does: the same gradients, weights, optimizer state and figures,
+also where rollouts are left out. Each rank is a process (`same_as_one`), over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.packed_layout import balanced_packs
+from tests.learner.ranks.same_as_one import CASES
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+FLOAT64 = 1e-9
+FLOAT32 = 1e-5
+IN_FLOAT32 = ("bad rollouts", "gradient not finite")
+
+
+def results_of(n_ranks: int) -> list[dict[str, dict[str, float]]]:
+    """What each rank found, by case."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.learner.ranks.same_as_one"],
+            env={**common, "RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n_ranks)
+    ]
+    try:
+        said = [rank.communicate(timeout=3 * PATIENCE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in said]
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_do_together_what_one_does_alone(n_ranks: int) -> None:
+    for found in results_of(n_ranks):
+        assert set(found) >= CASES.keys() | set(IN_FLOAT32), "every case ran"
+        for case, differences in found.items():
+            allowed = FLOAT32 if case in IN_FLOAT32 else FLOAT64
+            wrong = {name: value for name, value in differences.items() if not value <= allowed}
+            assert not wrong, f"{case}: {wrong}, expected at most {allowed}"
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=60),
+    st.integers(1, 400),
+    st.integers(1, 7),
+)
+def test_items_are_divided_among_ranks_once_each_and_in_balance(lengths: list[int], budget: int, n_ranks: int) -> None:
+    packs = balanced_packs(lengths, budget, n_ranks)
+    assert len(packs) == n_ranks
+    assert sorted(i for of_rank in packs for members in of_rank for i in members) == list(range(len(lengths)))
+    for members in (members for of_rank in packs for members in of_rank):
+        assert sum(lengths[i] for i in members) <= max(budget, max(lengths))
+    rounds = [len(of_rank) for of_rank in packs]
+    assert n_ranks == 1 or max(rounds) - min(rounds) <= 1 or len(lengths) < n_ranks * max(rounds)
+    if n_ranks > 1 and len(lengths) >= n_ranks * max(rounds):
+        tokens = sorted(sum(lengths[i] for members in of_rank for i in members) for of_rank in packs)
+        assert tokens[-1] - tokens[0] <= max(rounds) * max(lengths), "no rank has more than one item per round more"
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_a_batch_that_fits_into_one_pack_is_divided_all_the_same(n_ranks: int) -> None:
+    packs = balanced_packs([10] * 6, 4096, n_ranks)
+    assert [[len(members) for members in of_rank] for of_rank in packs] == [[6 // n_ranks]] * n_ranks
