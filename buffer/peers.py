@@ -56,6 +56,8 @@ class Lease:
     granted_s: float
     hedge: bool
     """True if the job was already out at another teacher."""
+    known_tokens: int
+    """Tokens of the item that its teacher was sent with the rollout's former item."""
 
 
 class Peer:
@@ -144,7 +146,8 @@ class ActorPeer(Peer):
 
 
 class TeacherPeer(Peer):
-    """A teacher, which holds score leases. Its credit counts context tokens."""
+    """A teacher, which holds score leases. Its credit counts tokens that it has to compute: an item's context, without
+    what it was sent with the rollout's former item."""
 
     def __init__(
         self, name: str, pool: str, incarnation: str, now_s: float, breaker: Breaker, former: Peer | None = None
@@ -156,7 +159,7 @@ class TeacherPeer(Peer):
         self._credit = ScoreCredit(tokens=0, seq=-1, items_received_total=0)
         self._sent_total = 0
         self._on_their_way: deque[tuple[int, int]] = deque()
-        """(number of items sent before this one, its context tokens)"""
+        """(number of items sent before this one, its new tokens)"""
         self._tokens_on_their_way = 0
         self._counts_meet = True
 
@@ -175,10 +178,10 @@ class TeacherPeer(Peer):
             return 0
         return self._credit.tokens - self._tokens_on_their_way
 
-    def has_room(self, context_tokens: int) -> bool:
-        """Return True if an item of this length may be leased to it. An item longer than its credit is sent by
+    def has_room(self, new_tokens: int) -> bool:
+        """Return True if an item of so many new tokens may be leased to it. One longer than its credit is sent by
         itself."""
-        return context_tokens <= self.free_tokens or (self.free_tokens > 0 and not self.leases)
+        return new_tokens <= self.free_tokens or (self.free_tokens > 0 and not self.leases)
 
     def give_credit(self, credit: ScoreCredit) -> None:
         if credit.seq <= self._credit.seq:
@@ -196,10 +199,10 @@ class TeacherPeer(Peer):
         self._on_their_way.clear()
         self._tokens_on_their_way = 0
 
-    def item_sent(self, lease: Lease, context_tokens: int) -> None:
+    def item_sent(self, lease: Lease, new_tokens: int) -> None:
         self.leases[lease.lease_id] = lease
-        self._on_their_way.append((self._sent_total, context_tokens))
-        self._tokens_on_their_way += context_tokens
+        self._on_their_way.append((self._sent_total, new_tokens))
+        self._tokens_on_their_way += new_tokens
         self._sent_total += 1
 
 

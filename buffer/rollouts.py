@@ -187,11 +187,15 @@ class Rollout:
     def rollout_id(self) -> str:
         return self.ticket.rollout_id
 
-    def score_item(self, lease_id: int, segment: Segment) -> tuple[ScoreItem, Int32s]:
-        """Item and frame that are sent to a teacher to score a segment."""
+    def score_item(self, lease_id: int, segment: Segment, known_tokens: int) -> tuple[ScoreItem, Int32s]:
+        """Item and frame that are sent to a teacher to score a segment; `known_tokens` as in the item."""
         start, end = segment.start, segment.end
         last = self.closed and end == self.length
-        item = ScoreItem(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end, last=last)
+        item = ScoreItem(
+            *(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end),
+            last=last,
+            known_tokens=known_tokens,
+        )
         ids_N, record = self._path_ids(end), self.slot.task
         if segment.other_tokens:
             item = msgspec.structs.replace(item, other_tokens=segment.other_tokens)
@@ -206,6 +210,13 @@ class Rollout:
         record = self.slot.task
         other = 0 if record.teacher_prompt_T is None else len(record.teacher_prompt_T) - len(record.prompt_T)
         return segment.end - segment.other_tokens + other
+
+    def known_tokens(self, segment: Segment, pool_index: int, teacher: str) -> int:
+        """Tokens of the frame that this teacher was sent with the former item. A branch may share fewer; then it
+        computes more than it was asked for."""
+        if self.affinity[pool_index] != teacher or segment.start == 0:
+            return 0
+        return self.context_tokens(segment) - (segment.end - segment.start)
 
     def _path_ids(self, end: int) -> Int32s:
         """[n] The tokens that are read up to token `end` - 1. A view where the rollout has no branches."""

@@ -1,7 +1,8 @@
 """Score leases: which teacher scores which segment next, and what happens if it fails to.
 
     segment accepted -> one ScoreJob per pool of its task, queued by (evaluation first, ticket order, index)
-    credit + queue   -> lease: to the teacher that had the rollout last if it has room, else to the one with most room
+    credit + queue   -> lease: to the teacher that had the rollout last if it has room for what is new of it, else to
+                        the one with most room for all of it
     lease overdue    -> hedge: once per job, a second lease to another teacher (`buffer.pools`); the first answer counts
     Scores           -> the job is done; after the last pool the segment is SCORED
     ScoreFailed, bad scores, lease over, teacher lost
@@ -244,7 +245,9 @@ class ScoreDesk:
             heapq.heappush(pool.queue, entry)
             self._unpardoned[pool.name] = None
         for name, granted in leases.items():
-            pairs = [lease.job.rollout.score_item(lease.lease_id, lease.job.segment) for lease in granted]
+            pairs = [
+                lease.job.rollout.score_item(lease.lease_id, lease.job.segment, lease.known_tokens) for lease in granted
+            ]
             for part, frames in in_messages(pairs):
                 self._outbox.send("teacher", name, ScoreWork(part), frames)
 
@@ -260,7 +263,8 @@ class ScoreDesk:
         favourite = job.rollout.affinity[job.pool_index]
         best: TeacherPeer | None = None
         for name, teacher in teachers.items():
-            if (not forgiven and name in job.failed_by) or not teacher.has_room(context_tokens):
+            known_tokens = job.rollout.known_tokens(job.segment, job.pool_index, name)
+            if (not forgiven and name in job.failed_by) or not teacher.has_room(context_tokens - known_tokens):
                 continue
             if teacher is holder or not teacher.breaker.allows(now_s):
                 continue
@@ -271,7 +275,8 @@ class ScoreDesk:
         return best
 
     def _lease(self, now_s: float, job: ScoreJob, teacher: TeacherPeer) -> Lease:
-        lease = Lease(self._next_lease_id, job, teacher, now_s, hedge=job.lease_id is not None)
+        known_tokens = job.rollout.known_tokens(job.segment, job.pool_index, teacher.name)
+        lease = Lease(self._next_lease_id, job, teacher, now_s, job.lease_id is not None, known_tokens)
         self._next_lease_id += 1
         self._leases[lease.lease_id] = lease
         self._by_deadline.append((now_s + self._config.lease_s, lease.lease_id))
@@ -286,7 +291,7 @@ class ScoreDesk:
             job.rollout.affinity[job.pool_index] = teacher.name
         pool.granted(lease)
         self._health.sent(lease)
-        teacher.item_sent(lease, job.rollout.context_tokens(job.segment))
+        teacher.item_sent(lease, job.rollout.context_tokens(job.segment) - known_tokens)
         return lease
 
     def _lease_of(self, teacher: TeacherPeer, lease_id: int) -> Lease | None:

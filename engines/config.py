@@ -107,7 +107,7 @@ class ScorerSettings(WorkerSettings, frozen=True, kw_only=True):
     dtype: LoadDtype = "auto"
     """Precision of an embedded teacher's weights; auto: bfloat16 on cuda, float32 elsewhere."""
     max_batch_tokens: PositiveInt = 4096
-    """Context tokens scored in one packed forward pass; a longer single item is scored by itself."""
+    """Tokens computed in one packed forward pass; a longer single item is scored by itself."""
     prefix_cache_mb: NonNegativeInt | None = None
     """Memory of an embedded teacher for the keys and values of growing rollouts, in MiB, so that a segment does not
     compute its prefix again. 0: none. Left out: a quarter of the GPU memory that is free once the model is loaded, or a

@@ -7,9 +7,11 @@ The loop (one thread; the client's own thread keeps the connection and the heart
     output  Scores | ScoreFailed, one lease each, sent again until the buffer acknowledges them
     waits   for work (unblocked by the buffer, as actors stream), never for an acknowledgement
     leaves  when asked to (SIGTERM): a credit of 0, then what it holds within `drain_s`, then Goodbye
-    credit  at most `credit_tokens` context tokens are held; the credit is renewed as items are scored
+    credit  at most `credit_tokens` new tokens are held: without what the rollout's former item has brought. The credit
+            is renewed as items are scored
 
-The buffer prefers to send a growing rollout to the same teacher; nothing depends on it.
+The buffer prefers to send a growing rollout to the same teacher, which may have kept its prefix; nothing but speed
+depends on it.
 """
 
 from __future__ import annotations
@@ -184,7 +186,7 @@ class TeacherWorker:
                 case ScoreWork():
                     for item, token_ids in zip(message.items, received.arrays, strict=True):
                         self._held.append(Held(item, token_ids, arrived_s=time.monotonic()))
-                        self._held_tokens += item.context_tokens
+                        self._held_tokens += self._new_tokens(item)
                     self._received_total += len(message.items)
                     got_work = True
                 case TeacherWeights():
@@ -235,12 +237,16 @@ class TeacherWorker:
     def _next_batch(self) -> list[Held]:
         """The oldest items, up to the token budget; a larger item forms its own batch."""
         batch = [self._held.popleft()]
-        tokens = batch[0].item.context_tokens
-        while self._held and tokens + self._held[0].item.context_tokens <= self._config.max_batch_tokens:
+        tokens = self._new_tokens(batch[0].item)
+        while self._held and tokens + self._new_tokens(self._held[0].item) <= self._config.max_batch_tokens:
             batch.append(self._held.popleft())
-            tokens += batch[-1].item.context_tokens
+            tokens += self._new_tokens(batch[-1].item)
         self._held_tokens -= tokens
         return batch
+
+    def _new_tokens(self, item: ScoreItem) -> int:
+        """Tokens that the engine is expected to compute."""
+        return item.context_tokens if self._config.prefix_cache_mb == 0 else item.new_tokens
 
     def _score_batch(self, batch: list[Held]) -> None:
         began_s = time.monotonic()

@@ -150,6 +150,14 @@ class ScoreItem(msgspec.Struct, frozen=True):
     """Tokens of other branches before `start`, which the frame does not hold."""
     last: bool = False
     """True if no segment of this rollout follows, so that nothing need be kept for it."""
+    known_tokens: int = 0
+    """Tokens at the beginning of the frame that this teacher was sent with the rollout's former item, and may have
+    kept. They do not count towards its credit."""
+
+    @property
+    def new_tokens(self) -> int:
+        """The credit that the item takes."""
+        return self.context_tokens - self.known_tokens
 
     @property
     def shift(self) -> int:

@@ -47,6 +47,22 @@ def test_credit_is_in_context_tokens_and_absolute(make: Make) -> None:
     assert len(work_of(driver, "t")) == 1
 
 
+def test_what_a_teacher_was_sent_before_takes_no_credit_again(make: Make) -> None:
+    """So that a growing rollout stays where its prefix may have been kept. For another teacher all of it is new."""
+    driver = make(peers=False, staleness=1, batch=4)
+    driver.actor()
+    driver.join("learner", "learner")
+    driver.teacher("t", tokens=10)
+    driver.teacher("u", tokens=9)
+    driver.offer(0)
+    for n in (4, 3, 3):
+        driver.write("train-0-0-0", n)
+    leases = [(name, item.context_tokens, item.known_tokens) for name, item, _ in driver.work.values()]
+    assert leases == [("t", 6, 0), ("t", 9, 6), ("u", 12, 0)], "3 do not fit in 10 - 6 - 3"
+    driver.write("train-0-0-0", 1, final=True)
+    assert len(driver.work) == 3, "neither has room: 1 in 9 - 12, 13 in 10 - 9"
+
+
 def test_an_item_longer_than_the_credit_goes_alone(make: Make) -> None:
     driver = make(peers=False, staleness=1, batch=4)
     driver.actor()
@@ -239,7 +255,7 @@ def test_a_teachers_prompt_stands_in_place_of_the_students(make: Make) -> None:
     driver = make(peers=False, staleness=1, batch=4)
     driver.actor()
     driver.join("learner", "learner")
-    driver.teacher(tokens=9)
+    driver.teacher(tokens=7)
     own = [7, 8, 9, 7]
     task = m.Task(0, "train", 1, m.Sampling(max_new_tokens=10), teacher_prompt_tokens=len(own))
     out = driver.send("learner", "learner", m.TasksOffered((task,)), np.array([*PROMPT, *own], np.int32))
@@ -249,10 +265,10 @@ def test_a_teachers_prompt_stands_in_place_of_the_students(make: Make) -> None:
     assert frame == [*own, 10, 11] and item.context_tokens == 6
     assert (item.start, item.end, item.first, item.shift) == (0, 4, 2, 2)
     driver.write("train-0-0-0", 2, final=True)
-    assert len(driver.work) == 1, "8 of its own do not fit in 9 - 6"
+    assert len(driver.work) == 1, "two more do not fit in 7 - 6"
     driver.send("teacher", "t", m.ScoreCredit(tokens=9, seq=2, items_received_total=1))
     _, item, ids = driver.work[max(driver.work)]
-    assert ids.tolist() == [*own, 10, 11, 10, 11] and item.first == 4
+    assert ids.tolist() == [*own, 10, 11, 10, 11] and item.first == 4 and item.known_tokens == 6
     driver.score()
     assert driver.state.snapshot(0.0).queues["tokens_scored"] == 4
 

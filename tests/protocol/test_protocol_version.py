@@ -19,6 +19,7 @@ SCHEMA_OF_VERSION = {
     8: "701c5c6c41c13ba7",
     9: "ea6a4f6b17bb1a28",
     10: "1d0de4153b379bc9",
+    11: "f7a3d464a07babb5",
 }
 
 

@@ -294,6 +294,21 @@ def test_the_engine_is_told_the_rollout_and_its_last_segment_and_its_figures_rea
     assert engine.seen == [("train-7-0-0", False), ("train-8-0-0", True)]
 
 
+@pytest.mark.parametrize(("prefix_cache_mb", "calls"), [(None, [[50, 50, 50], [50]]), (0, [[50], [50], [50], [50]])])
+def test_batches_count_the_tokens_that_are_new_to_this_teacher(
+    prefix_cache_mb: int | None, calls: list[list[int]]
+) -> None:
+    """Unless it keeps no prefixes."""
+    engine = Fake()
+    config = TeacherConfig(max_batch_tokens=60, device="cpu", prefix_cache_mb=prefix_cache_mb)
+    with ScriptedBuffer() as peer, teacher(peer.address, engine, config) as (ended, _):
+        items = tuple(m.ScoreItem(i, f"train-{i}-0-0", 30, 50, known_tokens=30) for i in range(4))
+        peer.send(m.ScoreWork(items), [np.ones(50, np.int32)] * 4, to=TEACHER)
+        settled(peer, 4)
+        end(peer, ended)
+    assert engine.calls == calls
+
+
 # ------------------------------------------------------------------------------------------------- the real buffer
 
 
