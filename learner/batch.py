@@ -226,7 +226,7 @@ class PackedBatch:
     n_passes: int
     """Passes that each rank makes: microbatches of the rank that has most. The others fill up with `idle`."""
     n_microbatches: int
-    """Of all ranks."""
+    """Number of microbatches, those of all ranks together."""
     teachers: tuple[str, ...]
     """Names of the M teachers, sorted."""
     n_trained: int
