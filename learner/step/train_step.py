@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -175,11 +175,12 @@ class Trainer:
             updates=UpdatesMetrics.of(sums, last.sums[0], len(updates), asked, last.grad_norm) if asked > 1 else None,
         )
 
-    def weights(self) -> Iterable[tuple[str, Weight]]:
+    def weights(self) -> Iterator[tuple[str, Weight]]:
         """The student's weights for the actors, by the names of its architecture, with adapters merged in. With several
-        ranks all of them must be read, each once and in this order (`weights.staged_weights.tensor_of`)."""
+        ranks all of them must be read, each once and in this order (`weights.staged_weights.tensor_of`); the others are
+        told when the first is asked for."""
         self.ranks.lead("weights")
-        return self.named_weights()
+        yield from self.named_weights()
 
     def named_weights(self) -> Iterable[tuple[str, Weight]]:
         """The same, for their names and shapes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Launched
+from tests.integration.conftest import ROOT, Launched
 
 pytestmark = pytest.mark.slow
 RANKS = ("--learner.ranks=2", "--learner.eval_every=0", "--learner.checkpoint_every=3", "--actors=1")
@@ -60,3 +60,16 @@ def test_ctrl_c_saves_a_checkpoint_of_all_ranks_and_one_rank_goes_on_from_it(lau
     assert resumed.summary()["steps"] == 9 and resumed.summary()["tokens"]["balanced"]
     resumed.expect_clean_audit()
     assert (run.run_dir / "export" / "merged" / "config.json").is_file()
+
+
+def test_ranks_send_weights_to_a_server_that_proves_that_it_has_them(launch: Callable[..., Launched]) -> None:
+    """The canary is scored by all ranks together, between a step and the copies of its weights."""
+    if not (ROOT / ".venv-sglang").exists():
+        pytest.skip("make sglang-cpu installs what this needs")
+    servers = ("--actor.engine=sglang", "--device=cpu", "--weights.verify_every=1")
+    run = launch("--steps=4", *RANKS, *servers)
+    assert run.wait() == 0, run.text()
+    assert run.summary()["tokens"]["balanced"]
+    assert max(row.get("weights/check_requests_total", 0.0) for row in run.steps()) > 0
+    assert all(abs(row["train/ratio_mean"] - 1.0) < 0.05 for row in run.steps())
+    run.expect_clean_audit()
