@@ -15,7 +15,7 @@ from typing import Final
 from launch import run
 from launch.checks.model_files import find_model
 from launch.config.command_line import parse_arguments, resolve_config
-from launch.errors import WRONG_CONFIG_EXIT_CODE, LaunchError, refuse
+from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
 
 RECIPE: Final = (
     "--learner.eval_every=0",
@@ -42,7 +42,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments[:1] == ["--help"] else WRONG_CONFIG_EXIT_CODE
     file, *rest = arguments
     try:
-        teacher = find_model("models.teacher", resolve_config(parse_arguments(rest)).models.teacher)
+        config = resolve_config(parse_arguments(rest))
+        if config.learner.tasks.has_privileged:
+            raise ConfigError(
+                "learner.tasks.privileged: got a text that only teachers read, but here the teacher writes, as the "
+                "student of its run, and would not see it; leave it out, and put it into the prompts if the writer is to "
+                "read it"
+            )
+        teacher = find_model("models.teacher", config.models.teacher)
     except LaunchError as error:
         return refuse(error)
     writer = (f"--models.student={teacher}", f"--models.teacher={teacher}", "--learner.frozen=true")
