@@ -46,8 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         if config.learner.tasks.has_privileged:
             raise ConfigError(
                 "learner.tasks.privileged: got a text that only teachers read, but here the teacher writes, as the "
-                "student of its run, and would not see it; leave it out, and put it into the prompts if the writer is "
-                "to read it"
+                "student of its run, and would not see it; leave it out, or put it into the prompts"
             )
         teacher = find_model("models.teacher", config.models.teacher)
     except LaunchError as error:
