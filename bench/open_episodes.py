@@ -7,7 +7,8 @@
 after it the tool takes a second, which it awaits or in which it blocks its thread. Without waiting, the tool answers at
 once, and the engine's slots are always full. With waiting they are full as long as 256 episodes suffice for that: of
 10,000 tokens/s in turns of 96 about 104 episodes wait at a time, and 64 run; in turns of 48 it would be 208 and 64,
-more than there are. The mean number of running requests is printed. Both run in turn, in one process, and the ratio is that of each pair.
+more than there are. The mean number of running requests is printed. Both run in turn, in one process, and the ratio is
+that of each pair.
 """
 
 from __future__ import annotations
