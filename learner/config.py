@@ -86,6 +86,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Input tokens of one packed forward and backward pass. It bounds memory and does not change the gradient."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are in memory at one time. It takes a few times 4 bytes x this x vocabulary size."""
+    recompute: Share = 0.0
+    """Share of the student's layers whose activations are computed again in the backward pass and not kept. It saves
+    most of the memory that grows with `pack_tokens`, and takes up to a third more time per step."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of matrix products and attention. auto: bfloat16 on a GPU, float32 on a CPU. Parameters, gradients
     and optimizer state are always float32 (16 bytes per parameter; bfloat16 adds 2 for a copy). float32 on a GPU is

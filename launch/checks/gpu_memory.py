@@ -5,7 +5,8 @@ With P parameters, L layers, hidden size H, MLP size F, V rows of the vocabulary
 learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen, or with adapters, whose are small);
                 2 P more for a bfloat16 copy; staging 2 copies of P in the actors' dtype, unless they are
                 in host memory (weights.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
-                (bfloat16) or 4, because nothing is recomputed; logits 3 * logprob_chunk_tokens * V * 4.
+                (bfloat16) or 4; of layers that compute them again (learner.recompute) pack_tokens * H * a, and
+                those of one of them; logits 3 * logprob_chunk_tokens * V * 4.
                 With learner.ranks = R each rank has 1 / R of weights, gradient and AdamW; staging is on rank 0
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * KV heads * head size * b
@@ -103,7 +104,10 @@ def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", 
     sent = BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
     on_gpu = staged_in(config.weights.staging, "cuda", backend) == "device"
     width = 4 if learner.dtype == "float32" else 2
-    kept = learner.pack_tokens * shape.layers * (10 * shape.hidden + 4 * shape.mlp) * width
+    per_layer = 10 * shape.hidden + 4 * shape.mlp
+    again = int(shape.layers * learner.recompute)
+    in_layers = (shape.layers - again) * per_layer + again * shape.hidden + (per_layer if again else 0)
+    kept = learner.pack_tokens * in_layers * width
     sure = {"weights": 4 * share, "gradient and AdamW": 12 * trained / learner.ranks}
     likely = {
         "weights in bfloat16": 2 * p if width == 2 else 0,

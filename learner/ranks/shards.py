@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
+
+from models.layers import layers
 
 
 class _Root(nn.Module):
@@ -39,15 +41,3 @@ def sharded(model: PreTrainedModel, device: torch.device, size: int) -> nn.Modul
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return root
-
-
-def layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of an architecture, as transformers names them. Raises ValueError if there are none."""
-    kinds = set(cast("list[str] | None", getattr(model, "_no_split_modules", None)) or ())
-    found = [module for module in model.modules() if type(module).__name__ in kinds]
-    if not found:
-        raise ValueError(
-            f"learner.ranks: {type(model).__name__} does not say which of its modules are layers (_no_split_modules), "
-            "so its parameters cannot be divided; expected learner.ranks = 1"
-        )
-    return found

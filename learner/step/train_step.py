@@ -54,6 +54,7 @@ from learner.step.forward import (
     predictor_states,
 )
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
+from learner.step.recompute import recompute
 from learner.step.step_loss import StepLoss, make_step_loss
 from models.loading import resolve_dtype
 from models.logprobs import lm_head
@@ -111,6 +112,7 @@ class Trainer:
                 "'float32' (learner.dtype = bfloat16 affects matrix products only)"
             )
         self.ranks = ranks or Ranks()
+        recompute(model, config.recompute)
         self.ranks.shard(model)
         self.model = model
         self.adapters = adapters

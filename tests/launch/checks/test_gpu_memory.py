@@ -47,6 +47,22 @@ def test_the_learner_holds_masters_moments_copies_and_what_the_backward_pass_nee
     assert rounded(other.likely) == likely | {"weights in bfloat16": 0.0, "staging": 30.5, "activations": 49.5}
 
 
+def test_each_rank_has_its_share_and_only_the_first_has_what_is_sent() -> None:
+    of_four = config(learner={"ranks": 4})
+    for rank in range(4):
+        need = learner_need(of_four, QWEN3_8B, "nccl", rank)
+        assert rounded(need.sure) == {"weights": 7.6, "gradient and AdamW": 22.9}
+        assert rounded(need.likely)["staging"] == (61.0 if rank == 0 else 0.0)
+        assert rounded(need.likely)["activations"] == 24.8
+
+
+def test_layers_that_compute_their_activations_again_keep_their_input() -> None:
+    # 4,096 tokens * 2 bytes * (36 * 4,096 and one layer's 10 * 4,096 + 4 * 12,288; or half of each kind)
+    for share, gib in ((1.0, 1.8), (0.5, 13.6)):
+        need = learner_need(config(learner={"recompute": share}), QWEN3_8B, "nccl")
+        assert rounded(need.likely)["activations"] == gib
+
+
 def test_copies_are_as_wide_as_the_actors_weights_and_under_gloo_in_host_memory() -> None:
     half = config(actor={"torch": {"dtype": "bfloat16"}})
     assert rounded(learner_need(half, QWEN3_8B, "nccl").likely)["staging"] == 30.5

@@ -44,6 +44,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "reverse KL": {"divergence": "reverse_kl"},
     "drawn": {"divergence": ("multi_sample", {"samples": 3})},
     "context weights": {"divergence": ("jsd", {"context_cap": 2.0}), "importance": ("sequence", {})},
+    "computed again": {"recompute": 1.0, "updates_per_batch": 2},
     "adapters": {"lora": LoraConfig(rank=2, alpha=4.0)},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
 }

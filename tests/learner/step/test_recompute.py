@@ -1,0 +1,102 @@
+"""Layers that compute their activations again: the same step bit for bit, with less kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from learner.batch import TrainItem
+from learner.config import LearnerConfig, LoraConfig
+from learner.step.lora import Adapters
+from learner.step.recompute import is_chosen
+from learner.step.train_step import Trainer
+from models.layers import layers
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+
+
+def trainer_of(student: Student, **settings: Any) -> Trainer:
+    config = LearnerConfig(lr=1e-2, warmup_steps=0, **settings)
+    model = student()
+    torch.manual_seed(0)
+    adapters = Adapters(model, config.lora, base="tiny") if config.lora.rank else None
+    return Trainer(model, config, total_steps=9, adapters=adapters)
+
+
+def batch(make_item: Make) -> list[TrainItem]:
+    return [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0] * 20 + [1] * 10)]
+
+
+def calls(trainer: Trainer) -> list[int]:
+    """Times that each layer's attention is computed, counted from now on."""
+    counts: list[int] = []
+
+    def count(index: int) -> Callable[..., None]:
+        def add(*_: Any) -> None:
+            counts[index] += 1
+
+        return add
+
+    for index, layer in enumerate(layers(trainer.model)):
+        counts.append(0)
+        attention = next(module for name, module in layer.named_modules() if name.endswith("self_attn"))
+        assert isinstance(attention, nn.Module)
+        attention.register_forward_pre_hook(count(index))
+    return counts
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2)], ids=["all weights", "adapters"])
+def test_the_step_is_the_same_bit_for_bit_and_layers_run_once_more(
+    tiny_student: Student, make_item: Make, lora: LoraConfig
+) -> None:
+    kept, again = trainer_of(tiny_student, lora=lora), trainer_of(tiny_student, lora=lora, recompute=1.0)
+    once, twice = calls(kept), calls(again)
+    figures = [trainer.step(batch(make_item)).as_dict() for trainer in (kept, again)]
+    one, other = ({name: value for name, value in each.items() if not name.endswith("_s")} for each in figures)
+    assert (once, twice) == ([1, 1], [2, 2])
+    assert one == other and len(one) > 10
+    for (name, weight), (_, same) in zip(kept.model.named_parameters(), again.model.named_parameters(), strict=True):
+        assert torch.equal(weight, same), name
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 0.75), (1.0, 0.5)])
+def test_what_a_pass_keeps_shrinks_with_the_share(
+    tiny_student: Student, make_item: Make, share: float, expected: float
+) -> None:
+    """Counted by autograd itself: bytes of the tensors that it saves."""
+
+    def saved_bytes(trainer: Trainer) -> int:
+        total: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            total[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        parameters = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            trainer.step(batch(make_item))
+        return sum(n for pointer, n in total.items() if pointer not in parameters)
+
+    whole = saved_bytes(trainer_of(tiny_student))
+    assert saved_bytes(trainer_of(tiny_student, recompute=share)) <= expected * whole
+
+
+@pytest.mark.parametrize(("share", "n", "chosen"), [(0.5, 4, 2), (0.25, 8, 2), (1.0, 5, 5), (1 / 3, 9, 3), (0.1, 5, 0)])
+def test_the_chosen_layers_are_spread(share: float, n: int, chosen: int) -> None:
+    where = [i for i in range(n) if is_chosen(i, share)]
+    assert len(where) == chosen
+    assert len({b - a for a, b in itertools.pairwise(where)}) <= 1
+
+
+def test_a_model_whose_layers_are_not_known_is_refused(tiny_student: Student) -> None:
+    model = tiny_student()
+    model._no_split_modules = None  # pyright: ignore
+    with pytest.raises(ValueError, match=r"expected learner.ranks = 1 and learner.recompute = 0"):
+        Trainer(model, LearnerConfig(recompute=0.5), total_steps=9)
