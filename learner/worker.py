@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engines.config import WorkerSettings
 from engines.registry import find_engine
 from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, restore_rng, save_checkpoint
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
-from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
 from learner.evaluation.sets import render_eval_sets
@@ -32,6 +30,7 @@ from learner.ranks.group import Ranks
 from learner.ranks.messages import Beginning
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.reports.progress import AccountFile, Progress
+from learner.run_config import LearnerRunConfig
 from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
 from learner.step.make_trainer import make_trainer
@@ -52,7 +51,7 @@ from protocol.messages import (
 )
 from recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from recording.writer import BatchRecorder
-from weights.config import WeightsConfig, sent_dtype
+from weights.config import sent_dtype
 from weights.publisher import Publisher
 from weights.roster import Members
 from weights.server_checks import LearnerCanary, NamesError, check_names
@@ -65,41 +64,6 @@ TEACHER_SNAPSHOTS: Final = "teacher_weights"
 EXPORT: Final = "export"
 """Folder of the merged weights and the adapters of a run with LoRA (`learner.export`)."""
 FLUSH_TIMEOUT_S: Final = 5.0
-
-
-class Models(Protocol):
-    @property
-    def student(self) -> str: ...
-    @property
-    def teacher(self) -> str: ...
-
-
-class BufferSettings(Protocol):
-    @property
-    def max_staleness(self) -> int: ...
-
-
-class LearnerRunConfig(Protocol):
-    """The parts of the run's configuration that the learner reads."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def actors(self) -> int: ...
-    @property
-    def models(self) -> Models: ...
-    @property
-    def learner(self) -> LearnerConfig: ...
-    @property
-    def buffer(self) -> BufferSettings: ...
-    @property
-    def weights(self) -> WeightsConfig: ...
-    @property
-    def actor(self) -> WorkerSettings: ...
-    @property
-    def environments(self) -> Mapping[str, object]: ...
 
 
 @dataclass(frozen=True, slots=True)

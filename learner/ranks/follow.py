@@ -17,9 +17,9 @@ from learner.batch import BatchError
 from learner.checkpoints.checkpoint import load_checkpoint
 from learner.ranks.group import RankGroup
 from learner.ranks.messages import Beginning, load_items
+from learner.run_config import LearnerRunConfig
 from learner.step.make_trainer import make_trainer
 from learner.step.train_step import Trainer
-from learner.worker import LearnerRunConfig
 from protocol.context import ExitCode, RoleContext
 from weights.staged_weights import tensor_of
 

@@ -1,0 +1,45 @@
+"""The parts of a run's configuration that the learner reads. Its processes get the whole of it (protocol.context)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from engines.config import WorkerSettings
+from learner.config import LearnerConfig
+from weights.config import WeightsConfig
+
+
+class Models(Protocol):
+    @property
+    def student(self) -> str: ...
+    @property
+    def teacher(self) -> str: ...
+
+
+class BufferSettings(Protocol):
+    @property
+    def max_staleness(self) -> int: ...
+
+
+class LearnerRunConfig(Protocol):
+    """The parts of the run's configuration that the learner reads."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def actors(self) -> int: ...
+    @property
+    def models(self) -> Models: ...
+    @property
+    def learner(self) -> LearnerConfig: ...
+    @property
+    def buffer(self) -> BufferSettings: ...
+    @property
+    def weights(self) -> WeightsConfig: ...
+    @property
+    def actor(self) -> WorkerSettings: ...
+    @property
+    def environments(self) -> Mapping[str, object]: ...
