@@ -33,6 +33,7 @@ from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.runfolder import RunFolder, choose_path, unwritable
 from launch.terminal import lasting_output
 from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
+from launch.workers.roles import entries_of
 from launch.workers.supervisor import Supervisor
 from learner.checkpoints.files import NOTHING_FOUND, Found
 
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
             began_s=began_s,
             resume=line.resume,
             preload=preload_modules(checked.config, checked.model_types),
+            entries=entries_of(checked.config),
             servers=checked.servers.plans,
             placement=checked.servers.placement,
         )

@@ -1,6 +1,6 @@
-"""The learner's process, and its ranks (`learner.ranks`).
+"""The process of a learner of several ranks (`learner.ranks`).
 
-One rank runs in the process itself. Several are processes of their own, started and watched by torch's elastic launcher
+They are processes of their own, started and watched by torch's elastic launcher
 (the one of `torchrun`), which runs in the learner's process: it gives each rank its number and a store to meet in, and
 if one ends with an error or is killed, it ends the others. They are not started again here. The learner then ends, and
 its supervisor starts it again as it does with any learner: all ranks go on from the newest checkpoint, under a new
@@ -32,11 +32,7 @@ CHECK_EVERY_S: Final = 0.2
 
 
 def main(ctx: RoleContext[RunConfig]) -> int:
-    """Entry point of the learner's process."""
-    if ctx.config.learner.ranks == 1:
-        from learner.worker import main as learner_main
-
-        return learner_main(ctx)
+    """Entry point of the learner's process. It is spawned and not forked: it only starts and watches ranks."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

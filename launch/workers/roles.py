@@ -38,11 +38,23 @@ from protocol.messages import Ledger, WeightVersion
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
     "buffer": "launch.workers.roles:run_buffer",
-    "learner": "launch.workers.ranks:main",
+    "learner": "learner.worker:main",
     "actor": "actors.worker:main",
     "teacher": "teachers.worker:main",
 }
 """Role -> `module:function` of its main."""
+RANKS_ENTRY: Final = "launch.workers.ranks:main"
+"""That of a learner of several ranks."""
+
+
+def entries_of(config: RunConfig) -> dict[WorkerRole, str]:
+    """ENTRIES for this run."""
+    entries = dict(ENTRIES)
+    if config.learner.ranks > 1:
+        entries["learner"] = RANKS_ENTRY
+    return entries
+
+
 log = logging.getLogger("launch.workers.roles")  # also when run by -m
 
 

@@ -21,6 +21,7 @@ from launch.processes.slots import RestartBudget, Worker
 from launch.servers.watch import ServerWatch
 from launch.workers.crew import Crew
 from launch.workers.launch_plan import LaunchPlan
+from launch.workers.roles import ENTRIES, RANKS_ENTRY, entries_of
 from launch.workers.start_role import StartRole
 from tests.patience import SLOWNESS
 
@@ -174,3 +175,5 @@ def test_the_buffer_never_waits_for_the_import_of_torch(tmp_path: Path, resume: 
     for worker in workers:
         crew.start(worker)
     assert recorded.preloaded == {"buffer-0": False, "learner-0": True, "actor-0": True}
+    assert entries_of(config) == ENTRIES == plan.entries, "what is preloaded is what is started"
+    assert entries_of(build(RunConfig, {"learner": {"ranks": 2}}))["learner"] == RANKS_ENTRY
