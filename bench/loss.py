@@ -31,11 +31,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from learner.batch import Microbatch, TopRows
+from learner.batch import Microbatch
 from learner.objectives.config import ObjectiveConfig
 from learner.objectives.distributions import log_tail
 from learner.objectives.losses import TokenInputs
 from learner.objectives.options import Distributions
+from learner.payloads import TopRows
 from learner.step.step_loss import make_step_loss
 from models.logprobs import LmHead, token_scores
 from models.one_pass import one_pass_loss

@@ -13,7 +13,7 @@ length of their inputs, first-fit decreasing. An item longer than the budget get
 dropped. The teachers' top-k sets of the trained tokens become padded rows, one per token and teacher.
 
 Legend: L tokens of an item, T input tokens of a microbatch, N trained tokens of it, M teachers (of the item in
-`TrainItem`, of the whole batch in `Microbatch`); R rows of one teacher's top-k sets, K columns, S draws per row.
+`TrainItem`, of the whole batch in `Microbatch`).
 """
 
 from __future__ import annotations
@@ -27,101 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from learner.payloads import TopRows
 from models.packed_layout import balanced_packs
 from protocol.branches import path_to
-from protocol.errors import MalformedMessage
 from protocol.messages import BatchItem
-from protocol.topk_codec import TopK, decode_top_k
-
-
-class TopKError(ValueError):
-    """A teacher's top-k sets are missing or unusable; the message names the teacher."""
-
-
-@dataclass(frozen=True)
-class TopRows:
-    """One teacher's top-k sets. Columns past a row's `counts_R` are padding."""
-
-    ids_RK: npt.NDArray[np.int64]
-    logprobs_RK: npt.NDArray[np.float32]
-    tail_R: npt.NDArray[np.float32]
-    counts_R: npt.NDArray[np.int64]
-    uniform_RS: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
-    """Random numbers per row, for a divergence that draws tokens (learner.objectives.distributions); else empty."""
-
-    @classmethod
-    def of(cls, top: TopK, rows: npt.NDArray[np.int64]) -> TopRows:
-        """The sets of some positions."""
-        ids_TK, logprobs_TK = top.padded()
-        return cls(ids_TK[rows], logprobs_TK[rows], top.tail_T[rows], top.counts_T[rows])
-
-    @classmethod
-    def joined(cls, parts: Sequence[TopRows]) -> TopRows:
-        """Concatenated rows, padded to the largest K."""
-        k = max((part.ids_RK.shape[1] for part in parts), default=1)
-        n_rows = sum(len(part.counts_R) for part in parts)
-        ids_RK = np.zeros((n_rows, k), np.int64)
-        logprobs_RK = np.full((n_rows, k), -np.inf, np.float32)
-        start = 0
-        for part in parts:
-            n, width = part.ids_RK.shape
-            ids_RK[start : start + n, :width] = part.ids_RK
-            logprobs_RK[start : start + n, :width] = part.logprobs_RK
-            start += n
-        tails = [part.tail_R for part in parts] or [np.zeros(0, np.float32)]
-        counts = [part.counts_R for part in parts] or [np.zeros(0, np.int64)]
-        uniforms = [part.uniform_RS for part in parts] or [np.zeros((0, 0))]
-        return cls(ids_RK, logprobs_RK, np.concatenate(tails), np.concatenate(counts), np.concatenate(uniforms))
-
-
-def read_payloads(
-    item: BatchItem,
-    payloads: npt.NDArray[np.uint8],
-    trained: npt.NDArray[np.int64],
-    vocab_tokens: int,
-) -> dict[str, TopRows]:
-    """Teacher -> top-k sets of the tokens at the ascending offsets `trained`. Raises TopKError if one is missing, or
-    does not fit its tokens or the vocabulary."""
-    found: dict[str, list[TopRows]] = {name: [] for name in item.teachers}
-    covered: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in item.teachers}
-    at = 0
-    for piece in item.top_k:
-        body = payloads[at : at + piece.n_bytes].tobytes()
-        at += piece.n_bytes
-        if not 0 <= piece.teacher < len(item.teachers):
-            raise TopKError(f"a top-k set of teacher {piece.teacher}; it has {len(item.teachers)}")
-        name = item.teachers[piece.teacher]
-        inside = trained[(trained >= piece.start) & (trained < piece.end)]
-        top = _decoded(name, body, piece.end - piece.start, vocab_tokens)
-        found[name].append(TopRows.of(top, inside - piece.start))
-        covered[name].append(inside)
-    for name, offsets in covered.items():
-        sent = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
-        if not np.array_equal(sent, trained):
-            missing = np.setdiff1d(trained, sent)
-            raise TopKError(
-                f"teacher {name!r} sent no top-k set for {len(missing)} of the {len(trained)} tokens to be trained "
-                f"(first: {missing[:1].tolist()}); the divergence needs one for each: set teacher.top_k, e.g. to 256"
-                if len(missing)
-                else f"the top-k sets of teacher {name!r} overlap or are not in order"
-            )
-    return {name: TopRows.joined(parts) for name, parts in found.items()}
-
-
-def _decoded(name: str, body: bytes, n_expected: int, vocab_tokens: int) -> TopK:
-    try:
-        top = decode_top_k(body)
-    except MalformedMessage as error:
-        raise TopKError(f"teacher {name!r}: {error}") from error
-    if len(top.counts_T) != n_expected:
-        raise TopKError(f"teacher {name!r}: top-k sets of {len(top.counts_T)} tokens, expected {n_expected}")
-    if len(top.ids_S) and int(top.ids_S.max()) >= vocab_tokens:
-        raise TopKError(
-            f"teacher {name!r}: token id {int(top.ids_S.max())}, the student's vocabulary has {vocab_tokens} tokens; "
-            "both need the same token-to-id map"
-        )
-    return top
-
 
 FRAMES_PER_ITEM = 4
 """Frames of an item; one with top-k pieces has one more."""

@@ -29,8 +29,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.batch import TopRows
 from learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
+from learner.payloads import TopRows
 from models.transfer import upload
 from protocol.topk_codec import LOG_TAIL_FLOOR
 

@@ -26,13 +26,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.batch import Microbatch, TopKError, TopRows, TrainItem, UnreadableScores, read_payloads
+from learner.batch import Microbatch, TrainItem, UnreadableScores
 from learner.objectives.config import ObjectiveConfig
 from learner.objectives.distributions import Bucketed, DistributionFn, TopKTeacher, uniforms
 from learner.objectives.importance import TOKEN_LOCAL, context_weights
 from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
 from learner.objectives.options import Distributions, MultiSample
 from learner.objectives.registry import DIVERGENCE
+from learner.payloads import PayloadError, TopRows, read_payloads
 from models.logprobs import LmHead, token_scores
 from models.one_pass import one_pass_loss
 from models.transfer import upload
@@ -101,7 +102,7 @@ class BetweenDistributions(Between):
                 continue
             try:
                 top = read_payloads(train_item.item, train_item.payloads, trained, self.vocab_tokens)
-            except TopKError as error:
+            except PayloadError as error:
                 rollout_id = train_item.item.rollout_id
                 raise UnreadableScores(f"rollout {rollout_id!r}: {error}", [rollout_id]) from error
             if self.samples:

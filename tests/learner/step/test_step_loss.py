@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learner.batch import Microbatch, TopRows
+from learner.batch import Microbatch
 from learner.objectives.config import ObjectiveConfig
 from learner.objectives.distributions import log_tail
 from learner.objectives.losses import TokenInputs
 from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, DIVERGENCE
+from learner.payloads import TopRows
 from learner.step.step_loss import make_step_loss
 from models.logprobs import LmHead
 
