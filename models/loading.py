@@ -49,8 +49,9 @@ def load_causal_lm(
     dtype: Dtype | torch.dtype,
     attention: Attention,
     train: bool = False,
+    weights: bool = True,
 ) -> PreTrainedModel:
-    """Load a causal LM from a local folder or a hub name.
+    """Load a causal LM from a local folder or a hub name. `weights=False`: only its shapes, on the meta device.
 
     The model comes back in eval mode (dropout is not part of the policy whose log-probs we compare), with gradients
     on its parameters only when `train`. With `attention="packed"` a probe has compared it to its own plain forward.
@@ -70,13 +71,20 @@ def load_causal_lm(
         )
     if attention == "packed":
         packed.refuse_unpackable(config)
-    model = _from_pretrained(name, torch_dtype, implementation)
-    _check_embeddings(name, model)
-    make_current(torch.device(device))
-    model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    if weights:
+        model = _from_pretrained(name, torch_dtype, implementation)
+        _check_embeddings(name, model)
+        make_current(torch.device(device))
+        model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    else:
+        with torch.device("meta"):
+            model = cast(
+                PreTrainedModel,
+                AutoModelForCausalLM.from_config(config, dtype=torch_dtype, attn_implementation=implementation),
+            )
     model.eval()
     model.requires_grad_(train)
-    if attention == "packed":
+    if weights and attention == "packed":
         packed.probe(model)
     return model
 

@@ -73,13 +73,16 @@ class Ranks:
 
     rank = 0
     size = 1
+    device: torch.device | None = None
+    """Where this rank computes. None: where the model is."""
 
     def lead(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
         """On rank 0: have all other ranks make this call, with what `payload` gives. It is asked only if there are
         others."""
 
-    def shard(self, model: PreTrainedModel) -> None:
-        """Leave on each rank its share of the parameters. Must come before an optimizer has them."""
+    def shard(self, model: PreTrainedModel, *, bfloat16: bool) -> None:
+        """Leave on each rank its share of the parameters of rank 0. Must come before an optimizer has them. `bfloat16`:
+        products are in it."""
 
     def together(self, forward: Callable[[], T]) -> T:
         """Run a forward pass of the sharded model, at the same time as all other ranks."""
@@ -120,7 +123,7 @@ class RankGroup(Ranks):
         )
         if self.rank == 0:
             self._store.set(_LEADER, str(os.getpid()))
-        self._device = device
+        self.device: torch.device = device
         self._announced = 0
         self._root: Any = None
 
@@ -159,10 +162,10 @@ class RankGroup(Ranks):
     def _key(self) -> str:
         return f"announced/{self._announced}"
 
-    def shard(self, model: PreTrainedModel) -> None:
+    def shard(self, model: PreTrainedModel, *, bfloat16: bool) -> None:
         from learner.ranks.shards import sharded  # loads torch's FSDP
 
-        self._root = sharded(model, self._device, self.size)
+        self._root = sharded(model, self.device, self.size, bfloat16=bfloat16)
 
     def together(self, forward: Callable[[], T]) -> T:
         return cast(T, self._root(forward))

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from models.layers import layers
+from models.transfer import like
 
 
 class _Root(nn.Module):
@@ -26,18 +28,48 @@ class _Root(nn.Module):
         return run()
 
 
-def sharded(model: PreTrainedModel, device: torch.device, size: int) -> nn.Module:
+def sharded(model: PreTrainedModel, device: torch.device, size: int, *, bfloat16: bool = False) -> nn.Module:
     """Shard the parameters of `model` in place, a group per layer and one for the rest. Returns the module whose call
     runs a function with all of them at hand. Gradients are sums over the ranks: the loss is divided by the whole
-    batch's tokens already."""
+    batch's tokens already.
+
+    The values are those of rank 0. The others may have the model without any (models.loading, `weights=False`), so that
+    one copy of it exists as a whole, in the memory of rank 0 and only here.
+
+    `bfloat16`: products are in it, by autocast. Layers are then gathered in bfloat16, half the bytes, and autocast has
+    nothing to round or to keep. Their gradients are added up in float32. The embedding, and with it the states between
+    layers, stay in float32, as with one rank."""
     mesh = init_device_mesh(device.type, (size,))
     root = _Root(model)
+    values = [tensor.detach() for tensor in _tensors(model)]
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bfloat16 else None,
+        reduce_dtype=torch.float32 if bfloat16 else None,
+        cast_forward_inputs=False,
+    )
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     # The root too: between two passes nothing is gathered, so that whoever reads parameters finds shares.
     fully_shard(root, mesh=mesh, reshard_after_forward=True)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    if values[0].is_meta:
+        model.to_empty(device=device)
+    for tensor, value in zip(_tensors(model), values, strict=True):
+        _take_from_first(tensor, value, device)
     return root
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """In the same order on all ranks, tied weights once."""
+    return [*model.parameters(), *model.buffers()]
+
+
+@torch.no_grad()
+def _take_from_first(tensor: Tensor, value: Tensor, device: torch.device) -> None:
+    """Fill `tensor`, this rank's share or a buffer, with the `value` of rank 0."""
+    full = torch.empty_like(value, device=device) if dist.get_rank() else value.to(device).contiguous()
+    dist.broadcast(full, src=0)
+    tensor.copy_(like(tensor, full))

@@ -149,7 +149,10 @@ class Adapters:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """sha256 over names, shapes, dtypes and values of the parameters, hexadecimal. One pass over all weights."""
+    """sha256 over names, shapes, dtypes and values of the parameters, hexadecimal. One pass over all weights. Empty for
+    a model without values."""
+    if model.device.type == "meta":
+        return ""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         of_bytes = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

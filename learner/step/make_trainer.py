@@ -91,17 +91,20 @@ def make_trainer(
             "that the run was started with"
         )
     source = str(checkpoint) if checkpoint is not None and not lora.rank else student
-    device = resolve_device(learner.device)
+    device, ranks = resolve_device(learner.device), ranks or Ranks()
     turn_tf32_off(device)
     log.info("the student is on %s, its products in %s", device, resolve_dtype(learner.dtype, device))
-    model = load_causal_lm(source, device=device, dtype="float32", attention="packed", train=True)
+    whole = device if ranks.size == 1 else "cpu"  # it may be too large for the device of one rank
+    model = load_causal_lm(
+        source, device=whole, dtype="float32", attention="packed", train=True, weights=ranks.rank == 0
+    )
     kind = FrozenTrainer if learner.frozen else Trainer
     if not lora.rank:
         return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed, ranks=ranks)
     from learner.step.lora import Adapters
 
     adapters = Adapters(model, lora, base=student)
-    if checkpoint is not None:
+    if checkpoint is not None and ranks.rank == 0:
         adapters.load(checkpoint)
     log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
     return kind(model, learner, total_steps=steps, adapters=adapters, vocab_tokens=vocab_tokens, seed=seed, ranks=ranks)

@@ -58,6 +58,7 @@ from learner.step.recompute import recompute
 from learner.step.step_loss import StepLoss, make_step_loss
 from models.loading import resolve_dtype
 from models.logprobs import lm_head
+from models.precision import halve_frozen
 from models.transfer import read, share_of, upload, whole
 from weights.server_checks import prompt_logprobs
 from weights.staged_weights import Weight
@@ -112,8 +113,13 @@ class Trainer:
                 "'float32' (learner.dtype = bfloat16 affects matrix products only)"
             )
         self.ranks = ranks or Ranks()
+        device = self.ranks.device or model.device
+        self.bfloat16: Final = resolve_dtype(config.dtype, device.type) == "bfloat16"
+        """True if matrix products are in bfloat16. Trained parameters are not."""
+        if self.bfloat16 and (saved := halve_frozen(model)):
+            log.info("frozen weights are kept in bfloat16: %.2f GB less", saved / 1e9)
         recompute(model, config.recompute)
-        self.ranks.shard(model)
+        self.ranks.shard(model, bfloat16=self.bfloat16)
         self.model = model
         self.adapters = adapters
         self.config = config
@@ -133,9 +139,7 @@ class Trainer:
             for objective in (config.objective, config.offline.objective)
         )
         self._optimizer = make_adamw(model, config)
-        hidden_size, device = lm_head(model).weight_VH.shape[1], lm_head(model).weight_VH.device
-        self.bfloat16: Final = resolve_dtype(config.dtype, device.type) == "bfloat16"
-        """True if matrix products are in bfloat16. Parameters are not."""
+        hidden_size = lm_head(model).weight_VH.shape[1]
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self.critic = make_critic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
 

@@ -21,7 +21,11 @@ VOCAB = 23
 
 
 def build_student(
-    implementation: str = packed.IMPLEMENTATION, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
+    implementation: str = packed.IMPLEMENTATION,
+    dtype: torch.dtype = torch.float32,
+    vocab: int = VOCAB,
+    *,
+    tied: bool = True,
 ) -> PreTrainedModel:
     """The same random Qwen3 each time."""
     shape: dict[str, Any] = {
@@ -32,7 +36,7 @@ def build_student(
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 8,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "max_position_embeddings": 64,
         "initializer_range": 0.3,
     }

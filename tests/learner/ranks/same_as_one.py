@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learner.batch import TrainItem
@@ -46,6 +48,8 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "context weights": {"divergence": ("jsd", {"context_cap": 2.0}), "importance": ("sequence", {})},
     "computed again": {"recompute": 1.0, "updates_per_batch": 2},
     "adapters": {"lora": LoraConfig(rank=2, alpha=4.0)},
+    "bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4},
+    "adapters, bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4, "lora": LoraConfig(rank=2, alpha=4.0)},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
 }
 
@@ -64,7 +68,9 @@ def items_of(*, seed: int, top_k: bool) -> list[TrainItem]:
 
 
 def trainer_of(config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.float64) -> Trainer:
-    model = build_student(dtype=dtype)
+    """Only rank 0 has values; the others get theirs from it."""
+    with torch.device("meta" if ranks.rank else "cpu"):
+        model = build_student(dtype=dtype)
     torch.manual_seed(0)
     adapters = Adapters(model, config.lora, base="tiny") if config.lora.rank else None
     return Trainer(model, config, total_steps=10, adapters=adapters, vocab_tokens=TOP_K_VOCAB, ranks=ranks)
@@ -88,7 +94,8 @@ def difference(ones: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 def of_steps(ranks: Ranks, settings: dict[str, Any]) -> dict[str, float]:
     """Largest differences over three steps, with teacher's text in the second, and after them."""
     config = learner_config(**(PLAIN | settings))
-    alone, together = trainer_of(config, Ranks()), trainer_of(config, ranks)
+    dtype = torch.float32 if config.dtype == "bfloat16" else torch.float64
+    alone, together = (trainer_of(config, one, dtype) for one in (Ranks(), ranks))
     figures = gradients = 0.0
     for step in range(3):
         items = items_of(seed=10 * step, top_k=config.objective.needs_top_k)
@@ -181,6 +188,37 @@ def of_items_as_bytes(_: Ranks) -> dict[str, float]:
     return {"items": float(wrong)}
 
 
+@contextmanager
+def gathered_bytes() -> Generator[list[int]]:
+    """The bytes of each gather that FSDP asks of torch.distributed."""
+    sizes: list[int] = []
+    gather = dist.all_gather_single
+
+    def noted(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(output.nbytes)
+        return gather(output, *args, **kwargs)
+
+    dist.all_gather_single = noted
+    try:
+        yield sizes
+    finally:
+        dist.all_gather_single = gather
+
+
+def of_gathered_bytes(ranks: Ranks) -> dict[str, float]:
+    """With bfloat16 products layers are gathered in bfloat16, the rest in float32. One forward and one backward pass
+    gather each parameter twice."""
+    expected: dict[str, float] = {}
+    for dtype, width in (("float32", 4), ("bfloat16", 2)):
+        trainer = trainer_of(learner_config(**PLAIN, dtype=dtype), ranks, torch.float32)
+        of_layers = sum(p.numel() for p in cast(Any, trainer.model).model.layers.parameters())
+        rest = sum(p.numel() for p in trainer.model.parameters()) - of_layers
+        with gathered_bytes() as sizes:
+            trainer.gradient(items_of(seed=0, top_k=False)[:1])
+        expected[dtype] = abs(sum(sizes) - 2 * width * of_layers - 2 * 4 * rest) / (4 * of_layers)
+    return expected
+
+
 def main(names: Sequence[str]) -> None:
     ranks = RankGroup(device=torch.device("cpu"), timeout_s=TIMEOUT_S)
     further: dict[str, Callable[[Ranks], dict[str, float]]] = {
@@ -189,6 +227,7 @@ def main(names: Sequence[str]) -> None:
         "average": of_average,
         "resumed": of_a_resumed_optimizer,
         "bytes": of_items_as_bytes,
+        "gathered": of_gathered_bytes,
     }
     results: dict[str, dict[str, float]] = {}
     # Nothing is announced here: all ranks run this same program.

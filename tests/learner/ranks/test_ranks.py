@@ -20,8 +20,14 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 FLOAT64 = 1e-9
-FLOAT32 = 1e-5
-IN_FLOAT32 = ("bad rollouts", "gradient not finite")
+ALLOWED = {
+    "bad rollouts": 1e-5,  # float32
+    "gradient not finite": 1e-5,
+    # Of the largest number: products of differently packed rows round differently.
+    "bfloat16 products": 0.06,
+    "adapters, bfloat16 products": 0.06,
+    "gathered": 0.02,  # shares are padded to one size
+}
 
 
 def results_of(n_ranks: int) -> list[dict[str, dict[str, float]]]:
@@ -56,9 +62,9 @@ def results_of(n_ranks: int) -> list[dict[str, dict[str, float]]]:
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_do_together_what_one_does_alone(n_ranks: int) -> None:
     for found in results_of(n_ranks):
-        assert set(found) >= CASES.keys() | set(IN_FLOAT32), "every case ran"
+        assert set(found) >= CASES.keys() | ALLOWED.keys(), "every case ran"
         for case, differences in found.items():
-            allowed = FLOAT32 if case in IN_FLOAT32 else FLOAT64
+            allowed = ALLOWED.get(case, FLOAT64)
             wrong = {name: value for name, value in differences.items() if not value <= allowed}
             assert not wrong, f"{case}: {wrong}, expected at most {allowed}"
 

@@ -23,6 +23,7 @@ from models.loading import load_causal_lm, save_hf
 from models.logprobs import lm_head
 from models.packed import IMPLEMENTATION, packed_hidden
 from protocol.messages import WeightVersion
+from tests.learner.conftest import build_student
 from weights.staged_weights import Merged, StagedWeights, tensor_of
 
 Make = Callable[..., TrainItem]
@@ -81,6 +82,34 @@ def test_only_adapters_have_gradients_and_a_place_in_the_optimizer(base: Path, m
     assert {key.partition("/")[2] for key in trainer.state_dict().tensors} == trained
     assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
     assert all(p.grad is None for n, p in trainer.model.named_parameters() if n in frozen)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_frozen_base_in_bfloat16_changes_no_bit_of_what_is_trained(
+    tied: bool, make_item: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its products are in bfloat16 anyway. The embedding, and a head that is tied to it, stay as they are."""
+
+    def trained() -> tuple[Trainer, list[float]]:
+        model = build_student(tied=tied)
+        torch.manual_seed(0)
+        config = msgspec.structs.replace(CONFIG, dtype="bfloat16")
+        trainer = Trainer(model, config, total_steps=9, adapters=Adapters(model, LORA, base="tiny"))
+        return trainer, [trainer.step(batch(make_item, name)).loss for name in ("a", "b", "c")]
+
+    def as_they_are(_: torch.nn.Module) -> int:
+        return 0
+
+    halved, losses = trained()
+    monkeypatch.setattr("learner.step.train_step.halve_frozen", as_they_are)
+    plain, plain_losses = trained()
+    assert losses == plain_losses
+    ours, theirs = (dict(one.model.named_parameters()) for one in (halved, plain))
+    for name, parameter in ours.items():
+        in_half = name.endswith("base_layer.weight") or (name == "lm_head.weight" and not tied)
+        assert parameter.dtype == (torch.bfloat16 if in_half else torch.float32), name
+        assert torch.equal(parameter, theirs[name].to(parameter.dtype)), name
+    assert sum(p.dtype == torch.bfloat16 for p in ours.values()) == 2 * 7 + (not tied)
 
 
 def test_packed_forward_has_the_adapters(base: Path, make_item: Make) -> None:
