@@ -223,13 +223,11 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
         client = stack.enter_context(worker_client(ctx, source.fingerprint))
         student = source.start(client.wake)
         stack.callback(student.engine.close)
-        welcome = client.connect()
+        client.connect()
         keys = run_client_keys(ctx.run_dir, "actor", ctx.name, "learner")
         receiver = WeightReceiver(student.weights, name=ctx.name, on_staged=client.wake, keys=keys)
         receiver.start()
         stack.callback(receiver.close)
-        if welcome.weights is not None:
-            receiver.catch_up(welcome.weights)
         episodes = _start_episodes(ctx.config, source, student.max_context, client.wake)
         stack.callback(episodes.close)
         rollouts = RunningRollouts(

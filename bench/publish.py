@@ -1,21 +1,25 @@
 """Seconds from the learner's `publish` until the last of N actor processes has the weights: three ways, side by side.
 
-    python bench/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5]
+    python bench/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5] [--join]
 
     publisher    this project's: staging copy, buckets, checksums, staged into the engine; "confirmed" also counts every
                  member's answer and the announcement
-    snapshot     write the file, and every actor reads it with its checksum: what a joiner does
+    snapshot     write the file, and every actor reads it with its checksum: what transport = folder does
     per tensor   what many trainers do: an own gloo group with a full mesh, one blocking broadcast per tensor, into
                  memory that is allocated and touched beforehand; no checks, no answers
 
 All on this machine over loopback, so that N actors share its cores. 0.8 MB are the built-in student's own tensors,
 any other size is made of 310 tensors (a 28-layer Qwen3 has as many). The first turn of each way is thrown away, medians
 are shown. The engine only records, so that nothing but the transport is measured.
+
+With --join instead: one more actor joins a group of N that has the newest version. Seconds from the learner's word of
+it until the newcomer has that version staged, and until the new group stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import tempfile
 import threading
@@ -32,7 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from builtin import STUDENT_DIR
-from protocol.messages import WeightsRef, WeightVersion
+from protocol.messages import WeightVersion
 from tests.sim.weights.weight_actors import ActorFleet, fork_server
 from weights.buckets import manifest_of, torch_dtype
 from weights.config import WeightsConfig
@@ -53,8 +57,14 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.8, 256.0])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--join", action="store_true", help="measure what an actor that joins costs")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.join:
+        for megabytes in args.megabytes:
+            for actors in args.actors:
+                print_join(actors, large_tensors(megabytes), args.repeats)
+        return
     print(f"{'actors':>6} {'MB':>6} {'tensors':>7} | {'publisher s':>11} {'confirmed s':>11} {'snapshot s':>10} "
           f"{'per tensor s':>12} | {'snapshot/ours':>13} {'per tensor/ours':>15}")  # fmt: skip
     for megabytes in args.megabytes:
@@ -113,7 +123,7 @@ def measure(actors: int, named: Named, repeats: int) -> Timings:
 def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, timings: Timings) -> None:
     announced = threading.Event()
 
-    def published(version: WeightVersion, ref: WeightsRef | None, broadcast_s: float) -> None:
+    def published(version: WeightVersion, broadcast_s: float) -> None:
         announced.set()
 
     config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S)
@@ -134,6 +144,46 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
             timings.confirmed.append(time.monotonic() - began_s)
             staged = fleet.wait_for(WeightVersion(0, step), TIMEOUT_S)
             timings.publisher.append(max(s.at_s for s in staged.values()) - began_s)
+
+
+def print_join(actors: int, named: Named, repeats: int) -> None:
+    staged_s, whole_s = measure_join(actors, named, repeats)
+    megabytes = sum(tensor.nbytes for _, tensor in named) / 1e6
+    print(f"{actors} actors, one joins, {megabytes:.0f} MB: the newcomer has the newest version after "
+          f"{statistics.median(staged_s):.2f} s ({min(staged_s):.2f} to {max(staged_s):.2f}), the group stands after "
+          f"{statistics.median(whole_s):.2f} s", flush=True)  # fmt: skip
+
+
+def measure_join(actors: int, named: Named, repeats: int) -> tuple[list[float], list[float]]:
+    """The former newcomer leaves before each repeat, and a version follows, so that every group is a new one and no
+    work of the former repeat can be used again."""
+    staged_s: list[float] = []
+    whole_s: list[float] = []
+    config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, join_window_s=0.0)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ActorFleet(digests=False) as fleet,
+        Publisher(
+            config, snapshot_dir=Path(folder), post_plan=fleet.post_plan, published=lambda version, broadcast_s: None
+        ) as publisher,
+    ):
+        fleet.start(f"actor-{index}" for index in range(actors))
+        for step in range(1, repeats + 2):
+            publisher.membership(fleet.membership(without=["newcomer"]))
+            publisher.wait_idle(TIMEOUT_S)
+            publisher.publish(WeightVersion(0, step), named)
+            publisher.wait_idle(TIMEOUT_S)
+            if "newcomer" in fleet.actors:
+                fleet.signal("newcomer", signal.SIGKILL)
+            fleet.start(["newcomer"])
+            fleet.report("newcomer", TIMEOUT_S)  # it has started
+            began_s = time.monotonic()
+            publisher.membership(fleet.membership())
+            staged = fleet.wait_for(WeightVersion(0, step), TIMEOUT_S, ["newcomer"])
+            staged_s.append(staged["newcomer"].at_s - began_s)
+            publisher.wait_idle(TIMEOUT_S)
+            whole_s.append(time.monotonic() - began_s)
+    return staged_s[1:], whole_s[1:]
 
 
 def measure_snapshot(actors: int, named: Named, repeats: int, folder: Path) -> list[float]:

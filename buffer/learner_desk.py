@@ -39,8 +39,6 @@ class LearnerDesk:
     ) -> None:
         self.published = life.versions.newest
         """Newest version that the learner has published."""
-        self.weights: m.WeightsRef | None = None
-        """Newest weight snapshot on the surviving branch."""
         self.staleness_hist: dict[int, int] = {}
         """Trained tokens by staleness."""
         self._config = config
@@ -108,8 +106,6 @@ class LearnerDesk:
         self._pacing.restart(version)
         self._batches.give_back_all()
         self.published = version
-        if self.weights is not None and not self._survives(self.weights.version):
-            self.weights = None
         go_back(message, self._life, self._arrivals, self._config, engines=before)
         self._acknowledge_tasks((), "train")
 
@@ -234,9 +230,6 @@ class LearnerDesk:
             return
         self._versions.reach(message.version)
         self.published = max(self.published, message.version)
-        weights = message.weights
-        if weights is not None and (self.weights is None or weights.version > self.weights.version):
-            self.weights = weights
 
     def _same_branch(self, peer: Peer, version: WeightVersion) -> bool:
         """Return True if the version is on the surviving branch. Otherwise the sender is sent a Refused."""
@@ -244,11 +237,6 @@ class LearnerDesk:
         if version.epoch != epoch:
             self._refuse(peer, "this is not the epoch of the run", f"version {version}", f"epoch {epoch}")
         return version.epoch == epoch
-
-    def _survives(self, version: WeightVersion) -> bool:
-        """Return True if the version is an ancestor of the newest one."""
-        newest = self._versions.newest
-        return self._versions.distance(version, newest) == newest.step - version.step
 
     def _refuse(self, peer: Peer, text: str, got: str, expected: str) -> None:
         self._out.send(peer.role, peer.name, m.Refused("malformed", text, got, expected))

@@ -129,7 +129,7 @@ class BufferLoop:
             if self._journal.blocked:
                 time.sleep(RETRY_S / 4)
                 return
-        self._server.set_published(self._core.state.published, self._core.state.weights)
+        self._server.set_published(self._core.state.published)
         events = self._server.poll(max(0.0, self._next_tick_s - time.monotonic()))
         now_s = self._clock()
         entries = [*self._change_of_intake(), *self._entries(events)]

@@ -87,11 +87,6 @@ class BufferState:
         return self._learner.published
 
     @property
-    def weights(self) -> m.WeightsRef | None:
-        """Newest weight snapshot to catch up from (for Welcome)."""
-        return self._learner.weights
-
-    @property
     def held_back(self) -> dict[str, str]:
         """Teachers with an open circuit breaker, and the items that they failed."""
         return self._scoring.held_back

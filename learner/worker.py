@@ -303,8 +303,8 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
     def post_plan(plan: WeightPlan) -> None:
         client.send(PostWeightPlan(plan=plan))
 
-    def published(version: WeightVersion, weights: WeightsRef | None, _broadcast_s: float) -> None:
-        client.send(VersionPublished(version=version, weights=weights))
+    def published(version: WeightVersion, _broadcast_s: float) -> None:
+        client.send(VersionPublished(version=version))
 
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)

@@ -36,7 +36,6 @@ from protocol.messages import (
     Message,
     Refused,
     Role,
-    WeightsRef,
     WeightVersion,
     Welcome,
 )
@@ -107,7 +106,6 @@ class Server:
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
         self._clock = clock
         self._version = WeightVersion(0, 0)
-        self._weights: WeightsRef | None = None
         self.book: Final = restored or SessionBook(Doorkeeper(run_id=run_id, vocab_fingerprint=vocab_fingerprint))
         """All sessions, to take an image of them. Only the server changes it."""
         for session in self.book.sessions.values():
@@ -158,9 +156,9 @@ class Server:
         session = self.book.sessions.get(PeerId(role, name))
         return 0 if session is None else session.unconfirmed
 
-    def set_published(self, version: WeightVersion, weights: WeightsRef | None) -> None:
-        """Set the version and snapshot that future Welcomes announce."""
-        self._version, self._weights = version, weights
+    def set_published(self, version: WeightVersion) -> None:
+        """Set the version that future Welcomes announce."""
+        self._version = version
 
     def close(self, linger_s: float = 1.0) -> None:
         """Free the socket, after at most `linger_s` for delivering messages under way. Idempotent."""
@@ -358,7 +356,7 @@ class Server:
     def _welcome(self, session: Session) -> None:
         if self._source is not None:
             self._router.let_in(self._source)
-        welcome = Welcome(self._heartbeat_s, self._peer_timeout_s, self._version, self._weights, self.book.door.run_id)
+        welcome = Welcome(self._heartbeat_s, self._peer_timeout_s, self._version, self.book.door.run_id)
         self._put(session, encode(welcome))
 
     # ------------------------------------------------------------------------------------------------- refusals

@@ -34,7 +34,7 @@ _NAMES: Final[dict[str, SentDtype]] = {
 
 
 class WeightsConfig(Settings, frozen=True, kw_only=True):
-    """Weight transport: sending to all actors at once, snapshots for latecomers, and deadlines for slow actors."""
+    """Weight transport: sending to all actors at once, and deadlines for slow actors."""
 
     transport: str = "auto"
     """The way of a version to the actors. collective: one broadcast to all. folder: a file in the run folder, for
@@ -69,8 +69,8 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     For SGLang servers a piece consists of whole tensors, may be larger than this for one large tensor, and costs an
     HTTP request. 0: 512 MiB when the learner is on a GPU, else 64 MiB. Never more than all weights."""
     join_timeout_s: PositiveFloat = 30.0
-    """Seconds for an actor to join a new group, including loading the snapshot. A slower actor is left out. Large
-    models get more time: see slowest_bytes_per_s."""
+    """Seconds for an actor to join a new group. A slower actor is left out. Large models get more time: see
+    slowest_bytes_per_s."""
     broadcast_timeout_s: PositiveFloat = 30.0
     """Seconds for an actor to confirm a version. A slower actor is left out, and the others continue without it. Large
     models and checked versions get more time: see slowest_bytes_per_s."""
@@ -91,9 +91,9 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     off, a version is skipped if a newer one is ready before it can be sent."""
     verify: Literal["auto", "reload", "off"] = "auto"
     """The proof that an SGLang server gives, before it samples with new weights, that it has the ones sent. reload:
-    it loads the same version again from the snapshot file, and its checksums must not change; its log-probs of a short
-    prompt must also match the learner's. auto: reload, or the prompt alone for a server without checksums. off: no
-    proof."""
+    it loads the same version again from a file that the learner writes for this, and its checksums must not change; its
+    log-probs of a short prompt must also match the learner's. auto: reload, or the prompt alone for a server without
+    checksums. off: no proof."""
     verify_every: NonNegativeInt = 10
     """Repeat the prompt of `verify` with every n-th version. The full proof is made with the first version after each
     change of the group. 0: only then."""

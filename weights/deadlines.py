@@ -2,7 +2,7 @@
 
     limit = patience * (floor_s + passes * bytes / slowest_bytes_per_s)
 
-    join       an actor reads and hashes the snapshot, and its engine or server loads it
+    join       a server that holds other weights first loads the student from disk
     plain      a broadcast is received and copied into the engine
     file       a snapshot is read, hashed and loaded, by an engine or a server
     reload     received, hashed, the snapshot file hashed, read by the server, and hashed again

@@ -20,12 +20,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import WeightPlan, WeightsRef
 from weights.buckets import BucketLayout, manifest_of
 from weights.control import ControlHost
 from weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
@@ -127,8 +126,7 @@ class GroupHost(ABC):
     def form(
         self,
         seats: tuple[Seat, ...],
-        weights: WeightsRef | None,
-        newest: WeightVersion | None,
+        newest: StagedWeights | None,
         post_plan: Callable[[WeightPlan], None],
     ) -> Result:
         """Replace the group by one of `seats`. Takes at most the limit for joining, a join timeout and a grace
@@ -137,8 +135,8 @@ class GroupHost(ABC):
         self._epoch += 1
         self._control.begin(self._epoch, [seat.name for seat in seats])
         self._heard.clear()
-        limit_s = self.limits.limit_s("join", _bytes_of(weights))
-        post_plan(self._plan(seats, weights, limit_s))
+        limit_s = self.limits.limit_s("join", 0 if newest is None else newest.n_bytes)
+        post_plan(self._plan(seats, limit_s))
         began_s = time.monotonic()
         joined = self._collect(seats, Joined, began_s + limit_s)
         self.limits.took("join", limit_s, time.monotonic() - began_s)
@@ -149,7 +147,7 @@ class GroupHost(ABC):
         self._layout = None
         self._round = 0
         held = [message.version for message in joined.values()]
-        return Result(behind=newest is not None and any(version is None or version < newest for version in held))
+        return Result(behind=newest is not None and any(has is None or has < newest.version for has in held))
 
     def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
         """Send a version to the group and wait until every member has staged it: at most its limit and a grace period.
@@ -189,7 +187,7 @@ class GroupHost(ABC):
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _plan(self, seats: tuple[Seat, ...], weights: WeightsRef | None, join_limit_s: float) -> WeightPlan:
+    def _plan(self, seats: tuple[Seat, ...], join_limit_s: float) -> WeightPlan:
         return WeightPlan(
             group_epoch=self._epoch,
             host=self._config.host,
@@ -198,7 +196,6 @@ class GroupHost(ABC):
             members=tuple(seat.name for seat in seats),
             world_size=self._world_size(seats),
             join_timeout_s=join_limit_s,
-            weights=weights,
             control=self._control.endpoint,
             control_keys=self._control.plan_keys,
             kind=self._members.kind,
@@ -366,11 +363,3 @@ class GroupHost(ABC):
         log.warning("weight group %d: %s; left out: %s", self._epoch, error, names)
         self.disband(error)
         return Result(error=error, lost=lost)
-
-
-def _bytes_of(weights: WeightsRef | None) -> int:
-    """Size of the snapshot from which joining members catch up."""
-    try:
-        return 0 if weights is None else Path(weights.path).stat().st_size
-    except OSError:
-        return 0  # it was deleted meanwhile: they get the version by broadcast

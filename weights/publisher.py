@@ -2,13 +2,14 @@
 
     training thread   publish: copies the weights and returns; wait_idle, busy, stats
     receiving thread  membership (in our learner the training thread makes this call, too)
-    publisher thread  all else: collectives, snapshots, `post_plan`, `published`; only it uses GroupHost and Roster
+    publisher thread  all else: collectives, `post_plan`, `published`; only it uses GroupHost and Roster
 
 The thread does one job at a time, the first that is due:
 
-    rebuild   the group broke, or the roster wants another one: write a snapshot of the newest version, post a plan that
-              names it, make the group. Members catch up from the snapshot before they join.
-    deliver   some member does not have the newest version yet: broadcast it. Without members a snapshot is enough.
+    rebuild   the group broke, or the roster wants another one: post a plan, make the group. Members say which version
+              they have.
+    deliver   some member does not have the newest version yet: broadcast it to all. A newcomer gets
+              it so, too.
 
 A version counts as published, and is announced, when every member of the group has it or there are no members.
 A member that does not keep up is left out (`weights.group_host` explains how it is found). Each such failure leads to a
@@ -23,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Self, TypeAlias
 
@@ -31,11 +31,11 @@ import msgspec
 import torch
 
 from protocol.keys import ServerKeys
-from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import Membership, WeightPlan, WeightVersion
 from weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
 from weights.group_operations import choose_backend
 from weights.roster import EMBEDDED, Members, Roster, Seat
-from weights.server_checks import LearnerCanary, VersionChecks, canary_of
+from weights.server_checks import LearnerCanary, VersionChecks
 from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights, Weight, WeightStreams, streams_of
 from weights.transport import DropReason, PublisherStats, Result, Setup, make_transport
@@ -67,7 +67,7 @@ class Publisher:
         *,
         snapshot_dir: Path,
         post_plan: Callable[[WeightPlan], None],
-        published: Callable[[WeightVersion, WeightsRef | None, float], None],
+        published: Callable[[WeightVersion, float], None],
         expected_actors: int = 0,
         device: torch.device | str = "cpu",
         members: Members = EMBEDDED,
@@ -75,11 +75,12 @@ class Publisher:
         control_keys: ServerKeys | None = None,
         streams: WeightStreams | None = None,
     ) -> None:
-        """`published(version, newest snapshot or None, seconds of its broadcast or 0)` and `post_plan` are called from
-        the publisher's thread. `expected_actors`: when this many are connected the group is made without delay (0 =
-        unknown). `device`: where the weights are. `members`: what the actors' engines are. `canary`: a further proof
-        for servers, besides their checksums. `control_keys`: encrypt the control channel. `streams`: None = those of
-        `device`. Raises ValueError for a backend that this machine does not have."""
+        """`published(version, seconds of its broadcast or 0)` and `post_plan` are called from the publisher's thread.
+        `snapshot_dir`: for the files that a transport or a proof of servers needs. `expected_actors`: when this many
+        are connected the group is made without delay (0 = unknown). `device`: where the weights are. `members`: what
+        the actors' engines are. `canary`: a further proof for servers, besides their checksums. `control_keys`: encrypt
+        the control channel. `streams`: None = those of `device`. Raises ValueError for a backend that this machine does
+        not have."""
         device = torch.device(device)
         backend = "gloo" if config.transport == "folder" else choose_backend(config.backend, device)
         config = msgspec.structs.replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
@@ -87,7 +88,7 @@ class Publisher:
         self._post_plan, self._published = post_plan, published
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
-        self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, canary_of=partial(canary_of, canary))
+        self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT)
         self._transport = make_transport(
             Setup(
                 config,
@@ -266,7 +267,8 @@ class Publisher:
         # With every_version a new version waits until the former one is published.
         if self._pending is not None and not (self._config.every_version and self._owed):
             if self._newest is not None:
-                self._stats.skipped_versions_total += self._owed
+                published = self._stats.published  # owed again if a newcomer lacks it
+                self._stats.skipped_versions_total += self._owed and self._newest.version != published
                 self._spare.append(self._newest)
             self._newest, self._pending = self._pending, None
             self._owed = True
@@ -294,9 +296,8 @@ class Publisher:
             return
         self._stats.rebuilds_total += 1
         newest = self._newest
-        ref = self._snapshots.write(newest)
         began_s = time.monotonic()
-        result = self._transport.form(seats, ref, newest.version if newest is not None else None, self._post_plan)
+        result = self._transport.form(seats, newest, self._post_plan)
         self._learn_from(result)
         if result.behind:
             self._owed = True
@@ -308,7 +309,6 @@ class Publisher:
         if newest is None:
             raise RuntimeError("there is nothing to deliver")
         if not self._transport.seats:
-            self._snapshots.write(newest)
             self._out(newest.version, 0.0)
             return
         newest.wait()
@@ -353,7 +353,7 @@ class Publisher:
             self._owed = False
         if self._stats.published is None or version > self._stats.published:
             self._stats.published = version
-            self._published(version, self._snapshots.ref, broadcast_s)
+            self._published(version, broadcast_s)
 
     def _gone(self, seats: Iterable[Seat]) -> frozenset[Seat]:
         """Which of these seats the buffer has lost. The transport calls this during its waits."""

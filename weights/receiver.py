@@ -1,12 +1,12 @@
 """The actor's side of weight transport: a thread that follows the learner's plans. No torch: the sink (weights.sink)
 handles the weights, in the engine's own process or by way of a server.
 
-    worker thread     handle_plan, catch_up (both return at once), stats, raise_if_failed, close
-    receiver thread   everything of the sink: snapshots, joining, rounds, leaving
+    worker thread     handle_plan (returns at once), stats, raise_if_failed, close
+    receiver thread   everything of the sink: joining, rounds, leaving
 
-    waiting --plan--> catching up --Joined, Go, Ready--> in the group --Round--> receiving --Answer--> in the group
-       ^   (a snapshot that is newer is loaded)             |                       |
-       +---------- Leave, a newer plan, a broken group ------+-----------------------+
+    waiting --plan--> Joined, Go, Ready --> in the group --Round--> receiving --Answer--> in the group
+       ^                                         |                      |
+       +----- Leave, a newer plan, a broken group+----------------------+
 
 In the group the thread waits for the learner's next message on a socket, so it notices a newer plan or `close` at once;
 inside a broadcast within 0.1 s. Whatever breaks, the next plan starts afresh and needs no former state.
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from protocol.keys import ClientKeys
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import WeightPlan, WeightVersion
 from weights.control import ControlMember, Waker, member_keys
 from weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
 from weights.sink import (
@@ -55,8 +55,6 @@ class _Figures:
     weight_stage_s: float = 0.0
     weight_groups_joined_total: float = 0.0
     weight_groups_broken_total: float = 0.0
-    snapshots_loaded_total: float = 0.0
-    snapshot_load_s: float = 0.0
     snapshots_refused_total: float = 0.0
 
 
@@ -81,7 +79,6 @@ class WeightReceiver:
         # Shared between the threads, under this lock.
         self._changed = threading.Condition()
         self._plan: WeightPlan | None = None
-        self._ref: WeightsRef | None = None
         self._closing = False
         self._failure: BaseException | None = None
         self._waker = Waker()
@@ -94,11 +91,12 @@ class WeightReceiver:
 
     def handle_plan(self, plan: WeightPlan) -> None:
         """Follow this plan from now on, and abandon the former one."""
-        self._request(plan=plan)
-
-    def catch_up(self, ref: WeightsRef) -> None:
-        """Load this snapshot (the one of Welcome) if it is newer than the engine's weights."""
-        self._request(ref=ref)
+        with self._changed:
+            if self._closing:
+                return
+            self._plan = plan
+            self._changed.notify_all()
+            self._waker.wake()
 
     def raise_if_failed(self) -> None:
         """Raises WeightReceiverFailed when the thread has ended with an error."""
@@ -131,15 +129,6 @@ class WeightReceiver:
         else:
             self._waker.close()
 
-    def _request(self, *, plan: WeightPlan | None = None, ref: WeightsRef | None = None) -> None:
-        with self._changed:
-            if self._closing:
-                return
-            self._plan = plan or self._plan
-            self._ref = ref or self._ref
-            self._changed.notify_all()
-            self._waker.wake()
-
     # --------------------------------------------------------------------------------------- receiver thread
 
     def _run(self) -> None:
@@ -161,16 +150,13 @@ class WeightReceiver:
             self._failure = error
 
     def _next_plan(self) -> WeightPlan | None:
-        """Wait for a plan, loading snapshots meanwhile; None when closing."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._plan is not None or self._ref is not None)
-                if self._closing:
-                    return None
-                plan, self._plan = self._plan, None
-            if plan is not None:
-                return plan
-            self._load_requested()
+        """Wait for a plan; None when closing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._plan is not None)
+            if self._closing:
+                return None
+            plan, self._plan = self._plan, None
+            return plan
 
     def _interrupted(self) -> str | None:
         if self._closing:
@@ -182,9 +168,6 @@ class WeightReceiver:
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.members}; this actor is {self._name}")
         self._sink.check(plan)
         index = plan.members.index(self._name)
-        self._load_requested()
-        if plan.weights is not None:
-            self._load(plan.weights)
         with ControlMember(plan.control, member_keys(plan, self._keys)) as control:
             control.send(Joined(plan.group_epoch, index + 1, self.version))
             go = self._await_go(control, plan)
@@ -232,12 +215,11 @@ class WeightReceiver:
             self._sink.leave()
 
     def _recv(self, control: ControlMember, deadline_s: float | None) -> Go | Round | Leave | None:
-        """The next message; None at the deadline or when woken for a snapshot. Raises GroupInterrupted."""
+        """The next message; None at the deadline or when woken. Raises GroupInterrupted."""
         self._waker.clear()
         reason = self._interrupted()
         if reason is not None:
             raise GroupInterrupted(reason)
-        self._load_requested()
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         return control.recv(left_s, self._waker)
 
@@ -271,26 +253,3 @@ class WeightReceiver:
             self._figures.weight_stage_s = taken.stage_s
             self._on_staged()
         answer("staged")
-
-    def _load_requested(self) -> None:
-        with self._changed:
-            ref, self._ref = self._ref, None
-        if ref is not None:
-            self._load(ref)
-
-    def _load(self, ref: WeightsRef) -> None:
-        """Load the snapshot if it is newer. One that cannot be used is counted; the learner then sees that this member
-        is behind, and sends the version again."""
-        version = self.version
-        if version is not None and ref.version <= version:
-            return
-        began_s = time.monotonic()
-        try:
-            self._sink.load(ref)
-        except SnapshotRefused as error:
-            self._figures.snapshots_refused_total += 1
-            log.warning("%s: no snapshot, the next broadcast brings the weights: %s", self._name, error)
-            return
-        self._figures.snapshots_loaded_total += 1
-        self._figures.snapshot_load_s = time.monotonic() - began_s
-        self._on_staged()

@@ -147,10 +147,9 @@ class VersionChecks:
         due = self._schedule.due(plan)
         canary = canary_of(self._canary, newest) if due.canary else None
         ref = self._snapshots.write(newest) if due.checksums == "reload" else None
-        weights = ref if ref is not None and ref.version == newest.version else None
-        if weights is None and canary is None:
+        if ref is None and canary is None:
             return None
-        return Check(weights, required=self._required, canary=canary)
+        return Check(ref, required=self._required, canary=canary)
 
     def passed(self, plan: int, check: Check | None) -> None:
         """Record that every member has the version and gave the proofs of `check`."""

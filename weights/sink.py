@@ -3,8 +3,8 @@
     EmbeddedWeights (engines.torch.weights)    is a rank of the weight group itself, and stages the weights
     ServerWeights (engines.sglang.weights)     has its SGLang server become a rank
 
-One thread makes all calls, in this order for every plan: `check`, `load` (if there is a newer snapshot), `join`, `take`
-for each round, `leave`. Also here: the check of a snapshot file before it is loaded. No torch.
+One thread makes all calls, in this order for every plan: `check`, `join`, `take` for each round, `leave`. Also
+here: the check of a snapshot file before it is loaded. No torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeAlias
-
-import msgspec
+from typing import Final, Protocol, TypeAlias
 
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.checks import Canary
 from weights.control_messages import Agreed, Round
 
 Interrupted: TypeAlias = Callable[[], str | None]
@@ -86,10 +83,6 @@ class WeightSink(Protocol):
         """Raises ValueError for a plan that is not for members of this kind."""
         ...
 
-    def load(self, ref: WeightsRef) -> None:
-        """Load a snapshot. Raises SnapshotRefused."""
-        ...
-
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
         """Become the member `plan.members[index]` of the plan's process group. Raises GroupBroken, GroupInterrupted,
         and WeightsRefused when the fault is this member's own."""
@@ -109,20 +102,8 @@ class WeightSink(Protocol):
         ...
 
 
-class Checked(NamedTuple):
-    """A snapshot file whose checksum is right."""
-
-    path: Path
-    canary: Canary | None
-
-
 def check_snapshot(ref: WeightsRef) -> Path:
     """The snapshot file. Raises SnapshotRefused unless it has the bytes that the learner wrote, and the version."""
-    return read_header(ref).path
-
-
-def read_header(ref: WeightsRef) -> Checked:
-    """The same, with the canary that the learner may have put into the file."""
     path = Path(ref.path)
     try:
         with path.open("rb") as file:
@@ -138,12 +119,7 @@ def read_header(ref: WeightsRef) -> Checked:
         raise SnapshotRefused(f"{path}: {error}") from error
     except (ValueError, struct.error) as error:
         raise SnapshotRefused(f"{path}: no safetensors header: {error}") from error
-    metadata = header.get("__metadata__", {})
-    found = metadata.get("version")
+    found = header.get("__metadata__", {}).get("version")
     if found != str(ref.version):
         raise SnapshotRefused(f"{path}: holds version {found}, expected {ref.version}")
-    try:
-        canary = msgspec.json.decode(metadata["canary"], type=Canary) if "canary" in metadata else None
-    except msgspec.DecodeError as error:
-        raise SnapshotRefused(f"{path}: its canary cannot be read: {error}") from error
-    return Checked(path, canary)
+    return path

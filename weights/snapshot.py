@@ -1,4 +1,5 @@
-"""Weights as files, from which an actor that was not in the group gets the version that the others have.
+"""Weights as files: for actors that no collective reaches, for the proof of servers by a second way (`weights.verify`),
+and for teachers that follow the student (`learner.ema`).
 
     <weights folder>/<epoch>.<step>/model.safetensors       named like a Hugging Face checkpoint, so engines that load
                                                             from a folder can be pointed at it
@@ -15,11 +16,10 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from protocol.atomic_file import replacing, sync
 from protocol.messages import WeightsRef, WeightVersion
-from weights.checks import Canary
 from weights.sink import SnapshotRefused, check_snapshot
 from weights.staged_weights import StagedWeights
 
@@ -40,11 +39,10 @@ _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 class SnapshotKeeper:
     """The snapshots of one publisher's versions. Each is written once, when it is first needed. Used by one thread."""
 
-    def __init__(self, folder: Path, *, keep: int, canary_of: Callable[[StagedWeights], Canary | None]) -> None:
-        """`keep`: number of snapshots to keep. `canary_of`: gives the canary that goes into the file."""
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """`keep`: number of snapshots to keep."""
         self._folder = folder
         self._keep = keep
-        self._canary_of = canary_of
         self.ref: WeightsRef | None = None
         """The newest snapshot."""
         self.written_total = 0
@@ -52,21 +50,18 @@ class SnapshotKeeper:
         self.write_s = 0.0
         """Seconds that writing the newest snapshot took."""
 
-    def write(self, weights: StagedWeights | None) -> WeightsRef | None:
-        """The snapshot of these weights. If it cannot be written, which is counted, or there are no weights: the one
-        before."""
-        if weights is None or (self.ref is not None and self.ref.version == weights.version):
+    def write(self, weights: StagedWeights) -> WeightsRef | None:
+        """The snapshot of these weights. None if it cannot be written, which is counted."""
+        if self.ref is not None and self.ref.version == weights.version:
             return self.ref
         weights.wait()
         began_s = time.monotonic()
         try:
-            self.ref = write_snapshot(
-                self._folder, weights.version, weights.named, keep=self._keep, canary=self._canary_of(weights)
-            )
+            self.ref = write_snapshot(self._folder, weights.version, weights.named, keep=self._keep)
         except OSError as error:
             self.failures_total += 1
             log.error("no snapshot of version %s: %s", weights.version, error)
-            return self.ref
+            return None
         self.written_total += 1
         self.write_s = time.monotonic() - began_s
         return self.ref
@@ -82,17 +77,13 @@ def write_snapshot(
     named: Iterable[tuple[str, Tensor]],
     *,
     keep: int,
-    canary: Canary | None = None,
 ) -> WeightsRef:
-    """Write the tensors, and the `canary` for servers that load the file, and delete all but the newest `keep`
-    snapshots. Raises OSError (disk full, no permission)."""
+    """Write the tensors, and delete all but the newest `keep` snapshots. Raises OSError (disk full, no permission)."""
     target = folder.resolve() / str(version) / FILE_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named}
     try:
         metadata = {"version": str(version), "format": "pt"}
-        if canary is not None:
-            metadata["canary"] = msgspec.json.encode(canary).decode()
         with replacing(target) as draft:
             save_file(tensors, draft, metadata=metadata)
             with draft.open("rb") as file:

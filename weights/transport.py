@@ -1,6 +1,6 @@
 """The interface between the publisher and a transport, which carries versions to the members.
 
-    form       sets the members, and the snapshot from which they catch up
+    form       sets the members, and finds out whether all of them have the newest version
     publish    sends one version to all of them -> Result: who has it, who is left out and why, bytes, seconds
     disband    ends the membership of all
 
@@ -21,7 +21,7 @@ from typing import Literal, Protocol, TypeAlias, cast
 import torch
 
 from protocol.keys import ServerKeys
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import WeightPlan, WeightVersion
 from protocol.plugins import installed, load
 from weights.config import BUILT_IN, ENTRY_POINTS, WeightsConfig
 from weights.control_messages import Check
@@ -104,12 +104,10 @@ class Transport(Protocol):
     def form(
         self,
         seats: tuple[Seat, ...],
-        weights: WeightsRef | None,
-        newest: WeightVersion | None,
+        newest: StagedWeights | None,
         post_plan: Callable[[WeightPlan], None],
     ) -> Result:
-        """Replace the members by `seats`, which catch up from `weights`. `newest`: the version they should then
-        have."""
+        """Replace the members by `seats`. `newest`: the version that they should have; None: there is none yet."""
         ...
 
     def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:

@@ -4,7 +4,7 @@
     take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
              tensor again, synchronise; end, check, resume
              from a file: pause, POST /update_weights_from_disk, check, resume
-    load     pause, POST /update_weights_from_disk, resume
+    prepare  the same, from the student's own folder
     leave    POST /destroy_weights_update_group
 
 A bucket that has arrived is in the model. So between the first bucket and the end of a version the weights are unknown
@@ -37,7 +37,6 @@ from engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
 from engines.sglang.requests import bucket_update, disk_update
 from engines.sglang.verify import ServerVerifier
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.checks import Canary
 from weights.control_messages import Agreed, Check, Round
 from weights.deadlines import in_thread, wait_patiently
 from weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
@@ -49,7 +48,6 @@ from weights.sink import (
     WeightsDiffer,
     WeightsRefused,
     check_snapshot,
-    read_header,
 )
 
 log = logging.getLogger(__name__)
@@ -106,15 +104,11 @@ class ServerWeights:
         if not self._known:
             log.info("%s: its weights are not this run's; loading %s", self._server.url, self._student)
             n_bytes = sum(file.stat().st_size for file in Path(self._student).glob("*.safetensors"))
-            self._load_from(self._student, _STUDENT, n_bytes)  # 0 bytes where only the server can see the folder
+            self._load_student(n_bytes)  # 0 bytes where only the server can see the folder
 
     def check(self, plan: WeightPlan) -> None:
         if plan.kind != "servers":
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is a server")
-
-    def load(self, ref: WeightsRef) -> None:
-        path, canary = read_header(ref)
-        self._load_from(str(path.parent), ref.version, path.stat().st_size, canary)
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
         if not self._joined_before:
@@ -235,20 +229,15 @@ class ServerWeights:
     def _update(self, bucket: Bucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
         return bucket_update(bucket, str(self._group_name), flush=last and self._flushes) | label
 
-    def _load_from(self, folder: str, version: WeightVersion, n_bytes: int, canary: Canary | None = None) -> None:
+    def _load_student(self, n_bytes: int) -> None:
         limit_s = self._engine.config.pause_timeout_s
-        named_by_update = canary is None or not self._engine.features.labels_settable
         try:
-            self._pause(time.monotonic() + limit_s, cut=canary is not None)
-            self._known = False
-            label = {"weight_version": self._engine.labels.of(version)} if named_by_update else {}
-            body = self._from_disk(folder, label)
+            self._pause(time.monotonic() + limit_s)
+            body = self._from_disk(self._student, {"weight_version": self._engine.labels.of(_STUDENT)})
             self._post(_FROM_DISK, body, limit_s + n_bytes / _SLOWEST_DISK_BYTES_S)
-            if canary is not None:
-                self._verify.check_canary(canary, version, lambda path, body: self._post(path, body, limit_s))
-            self._resume(version, name=not named_by_update)
-        except (RequestRefused, ServerUnavailable, ValueError, WeightsDiffer) as error:
-            raise SnapshotRefused(f"{folder}: {error}") from error
+            self._resume(_STUDENT)
+        except (RequestRefused, ServerUnavailable, ValueError) as error:
+            raise SnapshotRefused(f"{self._student}: {error}") from error
 
     def _from_disk(self, folder: str, label: dict[str, str]) -> dict[str, Any]:
         return disk_update(folder, flush=self._flushes) | label
@@ -306,7 +295,7 @@ class ServerWeights:
 
     # ------------------------------------------------------------------------------------------------- calls
 
-    def _pause(self, deadline_s: float, *, cut: bool) -> None:
+    def _pause(self, deadline_s: float, *, cut: bool = False) -> None:
         self._paused = True
         limit_s = min(self._engine.config.control_timeout_s, max(deadline_s - time.monotonic(), 0.1))
         self._engine.pause(limit_s, cut=cut)

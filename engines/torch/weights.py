@@ -53,9 +53,6 @@ class EmbeddedWeights:
         if plan.backend == "nccl" and self._device.type != "cuda":
             raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set weights.backend to gloo")
 
-    def load(self, ref: WeightsRef) -> None:
-        self._stage(ref.version, read_snapshot(ref))
-
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
         if plan.backend == "folder":
             raise ValueError(f"weight plan {plan.group_epoch} has no process group; its versions are files")

@@ -206,10 +206,9 @@ class EvalResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class VersionPublished(msgspec.Struct, frozen=True, tag=True):
-    """learner -> buffer: this version is published. `weights`: a snapshot to catch up from, which may be older."""
+    """learner -> buffer: this version is published."""
 
     version: WeightVersion
-    weights: WeightsRef | None
 
 
 class TeacherWeights(msgspec.Struct, frozen=True, tag=True):
@@ -221,7 +220,8 @@ class TeacherWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class WeightPlan(msgspec.Struct, frozen=True, tag=True):
-    """learner -> buffer -> each member actor: leave the former weight group, catch up from `weights`, join this one.
+    """learner -> buffer -> each member actor: leave the former weight group, join this one. A member
+    that lacks the newest version gets it as the first broadcast in the new group.
 
     Rank 0 (the learner) hosts the TCP store at host:port and broadcasts; members[i] has the ranks from
     `1 + i * ranks_per_member` on."""
@@ -235,7 +235,6 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     """Actor names, in the order of their ranks."""
     world_size: int
     join_timeout_s: float
-    weights: WeightsRef | None
     control: str = ""
     """Endpoint of the learner's control channel (`weights.control`)."""
     control_keys: tuple[str, str, str] | None = None

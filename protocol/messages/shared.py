@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -86,7 +86,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class WeightsRef(msgspec.Struct, frozen=True):
-    """A snapshot of weights: a safetensors file in a folder that actors can read."""
+    """A snapshot of weights: a safetensors file in a folder that its readers can read."""
 
     version: WeightVersion
     path: str
@@ -125,8 +125,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """After a longer silence the buffer counts the peer as lost."""
     version: WeightVersion
     """The newest published version."""
-    weights: WeightsRef | None
-    """Snapshot to catch up from, if there is one newer than the run's initial student."""
     run_id: str = ""
     """The buffer's run."""
 

@@ -226,7 +226,7 @@ def test_a_rejected_segment_ends_its_rollout(tokenizer: TextTokenizer) -> None:
 
 def test_plans_go_to_the_weight_receiver_and_its_failure_ends_the_actor(tokenizer: TextTokenizer) -> None:
     weights = NoWeights()
-    plan = m.WeightPlan(1, "127.0.0.1", 1, "gloo", ("actor-0",), 2, 1.0, None)
+    plan = m.WeightPlan(1, "127.0.0.1", 1, "gloo", ("actor-0",), 2, 1.0)
     with ScriptedBuffer() as peer, actor(peer.address, ScriptedEngine(), tokenizer, weights=weights) as (ended, _):
         peer.send(plan, to=ACTOR)
         assert weights.got_plan.wait(PATIENCE_S) and weights.plans == [plan]

@@ -20,7 +20,7 @@ def test_evaluation_tickets_go_first_beyond_pacing_with_the_version_of_their_off
     driver = make(peers=False, staleness=0, batch=1)
     driver.join("learner", "learner")
     driver.offer(0, 1)
-    driver.send("learner", "learner", m.VersionPublished(v(3), None))
+    driver.send("learner", "learner", m.VersionPublished(v(3)))
     driver.offer(7, 8, kind="eval", eval_id="e", group=2)
     driver.actor(n=100)
     assert list(driver.tickets) == ["eval-7-0-0", "eval-7-1-0", "eval-8-0-0", "eval-8-1-0", "train-0-0-0"]

@@ -70,7 +70,7 @@ class LongRun(Driver):
         while (batch := self.batch()) is not None:
             self.trained(batch)
             self.step += 1
-            self.send("learner", "learner", m.VersionPublished(v(self.step), None))
+            self.send("learner", "learner", m.VersionPublished(v(self.step)))
             self.send("learner", "learner", m.BatchWanted(v(self.step)))
 
     def run_until(self, n_rollouts: int) -> None:

@@ -88,14 +88,14 @@ def test_who_may_not_send_a_message_is_told_so(make: Make) -> None:
 def test_a_weight_plan_goes_to_its_members_that_are_here(make: Make) -> None:
     driver = make()
     driver.actor("b")
-    plan = m.WeightPlan(1, "host", 1, "gloo", ("a", "gone"), 3, 10.0, None)
+    plan = m.WeightPlan(1, "host", 1, "gloo", ("a", "gone"), 3, 10.0)
     out = driver.send("learner", "learner", m.PostWeightPlan(plan))
     assert [(o.role, o.name, o.message) for o in out] == [("actor", "a", plan)]
 
 
 def test_heartbeats_are_answered_and_shown(make: Make) -> None:
     driver = make()
-    driver.send("learner", "learner", m.VersionPublished(v(2), None))
+    driver.send("learner", "learner", m.VersionPublished(v(2)))
     driver.now_s = 5.0
     driver.send("actor", "a", m.Heartbeat(v(1), {"busy": 0.5}))
     assert driver.take(m.HeartbeatReply) == [m.HeartbeatReply(v(2))]

@@ -154,8 +154,7 @@ def test_the_address_file_names_process_and_run(in_thread: Future[int], connect:
 
 def test_welcome_and_heartbeat_replies_tell_the_published_version(in_thread: Future[int], connect: Connect) -> None:
     learner = connect("learner")
-    weights = m.WeightsRef(m.WeightVersion(0, 3), "weights/3", "00")
-    learner.send(m.VersionPublished(m.WeightVersion(0, 3), weights))
+    learner.send(m.VersionPublished(m.WeightVersion(0, 3)))
     assert learner.flush(WAIT_S)
     actor = connect("actor")
     assert actor.published == m.WeightVersion(0, 3)

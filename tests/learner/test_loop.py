@@ -103,7 +103,7 @@ def learning(
                     PUBLISH,
                     snapshot_dir=tmp_path / "weights",
                     post_plan=lambda plan: client.send(m.PostWeightPlan(plan=plan)),
-                    published=lambda version, ref, _: client.send(m.VersionPublished(version=version, weights=ref)),
+                    published=lambda version, _: client.send(m.VersionPublished(version=version)),
                 )
             )
 

@@ -240,10 +240,10 @@ def _is_heartbeat(event: Event, version: m.WeightVersion, stats: dict[str, float
 def test_flush_also_waits_for_messages_without_an_acknowledgement(buffer: Buffer, make_client: MakeClient) -> None:
     client = make_client(buffer.address, LEARNER)
     client.connect()
-    client.send(m.VersionPublished(VERSION, None))
+    client.send(m.VersionPublished(VERSION))
     assert client.unacked == 0
     assert client.flush(WAIT_S)
-    assert buffer.got(m.VersionPublished) == [m.VersionPublished(VERSION, None)]
+    assert buffer.got(m.VersionPublished) == [m.VersionPublished(VERSION)]
 
 
 def test_close_says_goodbye_after_what_was_sent_and_may_be_called_again(
@@ -343,7 +343,7 @@ def test_an_unreadable_message_makes_a_new_connection_and_too_many_are_raised(
                 continue  # a heartbeat
             n_before = len(received_totals)
             received_totals.append(hello.received_total)
-            for message in (m.Welcome(60.0, 120.0, VERSION, None), m.CancelRollout(f"r{n_before}", "x")):
+            for message in (m.Welcome(60.0, 120.0, VERSION), m.CancelRollout(f"r{n_before}", "x")):
                 router.send(identity, NO_WAIT_MORE)
                 send_frames(router, encode(message))
             if n_before < n_garbled:

@@ -154,13 +154,12 @@ def connect(request: pytest.FixtureRequest) -> Iterator[MakePeer]:
 
 
 def test_a_hello_is_welcomed_with_the_newest_version_and_told_as_an_event(server: Server, connect: MakePeer) -> None:
-    weights = m.WeightsRef(m.WeightVersion(0, 3), "w", "00")
-    server.set_published(m.WeightVersion(0, 4), weights)
+    server.set_published(m.WeightVersion(0, 4))
     peer = connect()
     assert peer.greet() == [PeerUp("actor", "actor-0", "first", "")]
     received = peer.read()
     assert received is not None
-    assert received.message == m.Welcome(1.0, 10.0, m.WeightVersion(0, 4), weights, RUN)
+    assert received.message == m.Welcome(1.0, 10.0, m.WeightVersion(0, 4), RUN)
     assert server.peers == (("actor", "actor-0"),)
 
 

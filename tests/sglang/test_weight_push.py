@@ -123,8 +123,6 @@ class ForgetfulWeights(SaboteurWeights):
 
     forgets: str | None = None
     """Which, as a regular expression."""
-    loads_from: str | None = None
-    """It is told to load this folder, whatever it should load."""
 
     def _update(self, bucket: Bucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
         body = super()._update(bucket, label, last=last)
@@ -132,9 +130,6 @@ class ForgetfulWeights(SaboteurWeights):
             return body
         names = [f"{name}.rotary_emb.inv_freq" if re.search(self.forgets, name) else name for name in body["names"]]
         return body | {"names": names}
-
-    def _from_disk(self, folder: str, label: dict[str, str]) -> dict[str, Any]:
-        return super()._from_disk(self.loads_from or folder, label)
 
 
 class Actor:
@@ -178,7 +173,7 @@ class Run:
             msgspec.structs.replace(CONFIG, **changes),
             snapshot_dir=self.folder,
             post_plan=self.post_plan,
-            published=lambda version, ref, _: self.published.append(version),
+            published=lambda version, _: self.published.append(version),
             members=Members(kind="servers", check_by=check_by),
             canary=LearnerCanary(self.model, vocab_tokens=VOCAB, bfloat16=False, sent=sent),
         )
@@ -402,21 +397,19 @@ def test_an_actor_takes_its_server_out_of_the_group_that_a_former_actor_left_it_
     run.delivered(V1)
 
 
-def test_a_late_server_takes_the_newest_version_from_disk(run: Run, three: list[Server]) -> None:
+def test_a_late_server_takes_the_newest_version_by_broadcast_and_proves_it(run: Run, three: list[Server]) -> None:
     publisher = run.start(three[:1])
     run.publish(V1)
     assert publisher.wait_idle(WAIT_S)
     run.join(three[1:2])
     run.delivered(V1)
-    assert run.actors["actor-1"].stats["snapshots_loaded_total"] == 1
+    assert run.published == [V1] and publisher.stats.broadcasts_total == 2
+    assert [actor.stats["weight_canaries_total"] for actor in run.actors.values()] == [2, 1]
     run.publish(V2)
     run.delivered(V2)
 
 
-@pytest.mark.parametrize("way", ["disk", "broadcast"])
-def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: list[Server], way: str) -> None:
-    if way == "broadcast":
-        run.folder.write_text("a file where the folder should be: no snapshot can be written")
+def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: list[Server]) -> None:
     publisher = run.start(three[:2])
     run.publish(V1)
     assert publisher.wait_idle(WAIT_S)
@@ -433,7 +426,6 @@ def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: li
     assert seen == [None]
     assert publisher.wait_idle(WAIT_S)
     assert actor.stats["weight_groups_broken_total"] == 1
-    assert actor.stats["snapshots_loaded_total"] == (1 if way == "disk" else 0)
 
 
 @pytest.mark.parametrize(
@@ -478,21 +470,6 @@ def test_a_server_that_keeps_old_weights_is_found_within_verify_every_versions(
     assert victim.engine.labels.parse(label) is None, "a successor does not take it for this version either"
     run.delivered(V3, "actor-1")
     assert run.actors["actor-1"].stats["weight_canaries_total"] == 2
-
-
-def test_a_server_that_loads_other_weights_than_the_file_says_takes_the_next_broadcast(
-    run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catching up from disk is looked at, too. By the canary alone: `reload` would load from that disk again."""
-    publisher = run.start(three[:1], check_by="canary")
-    run.publish(V1)
-    assert publisher.wait_idle(WAIT_S)
-    monkeypatch.setattr(ForgetfulWeights, "loads_from", str(STUDENT))
-    run.join(three[1:2])
-    run.delivered(V1)
-    late = run.actors["actor-1"].stats
-    assert (late["snapshots_loaded_total"], late["snapshots_refused_total"]) == (0, 1)
-    assert late["weight_canaries_total"] == 1 and publisher.stats.dropped_total == {}
 
 
 @pytest.mark.usefixtures("checked")

@@ -25,7 +25,7 @@ LEDGER = m.Ledger(COUNTS, COUNTS, COUNTS, {"malformed": 3}, COUNTS)
 PEER = m.PeerView("actor", "actor-0", True, VERSION, 0.5, {"tokens_total": 12.0}, 2, 3, 4)
 SETTLED = (m.Settled(3, 1, "masked", "stale"),)
 SNAPSHOT = m.Snapshot(1.5, "running", "", VERSION, VERSION, LEDGER, {"tasks_queued": 1}, {0: 5, 3: 2}, 4, (PEER, PEER))
-PLAN = m.WeightPlan(2, "127.0.0.1", 29500, "gloo", ("actor-0", "actor-1"), 3, 5.0, WEIGHTS)
+PLAN = m.WeightPlan(2, "127.0.0.1", 29500, "gloo", ("actor-0", "actor-1"), 3, 5.0)
 
 
 def ids(n: int) -> Array:
@@ -48,7 +48,7 @@ FOUR = (ids(5), logprobs(5), mask(5), logprobs(2, 5))
 FOUR_UNTAUGHT = (ids(5), logprobs(5), mask(5), logprobs(0, 5))
 EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.Hello("teacher", "teacher-0", "f00", "run", "ab" * 32, "math", 17), ()),
-    (m.Welcome(1.0, 10.0, VERSION, WEIGHTS), ()),
+    (m.Welcome(1.0, 10.0, VERSION), ()),
     (m.Refused("run_id", "another run", "a", "b"), ()),
     (m.Heartbeat(VERSION, {"tokens_total": 12.0}, 9), ()),
     (m.HeartbeatReply(VERSION), ()),
@@ -81,7 +81,7 @@ EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.BatchTrainedAck(1, VERSION), ()),
     (m.EvalWanted("e1", ("eval-1-0-0",)), ()),
     (m.EvalResult("e1", (ITEM,), 0, 3), FOUR),
-    (m.VersionPublished(VERSION, WEIGHTS), ()),
+    (m.VersionPublished(VERSION), ()),
     (m.TeacherWeights("default", WEIGHTS), ()),
     (PLAN, ()),
     (m.PostWeightPlan(PLAN), ()),

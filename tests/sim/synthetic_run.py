@@ -249,7 +249,7 @@ class SyntheticRun:
                         time.sleep(shape.step_s)
                         client.send(m.BatchTrained(batch.batch_id, version))
                         self.broadcast = version
-                        client.send(m.VersionPublished(version, None))
+                        client.send(m.VersionPublished(version))
                         client.send(m.BatchWanted(version))
                     case None:
                         client.send(m.BatchWanted(version))  # as often as it likes

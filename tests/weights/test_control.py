@@ -33,7 +33,7 @@ def keys(tmp_path: Path) -> Path:
 
 def plan_keys(host: ControlHost) -> ClientKeys:
     """As a member has them from the plan."""
-    plan = WeightPlan(1, "127.0.0.1", 1, "gloo", MEMBERS, 3, 1.0, None, host.endpoint, host.plan_keys)
+    plan = WeightPlan(1, "127.0.0.1", 1, "gloo", MEMBERS, 3, 1.0, host.endpoint, host.plan_keys)
     keys = member_keys(plan, None)
     assert keys is not None
     return keys

@@ -70,23 +70,22 @@ def host() -> Iterator[CollectiveTransport]:
         return frozenset()
 
     config = msgspec.structs.replace(CONFIG, join_timeout_s=0.2, broadcast_timeout_s=0.2, slowest_bytes_per_s=1e6)
-    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1, canary_of=lambda weights: None)
+    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1)
     host = CollectiveTransport(Setup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
     yield host
     host.close()
 
 
-def test_joiners_have_the_time_to_load_their_snapshot_and_more_the_next_time(
-    host: CollectiveTransport, tmp_path: Path
-) -> None:
-    (tmp_path / "snapshot").write_bytes(bytes(100_000))
-    ref = WeightsRef(V1, str(tmp_path / "snapshot"), "00")
+def test_joiners_have_the_time_to_load_the_student_and_more_the_next_time(host: CollectiveTransport) -> None:
+    """Servers of another run do."""
+    newest = StagedWeights()
+    newest.fill(V1, [("w", torch.zeros(25_000))])
     plans: list[WeightPlan] = []
     for _ in range(3):
-        assert host.form((Seat("actor-0", "1"),), ref, V1, plans.append).error is not None
+        assert host.form((Seat("actor-0", "1"),), newest, plans.append).error is not None
     assert [round(plan.join_timeout_s, 3) for plan in plans] == [0.5, 1.0, 2.0]
     plans.clear()
-    host.form((Seat("actor-0", "1"),), None, V1, plans.append)
+    host.form((Seat("actor-0", "1"),), None, plans.append)
     assert plans[0].join_timeout_s == pytest.approx(8 * 0.2)  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -46,9 +46,7 @@ class Learner:
     fleet: ActorFleet
     folder: Path
     plans: list[WeightPlan] = field(default_factory=list[WeightPlan])
-    announced: list[tuple[WeightVersion, WeightsRef | None]] = field(
-        default_factory=list[tuple[WeightVersion, WeightsRef | None]]
-    )
+    announced: list[WeightVersion] = field(default_factory=list[WeightVersion])
 
     def post_plan(self, plan: WeightPlan) -> None:
         self.plans.append(plan)
@@ -59,7 +57,7 @@ class Learner:
             msgspec.structs.replace(CONFIG, **changes),
             snapshot_dir=self.folder,
             post_plan=self.post_plan,
-            published=lambda version, ref, _: self.announced.append((version, ref)),
+            published=lambda version, _: self.announced.append(version),
         )
 
     def delivered(self, step: int, *names: str) -> None:
@@ -88,9 +86,7 @@ def test_every_version_is_a_file_that_every_member_loads_and_no_process_group_is
         assert publisher.wait_idle(PATIENCE_S)
         learner.delivered(5)
         stats = publisher.stats
-    assert [(announced, ref and ref.version) for announced, ref in learner.announced] == [
-        (version(step), version(step)) for step in range(1, 6)
-    ]
+    assert learner.announced == [version(step) for step in range(1, 6)]
     assert (stats.members, stats.skipped_versions_total, stats.dropped_total) == (2, 0, {})
     assert stats.snapshots_total == 5 and snapshots(learner.folder) == [version(4), version(5)]
     assert {plan.backend for plan in learner.plans} == {"folder"}
@@ -163,7 +159,7 @@ def test_a_folder_that_cannot_be_written_is_counted_and_no_version_is_announced_
         learner.folder.unlink()
         learner.delivered(1)
         assert publisher.wait_idle(PATIENCE_S)
-    assert [announced for announced, _ in learner.announced] == [version(1)]
+    assert learner.announced == [version(1)]
 
 
 def test_a_transport_of_another_package_is_taken_by_its_name(learner: Learner) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import Membership, WeightPlan, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
 from weights import deadlines
 from weights.config import WeightsConfig
 from weights.publisher import Publisher, PublisherFailed, PublishTimeout
-from weights.snapshot import snapshots
 
 CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,
@@ -58,7 +58,7 @@ class Learner:
     def __init__(self, fleet: ActorFleet, folder: Path) -> None:
         self.fleet = fleet
         self.folder = folder / "weights"
-        self.announced: list[tuple[WeightVersion, WeightsRef | None]] = []
+        self.announced: list[WeightVersion] = []
         self.publisher: Publisher | None = None
 
     def start(
@@ -68,7 +68,7 @@ class Learner:
             msgspec.structs.replace(config, **changes),
             snapshot_dir=self.folder,
             post_plan=post_plan or self.fleet.post_plan,
-            published=lambda version, ref, _: self.announced.append((version, ref)),
+            published=lambda version, _: self.announced.append(version),
         )
         return self.publisher
 
@@ -100,7 +100,7 @@ def test_every_member_gets_every_version_and_each_is_announced_once(learner: Lea
         learner.publish(step)
         assert publisher.wait_idle(WAIT_S)
         learner.delivered(step)
-    assert [announced for announced, _ in learner.announced] == [version(step) for step in range(1, 5)]
+    assert learner.announced == [version(step) for step in range(1, 5)]
     stats = publisher.stats
     assert (stats.members, stats.rebuilds_total, stats.skipped_versions_total) == (3, 1, 0)
     assert stats.broadcast_bytes == sum(tensor.nbytes for _, tensor in weights(1))
@@ -118,17 +118,19 @@ def test_training_may_change_the_weights_as_soon_as_publish_returns(learner: Lea
     learner.delivered(1)
 
 
-def test_without_any_actor_a_version_is_a_snapshot_and_who_comes_later_catches_up_from_it(learner: Learner) -> None:
+def test_without_any_actor_a_version_is_announced_at_once_and_who_comes_later_gets_it_by_broadcast(
+    learner: Learner,
+) -> None:
     publisher = learner.start()
     learner.publish(1)
     assert publisher.wait_idle(WAIT_S)
-    assert snapshots(learner.folder) == [version(1)]
-    assert [(announced, ref and ref.version) for announced, ref in learner.announced] == [(version(1), version(1))]
+    assert learner.announced == [version(1)]
     learner.fleet.start(NAMES)
     publisher.membership(learner.fleet.membership())
     assert publisher.wait_idle(WAIT_S)
     learner.delivered(1)
-    assert publisher.stats.broadcasts_total == 0
+    assert learner.announced == [version(1)], "once"
+    assert publisher.stats.broadcasts_total == 1 and not learner.folder.exists()
 
 
 def test_a_late_joiner_gets_the_newest_version_before_the_next_is_published(learner: Learner) -> None:
@@ -138,28 +140,51 @@ def test_a_late_joiner_gets_the_newest_version_before_the_next_is_published(lear
     learner.publish(1)
     learner.publish(2)
     assert publisher.wait_idle(WAIT_S)
+    n_broadcasts = publisher.stats.broadcasts_total
     learner.fleet.start(NAMES[2:])
     publisher.membership(learner.fleet.membership())
     assert publisher.wait_idle(WAIT_S)
     learner.delivered(2)
+    for name in NAMES[:2]:
+        staged = [one.version for one in learner.fleet.actors[name].staged]
+        assert staged.count(version(2)) == 1, "who has it receives it, and does not stage it again"
+    assert publisher.stats.broadcasts_total == n_broadcasts + 1
     learner.publish(3)
     learner.delivered(3)
-    assert learner.fleet.report(NAMES[2]).stats["snapshots_loaded_total"] == 1
     assert learner.fleet.plans[-1].members == NAMES
+    assert not learner.folder.exists(), "nobody reads a file"
 
 
-def test_a_joiner_that_cannot_read_snapshots_gets_the_version_by_broadcast(learner: Learner) -> None:
-    learner.folder.write_text("a file where the folder should be: no snapshot can be written")
+def test_a_group_of_members_that_all_have_the_newest_version_sends_nothing(learner: Learner) -> None:
     publisher = learner.start()
+    learner.fleet.start(NAMES)
+    publisher.membership(learner.fleet.membership())
     learner.publish(1)
     assert publisher.wait_idle(WAIT_S)
-    learner.fleet.start(NAMES[:2])
-    publisher.membership(learner.fleet.membership())
+    publisher.membership(learner.fleet.membership(without=NAMES[:1]))
     assert publisher.wait_idle(WAIT_S)
-    learner.delivered(1)
-    assert publisher.stats.snapshot_failures_total > 0
-    assert publisher.stats.broadcasts_total == 1
-    assert learner.announced == [(version(1), None)]
+    assert (publisher.stats.rebuilds_total, publisher.stats.broadcasts_total) == (2, 1)
+    assert learner.fleet.plans[-1].members == NAMES[1:]
+
+
+def test_while_actors_join_and_leave_only_announced_versions_are_staged(learner: Learner) -> None:
+    """The learner goes on publishing meanwhile."""
+    publisher = learner.start()
+    learner.fleet.start(NAMES[:1])
+    step = 0
+    for present in (NAMES[:1], NAMES[:2], NAMES[1:2], NAMES[1:], NAMES):
+        learner.fleet.start(name for name in present if name not in learner.fleet.actors)
+        publisher.membership(learner.fleet.membership(without=[name for name in NAMES if name not in present]))
+        for _ in range(4):
+            step += 1
+            learner.publish(step)
+            time.sleep(0.02)
+        assert publisher.wait_idle(WAIT_S)
+        learner.delivered(step, *present)
+    assert publisher.stats.failed_groups_total == 0
+    for name in NAMES:
+        staged = [one.version for one in learner.fleet.actors[name].staged]
+        assert staged == sorted(set(staged)) and set(staged) <= set(learner.announced), name
 
 
 @pytest.mark.parametrize("victim", NAMES)
@@ -291,7 +316,7 @@ def test_a_version_overtaken_while_it_waits_is_skipped_and_counted(learner: Lear
     assert gate.publisher.wait_idle(WAIT_S)
     learner.delivered(4)
     assert gate.publisher.stats.skipped_versions_total == 2
-    assert {version(2), version(3)}.isdisjoint(announced for announced, _ in learner.announced)
+    assert learner.announced == [version(1), version(4)]
 
 
 def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) -> None:
@@ -304,7 +329,7 @@ def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) 
     assert not third.is_alive()
     assert gate.publisher.wait_idle(WAIT_S)
     learner.delivered(3)
-    assert [announced for announced, _ in learner.announced] == [version(1), version(2), version(3)]
+    assert learner.announced == [version(1), version(2), version(3)]
     assert gate.publisher.stats.skipped_versions_total == 0
 
 
@@ -360,7 +385,7 @@ def test_closing_while_a_member_hangs_inside_a_broadcast_ends_the_thread(learner
         learner.publish(3)
 
 
-def test_when_everybody_leaves_the_group_ends_and_versions_are_snapshots_again(learner: Learner) -> None:
+def test_when_everybody_leaves_the_group_ends_and_versions_are_announced_at_once_again(learner: Learner) -> None:
     publisher = learner.start()
     learner.fleet.start(NAMES)
     publisher.membership(learner.fleet.membership())
@@ -370,5 +395,5 @@ def test_when_everybody_leaves_the_group_ends_and_versions_are_snapshots_again(l
     assert publisher.wait_idle(WAIT_S)
     learner.publish(2)
     assert publisher.wait_idle(WAIT_S)
-    assert snapshots(learner.folder)[-1] == version(2)
+    assert learner.announced == [version(1), version(2)]
     assert publisher.stats.members == 0

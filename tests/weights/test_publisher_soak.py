@@ -97,7 +97,7 @@ def test_once_peace_returns_every_actor_has_the_newest_version_and_none_ever_had
             CONFIG,
             snapshot_dir=tmp_path,
             post_plan=fleet.post_plan,
-            published=lambda version, ref, broadcast_s: announced.append(version),
+            published=lambda version, broadcast_s: announced.append(version),
             expected_actors=len(NAMES),
         ) as publisher,
     ):

@@ -1,4 +1,4 @@
-"""The weight receiver, in this process, against the learner's real end: catching up, joining, receiving, leaving."""
+"""The weight receiver, in this process, against the learner's real end: joining, receiving, leaving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.config import EngineConfig
 from engines.torch.engine import TorchEngine
 from engines.torch.weights import EmbeddedWeights
 from models.loading import load_causal_lm
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import WeightPlan, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from weights.config import WeightsConfig
 from weights.control import ControlHost
@@ -25,7 +25,7 @@ from weights.control_messages import Go
 from weights.group_operations import host_store
 from weights.receiver import WeightReceiver, WeightReceiverFailed
 from weights.roster import Seat
-from weights.snapshot import SnapshotKeeper, write_snapshot
+from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights
 from weights.transport import Setup
 from weights.transports.collective import CollectiveTransport, WeightGroup
@@ -95,7 +95,7 @@ def make_host(config: WeightsConfig = CONFIG) -> CollectiveTransport:
     def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
         return frozenset()
 
-    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1, canary_of=lambda weights: None)
+    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1)
     return CollectiveTransport(Setup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
 
 
@@ -112,58 +112,29 @@ def staged(version: WeightVersion) -> StagedWeights:
     return weights_of_step
 
 
-def snapshot(folder: Path, version: WeightVersion) -> WeightsRef:
-    return write_snapshot(folder, version, weights(version.step).items(), keep=9)
-
-
 def holds(engine: MemoryEngine, step: int) -> bool:
     expected = weights(step)
     return engine.held.keys() == expected.keys() and all(torch.equal(engine.held[n], expected[n]) for n in expected)
 
 
-def test_a_snapshot_newer_than_the_engine_is_loaded_and_an_older_one_is_not(
-    engine: MemoryEngine, receiver: WeightReceiver, tmp_path: Path
+def test_a_plan_brings_the_versions_that_are_broadcast_and_says_what_the_member_had(
+    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
-    receiver.catch_up(snapshot(tmp_path, V2))
-    eventually(lambda: receiver.version == V2, "V2")
-    assert holds(engine, 2)
-    receiver.catch_up(snapshot(tmp_path, V1))
-    receiver.catch_up(snapshot(tmp_path, V3))
-    eventually(lambda: receiver.version == V3, "V3")
-    assert engine.versions == [V2, V3]
-
-
-def test_a_corrupted_snapshot_is_refused_and_counted_and_the_broadcast_brings_the_version(
-    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, tmp_path: Path
-) -> None:
-    ref = snapshot(tmp_path, V1)
-    damaged = bytearray(Path(ref.path).read_bytes())
-    damaged[-1] ^= 1
-    Path(ref.path).write_bytes(damaged)
-    result = host.form((SEAT,), ref, V1, receiver.handle_plan)
+    result = host.form((SEAT,), staged(V1), receiver.handle_plan)
     assert result.error is None and result.behind
-    assert engine.versions == []
-    assert receiver.stats["snapshots_refused_total"] == 1
-    assert host.publish(staged(V1)).error is None
-    assert engine.versions == [V1] and holds(engine, 1)
-
-
-def test_a_plan_brings_first_its_snapshot_then_the_versions_broadcast(
-    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, tmp_path: Path
-) -> None:
-    result = host.form((SEAT,), snapshot(tmp_path, V1), V1, receiver.handle_plan)
-    assert result.error is None and not result.behind
-    for version in (V2, V3):
+    for version in (V1, V2):
         assert host.publish(staged(version)).error is None
         assert holds(engine, version.step)
-    assert engine.versions == [V1, V2, V3]
+    result = host.form((SEAT,), staged(V2), receiver.handle_plan)
+    assert result.error is None and not result.behind
+    assert engine.versions == [V1, V2]
     assert receiver.stats["weights_received_total"] == 2
 
 
 def test_a_version_that_the_engine_has_is_received_but_not_staged_again(
     engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
-    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.form((SEAT,), None, receiver.handle_plan).error is None
     assert host.publish(staged(V2)).error is None
     assert host.publish(staged(V2)).error is None
     assert engine.versions == [V2]
@@ -173,29 +144,19 @@ def test_a_newer_plan_is_followed_out_of_the_former_group(
     engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
     for version in (V1, V2, V3):
-        assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+        assert host.form((SEAT,), None, receiver.handle_plan).error is None
         assert host.publish(staged(version)).error is None
     assert engine.versions == [V1, V2, V3]
     assert receiver.stats["weight_groups_joined_total"] == 3
-
-
-def test_a_snapshot_announced_while_in_a_group_is_loaded(
-    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, tmp_path: Path
-) -> None:
-    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
-    receiver.catch_up(snapshot(tmp_path, V1))
-    eventually(lambda: receiver.version == V1, "V1")
-    assert host.publish(staged(V2)).error is None
-    assert engine.versions == [V1, V2]
 
 
 def test_a_new_learner_is_followed_after_the_former_vanished_without_a_word(
     engine: MemoryEngine, receiver: WeightReceiver
 ) -> None:
     former = make_host()
-    assert former.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert former.form((SEAT,), None, receiver.handle_plan).error is None
     successor = make_host()
-    assert successor.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert successor.form((SEAT,), None, receiver.handle_plan).error is None
     assert successor.publish(staged(V1)).error is None
     assert engine.versions == [V1]
     former.close()
@@ -207,11 +168,11 @@ def test_a_plan_of_a_learner_that_is_gone_is_given_up_and_the_next_one_followed(
 ) -> None:
     plans: list[WeightPlan] = []
     gone = make_host(msgspec.structs.replace(CONFIG, join_timeout_s=0.1))
-    assert gone.form((SEAT,), None, None, plans.append).error is not None
+    assert gone.form((SEAT,), None, plans.append).error is not None
     with_closed_port = msgspec.structs.replace(plans[0], port=1)
     receiver.handle_plan(with_closed_port)
     eventually(lambda: receiver.stats["weight_groups_broken_total"] == 1, "a broken group")
-    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.form((SEAT,), None, receiver.handle_plan).error is None
     assert host.publish(staged(V1)).error is None
     assert engine.versions == [V1]
     gone.close()
@@ -221,7 +182,7 @@ def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
     engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes would be taken for tensors that they are not."""
-    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.form((SEAT,), None, receiver.handle_plan).error is None
     assert host.publish(staged(V1)).error is None
     header = CollectiveTransport._header  # pyright: ignore[reportPrivateUsage]
 
@@ -237,7 +198,7 @@ def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
 def test_tensors_that_the_engine_does_not_take_end_the_receiver_loudly(
     receiver: WeightReceiver, host: CollectiveTransport
 ) -> None:
-    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.form((SEAT,), None, receiver.handle_plan).error is None
     other = StagedWeights()
     other.fill(V1, [("unknown", torch.zeros(3))])
     result = host.publish(other)
@@ -248,14 +209,14 @@ def test_tensors_that_the_engine_does_not_take_end_the_receiver_loudly(
 
 
 def test_a_plan_for_others_is_an_error(receiver: WeightReceiver) -> None:
-    receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "gloo", ("actor-7",), 2, 1.0, None))
+    receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "gloo", ("actor-7",), 2, 1.0))
     eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
     with pytest.raises(WeightReceiverFailed, match="actor-7"):
         receiver.raise_if_failed()
 
 
 def test_a_plan_over_nccl_for_an_engine_on_a_cpu_says_what_to_set(receiver: WeightReceiver) -> None:
-    receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "nccl", (NAME,), 2, 1.0, None))
+    receiver.handle_plan(WeightPlan(1, "127.0.0.1", 1, "nccl", (NAME,), 2, 1.0))
     eventually(lambda: "weight-receiver" not in [thread.name for thread in threading.enumerate()], "its end")
     with pytest.raises(WeightReceiverFailed, match=r"weights\.backend to gloo"):
         receiver.raise_if_failed()
@@ -277,7 +238,7 @@ def test_closing_ends_the_thread_while_it_waits_inside_a_collective(
     control = ControlHost("127.0.0.1", 0)
     control.begin(1, (NAME,))
     receiver.handle_plan(
-        WeightPlan(1, "127.0.0.1", store.port, "gloo", (NAME,), 2, 8.0, None, control.endpoint, control.plan_keys)
+        WeightPlan(1, "127.0.0.1", store.port, "gloo", (NAME,), 2, 8.0, control.endpoint, control.plan_keys)
     )
     while not control.poll(1.0):
         pass
@@ -300,7 +261,7 @@ def test_the_embedded_engine_runs_on_what_was_broadcast(host: CollectiveTranspor
     receiver.start()
     student = StagedWeights()
     student.fill(V1, changed)
-    assert host.form((SEAT,), None, None, receiver.handle_plan).error is None
+    assert host.form((SEAT,), None, receiver.handle_plan).error is None
     assert host.publish(student).error is None
     engine.poll(0.0)
     assert engine.version == V1

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protocol.messages import WeightsRef, WeightVersion
+from protocol.messages import Membership, WeightVersion
 from tests.patience import PATIENCE_S
-from weights import snapshot as snapshot_module
 from weights.buckets import PackedLayout, manifest_of
 from weights.config import WeightsConfig
+from weights.deadlines import Limits
 from weights.publisher import Publisher
-from weights.roster import EMBEDDED, Members
+from weights.roster import EMBEDDED, Members, Seat
 from weights.staged_weights import CudaStreams, Merged, NoStreams, StagedWeights, streams_of
+from weights.transport import Result
 
 V1 = WeightVersion(0, 1)
 SERVERS = Members(kind="servers")
@@ -128,20 +129,35 @@ def test_the_publisher_sends_on_a_stream_of_its_own_and_after_the_copies(
 ) -> None:
     log: list[str] = []
     cuda = FakeCuda(log)
-    write = snapshot_module.write_snapshot
 
-    def noted(*args: Any, **kwargs: Any) -> WeightsRef:
-        log.append(f"read on {cuda.current_stream(GPU)}")
-        return write(*args, **kwargs)
+    class Reads:
+        """A transport to one member that has nothing yet."""
 
-    monkeypatch.setattr(snapshot_module, "write_snapshot", noted)
+        limits = Limits(WeightsConfig())
+        group_epoch = control_unreadable_total = 0
+        seats: tuple[Seat, ...] = ()
+
+        def form(self, seats: tuple[Seat, ...], newest: StagedWeights | None, post_plan: object) -> Result:
+            self.seats = seats
+            return Result(behind=newest is not None)
+
+        def publish(self, weights: StagedWeights, check: object) -> Result:
+            log.append(f"read on {cuda.current_stream(GPU)}")
+            return Result(has=self.seats)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("weights.publisher.make_transport", lambda setup: Reads())
     with Publisher(
         WeightsConfig(),
         snapshot_dir=tmp_path,
         post_plan=lambda plan: None,
-        published=lambda version, ref, broadcast_s: None,
+        published=lambda version, broadcast_s: None,
+        expected_actors=1,
         streams=CudaStreams(GPU, cuda),
     ) as publisher:
+        publisher.membership(Membership(("actor-0",), ("1",)))
+        assert publisher.wait_idle(PATIENCE_S)
         publisher.publish(V1, [("w", logged(log, torch.zeros(3)))])
         assert publisher.wait_idle(PATIENCE_S)
     assert log == ["copy", "mark on default", "host waits for the mark", "read on own 1"]

@@ -60,6 +60,6 @@ class FolderTransport(GroupHost):
 
     def _file_of(self, weights: StagedWeights) -> WeightsRef:
         ref = self._snapshots.write(weights)
-        if ref is None or ref.version != weights.version:
+        if ref is None:
             raise NotSent(f"version {weights.version} could not be written to the run's folder")
         return ref

@@ -61,7 +61,7 @@ class Rig:
         self.held = threading.Event()
         if backend == "folder":  # there is no group to join
             return
-        plan = WeightPlan(1, "127.0.0.1", 1, backend, ("a",), 2, 1.0, None, kind="servers", group_name="run-1")
+        plan = WeightPlan(1, "127.0.0.1", 1, backend, ("a",), 2, 1.0, kind="servers", group_name="run-1")
         self.sink.join(plan, 0, PATIENCE_S, lambda: None)
 
     def holds(self, path: str) -> None:

@@ -52,7 +52,7 @@ def trains(world: World, rng: Random) -> None:
     if rng.random() < 0.5:
         actor_updates(world, rng)
     if rng.random() < 0.3:
-        world.send("learner", "learner", m.VersionPublished(learner.version, None))
+        world.send("learner", "learner", m.VersionPublished(learner.version))
     if rng.random() < 0.7:
         repeats(world, rng)
     if rng.random() < 0.5 and not learner.unacked:
@@ -86,8 +86,7 @@ def repeats(world: World, rng: Random) -> None:
 def publishes(world: World, rng: Random) -> None:
     learner = _learner(world)
     if learner is not None:
-        ref = m.WeightsRef(learner.version, "weights", "0") if rng.random() < 0.5 else None
-        world.send("learner", "learner", m.VersionPublished(learner.version, ref))
+        world.send("learner", "learner", m.VersionPublished(learner.version))
 
 
 def is_cut_off(world: World, rng: Random) -> None:

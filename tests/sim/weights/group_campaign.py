@@ -28,7 +28,7 @@ from engines.base import EngineStats
 from engines.sglang.config import SGLangConfig
 from engines.sglang.weights import ServerWeights
 from engines.torch.weights import EmbeddedWeights
-from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import Membership, WeightPlan, WeightVersion
 from tests.patience import SLOWNESS
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine
 from tests.sim.weights.nccl_like import Fabric, Fault, FaultKind
@@ -304,7 +304,7 @@ class Campaign:
         for name in plan.members:
             self._members[name].receiver.handle_plan(plan)
 
-    def _published(self, version: WeightVersion, ref: WeightsRef | None, seconds: float) -> None:
+    def _published(self, version: WeightVersion, seconds: float) -> None:
         self._announced.append(version)
 
 

@@ -34,6 +34,7 @@ from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
 from weights.buckets import Layout
 from weights.group_operations import connect_store
 from weights.receiver import WeightReceiver
+from weights.snapshot import read_snapshot
 from weights.transports.collective import WeightGroup
 
 
@@ -131,7 +132,7 @@ def actor_main(name: str, connection: Connection, version: WeightVersion, digest
             case WeightPlan():
                 receiver.handle_plan(order)
             case WeightsRef():
-                receiver.catch_up(order)
+                engine.stage_weights(order.version, read_snapshot(order))
             case Fault():
                 _arm(order)
             case str():
