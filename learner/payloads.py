@@ -35,11 +35,15 @@ class TopRows:
     def of(cls, top: TopK, rows: npt.NDArray[np.int64]) -> TopRows:
         """The sets of some positions."""
         ids_TK, logprobs_TK = top.padded()
+        if len(rows) == len(top.counts_T):  # all of them: nothing to copy
+            return cls(ids_TK, logprobs_TK, top.tail_T, top.counts_T)
         return cls(ids_TK[rows], logprobs_TK[rows], top.tail_T[rows], top.counts_T[rows])
 
     @classmethod
     def joined(cls, parts: Sequence[TopRows]) -> TopRows:
         """Concatenated rows, padded to the largest K."""
+        if len(parts) == 1:
+            return parts[0]
         k = max((part.ids_RK.shape[1] for part in parts), default=1)
         n_rows = sum(len(part.counts_R) for part in parts)
         ids_RK = np.zeros((n_rows, k), np.int64)

@@ -20,17 +20,17 @@ all positions together, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from protocol.bit_words import Bytes, n_bytes, pack_words, unpack_words
 from protocol.errors import EncodeError, MalformedMessage
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 LOG_TAIL_FLOOR: Final = math.log(1e-7)
 """Smallest tail sent: 1 - sum of float32 probabilities is too imprecise for smaller ones."""
@@ -49,6 +49,10 @@ _VERSION: Final = 2
 _SQRT_RANGE: Final = math.sqrt(40.0)
 _TAIL_STEP: Final = -LOG_TAIL_FLOOR / 65_534
 _RANGE_STEP: Final = 1.0 / 1024
+_ONE_RECTANGLE: Final = 1 << 14
+"""Ids that are sorted in one piece, with padding, when looking for duplicates."""
+_REST_BLOCK: Final = 1 << 14
+"""Tokens of all positions of a block together, when the rest is decoded."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,10 @@ class TopK:
 
     def padded(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """(ids [T, K], log-probs [T, K]) with K the largest count; padded with 0 and -inf."""
-        columns_TK = np.arange(int(self.counts_T.max(initial=1))) < self.counts_T[:, None]
+        k = int(self.counts_T.max(initial=1))
+        if len(self.ids_S) == k * len(self.counts_T):  # no padding
+            return self.ids_S.reshape(-1, k).astype(np.int64), self.logprobs_S.reshape(-1, k)
+        columns_TK = np.arange(k) < self.counts_T[:, None]
         ids_TK = np.zeros(columns_TK.shape, np.int64)
         logprobs_TK = np.full(columns_TK.shape, -np.inf, np.float32)
         ids_TK[columns_TK], logprobs_TK[columns_TK] = self.ids_S, self.logprobs_S
@@ -104,7 +111,7 @@ def encode_top_k(
     codes_S = np.rint(np.minimum(roots_S / _SQRT_RANGE, 1.0) * largest_code).astype(np.uint64)
     words_S = ids_TK[kept_TK].astype(np.uint64) | (codes_S << np.uint64(id_bits))
     header = _HEADER.pack(_MAGIC, _VERSION, logprob_bits, rest_bits, n_tokens, vocab_size)
-    body = _pack_words(words_S, id_bits + logprob_bits)
+    body = pack_words(words_S, id_bits + logprob_bits)
     parts = [header, counts_T.astype("<u2").tobytes(), tail_codes_T.tobytes(), body.tobytes()]
     if rest_bits:
         parts += _encode_rest(all_ids_TK, all_logprobs_TK, counts_T, rest_bits)
@@ -116,17 +123,18 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
     parts = _read_parts(payload)
     counts_T, tail_codes_T, logprob_bits = parts.counts_T, parts.tail_codes_T, parts.logprob_bits
     id_bits = _id_bits(parts.vocab_size)
-    words_S = _unpack_words(parts.body, int(counts_T.sum()), id_bits + logprob_bits)
-    ids_S = (words_S & np.uint64((1 << id_bits) - 1)).astype(np.int64)
-    codes_S = (words_S >> np.uint64(id_bits)).astype(np.float64)
+    words_S = unpack_words(parts.body, int(counts_T.sum()), id_bits + logprob_bits)
+    ids_S = (words_S & words_S.dtype.type((1 << id_bits) - 1)).astype(np.int32)
+    codes_S = (words_S >> words_S.dtype.type(id_bits)).astype(np.intp)
     firsts_T = np.cumsum(counts_T) - counts_T
-    _refuse_ids(ids_S, counts_T, parts.vocab_size)
+    _refuse_ids(ids_S, counts_T, firsts_T, parts.vocab_size)
     step = _SQRT_RANGE / ((1 << logprob_bits) - 1)
-    logprobs_S = -np.square(codes_S * step)
+    of_code = _of_code(logprob_bits)
+    logprobs_S = of_code.logprobs.take(codes_S)
     tail_T = np.where(tail_codes_T == 0, -np.inf, -(tail_codes_T.astype(np.float64) - 1.0) * _TAIL_STEP)
     if len(counts_T) == 0:
-        return TopK(counts_T, ids_S.astype(np.int32), logprobs_S.astype(np.float32), tail_T.astype(np.float32))
-    covered_T = np.add.reduceat(np.exp(logprobs_S), firsts_T)
+        return TopK(counts_T, ids_S, logprobs_S.astype(np.float32), tail_T.astype(np.float32))
+    covered_T = np.add.reduceat(of_code.probabilities.take(codes_S), firsts_T)
     rest_T = -np.expm1(np.minimum(tail_T, -1e-12))
     wrong_T = np.abs(covered_T - rest_T) > 4.0 * step + MASS_ROUNDING
     if wrong_T.any():
@@ -138,8 +146,8 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
     mostly_sent_T = rest_T >= 0.5
     logprobs_S += np.repeat(np.where(mostly_sent_T, np.log(rest_T / covered_T), 0.0), counts_T)
     tail_T = np.where(mostly_sent_T, tail_T, np.log1p(-np.minimum(covered_T, 0.9)))
-    logprobs_S = np.minimum(logprobs_S, 0.0).astype(np.float32)
-    top = TopK(counts_T, ids_S.astype(np.int32), logprobs_S, tail_T.astype(np.float32))
+    logprobs_S = np.minimum(logprobs_S, 0.0, out=logprobs_S).astype(np.float32)
+    top = TopK(counts_T, ids_S, logprobs_S, tail_T.astype(np.float32))
     return _with_rest(top, parts) if parts.rest_bits else top
 
 
@@ -153,6 +161,20 @@ def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits
 def check_payload(payload: bytes | memoryview) -> int:
     """T of a payload. Checks that its lengths fit its header, but not its words. Raises MalformedMessage."""
     return len(_read_parts(payload).counts_T)
+
+
+class _OfCode(NamedTuple):
+    """What each code of a log-prob stands for."""
+
+    logprobs: npt.NDArray[np.float64]
+    probabilities: npt.NDArray[np.float64]
+
+
+@functools.lru_cache
+def _of_code(logprob_bits: int) -> _OfCode:
+    n_codes = 1 << logprob_bits
+    logprobs = -np.square(np.arange(n_codes, dtype=np.float64) * (_SQRT_RANGE / (n_codes - 1)))
+    return _OfCode(logprobs, np.exp(logprobs))
 
 
 # ---------------------------------------------------------------------------------------------------------- rest
@@ -177,30 +199,43 @@ def _encode_rest(ids_TV: Any, logprobs_TV: Any, counts_T: npt.NDArray[np.int64],
     counts_R = vocab_size - counts_T
     share_R = (-by_id_TV[rest_by_id_TV] - np.repeat(near_T, counts_R)) / np.repeat(np.maximum(width_T, 1e-9), counts_R)
     codes_R = np.rint(np.clip(share_R, 0.0, 1.0) * ((1 << rest_bits) - 1)).astype(np.uint64)
-    return [ranges_T2.astype("<u2").tobytes(), _pack_words(codes_R, rest_bits).tobytes()]
+    return [ranges_T2.astype("<u2").tobytes(), pack_words(codes_R, rest_bits).tobytes()]
 
 
 def _with_rest(top: TopK, parts: _Parts) -> TopK:
     """Add the rest, scaled to the tail, so that every position has the whole vocabulary."""
-    vocab_size, counts_T = parts.vocab_size, top.counts_T
-    counts_R = vocab_size - counts_T
-    position_S = np.repeat(np.arange(len(counts_T)), counts_T)
-    rest_TV = np.ones((len(counts_T), vocab_size), np.bool_)
-    rest_TV[position_S, top.ids_S] = False
-    position_R, ids_R = np.nonzero(rest_TV)
-    codes_R = _unpack_words(parts.rest_body, len(ids_R), parts.rest_bits).astype(np.float64)
+    vocab_size, n_codes, counts_T = parts.vocab_size, 1 << parts.rest_bits, top.counts_T
+    n_tokens, left_out_T = len(counts_T), vocab_size - counts_T
+    sent_T, rest_T = (np.concatenate([[0], np.cumsum(n_T)]) for n_T in (counts_T, left_out_T))
+    codes_R = unpack_words(parts.rest_body, int(rest_T[-1]), parts.rest_bits)
     near_T, far_T = (parts.ranges_T2 * _RANGE_STEP).T
-    step_T = np.maximum(far_T - near_T, 0.0) / ((1 << parts.rest_bits) - 1)
-    weights_R = -codes_R * np.repeat(step_T, counts_R)
-    mass_T = np.bincount(position_R, weights=np.exp(weights_R), minlength=len(counts_T))
-    scale_T = np.where(counts_R > 0, top.tail_T - np.log(np.maximum(mass_T, 1e-300)), 0.0)
-    logprobs_R = weights_R + np.repeat(scale_T, counts_R)
-    order = np.argsort(np.concatenate([position_S, position_R]), kind="stable")
+    step_T = np.maximum(far_T - near_T, 0.0) / (n_codes - 1)
+    ids_TV, logprobs_TV = np.empty((n_tokens, vocab_size), np.int32), np.empty((n_tokens, vocab_size), np.float32)
+    block = max(1, _REST_BLOCK // vocab_size)
+    for first in range(0, n_tokens, block):  # of few positions, so that all of it stays in the processor's cache
+        last = min(first + block, n_tokens)
+        some, sent, rest = slice(first, last), slice(sent_T[first], sent_T[last]), slice(rest_T[first], rest_T[last])
+        row_B, left_out_B = np.arange(last - first), left_out_T[some]
+        in_rest_BV = np.ones((last - first, vocab_size), np.bool_)
+        in_rest_BV.reshape(-1)[np.repeat(row_B * vocab_size, counts_T[some]) + top.ids_S[sent]] = False
+        row_R = np.repeat(row_B, left_out_B)
+        ids_R = np.flatnonzero(in_rest_BV) - row_R * vocab_size
+        # A position has few codes and many tokens: what a code stands for is computed once per position.
+        weights_BC = -np.arange(n_codes, dtype=np.float64) * step_T[some, None]
+        code_R = row_R * n_codes + codes_R[rest]
+        mass_B = np.bincount(row_R, weights=np.exp(weights_BC).take(code_R), minlength=last - first)
+        scale_B = np.where(left_out_B > 0, top.tail_T[some] - np.log(np.maximum(mass_B, 1e-300)), 0.0)
+        logprobs_BC = (weights_BC + scale_B[:, None]).astype(np.float32)
+        # Behind the set that was sent come all other tokens, by id.
+        is_sent_BV = np.arange(vocab_size) < counts_T[some, None]
+        ids_TV[some][is_sent_BV], logprobs_TV[some][is_sent_BV] = top.ids_S[sent], top.logprobs_S[sent]
+        np.logical_not(is_sent_BV, out=is_sent_BV)
+        ids_TV[some][is_sent_BV], logprobs_TV[some][is_sent_BV] = ids_R, logprobs_BC.take(code_R)
     return TopK(
-        np.full(len(counts_T), vocab_size, np.int64),
-        np.concatenate([top.ids_S, ids_R.astype(np.int32)])[order],
-        np.concatenate([top.logprobs_S, logprobs_R.astype(np.float32)])[order],
-        np.full(len(counts_T), -np.inf, np.float32),
+        np.full(n_tokens, vocab_size, np.int64),
+        ids_TV.reshape(-1),
+        logprobs_TV.reshape(-1),
+        np.full(n_tokens, -np.inf, np.float32),
     )
 
 
@@ -295,9 +330,9 @@ def _read_parts(payload: bytes | memoryview) -> _Parts:
             expected="one where some are",
         )
     n_words = int(counts_T.sum())
-    ranges_at = body_at + _n_bytes(n_words, _id_bits(vocab_size) + logprob_bits)
+    ranges_at = body_at + n_bytes(n_words, _id_bits(vocab_size) + logprob_bits)
     rest_at = ranges_at + (4 * n_tokens if rest_bits else 0)
-    expected = rest_at + (_n_bytes(n_tokens * vocab_size - n_words, rest_bits) if rest_bits else 0)
+    expected = rest_at + (n_bytes(n_tokens * vocab_size - n_words, rest_bits) if rest_bits else 0)
     if len(payload) != expected:
         raise MalformedMessage("top-k payload", got=f"{len(payload)} bytes", expected=f"{expected}")
     whole = np.frombuffer(payload, np.uint8)
@@ -314,50 +349,27 @@ def _read_parts(payload: bytes | memoryview) -> _Parts:
     )
 
 
-def _refuse_ids(ids_S: npt.NDArray[np.int64], counts_T: npt.NDArray[np.int64], vocab_size: int) -> None:
+def _refuse_ids(
+    ids_S: npt.NDArray[np.int32], counts_T: npt.NDArray[np.int64], firsts_T: npt.NDArray[np.int64], vocab_size: int
+) -> None:
+    """Raises MalformedMessage for an id outside the vocabulary, and for one that a position has twice."""
     if len(ids_S) == 0:
         return
     if ids_S.max() >= vocab_size:
         raise MalformedMessage("top-k payload", got=f"token id {ids_S.max()}", expected=f"ids below {vocab_size}")
-    keys_S = np.repeat(np.arange(len(counts_T)), counts_T) * vocab_size + ids_S
-    keys_S.sort()
-    if (np.diff(keys_S) == 0).any():
-        raise MalformedMessage("top-k payload", got="a token listed twice at one position", expected="different tokens")
-
-
-# ------------------------------------------------------------------------------------------------------- packing
-
-_LANES: Final = 8
-"""Words of w bits that fill w bytes."""
-
-
-def _pack_words(words_S: npt.NDArray[np.uint64], width: int) -> Bytes:
-    """Words of `width` <= 48 bits, concatenated without gaps, lowest bit first."""
-    n_words = len(words_S)
-    padded = np.zeros(-(-n_words // _LANES) * _LANES, np.uint64)
-    padded[:n_words] = words_S
-    lanes = padded.reshape(-1, _LANES)
-    packed = np.zeros((len(lanes), width), np.uint8)
-    for lane in range(_LANES):
-        first_byte, shift = divmod(lane * width, 8)
-        value = lanes[:, lane] << np.uint64(shift)
-        for byte in range(-(-(shift + width) // 8)):
-            packed[:, first_byte + byte] |= (value >> np.uint64(8 * byte)).astype(np.uint8)
-    return packed.reshape(-1)[: _n_bytes(n_words, width)]
-
-
-def _unpack_words(packed: Bytes, n_words: int, width: int) -> npt.NDArray[np.uint64]:
-    blocks = np.zeros((-(-n_words // _LANES), width), np.uint8)
-    blocks.reshape(-1)[: len(packed)] = packed
-    words = np.zeros((len(blocks), _LANES), np.uint64)
-    for lane in range(_LANES):
-        first_byte, shift = divmod(lane * width, 8)
-        value = np.zeros(len(blocks), np.uint64)
-        for byte in range(-(-(shift + width) // 8)):
-            value |= blocks[:, first_byte + byte].astype(np.uint64) << np.uint64(8 * byte)
-        words[:, lane] = (value >> np.uint64(shift)) & np.uint64((1 << width) - 1)
-    return words.reshape(-1)[:n_words]
-
-
-def _n_bytes(n_words: int, width: int) -> int:
-    return -(-n_words * width // 8)
+    # Sorting short rows is many times faster than sorting all ids at once. Positions of like counts share a rectangle,
+    # so that at most half of it is padding, which is negative and nowhere the same. Few ids need only one.
+    widest = int(counts_T.max())
+    widths_T = np.full(len(counts_T), widest)
+    if widths_T.sum() > _ONE_RECTANGLE:
+        widths_T = np.minimum(1 << np.ceil(np.log2(counts_T)).astype(np.int64), widest)
+    rows_SC = np.lib.stride_tricks.sliding_window_view(np.concatenate([ids_S, np.zeros(widest, np.int32)]), widest)
+    for width in np.flatnonzero(np.bincount(widths_T)).tolist():
+        rows_R, column_C = np.flatnonzero(widths_T == width), np.arange(width, dtype=np.int32)
+        ids_RC = rows_SC[firsts_T[rows_R], :width]
+        np.copyto(ids_RC, -1 - column_C, where=column_C >= counts_T[rows_R, None])
+        ids_RC.sort(axis=1)
+        if (ids_RC[:, 1:] == ids_RC[:, :-1]).any():
+            raise MalformedMessage(
+                "top-k payload", got="a token listed twice at one position", expected="different tokens"
+            )

@@ -1,5 +1,5 @@
-"""Top-k payloads against a slow encoder of bit strings, and bytes that are no payload. What they cost in bytes and in
-accuracy is measured in tests/builtin/test_topk_payloads.py."""
+"""Top-k payloads against a slow encoder and a slow decoder of bit strings, and bytes that are no payload.
+What they cost in bytes and in accuracy is measured in tests/builtin/test_topk_payloads.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_codec import LOG_TAIL_FLOOR, check_payload, decode_top_k, encode_top_k
+from protocol.topk_codec import LOG_TAIL_FLOOR, TopK, check_payload, decode_top_k, encode_top_k
+from tests.protocol.topk_oracle import slow_decode
 
 
 def _rows(n: int, k: int, vocab: int, seed: int = 0) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -98,6 +99,45 @@ def test_the_check_of_lengths_gives_the_number_of_positions() -> None:
     assert check_payload(GOOD) == 6
     with pytest.raises(MalformedMessage, match="bytes, expected"):
         check_payload(GOOD[:-1])
+
+
+def _assert_equal_bits(top: TopK, expected: TopK) -> None:
+    for field in ("counts_T", "ids_S", "logprobs_S", "tail_T"):
+        got, wanted = getattr(top, field), getattr(expected, field)
+        assert (got.dtype, got.tobytes()) == (wanted.dtype, wanted.tobytes()), field
+
+
+@given(
+    n=st.integers(0, 70),
+    vocab=st.sampled_from([1, 2, 3, 40, 312, 3000]),
+    k=st.integers(1, 300),
+    mass=st.sampled_from([0.5, 0.9, 0.999, 1.0]),
+    bits=st.integers(8, 16),
+    rest_bits=st.sampled_from([0, 0, 0, 1, 3, 5, 8]),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=150)
+def test_what_is_decoded_equals_the_slow_decoder_bit_by_bit(
+    n: int, vocab: int, k: int, mass: float, bits: int, rest_bits: int, seed: int
+) -> None:
+    rest_bits = rest_bits if vocab <= 312 else 0
+    rows = _rows(n, vocab if rest_bits else min(k, vocab), vocab, seed)
+    payload = encode_top_k(*rows, vocab_size=vocab, mass=mass, max_k=k, logprob_bits=bits, rest_bits=rest_bits)
+    _assert_equal_bits(decode_top_k(payload), slow_decode(payload))
+
+
+@pytest.mark.parametrize("vocab", [70_000, 2**31 - 1])
+def test_wide_ids_and_many_positions_of_different_counts_are_decoded_alike(vocab: int) -> None:
+    """More ids than are sorted in one piece, and words that do not fit into 32 bits."""
+    random = np.random.default_rng(0)
+    ids_TK = random.integers(0, vocab, (300, 200))
+    ids_TK[:, 0] = vocab - 1
+    ids_TK = ids_TK[[len(set(ids)) == 200 for ids in ids_TK.tolist()]]
+    assert len(ids_TK) > 100
+    payload = encode_top_k(ids_TK, _rows(len(ids_TK), 200, 300)[1], vocab_size=vocab, mass=0.95, logprob_bits=16)
+    top = decode_top_k(payload)
+    _assert_equal_bits(top, slow_decode(payload))
+    assert top.counts_T.min() < 8 < 128 < top.counts_T.max()
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.11), (12, 0.007), (16, 4.5e-4)])
@@ -200,6 +240,35 @@ def test_damaged_payload_is_refused_or_still_a_distribution(good: bytes, place: 
     _assert_a_payload_or_refused(good[:place] + bytes([value]) + good[place + 1 :])
     _assert_a_payload_or_refused(good[:length])
     _assert_a_payload_or_refused(good + good[:length])
+
+
+@given(st.sampled_from([GOOD, WITH_REST]), st.integers(0, 2000), st.integers(0, 255))
+@settings(deadline=None)
+def test_damaged_words_are_refused_where_the_slow_decoder_refuses_them(good: bytes, place: int, value: int) -> None:
+    first = 13 + 4 * 6  # the counts are as they were, so that all lengths fit
+    place = first + place % (len(good) - first)
+    damaged = good[:place] + bytes([value]) + good[place + 1 :]
+    try:
+        expected = slow_decode(damaged)
+    except ValueError:
+        with pytest.raises(MalformedMessage):
+            decode_top_k(damaged)
+        return
+    _assert_equal_bits(decode_top_k(damaged), expected)
+
+
+def test_an_id_twice_at_the_last_of_many_positions_is_refused() -> None:
+    good = encode_top_k(*_rows(200, 200, 300), vocab_size=300, mass=1.0, max_k=200)
+    counts = decode_top_k(good).counts_T
+    assert counts[-1] > 1 and counts.sum() > 1 << 14
+    width = 9 + 12
+    start = 13 + 4 * 200
+    number = int.from_bytes(good[start:], "little")
+    second, first = (int(counts.sum()) - back for back in (1, 2))
+    number &= ~(0x1FF << (second * width))
+    number |= ((number >> (first * width)) & 0x1FF) << (second * width)
+    with pytest.raises(MalformedMessage, match="listed twice"):
+        decode_top_k(good[:start] + number.to_bytes(len(good) - start, "little"))
 
 
 @pytest.mark.parametrize(
