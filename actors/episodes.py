@@ -115,7 +115,7 @@ class EpisodeThreads:
         """`configs`: the environments by name; they are imported here, and no other is ever run. `stop_token_ids`: the
         model's. `wake` is called from another thread whenever there is something to take. Raises whatever an
         environment raises while it is imported."""
-        self._known = load_environments(configs, tokenizer)
+        self._known = load_environments(configs)
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
         self._max_context_tokens = max_context_tokens
@@ -148,14 +148,15 @@ class EpisodeThreads:
         known = self._known[episode.env]
         row = msgspec.json.decode(episode.row, type=dict[str, Any]) if episode.row else {}
         task = EnvTask(episode.prompt_ids, episode.ground_truth, episode.tag, episode.rollout_id, episode.seed, row)
+        tokenizer = self._tokenizer.with_template_kwargs(row.get("chat_template_kwargs"))
         options, timeout_s = row.get("env_options") or {}, known.config.step_timeout_s
         if known.agent is not None:
             play, close = play_agent(partial(known.agent, options), task), _nothing_to_close
         else:
             environment = Episode(
-                partial(known.make, options),
+                partial(known.make, tokenizer, options),
                 task,
-                self._tokenizer,
+                tokenizer,
                 model_stop_token_ids=self._stop_token_ids,
                 max_turns=episode.max_turns,
             )
@@ -163,7 +164,7 @@ class EpisodeThreads:
         running = AgentEpisode(
             play,
             task,
-            self._tokenizer,
+            tokenizer,
             self._ask,
             budget_left=episode.budget_left,
             max_context_tokens=self._max_context_tokens,

@@ -6,9 +6,11 @@ transformers, and so torch; workers that start without torch use `models.tokeniz
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from types import MappingProxyType
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +18,15 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from models.files import TokenizerError, first_line, model_source, stop_ids
+from models.tokenizer_file import template_variables
 from protocol.handshake import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
 """auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised unchanged."""
+
+NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+_NOT_KWARGS: Final = {"messages", "tools", "documents", "add_generation_prompt"}
+"""What `apply_chat_template` itself hands to a template."""
 
 
 class Promptlike(Protocol):
@@ -66,14 +73,20 @@ def render_prompt(
     system: str | None = None,
     *,
     chat_template: ChatTemplateMode = "auto",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> npt.NDArray[np.int32]:
     """Token ids int32 [n_prompt] of one record, up to where the student starts to write.
 
     `messages` go through the chat template as they are; a `prompt` becomes one user turn (see `ChatTemplateMode`).
-    `system` is prepended unless the messages already begin with a system turn.
+    `system` is prepended unless the messages already begin with a system turn. `tools` (JSON schemas of functions) and
+    `template_kwargs` (e.g. enable_thinking) are handed to the template.
 
     Raises TokenizerError for: no template where one is needed, a prompt that was rendered before, messages that end
-    with the answer, a template that refuses the messages, and an empty result."""
+    with the answer, a template that refuses the messages or does not read what it is handed, and an empty result."""
+    if tools or template_kwargs:
+        _expect_read(tokenizer, chat_template, [*(["tools"] if tools else []), *template_kwargs])
+    handed: dict[str, Any] = {**template_kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
     if record.messages is not None:
         turns = _with_system([dict(turn) for turn in record.messages], system)
         if not turns or turns[-1].get("role") == "assistant":
@@ -81,12 +94,12 @@ def render_prompt(
                 f"messages must end with the turn to be answered, got roles {[t.get('role') for t in turns]}; "
                 "leave the answer out (ground_truth is the place for it)"
             )
-        return _as_array(_apply_template(tokenizer, turns, chat_template), record)
+        return _as_array(_apply_template(tokenizer, turns, chat_template, handed), record)
     if record.prompt is None:
         raise TokenizerError("a record needs a prompt or messages, got neither")
     if chat_template == "auto" and tokenizer.chat_template is not None:
         turns = _with_system([{"role": "user", "content": record.prompt}], system)
-        ids = _apply_template(tokenizer, turns, chat_template)
+        ids = _apply_template(tokenizer, turns, chat_template, handed)
         _refuse_second_rendering(tokenizer, record.prompt, ids)
         return _as_array(ids, record)
     if system is not None:
@@ -116,8 +129,36 @@ def _with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[s
     return [{"role": "system", "content": system}, *turns]
 
 
+def _expect_read(tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplateMode, names: Sequence[str]) -> None:
+    """Raise TokenizerError for a name that the chat template does not read: handing it over would change nothing."""
+    given: Any = tokenizer.chat_template  # a text, or several by name
+    if chat_template == "off" or given is None:
+        raise TokenizerError(
+            f"{', '.join(names)}: only a chat template reads this, got "
+            + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
+        )
+    texts: list[str] = list(given.values()) if isinstance(given, dict) else [given]
+    try:
+        read = frozenset[str]().union(*map(template_variables, texts))
+    except TemplateError as error:
+        raise TokenizerError(f"the chat template cannot be read: {first_line(error)}") from error
+    kwargs = sorted(read - _NOT_KWARGS)
+    for name in names:
+        if name != "tools" and name not in kwargs:
+            near = difflib.get_close_matches(name, kwargs, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(kwargs) or 'no arguments'}"
+            raise TokenizerError(f"chat_template_kwargs: the chat template does not read {name!r}; {hint}")
+        if name not in read:
+            raise TokenizerError(
+                "the chat template shows no tools, got a row with 'tools'; describe them in the prompt"
+            )
+
+
 def _apply_template(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], chat_template: ChatTemplateMode
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, Any]],
+    chat_template: ChatTemplateMode,
+    handed: Mapping[str, Any],
 ) -> list[int]:
     if chat_template == "off" or tokenizer.chat_template is None:
         raise TokenizerError(
@@ -126,7 +167,9 @@ def _apply_template(
             + "; give text in the field 'prompt' instead"
         )
     try:
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **handed
+        )
     except (TemplateError, TypeError, KeyError) as error:
         roles = [turn.get("role") for turn in turns]
         raise TokenizerError(

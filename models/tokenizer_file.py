@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, cast
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -82,6 +83,7 @@ class FileTokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         tokenize: bool,
         add_generation_prompt: bool,
+        **template_kwargs: Any,
     ) -> str:
         """The rendered text. Raises jinja2's TemplateError, and ValueError for tokenize=True."""
         if tokenize:
@@ -91,18 +93,12 @@ class FileTokenizer:
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
-            **self._named,
+            **{**self._named, **template_kwargs},
         )
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        """The template in the same environment as transformers gives it."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        cast("dict[str, Any]", environment.globals).update(raise_exception=_raise, strftime_now=_now)
-        return environment.from_string(self.chat_template or "")
+        return _template_environment().from_string(self.chat_template or "")
 
     def _add_missing(self, config: dict[str, Any]) -> None:
         """Add tokens that are only in tokenizer_config.json, in the order in which transformers adds them."""
@@ -117,6 +113,23 @@ class FileTokenizer:
             if token.content not in known:
                 self._tokenizer.add_tokens([token])
                 known.add(token.content)
+
+
+@lru_cache
+def template_variables(template: str) -> frozenset[str]:
+    """Names that a chat template reads, besides those that it sets itself. Raises jinja2's TemplateError."""
+    environment = _template_environment()
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals))
+
+
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    """The same as transformers makes for chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    cast("dict[str, Any]", environment.globals).update(raise_exception=_raise, strftime_now=_now)
+    return environment
 
 
 class _GenerationTag(Extension):

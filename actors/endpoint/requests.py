@@ -99,6 +99,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     logprobs: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As vLLM and SGLang have it: over those of the prompt's row."""
     return_token_ids: bool | None = None
 
 

@@ -110,7 +110,8 @@ class EpisodeSession:
         try:
             messages = [canonical(message) for message in request.messages]
             tools_key = json.dumps(tools or [], sort_keys=True)
-            prompt_ids = self._chat_prompt(messages, tools, tools_key)
+            tokenizer = self._tokenizer.with_template_kwargs(request.chat_template_kwargs)
+            prompt_ids = self._chat_prompt(tokenizer, messages, tools, tools_key)
         except ValueError as error:
             raise Refusal("invalid_request", str(error)) from error
         except RecursionError as error:
@@ -182,7 +183,11 @@ class EpisodeSession:
         return self._episode.tokenizer
 
     def _chat_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, tools_key: str
+        self,
+        tokenizer: TextTokenizer,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        tools_key: str,
     ) -> Int32s:
         """Raises ValueError for messages that the chat template refuses."""
         keys = tuple(_key(message) for message in messages)
@@ -194,12 +199,12 @@ class EpisodeSession:
         new = messages if best is None else messages[len(best.messages) :]
         if best is not None and all(message["role"] != "assistant" for message in new):
             try:
-                behind = self._tokenizer.chat_turns(new, closed=best.closed, ended_by=int(best.token_ids[-1]))
+                behind = tokenizer.chat_turns(new, closed=best.closed, ended_by=int(best.token_ids[-1]))
             except ValueError as error:
                 self._say_once(str(error))
             else:
                 return np.concatenate([best.token_ids, behind])
-        return self._tokenizer.chat_prompt(messages, tools)
+        return tokenizer.chat_prompt(messages, tools)
 
     def _say_once(self, error: str) -> None:
         if error != self._template_error:

@@ -17,10 +17,11 @@ of the item at hand.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -52,7 +53,8 @@ class EnvTask:
     seed: int
     """The rollout's seed, for environments that draw random numbers."""
     row: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """All columns of the prompt's row, as in the prompts file, also `prompt` or `messages`."""
+    """All columns of the prompt's row, as in the prompts file, also `prompt` or `messages`. `chat_template_kwargs` has
+    those of the configuration too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,17 @@ class TextTokenizer:
         marked = {i: text for text, i in self._added.items() if any(mark in text for mark in TOOL_MARKS)}
         self._tool_marks = {i: text for i, text in marked.items() if not self._plain([i])}
         """Tags of tool calls that this tokenizer counts as special: Mistral's, and one of Llama's."""
+        self._template_kwargs: Mapping[str, Any] = {}
+
+    def with_template_kwargs(self, given: Mapping[str, Any] | None) -> Self:
+        """The same tokenizer, with these arguments for its chat template over those that it has. None as an argument
+        changes nothing, as in `actors.envs.registry.options_of_row`."""
+        if not given:
+            return self
+        other = copy.copy(self)
+        named = {name: value for name, value in given.items() if value is not None}
+        other._template_kwargs = {**self._template_kwargs, **named}
+        return other
 
     @property
     def has_template(self) -> bool:
@@ -246,7 +259,9 @@ class TextTokenizer:
         listed: Any = None if tools is None else [dict(tool) for tool in tools]
         turns = [dict(message) for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(turns, tools=listed, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                turns, tools=listed, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            )
         except (TemplateError, TypeError, KeyError) as error:
             roles = [message.get("role") for message in messages]
             raise ValueError(f"the chat template refuses these messages (roles {roles}): {error}") from error

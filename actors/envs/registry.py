@@ -165,13 +165,13 @@ class LoadedEnvironment(NamedTuple):
     """An environment that tasks may name, imported and checked."""
 
     config: EnvConfig
-    make: Callable[[Mapping[str, Any]], Environment]
+    make: Callable[[TextTokenizer, Mapping[str, Any]], Environment]
     """Makes a new environment for one rollout, whose row has these options of its own."""
     agent: Callable[[Mapping[str, Any]], Callable[..., Any]] | None
     """In place of `make`, for an agent: the coroutine function with the options of such a row."""
 
 
-def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer) -> dict[str, LoadedEnvironment]:
+def load_environments(configs: Mapping[str, EnvConfig]) -> dict[str, LoadedEnvironment]:
     """Import all configured environments, so that no task causes an import. Raises what `check_options` raises, or
     whatever a module raises."""
     for config in configs.values():
@@ -179,7 +179,7 @@ def load_environments(configs: Mapping[str, EnvConfig], tokenizer: TextTokenizer
     return {
         name: LoadedEnvironment(
             config,
-            functools.partial(_make, config, tokenizer),
+            functools.partial(_make, config),
             functools.partial(_agent, config) if is_agent(find_environment(config.name)) else None,
         )
         for name, config in configs.items()

@@ -94,7 +94,7 @@ def read_rows(
     DataError and TokenizerError for what would end the run."""
     source = open_prompts(path, environments)
     rendered = RenderedPrompts(source, tokenizer, tasks)
-    rendered.probe(row_tags(source) if tasks.templates else [])
+    rendered.probe(row_tags(source) if tasks.tags_named else [])
     chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), ROWS_READ), dtype=np.int64)).tolist()
     found = PromptRows(source.path, len(source), len(chosen), [], [], Counter(), {}, None)
     for row in chosen:

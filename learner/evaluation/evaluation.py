@@ -27,8 +27,8 @@ from engines.base import Int32s
 from learner.config import LearnerConfig
 from learner.evaluation.figures import EvalPoint, EvalRollout, figures_by, figures_of, mean, ratio
 from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
-from learner.prompts.records import PromptRecord, columns_fault
-from learner.prompts.rendering import NONE, render, teacher_prompt
+from learner.prompts.records import ColumnsFault, PromptRecord
+from learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
 from learner.prompts.tasks import TaskOffer, derive_seed
 from models.tokenizer import TokenizerError
 from protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVersion
@@ -109,8 +109,9 @@ def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokeni
             teachers = teacher_prompt(record, tokenizer, config)
         except TokenizerError as error:
             raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
-        if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason and columns_fault(record.columns) is None:
-            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids, record.env, record.columns))
+        made = for_actors(record, config)
+        if len(ids) <= config.max_prompt_tokens and not teachers.drop_reason and not isinstance(made, ColumnsFault):
+            prompts.append(EvalPrompt(ids, record.tag, record.ground_truth, teachers.ids, record.env, made.columns))
     return EvalSet(tuple(prompts), len(records) - len(prompts))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,8 +21,8 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     prompts: str = ""
     """Training prompts: a JSONL file, a Parquet file, a folder of Parquet files, or a folder of
     `datasets.save_to_disk`. Fields: `prompt` (text) or `messages` (chat turns), and optionally `tag`, `ground_truth`,
-    `hint` (see `privileged`), `env` and `env_options` (the row's environment and its options). The environment sees all
-    columns. Empty: the built-in task."""
+    `hint` (see `privileged`), `env` and `env_options` (the row's environment and its options), `tools` and
+    `chat_template_kwargs` (docs/prompts.md). The environment sees all columns. Empty: the built-in task."""
     eval_prompts: str = ""
     """Evaluation prompts, in the same formats. Empty: some rows of `prompts` are held out (see `eval_share`)."""
     eval_share: Annotated[float, Meta(ge=0, lt=1)] = 0.02
@@ -32,6 +33,11 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     """System turn to put before every prompt, except where `messages` already begin with one."""
     chat_template: Literal["auto", "off"] = "auto"
     """auto: `prompt` becomes a user turn if the tokenizer has a chat template. off: the text is tokenised as it is."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Arguments for the chat template, e.g. enable_thinking = false. Every prompt is rendered with them: the student's,
+    the teachers', and later turns. A row's column `chat_template_kwargs` lies over them."""
+    chat_template_kwargs_tags: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict[str, dict[str, Any]])
+    """Tag -> arguments for prompts with this tag, over `chat_template_kwargs`."""
     mix: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Tag -> relative weight among the training tasks (the weights need not sum to 1). Rows with other tags are not
     used. Empty: all rows, in the proportions of the file."""
@@ -97,6 +103,15 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     def eval_prompts_needed(self) -> int:
         """Rows that evaluations use."""
         return max(self.eval_greedy, self.eval_sampled)
+
+    @property
+    def tags_named(self) -> list[str]:
+        """Tags whose rows are rendered in a way of their own."""
+        return [*dict.fromkeys([*self.templates, *self.chat_template_kwargs_tags])]
+
+    def template_kwargs_for(self, tag: str, of_row: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments for the chat template of a row with this tag and these arguments of its own."""
+        return {**self.chat_template_kwargs, **self.chat_template_kwargs_tags.get(tag, {}), **of_row}
 
     def privileged_for(self, tag: str) -> str:
         """The privileged context of tasks with this tag, as a template."""

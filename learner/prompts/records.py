@@ -6,22 +6,26 @@
 
 A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`. Optional are `tag`,
 `ground_truth`, `hint` (text for teachers only, see `learner.prompts.rendering`), `env` (an environment of the run) and
-`env_options` (its options for this row). A row with an `env` and no `tag` has the environment's name as its tag. A
-`ground_truth` that is not text becomes its JSON (42 -> "42"). All columns, these and others, are handed to the row's
-environment."""
+`env_options` (its options for this row), `tools` and `chat_template_kwargs` (both for the chat template). A row with an
+`env` and no `tag` has the environment's name as its tag. A `ground_truth` that is not text becomes its JSON
+(42 -> "42"). `tools` and `chat_template_kwargs` may also be JSON in a text. All columns, these and others, are handed
+to the row's environment, those that were JSON in a text as what they say."""
 
 from __future__ import annotations
 
 import difflib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from protocol.messages import MAX_ROW_BYTES
 
-FIELDS = ("prompt", "messages", "tag", "ground_truth", "hint", "env", "env_options")
+FIELDS = (
+    *("prompt", "messages", "tag", "ground_truth", "hint", "env", "env_options"),
+    *("tools", "chat_template_kwargs"),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +51,10 @@ class PromptRecord(msgspec.Struct, frozen=True):
     env: str = ""
     """Name of its environment; empty: `learner.tasks.env`."""
     columns: bytes = b""
-    """All columns, as one JSON object. Not checked beyond the fields above (`columns_fault`)."""
+    """All columns, as one JSON object. Not checked beyond the fields of this record (`columns_fault`)."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of functions, for the chat template."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
 class ColumnsFault(NamedTuple):
@@ -76,6 +83,8 @@ class _Fields(msgspec.Struct):
     hint: str | None = None
     env: str | None = None
     env_options: dict[str, Any] | None = None
+    tools: str | list[dict[str, Any]] | None = None
+    chat_template_kwargs: str | dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Fields)
@@ -89,17 +98,17 @@ def record_from_json(line: bytes, row: int, where: Callable[[], str]) -> PromptR
         raise RowError(f"{where()}: {error}; got {_excerpt(line)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RowError(f"{where()}: not a JSON object on one line ({error}); got {_excerpt(line)}") from error
-    return _record(fields, row, where, lambda: json_columns(line), line.strip())
+    return _record(fields, row, where, lambda: msgspec.json.decode(line, type=dict[str, Any]), line.strip())
 
 
 def record_from_columns(columns: Mapping[str, Any], row: int, where: Callable[[], str]) -> PromptRecord:
     """The same for a row of a table. Raises RowError."""
     try:
         fields = msgspec.convert(columns, _Fields)
+        fields.tools = _without_nulls(fields.tools)
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}") from error
-    # Dates and decimals become text, bytes base64, NaN null; what JSON has no form for becomes its `str`.
-    return _record(fields, row, where, lambda: list(columns), msgspec.json.encode(columns, enc_hook=str))
+    return _record(fields, row, where, lambda: columns, _as_json(columns))
 
 
 def json_columns(line: bytes) -> list[str]:
@@ -111,22 +120,28 @@ def check_columns(found: Sequence[str], where: str) -> None:
     """Raises DataError unless a column `prompt` or `messages` is there; warns of misspelt optional ones."""
     if "prompt" not in found and "messages" not in found:
         raise DataError(f"{where}: {_no_prompt(found)}")
-    for field in ("tag", "ground_truth", "hint", "env_options"):
+    for field in ("tag", "ground_truth", "hint", "env_options", "chat_template_kwargs"):
         close = difflib.get_close_matches(field, [name for name in found if name not in FIELDS], n=1, cutoff=0.75)
         if field not in found and close:
             _log.warning("%s: column %r is not read; the field is called %r", where, close[0], field)
 
 
 def _record(
-    fields: _Fields, row: int, where: Callable[[], str], found: Callable[[], Sequence[str]], columns: bytes
+    fields: _Fields, row: int, where: Callable[[], str], given: Callable[[], Mapping[str, Any]], columns: bytes
 ) -> PromptRecord:
+    """`given`: all columns, and `columns`: the same as JSON."""
+    plain = {
+        "tools": _from_text(fields.tools, "tools", list[dict[str, Any]], where),
+        "chat_template_kwargs": _from_text(fields.chat_template_kwargs, "chat_template_kwargs", dict[str, Any], where),
+    }
+    read = {name: value for name, value in plain.items() if value is not getattr(fields, name)}
     prompt, messages = fields.prompt, fields.messages
     if prompt is not None and messages is not None:
         raise RowError(f"{where()}: both 'prompt' and 'messages' are given; expected one of them, leave the other out")
     if isinstance(prompt, list):
         prompt, messages = None, prompt
     if messages is None and prompt is None:
-        raise RowError(f"{where()}: {_no_prompt(found())}")
+        raise RowError(f"{where()}: {_no_prompt(list(given()))}")
     if prompt is not None and not prompt.strip():
         raise RowError(f"{where()}: 'prompt' is blank; expected text for the student to continue or answer")
     return PromptRecord(
@@ -137,8 +152,39 @@ def _record(
         ground_truth=_as_text(fields.ground_truth),
         hint=fields.hint,
         env=fields.env or "",
-        columns=columns,
+        columns=_as_json({**given(), **read}) if read else columns,
+        tools=tuple(plain["tools"] or ()),
+        chat_template_kwargs={k: v for k, v in (plain["chat_template_kwargs"] or {}).items() if v is not None},
     )
+
+
+def _from_text(value: Any, name: str, kind: type[Any], where: Callable[[], str]) -> Any:
+    """What a text says in JSON; anything else as it is. Raises RowError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value, type=kind | None) if value.strip() else None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        expected = "a list of objects" if name != "chat_template_kwargs" else "an object"
+        raise RowError(
+            f"{where()}: {name!r} is a text, expected {expected} in JSON ({error}); got {_excerpt(value.encode())}"
+        ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every object the keys of all the others, with null."""
+    match value:
+        case dict():
+            return {k: _without_nulls(v) for k, v in cast("dict[str, Any]", value).items() if v is not None}
+        case list():
+            return [_without_nulls(v) for v in cast("list[Any]", value)]
+        case _:
+            return value
+
+
+def _as_json(columns: Mapping[str, Any]) -> bytes:
+    """Dates and decimals become text, bytes base64, NaN null; what JSON has no form for becomes its `str`."""
+    return msgspec.json.encode(columns, enc_hook=str)
 
 
 def expect_known_environment(env: str, known: Collection[str], where: Callable[[], str]) -> None:

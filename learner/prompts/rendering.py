@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
 from learner.prompts.config import PROMPT_PLACE, TaskConfig
-from learner.prompts.records import PromptRecord
+from learner.prompts.records import ColumnsFault, PromptRecord, columns_fault
 from models.tokenizer import TokenizerError, render_prompt
 
 
@@ -37,7 +37,26 @@ def render(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: Tas
         record = msgspec.structs.replace(record, prompt=template.replace(PROMPT_PLACE, record.prompt))
     if before:
         record = _behind(record, before)
-    return render_prompt(tokenizer, record, config.system_prompt, chat_template=config.chat_template)
+    return render_prompt(
+        tokenizer,
+        record,
+        config.system_prompt,
+        chat_template=config.chat_template,
+        tools=record.tools,
+        template_kwargs=config.template_kwargs_for(record.tag, record.chat_template_kwargs),
+    )
+
+
+def for_actors(record: PromptRecord, config: TaskConfig) -> PromptRecord | ColumnsFault:
+    """The record with all arguments of its chat template in its columns, because its environment renders later turns;
+    or why its columns cannot be handed to one."""
+    kwargs = config.template_kwargs_for(record.tag, record.chat_template_kwargs)
+    fault = columns_fault(record.columns)
+    if fault is not None or kwargs == record.chat_template_kwargs:
+        return fault or record
+    columns = {**msgspec.json.decode(record.columns or b"{}", type=dict[str, Any]), KWARGS_COLUMN: kwargs}
+    record = msgspec.structs.replace(record, chat_template_kwargs=kwargs, columns=msgspec.json.encode(columns))
+    return columns_fault(record.columns) or record
 
 
 def _behind(record: PromptRecord, text: str) -> PromptRecord:
@@ -54,6 +73,7 @@ def _behind(record: PromptRecord, text: str) -> PromptRecord:
     raise TokenizerError(f"no user turn to put {text!r} in front of, got roles {[turn['role'] for turn in turns]}")
 
 
+KWARGS_COLUMN: Final = "chat_template_kwargs"
 _FIELDS: Final = re.compile(r"\{(ground_truth|hint)\}")
 NONE: Final = np.empty(0, np.int32)
 NONE.setflags(write=False)

@@ -29,8 +29,8 @@ from engines.base import Int32s
 from learner.prompts.config import TaskConfig
 from learner.prompts.data import PromptSource, open_prompts
 from learner.prompts.order import EndlessSampler, MixedSampler, Rows, check_tags, held_out_rows, row_tags
-from learner.prompts.records import DataError, PromptRecord, RowError, columns_fault
-from learner.prompts.rendering import NONE, render, teacher_prompt
+from learner.prompts.records import ColumnsFault, DataError, PromptRecord, RowError
+from learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
 from learner.prompts.sample_book import Account, SampleBook, Trained
 from models.tokenizer import TokenizerError
 from protocol.codec import MAX_HEADER_BYTES
@@ -109,7 +109,7 @@ class TaskStream:
         }
         self._seed = seed
         self._path = prompts.source.path
-        tags = row_tags(prompts.source) if config.mix or config.templates else []
+        tags = row_tags(prompts.source) if config.mix or config.tags_named else []
         sampler = _sampler(config, prompts, tags, seed)
         self._rows_per_pass = sampler.rows_per_pass
         dataset = RenderedPrompts(prompts.source, tokenizer, config)
@@ -322,8 +322,10 @@ class RenderedPrompts(Dataset[Rendered]):
     def probe(self, tags: Sequence[str | None]) -> None:
         """Render the first rows, and the first row of each template. Raises TokenizerError, because if these rows fail,
         the others will too; DataError for a template without a row."""
-        check_tags("templates", list(self._config.templates), tags, self._source.path)
-        with_template = [tags.index(tag) for tag in self._config.templates]
+        config = self._config
+        check_tags("templates", list(config.templates), tags, self._source.path)
+        check_tags("chat_template_kwargs_tags", list(config.chat_template_kwargs_tags), tags, self._source.path)
+        with_template = [tags.index(tag) for tag in config.tags_named]
         for row in [*range(min(len(self._source), _PROBED_PROMPTS)), *with_template]:
             record = self._source.read(row)
             try:
@@ -339,8 +341,9 @@ class RenderedPrompts(Dataset[Rendered]):
             record = self._source.read(row)
         except RowError as error:
             return Rendered(None, None, "bad_row", str(error))
-        if fault := columns_fault(record.columns):
-            return Rendered(None, None, fault.reason, f"{self._source.path}, row {row}: {fault.detail}")
+        record = for_actors(record, self._config)
+        if isinstance(record, ColumnsFault):
+            return Rendered(None, None, record.reason, f"{self._source.path}, row {row}: {record.detail}")
         try:
             ids = self._render(record)
             teachers = teacher_prompt(record, self._tokenizer, self._config)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from actors.agent import Context, EpisodeOver
 from actors.config import ActorConfig, EnvConfig
@@ -105,6 +108,12 @@ async def takes_all(ctx: Context, task: EnvTask) -> None:
 async def hangs(ctx: Context, task: EnvTask) -> None:
     await ctx.generate()
     await asyncio.Event().wait()
+
+
+async def goes_on(ctx: Context, task: EnvTask) -> None:
+    await ctx.generate()
+    ctx.observe("12", role="user")
+    await ctx.generate()
 
 
 def path(agent: Callable[..., object]) -> str:
@@ -317,3 +326,32 @@ def test_options_of_an_agent_are_its_keyword_arguments() -> None:
         check_options(path(two_turns), {"rewerd": 2.0})
     with pytest.raises(UnknownEnvironment, match="cannot load"):
         check_options(f"{__name__}:nothing", {})
+
+
+def test_later_turns_are_rendered_with_the_arguments_of_the_row(
+    hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = str(hf_tokenizer.chat_template)
+    short = "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}=={% endif %}"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", given + short)
+    engine = ScriptedEngine()
+    env = EnvConfig(name=path(goes_on), max_turns=8)
+    hand = InHand(engine, TextTokenizer(hf_tokenizer), ActorConfig(environments={"agent": env}))
+    turns = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"}, {"role": "user", "content": "12"}]
+    for number, kwargs in enumerate([{"enable_thinking": False}, {"enable_thinking": True}, {}, None]):
+        row = msgspec.json.encode({"prompt": "7", "chat_template_kwargs": kwargs})
+        hand.rollouts.add(ticket(number, env="agent", row=row), PROMPT)
+        requests = [f"train-{number}-0-0/{i}" for i in range(2)]
+        hand.until(lambda asked=requests[0]: asked in engine.requests)
+        engine.say(requests[0], 10, STOP, end="stop")
+        hand.until(lambda asked=requests[1]: asked in engine.requests)
+        asked = engine.requests[requests[1]].prompt_ids.tolist()
+        whole: Any = hf_tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **(kwargs or {})
+        )
+        behind = whole[whole.index("8<|im_end|>") + len("8<|im_end|>") :]
+        assert hf_tokenizer.decode(asked[len(PROMPT) + 2 :]) == behind
+        assert behind.endswith("==") == (number == 0)
+        engine.say(requests[1], 11, STOP, end="stop")
+    hand.until_gone()
+    hand.environments.close()

@@ -134,11 +134,11 @@ def test_an_environment_without_a_name_of_its_own_is_found_by_the_name_that_task
 
 def test_options_of_a_row_lie_over_the_configured_ones_and_null_changes_nothing(tokenizer: TextTokenizer) -> None:
     config = EnvConfig(name="single_turn", options={"answer_pattern": "=(.*)"})
-    make = load_environments({"answers": config}, tokenizer)["answers"].make
+    make = load_environments({"answers": config})["answers"].make
     task = EnvTask(np.array([1], dtype=np.int32), "7", "", "train-0-0-0", seed=0)
 
     async def rewarded(options: dict[str, Any], text: str) -> float | None:
-        environment = make(options)
+        environment = make(tokenizer, options)
         await environment.reset(task)
         ids = np.array([1], dtype=np.int32)
         return (await environment.step(Action(ids, text, "stop", 0, last=True))).reward
@@ -146,7 +146,7 @@ def test_options_of_a_row_lie_over_the_configured_ones_and_null_changes_nothing(
     assert asyncio.run(rewarded({}, "=7")) == asyncio.run(rewarded({"answer_pattern": None}, "=7")) == 1.0
     assert asyncio.run(rewarded({"answer_pattern": "#(.*)"}, "=7")) == 0.0
     with pytest.raises(ValueError, match="no option 'pattern'"):
-        make({"pattern": "x"})
+        make(tokenizer, {"pattern": "x"})
 
 
 @pytest.mark.parametrize("field", [{"max_turns": 0}, {"step_timeout_s": 0.0}])

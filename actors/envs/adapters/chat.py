@@ -23,7 +23,7 @@ def own_prompt(tokenizer: TextTokenizer, row: Mapping[str, Any], text: str, *, p
     if not isinstance(said, str):
         raise ValueError(f"the last turn of the row's messages has the content {said!r}, expected text")
     said = said.replace(place, text) if place in said else "\n\n".join(part for part in (said, text) if part)
-    return tokenizer.chat_prompt([*turns[:-1], turns[-1] | {"content": said}])
+    return tokenizer.chat_prompt([*turns[:-1], turns[-1] | {"content": said}], row.get("tools") or None)
 
 
 def turns_of(row: Mapping[str, Any]) -> list[Message]:

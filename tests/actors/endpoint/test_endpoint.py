@@ -6,6 +6,7 @@ import json
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -256,6 +257,21 @@ def test_a_call_in_the_reasoning_is_a_thought(
         episode = one.begin(0)
         (choice,) = chat(episode.endpoint, "1+2=", tools=tools).body["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == (written, "stop")
+        episode.end()
+        one.until_gone()
+
+
+def test_a_request_s_own_arguments_go_into_the_chat_template(
+    tokenizer: TextTokenizer, hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}=={% endif %}"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", str(hf_tokenizer.chat_template) + short)
+    with actor(tokenizer) as one:
+        episode = one.begin(0)
+        plain = chat(episode.endpoint, "7", return_token_ids=True).body["prompt_token_ids"]
+        given = {"enable_thinking": False}
+        short_ids = chat(episode.endpoint, "7", return_token_ids=True, chat_template_kwargs=given).body
+        assert tokenizer.shown(np.array(short_ids["prompt_token_ids"])) == tokenizer.shown(np.array(plain)) + "=="
         episode.end()
         one.until_gone()
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from learner.evaluation.evaluation import Evaluation, render_eval_set
 from learner.prompts.config import TaskConfig
-from learner.prompts.records import PromptRecord
-from learner.prompts.rendering import teacher_prompt
+from learner.prompts.data import open_prompts
+from learner.prompts.records import DataError, PromptRecord, RowError
+from learner.prompts.rendering import NONE, render, teacher_prompt
 from learner.prompts.tasks import TaskStream, load_prompts
 from models.tokenizer import TokenizerError, render_prompt
 from protocol.messages import WeightVersion
@@ -94,6 +101,115 @@ def test_evaluation_measures_against_the_teacher_that_trains(small_tokenizer: Pr
     greedy, sampled = evaluation.tasks()
     assert greedy.task.teacher_prompt_tokens == 0 and text(small_tokenizer, greedy.frame) == "1+1="
     assert text(small_tokenizer, sampled.frame) == "1+1=The answer is 2.\n1+1="
+
+
+THINKS = (
+    "{% if tools %}{% for t in tools %}<{{ t.function.name }}>{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>"
+    "{% if enable_thinking is defined and not enable_thinking %}(no){% endif %}{{ effort | default('low') }}{% endif %}"
+)
+"""A chat template that reads two arguments and the tools."""
+
+
+@pytest.fixture
+def thinking(small_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer = copy.copy(small_tokenizer)
+    tokenizer.chat_template = THINKS
+    return tokenizer
+
+
+def test_every_prompt_is_rendered_with_the_arguments_of_its_row_over_its_tag_s_over_all(
+    thinking: PreTrainedTokenizerFast, write_rows: Write
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "tag": "x"},
+        {"prompt": "b", "tag": "y"},
+        {"prompt": "c", "tag": "y", "chat_template_kwargs": {"effort": "row", "enable_thinking": None}},
+        {"prompt": "d", "tag": "y", "chat_template_kwargs": '{"enable_thinking": true}'},
+    ]
+    expected: list[dict[str, Any]] = [
+        {"enable_thinking": False},
+        {"enable_thinking": False, "effort": "tag"},
+        {"enable_thinking": False, "effort": "row"},
+        {"enable_thinking": True, "effort": "tag"},
+    ]
+    config = TaskConfig(
+        prompts=str(write_rows(rows)),
+        privileged="P",
+        chat_template_kwargs={"enable_thinking": False},
+        chat_template_kwargs_tags={"y": {"effort": "tag"}},
+        shuffle=False,
+        eval_share=0.5,
+    )
+    prompts = load_prompts(config)
+    records = [prompts.source.read(row) for row in range(4)]
+    stream = TaskStream(config, thinking, dataclasses.replace(prompts, held_out=NONE), seed=0)
+    for offer, row, kwargs in zip(stream.next(4), rows, expected, strict=True):
+        for ids, said in ((offer.prompt_ids, row["prompt"]), (offer.teacher_prompt_ids, f"P{row['prompt']}")):
+            turns = [{"role": "user", "content": said}]
+            whole = thinking.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **kwargs)
+            assert ids.tolist() == whole
+        assert msgspec.json.decode(offer.task.row) == {**row, "chat_template_kwargs": kwargs}
+    rendered = render_eval_set(records, thinking, config).prompts
+    assert [msgspec.json.decode(one.row)["chat_template_kwargs"] for one in rendered] == expected
+    assert text(thinking, rendered[1].ids).endswith("(no)tag")
+
+
+def test_an_argument_that_the_template_does_not_read_is_named(
+    thinking: PreTrainedTokenizerFast, small_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    record = PromptRecord(0, "a", None)
+    with pytest.raises(TokenizerError, match="does not read 'enable_thinkng'; did you mean 'enable_thinking'"):
+        render(record, thinking, TaskConfig(chat_template_kwargs={"enable_thinkng": False}))
+    with pytest.raises(TokenizerError, match="does not read 'messages'; it reads effort, enable_thinking"):
+        render(record, thinking, TaskConfig(chat_template_kwargs={"messages": []}))
+    with pytest.raises(TokenizerError, match="does not read 'effort'; it reads no arguments"):
+        render(record, small_tokenizer, TaskConfig(chat_template_kwargs={"effort": "low"}))
+    with pytest.raises(TokenizerError, match="effort: only a chat template reads this, got chat_template=off"):
+        render(record, thinking, TaskConfig(chat_template_kwargs={"effort": "low"}, chat_template="off"))
+    with pytest.raises(TokenizerError, match="the chat template shows no tools"):
+        render(PromptRecord(0, "a", None, tools=(TOOL,)), small_tokenizer, TaskConfig())
+
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def test_tools_of_a_row_go_into_the_template_also_from_tables_and_texts(
+    thinking: PreTrainedTokenizerFast, tmp_path: Path, write_rows: Write
+) -> None:
+    other = {"type": "function", "function": {"name": "go", "description": "d", "parameters": None}}
+    rows: list[dict[str, Any]] = [{"prompt": "a", "tools": [TOOL]}, {"prompt": "b", "tools": [other, TOOL]}]
+    as_text: list[dict[str, Any]] = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    pq.write_table(pa.Table.from_pylist(as_text), tmp_path / "t.parquet")
+    for path in (write_rows(rows), tmp_path / "p.parquet", tmp_path / "t.parquet"):
+        source = open_prompts(str(path))
+        shown = [text(thinking, render(source.read(row), thinking, TaskConfig())) for row in range(2)]
+        assert [each[: each.index("<|im")] for each in shown] == ["<look>", "<go><look>"], path
+        assert source.read(0).tools == (TOOL,), path
+        assert isinstance(msgspec.json.decode(source.read(0).columns)["tools"], list), path
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tools": "look"}, "line 1: 'tools' is a text, expected a list of objects in JSON"),
+        ({"tools": ["look"]}, r"line 1: Expected `object`, got `str` - at `\$\.tools"),
+        ({"chat_template_kwargs": "[1]"}, "'chat_template_kwargs' is a text, expected an object in JSON"),
+    ],
+)
+def test_what_is_no_tool_and_no_argument_is_refused(write_rows: Write, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        open_prompts(str(write_rows([{"prompt": "a", **row}])))
+
+
+def test_tags_with_arguments_must_exist(thinking: PreTrainedTokenizerFast, write_rows: Write) -> None:
+    config = TaskConfig(
+        prompts=str(write_rows([{"prompt": "a", "tag": "math"}])), chat_template_kwargs_tags={"maths": {"effort": 1}}
+    )
+    with pytest.raises(DataError, match=r"chat_template_kwargs_tags: .* 'maths'; did you mean 'math'"):
+        TaskStream(config, thinking, load_prompts(config), seed=0)
 
 
 def test_a_student_s_own_prompt_is_one_frame(small_tokenizer: PreTrainedTokenizerFast, write_rows: Write) -> None:
