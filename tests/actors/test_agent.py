@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -346,7 +346,7 @@ def test_later_turns_are_rendered_with_the_arguments_of_the_row(
         engine.say(requests[0], 10, STOP, end="stop")
         hand.until(lambda asked=requests[1]: asked in engine.requests)
         asked = engine.requests[requests[1]].prompt_ids.tolist()
-        whole: Any = hf_tokenizer.apply_chat_template(
+        whole: str = cast(Any, hf_tokenizer).apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, **(kwargs or {})
         )
         behind = whole[whole.index("8<|im_end|>") + len("8<|im_end|>") :]

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -148,7 +148,9 @@ def test_every_prompt_is_rendered_with_the_arguments_of_its_row_over_its_tag_s_o
     for offer, row, kwargs in zip(stream.next(4), rows, expected, strict=True):
         for ids, said in ((offer.prompt_ids, row["prompt"]), (offer.teacher_prompt_ids, f"P{row['prompt']}")):
             turns = [{"role": "user", "content": said}]
-            whole = thinking.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **kwargs)
+            whole: list[int] = cast(Any, thinking).apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=False, **kwargs
+            )
             assert ids.tolist() == whole
         assert msgspec.json.decode(offer.task.row) == {**row, "chat_template_kwargs": kwargs}
     rendered = render_eval_set(records, thinking, config).prompts
