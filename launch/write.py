@@ -3,7 +3,8 @@
     python -m launch.write FILE --teacher DIR --steps 50      (any key of launch/cluster.py)
 
 This is a run whose student is the teacher's checkpoint and is never trained; the batches that reach the learner are
-recorded in FILE: `steps` times `buffer.batch_rollouts` rollouts.
+recorded in FILE: `steps` times `buffer.batch_rollouts` rollouts. With `learner.tasks.privileged` the teacher reads that
+text when it writes, and the recording has the prompts without it (`learner.written`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 from launch import run
 from launch.checks.model_files import find_model
 from launch.config.command_line import parse_arguments, resolve_config
-from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
+from launch.errors import WRONG_CONFIG_EXIT_CODE, LaunchError, refuse
 
 RECIPE: Final = (
     "--learner.eval_every=0",
@@ -43,11 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     file, *rest = arguments
     try:
         config = resolve_config(parse_arguments(rest))
-        if config.learner.tasks.has_privileged:
-            raise ConfigError(
-                "learner.tasks.privileged: got a text that only teachers read, but here the teacher writes, as the "
-                "student of its run, and would not see it; leave it out, or put it into the prompts"
-            )
         teacher = find_model("models.teacher", config.models.teacher)
     except LaunchError as error:
         return refuse(error)

@@ -35,6 +35,7 @@ from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
 from learner.step.make_trainer import make_trainer
 from learner.step.train_step import Trainer
+from learner.written import WrittenStream
 from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.client import Client, worker_client
 from protocol.context import ExitCode, RoleContext
@@ -152,14 +153,15 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     if _members(config).kind == "servers":
         check_names(trainer.model, trainer.named_weights())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
+    stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
     if checkpoint is None:
-        stream = TaskStream(learner.tasks, tokenizer, prompts, seed=config.seed)
+        stream = stream_kind(learner.tasks, tokenizer, prompts, seed=config.seed)
         version, average = None, dict[str, Tensor]()
     else:
         state = load_checkpoint(checkpoint)
         trainer.load_state_dict(state.optimizer)
         trainer.critic.load_state_dict(state.value_head)
-        stream = TaskStream.from_state(learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks)
+        stream = stream_kind.from_state(learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks)
         restore_rng(state.rng)
         if mixer is not None:
             mixer.load_state(state.offline)
@@ -370,19 +372,28 @@ def _make_recorder(
     if not learner.record:
         return None
     plain = cast(dict[str, Any], msgspec.to_builtins(config))
-    never_trained = config.models.student == config.models.teacher and learner.frozen
     header = RecordHeader(
         format=FORMAT,
         run=ctx.run_dir.name,
         vocab_fingerprint=start.fingerprint,
-        writer="teacher" if never_trained else "student",
+        writer="teacher" if _teacher_writes(config) else "student",
         config_digest=config_digest(plain),
         config=plain,
     )
-    path = Path(learner.record).expanduser()
     return BatchRecorder(
-        path, header, metrics.unwritten, resume=resume, parent=parent, max_bytes=learner.record_max_bytes
+        Path(learner.record).expanduser(),
+        header,
+        metrics.unwritten,
+        resume=resume,
+        parent=parent,
+        max_bytes=learner.record_max_bytes,
+        as_read=start.stream.as_read if isinstance(start.stream, WrittenStream) else None,
     )
+
+
+def _teacher_writes(config: LearnerRunConfig) -> bool:
+    """Whether the student is the teacher's checkpoint and is never trained."""
+    return config.models.student == config.models.teacher and config.learner.frozen
 
 
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -49,10 +49,12 @@ class BatchRecorder:
         resume: WeightVersion | None = None,
         parent: WeightVersion | None = None,
         max_bytes: int = 0,
+        as_read: Callable[[Rollout], Rollout | None] | None = None,
     ) -> None:
         """`resume`: version with which a resumed learner starts, and `parent`: that of its checkpoint (as in
         LearnerStarted). The run's file is then continued, and batches on the abandoned branch no longer count.
-        `max_bytes`: largest size of the file; 0: no limit.
+        `max_bytes`: largest size of the file; 0: no limit. `as_read`: gives what to record in place of a rollout of the
+        buffer, or None to leave it out, which is counted.
 
         Raises RecordError, without `resume` for a file that is not empty, with it for a damaged file or one of another
         run or vocabulary."""
@@ -61,6 +63,8 @@ class BatchRecorder:
         self._max_bytes = max_bytes
         self._full = False
         self._skipped: Counter[str] = Counter()
+        self._as_read = as_read
+        self._left_out = 0
         self._batches_total = 0
         resumed = b"" if resume is None else encode_resumed(resume, parent)
         first = encode_header(header) + resumed
@@ -75,7 +79,8 @@ class BatchRecorder:
     def figures(self) -> dict[str, float]:
         """Totals of this process, for the metrics."""
         skipped = {f"record/skipped_{reason}_total": float(n) for reason, n in self._skipped.items()}
-        return {"record/batches_total": float(self._batches_total), **skipped}
+        left_out = {} if self._as_read is None else {"record/rollouts_left_out_total": float(self._left_out)}
+        return {"record/batches_total": float(self._batches_total), **left_out, **skipped}
 
     def add(
         self,
@@ -88,7 +93,10 @@ class BatchRecorder:
     ) -> None:
         """Record one step: the buffer's batch, the rollouts of it that the step left out (`masked`), those that were
         mixed in (`offline`), and which samples and tasks were settled."""
-        rollouts = [*rollouts_of(batch, arrays), *offline]
+        rollouts = [*self._read(rollouts_of(batch, arrays)), *offline]
+        if not rollouts:
+            self._skipped["nothing_left"] += 1
+            return
         data = encode_batch(
             batch.batch_id,
             batch.version,
@@ -107,6 +115,14 @@ class BatchRecorder:
             self._batches_total += 1
         else:
             self._skipped["unwritable"] += 1
+
+    def _read(self, rollouts: Iterator[Rollout]) -> Iterator[Rollout]:
+        for rollout in rollouts:
+            read = rollout if self._as_read is None else self._as_read(rollout)
+            if read is None:
+                self._left_out += 1
+                continue
+            yield read
 
     def sync(self) -> None:
         """Flush to the disk, so that what was recorded survives a power failure. Call it before a checkpoint is

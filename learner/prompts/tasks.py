@@ -158,9 +158,13 @@ class TaskStream:
         teacher_prompt_too_long. A prompt counts again in each pass."""
         return dict(self._dropped)
 
+    def offer(self, task_id: int) -> TaskOffer | None:
+        """An outstanding task; None for any other."""
+        return self._outstanding.get(task_id)
+
     def row(self, task_id: int) -> bytes | None:
         """All columns of an outstanding task's row, as one JSON object; None for any other task."""
-        offer = self._outstanding.get(task_id)
+        offer = self.offer(task_id)
         return None if offer is None else offer.task.row
 
     def next(self, n: int) -> list[TaskOffer]:

@@ -1,20 +1,24 @@
-"""What `python -m launch.write` refuses."""
+"""What `python -m launch.write` starts. What it records: tests/integration/test_written.py."""
 
 from __future__ import annotations
 
 import pytest
 
+from builtin import TEACHER_DIR
 from launch import write
-from launch.errors import WRONG_CONFIG_EXIT_CODE
 
 
-@pytest.mark.parametrize("key", ["--learner.tasks.privileged=Be brief. ", '--learner.tasks.privileged_tags={"a": "x"}'])
-def test_a_text_that_the_writer_would_not_read_is_refused(
-    key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_student_is_the_teacher_is_never_trained_and_reads_the_text_for_teachers(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def started(_: object) -> int:
-        pytest.fail("a run was started")
+    started: list[str] = []
 
-    monkeypatch.setattr("launch.run.main", started)
-    assert write.main(["out.record", key]) == WRONG_CONFIG_EXIT_CODE
-    assert "learner.tasks.privileged: got a text that only teachers read" in capsys.readouterr().err
+    def start(arguments: list[str]) -> int:
+        started.extend(arguments)
+        return 7
+
+    monkeypatch.setattr("launch.run.main", start)
+    assert write.main(["out.record", "--learner.tasks.privileged=Be brief. ", "--buffer.max_staleness=3"]) == 7
+    wanted = {f"--models.student={TEACHER_DIR}", f"--models.teacher={TEACHER_DIR}", "--learner.frozen=true"}
+    assert {*wanted, "--learner.record=out.record", "--learner.tasks.privileged=Be brief. "} <= set(started)
+    assert started.index("--buffer.max_staleness=7") < started.index("--buffer.max_staleness=3")  # the last one counts
