@@ -66,7 +66,10 @@ METHODS: Final = {
     ),
     "sglang": Method(
         "on-policy, SGLang servers on the CPU",
-        ("--actor.engine=sglang", "--teacher.engine=sglang", "--device=cpu"),
+        (
+            *("--actor.engine=sglang", "--teacher.engine=sglang", "--device=cpu"),
+            *(f"--{role}.server.args=--max-total-tokens,8192" for role in ("actor", "teacher")),  # 0.4 GB of KV cache
+        ),
     ),
     "two_turns": Method(
         "on-policy, with a follow-up question",
