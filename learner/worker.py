@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -52,10 +52,11 @@ from protocol.messages import (
 )
 from recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from recording.writer import BatchRecorder
+from weights.checkpoint_names import NamesError, checkpoint_pieces
 from weights.config import sent_dtype
 from weights.publisher import Publisher
 from weights.roster import Members
-from weights.server_checks import LearnerCanary, NamesError, check_names
+from weights.server_checks import LearnerCanary
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class Start:
 
     tokenizer: PreTrainedTokenizerBase
     trainer: Trainer
+    members: Members
+    """What gets the weights of each version."""
     stream: TaskStream
     eval_prompts: Mapping[str, tuple[EvalPrompt, ...]]
     """By the name of the evaluation set."""
@@ -150,8 +153,10 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
         checkpoint=checkpoint,
         ranks=ranks,
     )
-    if _members(config).kind == "servers":
-        check_names(trainer.model, trainer.named_weights())
+    members = find_engine(config.actor.engine).members(config.actor, config.weights, config.models.student)
+    if members.kind == "servers":
+        pieces = checkpoint_pieces(trainer.model, trainer.named_weights())
+        members = replace(members, pieces=pieces)
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
     if checkpoint is None:
@@ -167,7 +172,7 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
             mixer.load_state(state.offline)
         version, average = state.version, state.ema
     eval_prompts = render_eval_sets(learner, prompts.evaluation, tokenizer, config.environments)
-    return Start(tokenizer, trainer, stream, eval_prompts, version, average, mixer)
+    return Start(tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
 
 
 def first_version(
@@ -295,10 +300,6 @@ def _export(ctx: RoleContext[LearnerRunConfig], start: Start, checkpoint: Path) 
     log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
 
 
-def _members(config: LearnerRunConfig) -> Members:
-    return find_engine(config.actor.engine).members(config.actor, config.weights, config.models.student)
-
-
 def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> Publisher:
     config, publish = ctx.config, ctx.config.weights
 
@@ -310,8 +311,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
 
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
-    members = _members(config)
-    model, canary = start.trainer.model, None
+    members, model, canary = start.members, start.trainer.model, None
     if members.kind == "servers" and members.check_by != "off":
         n_vocab = vocab_tokens(start.tokenizer.get_vocab())
         canary = LearnerCanary(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -55,6 +55,28 @@ class Manifest(msgspec.Struct, frozen=True):
     def digest(self) -> str:
         """sha256 of the encoded manifest, hexadecimal."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that servers know as a tensor of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+Pieces: TypeAlias = Mapping[str, tuple[Piece, ...]]
+"""Tensor name -> the pieces as which it is sent. Together, in this order, they are its bytes."""
+
+
+def in_pieces(manifest: Manifest, pieces: Pieces) -> Manifest:
+    """The manifest that servers are told of. In buckets of whole tensors, both describe the same run of bytes."""
+    return Manifest(
+        tuple(
+            TensorSpec(piece.name, spec.dtype, piece.shape)
+            for spec in manifest.tensors
+            for piece in pieces.get(spec.name, (Piece(spec.name, spec.shape),))
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ torch, no clock: times are passed in."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from weights.config import SentDtype, WeightsConfig
-from weights.manifest import Manifest
+from weights.manifest import Manifest, Piece, Pieces
 
 if TYPE_CHECKING:
     from weights.buckets import BucketLayout
@@ -31,6 +31,8 @@ class Members:
     check_by: CheckBy = "off"
     dtype: SentDtype = "keep"
     """The dtype of their weights; keep: not known."""
+    pieces: Pieces = field(default_factory=dict[str, tuple[Piece, ...]])
+    """Which weights they know as several tensors, or by another name; empty for engines (weights.checkpoint_names)."""
 
     def staging(self, manifest: Manifest, bucket_bytes: int) -> BucketLayout:
         """A layout for copies of the weights in which buckets can be sent in place. For engines the cuts between

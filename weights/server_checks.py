@@ -1,17 +1,15 @@
-"""The learner's side of proofs by SGLang servers: which students they can load, the canary prompt, and when a server
-must prove that it has the weights that were sent. `weights.checks` has the servers' side.
-"""
+"""The learner's side of proofs by SGLang servers: the canary prompt, and when a server must prove that it has the
+weights that were sent. `weights.checks` has the servers' side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from models.logprobs import lm_head, token_scores
 from models.packed import packed_hidden
@@ -21,41 +19,11 @@ from weights.config import SentDtype, WeightsConfig
 from weights.control_messages import Check
 from weights.roster import CheckBy, Members
 from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import Merged, StagedWeights, Weight
+from weights.staged_weights import StagedWeights
 
 TOKENS: Final = 32
 _STRIDE: Final = 7919
 """A prime, so that the prompt's tokens are spread over the whole vocabulary."""
-_NAMES_IN_ERROR: Final = 4
-
-
-class NamesError(ValueError):
-    """Servers would not recognise the names under which this student's weights are sent."""
-
-
-def check_names(model: PreTrainedModel, weights: Iterable[tuple[str, Weight]]) -> None:
-    """A server loads weights by the names of checkpoints, and silently ignores all others. So the names and tensors
-    that are sent must be those that `save_pretrained` would write. They are not if transformers renames tensors when it
-    loads a checkpoint, or joins several into one (mixtures of experts). Raises NamesError."""
-    sent: dict[str, Tensor] = {}
-    for name, weight in weights:
-        tensor = weight.base if isinstance(weight, Merged) else weight
-        sent[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    saved = revert_weight_conversion(model, dict(sent))
-    unknown = [name for name in sent if saved.get(name) is not sent[name]]
-    if unknown:
-        written = [name for name in saved if saved[name] is not sent.get(name)]
-        raise NamesError(
-            f"SGLang servers cannot be sent this student ({model.config.model_type}): {len(unknown)} of its "
-            f"{len(sent)} weights have other names or shapes in a checkpoint: {_some(unknown)}; a checkpoint "
-            f"has {_some(written)}. A server would ignore the names that it does not know, and keep its old weights. "
-            "Use actors with the embedded engine: --actor.engine torch"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_IN_ERROR
-    return ", ".join(names[:_NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
 class LearnerCanary:

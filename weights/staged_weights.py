@@ -24,7 +24,7 @@ from models.transfer import whole
 from protocol.messages import WeightVersion
 from weights.buckets import BucketLayout, manifest_of
 from weights.config import CPU_BUCKET_BYTES, SentDtype
-from weights.manifest import Manifest, TensorSpec
+from weights.manifest import Manifest, TensorSpec, in_pieces
 from weights.roster import EMBEDDED, Members
 
 log = logging.getLogger(__name__)
@@ -135,6 +135,7 @@ class StagedWeights:
         the originals, or in pinned host memory. `streams`: those of the originals' device; None: a CPU's."""
         self.version = WeightVersion(0, 0)
         self.named: list[tuple[str, Tensor]] = []
+        """The copies by the names by which they are sent."""
         self.canary: Tensor | None = None
         """The student's log-probs of the canary prompt under these weights (weights.server_checks)."""
         self._members = members
@@ -143,6 +144,8 @@ class StagedWeights:
         self._streams = NoStreams() if streams is None else streams
         self._bucket_bytes = bucket_bytes
         self._layout: BucketLayout | None = None
+        self._copies: list[Tensor] = []
+        """One per original."""
         self._copied: Mark | None = None
 
     def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
@@ -154,9 +157,12 @@ class StagedWeights:
         manifest, device = self._cast(manifest_of(originals), originals), originals[0][1].device
         if self._layout is None or self._layout.manifest != manifest:
             self._layout = self._members.staging(manifest, self._bucket_bytes)
-            self.named = self._layout.views(self._run(self._layout.total_bytes, device))
+            run_B = self._run(self._layout.total_bytes, device)
+            self._copies = [copy for _, copy in self._layout.views(run_B)]
+            sent = in_pieces(manifest, self._members.pieces)
+            self.named = self._members.staging(sent, self._bucket_bytes).views(run_B)
         to_host = self._place == "host" and device.type != "cpu"
-        for (_, copy), (_, weight) in zip(self.named, weights, strict=True):
+        for copy, (_, weight) in zip(self._copies, weights, strict=True):
             tensor = tensor_of(weight)
             # Cast before a copy to the host: fewer bytes to move, and the copy is a plain one.
             copy.copy_(tensor.to(copy.dtype) if to_host else tensor, non_blocking=to_host)

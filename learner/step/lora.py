@@ -20,6 +20,7 @@ import msgspec
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -61,11 +62,12 @@ class Adapters:
         gradients. Raises LoraError for targets that do not exist or cannot have an adapter."""
         _check_targets(model, config.targets)
         names = [name for name, _ in model.named_parameters()]
+        targets = config.targets or _linear_layers(model)
         self.base = BaseModel(base, fingerprint(model))
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=cast(int, config.alpha),
-            target_modules=list(config.targets) or "all-linear",
+            target_modules=list(targets),  # not peft's "all-linear", which adds the experts that are one tensor
             lora_dropout=0.0,
             bias="none",
             task_type="CAUSAL_LM",
@@ -78,6 +80,12 @@ class Adapters:
         self._layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
         self._model = model
         published = [name for name, _ in self.published()]
+        if any(isinstance(layer, ParamWrapper) for layer in self._layers.values()):
+            raise LoraError(
+                f"lora.targets: with these peft {peft.__version__} gives adapters to the experts of "
+                f"{type(model).__name__} too, which are one tensor for a whole layer; expected targets that are not "
+                "also names of experts' matrices, e.g. q_proj,k_proj,v_proj,o_proj"
+            )
         if published != names:
             changed = sorted(set(published) ^ set(names))[:_NAMES_IN_ERROR]
             raise LoraError(f"peft {peft.__version__} changes the names of parameters: {changed}; LoRA cannot be used")
@@ -165,6 +173,13 @@ def _delta(layer: LoraLayer) -> Tensor:
     """The adapter's contribution to the layer's weight, of the same shape."""
     with torch.no_grad():
         return cast(Any, layer).get_delta_weight(_ADAPTER)
+
+
+def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of all linear layers but the output head."""
+    head = model.get_output_embeddings()
+    kinds = torch.nn.Linear | Conv1D
+    return tuple(name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head)
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

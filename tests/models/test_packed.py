@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -53,6 +55,11 @@ WINDOWED: dict[str, Any] = {**SMALL, "head_dim": 8, "sliding_window": 4}
 
 def _qwen3() -> Any:
     return Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True)
+
+
+def _qwen3_moe() -> Any:
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    return Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **experts)
 
 
 def _gpt2() -> Any:
@@ -91,6 +98,7 @@ def _granite() -> Any:
 
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3 (GQA, rotary)": _qwen3,
+    "qwen3_moe (experts in every layer)": _qwen3_moe,
     "gpt2 (learned positions, Conv1D)": _gpt2,
     "mistral (sliding window)": _mistral,
     "gemma2 (soft caps, alternating windows)": _gemma2,
@@ -135,7 +143,7 @@ def test_packed_equals_plain_forward(name: str, lengths: tuple[int, ...]) -> Non
     torch.testing.assert_close(logits_TV, expected_TV, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [_qwen3, _gpt2, _gemma2], ids=["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("make", [_qwen3, _qwen3_moe, _gpt2, _gemma2], ids=["qwen3", "qwen3_moe", "gpt2", "gemma2"])
 def test_packed_gradients_equal_plain_gradients(make: Callable[[], Any]) -> None:
     lengths = (3, 17, 1, 30, 9)
     model, plain = _build(make, packed.IMPLEMENTATION), _build(make, "eager")

@@ -42,6 +42,7 @@ from tests.sglang.conftest import (
     take,
 )
 from tests.sglang.test_weight_swap import differences, post, prompt_of
+from weights.checkpoint_names import checkpoint_pieces
 from weights.config import WeightsConfig, sent_dtype
 from weights.manifest import Bucket
 from weights.publisher import Publisher
@@ -94,8 +95,8 @@ def changed(student: Named, step: int) -> Named:
 class ReferenceOf(Reference):
     """The slow way, under weights that are in no file."""
 
-    def __init__(self, named: Named) -> None:
-        super().__init__(STUDENT)
+    def __init__(self, named: Named, path: Path = STUDENT) -> None:
+        super().__init__(path)
         parameters = dict(self._model.named_parameters())
         with torch.no_grad():
             for name, tensor in named:
@@ -135,12 +136,14 @@ class ForgetfulWeights(SaboteurWeights):
 class Actor:
     """What an actor has of the weight path: an engine, and a receiver beside it."""
 
-    def __init__(self, name: str, server: Server, run_id: str, mode: SwapMode = "abort") -> None:
+    def __init__(
+        self, name: str, server: Server, run_id: str, mode: SwapMode = "abort", *, path: Path = STUDENT
+    ) -> None:
         config = msgspec.structs.replace(SGLANG, update_mode=mode)
         self.name = name
         self.incarnation = f"incarnation-{next(_run_numbers)}"
         self.engine = SGLangEngine(server.url, config, vocab_size=VOCAB, run_id=run_id)
-        self.weights = ForgetfulWeights(self.engine, student=str(STUDENT))
+        self.weights = ForgetfulWeights(self.engine, student=str(path))
         self.receiver = WeightReceiver(self.weights, name=name)
         self.receiver.start()
 
@@ -156,11 +159,13 @@ class Actor:
 class Run:
     """A publisher and its actors. Stands for the buffer, too: it passes plans on."""
 
-    def __init__(self, folder: Path, student: Named) -> None:
+    def __init__(self, folder: Path, student: Named, path: Path = STUDENT) -> None:
+        """`student`: the weights in `path`, where servers have them from."""
+        self.path = path
         self.id = f"run-{next(_run_numbers)}"
         self.folder = folder / "weights"
         self.student = student
-        self.model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="packed")
+        self.model = load_causal_lm(path, device="cpu", dtype="float32", attention="packed")
         self.actors: dict[str, Actor] = {}
         self.plans: list[WeightPlan] = []
         self.published: list[WeightVersion] = []
@@ -174,7 +179,7 @@ class Run:
             snapshot_dir=self.folder,
             post_plan=self.post_plan,
             published=lambda version, _: self.published.append(version),
-            members=Members(kind="servers", check_by=check_by),
+            members=Members(kind="servers", check_by=check_by, pieces=checkpoint_pieces(self.model, self.student)),
             canary=LearnerCanary(self.model, vocab_tokens=VOCAB, bfloat16=False, sent=sent),
         )
         if servers:
@@ -185,7 +190,7 @@ class Run:
         """Returns when they are in the group."""
         for server in servers:
             name = f"actor-{len(self.actors)}"
-            self.actors[name] = Actor(name, server, self.id, mode)
+            self.actors[name] = Actor(name, server, self.id, mode, path=self.path)
         self.say_who_is_there()
         assert self.publisher.wait_idle(WAIT_S)
 
@@ -211,7 +216,7 @@ class Run:
 
     def delivered(self, version: WeightVersion, *names: str) -> None:
         """These actors (default: all) answer under this version, as transformers does."""
-        reference = ReferenceOf(self.weights(version))
+        reference = ReferenceOf(self.weights(version), self.path)
         for name in names or self.actors:
             engine = self.actors[name].engine
             wait_until(lambda engine=engine: engine.version == version and engine.weights_known)
@@ -248,15 +253,19 @@ def worst_difference(engine: SGLangEngine, version: WeightVersion, reference: Re
     return worst
 
 
-@pytest.fixture
-def can_check(three: list[Server]) -> bool:
-    """Whether the servers' checksums can be had: up to 0.5.22 the endpoint needs CUDA."""
+def checksums_work(server: Server) -> bool:
+    """Up to 0.5.22 the endpoint needs CUDA."""
     try:
-        post(three[0], "/weights_checker", {"action": "checksum"})
+        post(server, "/weights_checker", {"action": "checksum"})
     except urllib.error.HTTPError as error:
         assert "CUDA" in error.read().decode()
         return False
     return True
+
+
+@pytest.fixture
+def can_check(three: list[Server]) -> bool:
+    return checksums_work(three[0])
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -75,6 +77,9 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
         case "gpt-oss":
             experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}
             model = GptOssForCausalLM(GptOssConfig(**_EAGER, **experts))
+        case "qwen3-moe":
+            routed: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_EAGER, **routed))
         case "gpt2":
             model = GPT2LMHeadModel(GPT2Config(**_COMMON))
         case "gpt-neox":

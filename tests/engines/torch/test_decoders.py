@@ -12,7 +12,9 @@ from tests.engines.torch.generation import VOCAB, assert_true, make_engine, make
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-window", "gemma2", "gpt-oss", "qwen2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "gpt-neox", "mistral-window", "gemma2", "gpt-oss", "qwen2", "qwen3-moe"]
+)
 def test_any_architecture_with_the_attention_interface_runs_through_its_modules(kind: str) -> None:
     """Learned, rotary and partly rotary positions; sliding windows, capped scores, sinks and experts."""
     requests = make_requests(8, new_tokens=16)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,10 @@ from transformers import PreTrainedModel
 
 from learner.batch import BatchError, EmptyBatchError, TrainItem
 from learner.config import LearnerConfig
-from learner.objectives.options import Capped
 from learner.step.make_trainer import FrozenTrainer
 from learner.step.train_step import NonFiniteError, Trainer
 from tests.learner.settings import learner_config
-from tests.learner.step.gradients import step_gradients
+from tests.learner.step.gradients import slow_gradients, step_gradients
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -36,30 +34,12 @@ def _items(make_item: Make) -> list[TrainItem]:
     ]
 
 
-def _slow_gradients(model: PreTrainedModel, items: Sequence[TrainItem], config: LearnerConfig) -> dict[str, Tensor]:
-    """Plain forward of each item alone, and the objective token by token in Python."""
-    n_global = sum(int(train_item.train_mask_L.sum()) for train_item in items)
-    loss = torch.zeros((), dtype=torch.float64)
-    for train_item in items:
-        ids_L = torch.from_numpy(train_item.tokens_L).long()
-        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
-        for t in range(len(ids_L)):
-            if not train_item.train_mask_L[t]:
-                continue
-            s = logprobs_LV[t - 1, ids_L[t]]
-            advantage = -sum(config.objective.coef * (s.item() - float(q)) for q in train_item.teacher_ML[:, t])
-            weight = min(math.exp(s.item() - float(train_item.behaviour_L[t])), Capped().cap)
-            loss = loss - weight * advantage * s / n_global
-    loss.backward()  # pyright: ignore[reportUnknownMemberType]
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def test_gradient_equals_the_slow_reference(tiny_student: Student, make_item: Make) -> None:
     config = LearnerConfig(**SGD_LIKE, pack_tokens=16, logprob_chunk_tokens=5)
     items = _items(make_item)
     trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10)
     got = step_gradients(trainer, items)
-    expected = _slow_gradients(tiny_student("eager", torch.float64), items, config)
+    expected = slow_gradients(tiny_student("eager", torch.float64), items, config)
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
