@@ -7,7 +7,7 @@ is masked as `too_large`. Tickets and score leases are spread over as many messa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -84,17 +84,20 @@ def fits_alone(sizes: Sequence[Size]) -> bool:
     return Room().take(sizes)
 
 
-def in_messages(parts: Sequence[tuple[PartT, Array]]) -> Iterator[tuple[tuple[PartT, ...], tuple[Array, ...]]]:
-    """Distribute parts, each with its frame, over messages, in order. A single part always fits: it arrived in one
+def in_messages(
+    parts: Iterable[tuple[PartT, Sequence[Array]]],
+) -> Iterator[tuple[tuple[PartT, ...], tuple[Array, ...]]]:
+    """Distribute parts, each with its frames, over messages, in order. A single part always fits: it arrived in one
     message."""
     room, chosen, arrays = Room(), list[PartT](), list[Array]()
-    for part, array in parts:
-        size = Size(array.nbytes, array.nbytes, len(_encode(part)))
+    for part, frames in parts:
+        sizes = [array.nbytes for array in frames]
+        size = Size(sum(sizes), max(sizes), len(_encode(part)))
         if not room.take([size]):
             yield tuple(chosen), tuple(arrays)
             room, chosen, arrays = Room(), [], []
             room.take([size])
         chosen.append(part)
-        arrays.append(array)
+        arrays += frames
     if chosen:
         yield tuple(chosen), tuple(arrays)

@@ -94,7 +94,7 @@ class Lifecycle:
 
     def accept(self, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]) -> Segment:
         """Store a segment that passed `buffer.validation`."""
-        ids_N, logprobs_N, loss_mask_N = arrays
+        ids_N, logprobs_N, loss_mask_N, *top_ids = arrays
         n_sampled = int(loss_mask_N.sum())
         sampled_N = np.flatnonzero(loss_mask_N)
         top_range = (message.start, message.start)
@@ -108,6 +108,7 @@ class Lifecycle:
         n_pools = len(rollout.affinity)
         segment = Segment(message.index, message.start, message.end, message.spans, n_sampled, n_pools, *top_range)
         segment.other_tokens = other_tokens
+        segment.top_ids = b"".join(payload.tobytes() for payload in top_ids)
         counts = self.book.of(rollout.kind)
         if not rollout.segments:
             counts.rollouts.accept()
@@ -280,8 +281,7 @@ class Lifecycle:
                 state = segment.state
                 if state >= SegmentState.TRAINED:
                     continue
-                for payload in segment.top_k.values():
-                    count.top_k_bytes += len(payload)
+                count.top_k_bytes += len(segment.top_ids) + sum(map(len, segment.top_k.values()))
                 if state is SegmentState.SCORED:
                     count.segments_waiting += 1
                     count.tokens_scored += segment.n_open
@@ -312,6 +312,7 @@ class Lifecycle:
     def _make_scored(self, rollout: Rollout, segment: Segment) -> None:
         segment.state = SegmentState.SCORED
         segment.jobs.clear()
+        segment.top_ids = b""
         rollout.n_unscored -= 1
         self._advance_front(rollout)
 
@@ -349,6 +350,7 @@ class Lifecycle:
         """Enter what happened to a segment that has no open token left."""
         counts = self.book.of(rollout.kind).segments
         segment.top_k.clear()
+        segment.top_ids = b""
         was = segment.state
         if segment.n_trained > 0:
             segment.state = SegmentState.TRAINED

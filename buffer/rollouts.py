@@ -113,6 +113,8 @@ class Segment:
     garbage collector."""
     top_k: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """Top-k payload of that range by pool index, if the teacher sent one; kept until the segment is settled."""
+    top_ids: bytes = b""
+    """Payload of the student's likeliest tokens in that range, if the actor sent one; kept while UNSCORED."""
 
     def __post_init__(self) -> None:
         self.n_open = self.n_sampled
@@ -187,26 +189,28 @@ class Rollout:
     def rollout_id(self) -> str:
         return self.ticket.rollout_id
 
-    def score_item(self, lease_id: int, segment: Segment, known_tokens: int) -> tuple[ScoreItem, Int32s]:
-        """Item and frame that are sent to a teacher to score a segment; `known_tokens` as in the item."""
+    def score_item(self, lease_id: int, segment: Segment, known_tokens: int) -> tuple[ScoreItem, tuple[Array, ...]]:
+        """Item and frames that are sent to a teacher to score a segment; `known_tokens` as in the item."""
         start, end = segment.start, segment.end
         last = self.closed and end == self.length
         item = ScoreItem(
             *(lease_id, self.rollout_id, start, end, segment.top_start, segment.top_end),
             last=last,
             known_tokens=known_tokens,
+            top_ids=bool(segment.top_ids),
         )
+        more = (np.frombuffer(segment.top_ids, np.uint8),) if segment.top_ids else ()
         ids_N, record = self._path_ids(end), self.slot.task
         if segment.other_tokens:
             item = msgspec.structs.replace(item, other_tokens=segment.other_tokens)
         if record.teacher_prompt_T is None:
-            return item, ids_N
+            return item, (ids_N, *more)
         n_prompt, n_teacher_prompt = len(record.prompt_T), len(record.teacher_prompt_T)
         item = msgspec.structs.replace(item, prompt_tokens=n_prompt, teacher_prompt_tokens=n_teacher_prompt)
-        return item, np.concatenate([record.teacher_prompt_T, ids_N[n_prompt:]])
+        return item, (np.concatenate([record.teacher_prompt_T, ids_N[n_prompt:]]), *more)
 
     def context_tokens(self, segment: Segment) -> int:
-        """Length of the frame of `score_item`."""
+        """Length of the first frame of `score_item`."""
         record = self.slot.task
         other = 0 if record.teacher_prompt_T is None else len(record.teacher_prompt_T) - len(record.prompt_T)
         return segment.end - segment.other_tokens + other

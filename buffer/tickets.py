@@ -63,7 +63,7 @@ class TicketDesk:
 
     def dispatch(self, now_s: float) -> None:
         """Issue as many tickets as credit and pacing allow."""
-        tickets: dict[str, list[tuple[Ticket, Array]]] = {}
+        tickets: dict[str, list[tuple[Ticket, tuple[Array, ...]]]] = {}
         while self._ready:
             name, actor = next(iter(self._ready.items()))
             if actor.free <= 0:
@@ -81,7 +81,7 @@ class TicketDesk:
             rollout = self._life.open(slot, msgspec.structs.replace(ticket, row=b""), name)
             actor.ticket_sent(rollout)
             self.heard(now_s, rollout)
-            tickets.setdefault(name, []).append((ticket, task.prompt_T))
+            tickets.setdefault(name, []).append((ticket, (task.prompt_T,)))
             self._ready.move_to_end(name)
         for name, pairs in tickets.items():
             for part, prompts in in_messages(pairs):

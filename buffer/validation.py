@@ -19,6 +19,8 @@ from buffer.versions import VersionTable
 from protocol.errors import MalformedMessage
 from protocol.messages import MAX_ROW_BYTES, Task
 from protocol.messages import Segment as SegmentMessage
+from protocol.top_ids import HEADER_BYTES as TOP_IDS_HEADER_BYTES
+from protocol.top_ids import check_top_ids
 from protocol.topk_codec import HEADER_BYTES, check_payload
 
 LOGPROB_TOLERANCE = 1e-3
@@ -45,7 +47,7 @@ class SegmentChecker:
             return RejectReason.BAD_BRANCH
         if not _rewards_make_sense(message):
             return RejectReason.BAD_REWARD
-        if n < 0 or not has_shapes(arrays, n, (np.int32, np.float32, np.uint8)):
+        if n < 0 or not has_shapes(arrays[:3], n, (np.int32, np.float32, np.uint8)):
             return RejectReason.LENGTH_MISMATCH
         if n == 0:
             if not message.final:
@@ -55,7 +57,7 @@ class SegmentChecker:
             return RejectReason.SEGMENT_TOO_LONG
         if message.end > self._config.max_rollout_tokens:
             return RejectReason.ROLLOUT_TOO_LONG
-        ids_N, logprobs_N, loss_mask_N = arrays
+        ids_N, logprobs_N, loss_mask_N, *top_ids = arrays
         if not ids_in_range(ids_N, self._vocab_size):
             return RejectReason.TOKEN_ID_OUT_OF_RANGE
         if loss_mask_N.max() > 1:
@@ -66,7 +68,25 @@ class SegmentChecker:
             self._prompt_refusal(rollout, message, arrays)
             or _logprob_refusal(logprobs_N, loss_mask_N)
             or self._span_refusal(message, loss_mask_N)
+            or self._top_ids_refusal(rollout, loss_mask_N, top_ids)
         )
+
+    def _top_ids_refusal(self, rollout: Rollout, loss_mask_N: Array, payloads: Sequence[Array]) -> RejectReason | None:
+        """Check the student's likeliest tokens: their number of positions, not the ids, which the teachers read."""
+        sampled = np.flatnonzero(loss_mask_N)
+        if len(payloads) != (1 if rollout.ticket.sampling.top_ids is not None and len(sampled) else 0):
+            return RejectReason.TOP_IDS_MISSING
+        for payload in payloads:
+            n = int(sampled[-1]) + 1 - int(sampled[0])
+            if len(payload) > TOP_IDS_HEADER_BYTES + n * self._config.max_top_k_bytes:
+                return RejectReason.TOP_IDS_SIZE
+            try:
+                fits = check_top_ids(payload.tobytes()) == n
+            except MalformedMessage:
+                fits = False
+            if not fits:
+                return RejectReason.TOP_IDS_MALFORMED
+        return None
 
     def _prompt_refusal(
         self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]
@@ -78,7 +98,7 @@ class SegmentChecker:
             if message.follows is not None and task.teacher_prompt_T is not None:
                 return None if rollout.continues_prompt(message.follows) else RejectReason.OWN_PROMPT_PRIVILEGED
             return None
-        ids_N, _, loss_mask_N = arrays
+        ids_N, _, loss_mask_N = arrays[:3]
         if not 0 <= n_own <= len(ids_N):
             return RejectReason.OWN_PROMPT
         if n_own and task.teacher_prompt_T is not None:

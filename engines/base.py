@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Sampling, VersionSpan, WeightsRef, WeightVersion
+from protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightsRef, WeightVersion
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,8 @@ class GenerationDelta:
     """Versions of these n tokens, offsets relative to this delta's first token; they cover [0, n)."""
     finish_reason: Literal["stop", "length", "aborted", "error"] | None = None
     error: str | None = None
+    top_ids: tuple[Int32s, ...] | None = None
+    """[n] With `Sampling.top_ids`: for each token the ids of the likeliest ones at its place, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class ScoreRequest:
     nothing is kept."""
     last: bool = False
     """True if the engine need not expect another request of this rollout."""
+    top_ids: Int32s | None = None
+    """[end - start, k] Tokens whose log-probs at these positions are asked for, in place of the likeliest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class ScoreResult:
     logprobs: Float32s
     """[n]"""
     top_ids: Int32s | None = None
-    """[n, k] the k likeliest tokens at each position, likeliest first."""
+    """[n, k] the k likeliest tokens at each position, likeliest first; or those of the request."""
     top_logprobs: Float32s | None = None
     """[n, k]"""
 
@@ -173,7 +177,8 @@ class ScoringEngine(Protocol):
     def max_context(self) -> int: ...
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        """Score a batch at temperature 1. Raises ValueError for ids outside the vocabulary or start < 1."""
+        """Score a batch at temperature 1. Either no request has `top_ids`, or all have and `top_k` is 0. Raises
+        ValueError for ids outside the vocabulary or start < 1."""
         ...
 
     def close(self) -> None: ...
@@ -195,6 +200,27 @@ class ReportsFigures(Protocol):
 
     @property
     def figures(self) -> Mapping[str, float]: ...
+
+
+def likeliest(ids_RK: Int32s, probs_RK: npt.NDArray[np.floating[Any]], wanted: TopIdsWanted) -> list[Int32s]:
+    """The sets of R positions that an engine is to report, from the K likeliest tokens of each, likeliest first."""
+    counts_R = (probs_RK.cumsum(axis=1, dtype=np.float64) < wanted.mass).sum(axis=1) + 1
+    counts_R = np.minimum(counts_R, wanted.k)
+    return [ids_K[:count] for ids_K, count in zip(ids_RK, counts_R.tolist(), strict=True)]
+
+
+def check_top_ids_wanted(sampling: Sampling) -> None:
+    """Raises ValueError for sets that no engine reports."""
+    wanted = sampling.top_ids
+    if wanted is None:
+        return
+    if wanted.k < 1 or not 0 < wanted.mass <= 1:
+        raise ValueError(f"top_ids = {wanted}; expected a k of at least 1, and a mass in (0, 1]")
+    if sampling.top_p != 1 or sampling.top_k:
+        raise ValueError(
+            f"top_ids with top_p = {sampling.top_p}, top_k = {sampling.top_k}: the likeliest tokens are reported of "
+            "whole distributions only; expected top_p = 1 and top_k = 0"
+        )
 
 
 def check_ids(what: str, ids_N: Int32s, vocab_size: int) -> None:
@@ -219,6 +245,9 @@ def check_scoring(requests: Sequence[ScoreRequest], top_k: int, *, vocab_size: i
     outside [0, vocab_size]."""
     if not 0 <= top_k <= vocab_size:
         raise ValueError(f"top_k {top_k}; expected 0 (off) to {vocab_size} (vocabulary)")
+    n_given = sum(request.top_ids is not None for request in requests)
+    if n_given and (top_k or n_given < len(requests)):
+        raise ValueError(f"{n_given} of {len(requests)} requests have top_ids, top_k is {top_k}; expected all, and 0")
     for index, request in enumerate(requests):
         ids, length = request.token_ids, len(request.token_ids)
         if ids.ndim != 1 or not 1 <= request.start <= length:
@@ -229,3 +258,11 @@ def check_scoring(requests: Sequence[ScoreRequest], top_k: int, *, vocab_size: i
         if length > max_tokens:
             raise ValueError(f"request {index}: {length} tokens; this teacher takes up to {max_tokens}")
         check_ids(f"request {index}", ids, vocab_size)
+        top_ids = request.top_ids
+        if top_ids is not None and (top_ids.ndim != 2 or len(top_ids) != length - request.start):
+            raise ValueError(
+                f"request {index}: top_ids of shape {top_ids.shape} for {length - request.start} tokens; expected one "
+                "row each"
+            )
+        if top_ids is not None and top_ids.size:
+            check_ids(f"top_ids of request {index}", top_ids, vocab_size)

@@ -304,6 +304,11 @@ class EngineProvider:
         needs."""
         return False
 
+    def knows_top_ids(self, role: EngineRole) -> bool:
+        """True when it reports the likeliest tokens of a student (protocol.messages.Sampling.top_ids), or scores given
+        ones (engines.base.ScoreRequest.top_ids)."""
+        return False
+
     def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
         """Memory of one worker on its GPU, where it holds the model."""
         return MemoryNeed({}, {})

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from engines.config import WorkerSettings
 from learner.config import LearnerConfig
+from protocol.messages import TopIdsWanted
 from weights.config import WeightsConfig
 
 
@@ -41,5 +42,7 @@ class LearnerRunConfig(Protocol):
     def weights(self) -> WeightsConfig: ...
     @property
     def actor(self) -> WorkerSettings: ...
+    @property
+    def top_ids(self) -> TopIdsWanted | None: ...
     @property
     def environments(self) -> Mapping[str, object]: ...

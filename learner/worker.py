@@ -160,13 +160,15 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
     if checkpoint is None:
-        stream = stream_kind(learner.tasks, tokenizer, prompts, seed=config.seed)
+        stream = stream_kind(learner.tasks, tokenizer, prompts, seed=config.seed, top_ids=config.top_ids)
         version, average = None, dict[str, Tensor]()
     else:
         state = load_checkpoint(checkpoint)
         trainer.load_state_dict(state.optimizer)
         trainer.critic.load_state_dict(state.value_head)
-        stream = stream_kind.from_state(learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks)
+        stream = stream_kind.from_state(
+            learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks, top_ids=config.top_ids
+        )
         restore_rng(state.rng)
         if mixer is not None:
             mixer.load_state(state.offline)

@@ -49,7 +49,7 @@ class TokenScores:
     entropy_T: Tensor | None
     """Entropy of the whole distribution at each position, nats."""
     top_ids_TK: Tensor | None
-    """int64, likeliest first."""
+    """int64, likeliest first; or the given ones."""
     top_logprobs_TK: Tensor | None
 
 
@@ -88,14 +88,22 @@ def token_scores(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     entropy: bool = False,
     top_k: int = 0,
+    given_TK: Tensor | None = None,
 ) -> TokenScores:
     """Log-probs of the targets (differentiable in hidden states, head weight and bias), and optionally the entropy and
-    the `top_k` likeliest tokens, in one pass.
+    the `top_k` likeliest tokens, or the tokens `given_TK`, in one pass.
 
-    hidden_TH [T, H] floating; targets_T [T] integers in [0, V). float32 out (float64 for float64 in).
-    Raises ValueError for shapes that do not fit, temperature <= 0, chunk_tokens < 1, top_k outside [0, V].
+    hidden_TH [T, H] floating; targets_T [T] and given_TK [T, K] integers in [0, V). float32 out (float64 for float64
+    in). Raises ValueError for shapes that do not fit, temperature <= 0, chunk_tokens < 1, top_k outside [0, V], and
+    top_k above 0 with given_TK.
     """
     _check(head, hidden_TH, targets_T, temperature, chunk_tokens, top_k)
+    if given_TK is not None and (top_k or given_TK.ndim != 2 or len(given_TK) != len(targets_T)):
+        raise ValueError(
+            f"given tokens of shape {tuple(given_TK.shape)} for {len(targets_T)} targets, with top_k {top_k}; expected "
+            "[T, K] and 0"
+        )
+    given = given_TK is not None
     outputs = cast(
         tuple[Tensor, Tensor, Tensor, Tensor],
         _ChunkedScores.apply(
@@ -103,6 +111,7 @@ def token_scores(
             head.weight_VH,
             head.bias_V,
             targets_T.long(),
+            given_TK,
             _Options(float(temperature), chunk_tokens, head.scale, head.softcap, entropy, top_k),
         ),
     )
@@ -110,8 +119,8 @@ def token_scores(
     return TokenScores(
         logprobs_T,
         entropy_T if entropy else None,
-        top_ids_TK if top_k else None,
-        top_logprobs_TK if top_k else None,
+        top_ids_TK if top_k or given else None,
+        top_logprobs_TK if top_k or given else None,
     )
 
 
@@ -144,7 +153,13 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, options: _Options
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        given_TK: Tensor | None,
+        options: _Options,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head = LmHead(weight_VH, bias_V, options.scale, options.softcap)
         out = torch.promote_types(hidden_TH.dtype, torch.float32)
@@ -152,8 +167,8 @@ class _ChunkedScores(torch.autograd.Function):
         logprobs_T = hidden_TH.new_empty(n_tokens, dtype=out)
         normalisers_T = hidden_TH.new_empty(n_tokens, dtype=out)
         entropy_T = hidden_TH.new_empty(n_tokens if options.entropy else 0, dtype=out)
-        top_ids_TK = targets_T.new_empty((n_tokens, options.top_k))
-        top_logprobs_TK = hidden_TH.new_empty((n_tokens, options.top_k), dtype=out)
+        top_ids_TK = targets_T.new_empty((n_tokens, options.top_k)) if given_TK is None else given_TK.long()
+        top_logprobs_TK = hidden_TH.new_empty(top_ids_TK.shape, dtype=out)
         for start in range(0, n_tokens, options.chunk_tokens):
             chunk = slice(start, start + options.chunk_tokens)
             z_CV = head.logits(hidden_TH[chunk])
@@ -168,6 +183,8 @@ class _ChunkedScores(torch.autograd.Function):
             if options.top_k:
                 top_CK, top_ids_TK[chunk] = z_CV.topk(options.top_k, dim=1)
                 top_logprobs_TK[chunk] = top_CK - normaliser_C[:, None]
+            if given_TK is not None:
+                top_logprobs_TK[chunk] = z_CV.gather(1, top_ids_TK[chunk]) - normaliser_C[:, None]
             if options.entropy:
                 entropy_T[chunk] = normaliser_C - exp_CV.mul_(z_CV).sum(dim=1) / total_C
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, normalisers_T)
@@ -208,6 +225,7 @@ class _ChunkedScores(torch.autograd.Function):
             grad_hidden_TH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
             None if grad_bias_V is None else grad_bias_V.to(weight_VH.dtype),
+            None,
             None,
             None,
         )

@@ -78,11 +78,15 @@ def _segment_arrays(message: m.Segment) -> Iterator[FrameSpec]:
     yield FrameSpec("token ids", _INT32, shape)
     yield FrameSpec("behaviour log-probs", _FLOAT32, shape)
     yield FrameSpec("loss mask", _UINT8, shape)
+    if message.top_ids:
+        yield FrameSpec("likeliest ids", _UINT8, None)
 
 
 def _context_per_item(message: m.ScoreWork) -> Iterator[FrameSpec]:
     for item in message.items:
         yield FrameSpec(f"token ids of lease {item.lease_id}", _INT32, (item.context_tokens,))
+        if item.top_ids:
+            yield FrameSpec(f"likeliest ids of lease {item.lease_id}", _UINT8, None)
 
 
 def _scores_per_lease(message: m.Scores) -> Iterator[FrameSpec]:

@@ -1,5 +1,6 @@
-"""A teacher's likeliest tokens in few bytes: per position the smallest set that covers a given mass, with packed ids,
-log-probs in 8 to 16 bits, and the mass of the tokens left out. NumPy only.
+"""A teacher's log-probs of a set of tokens per position, in few bytes: its likeliest tokens, as many as cover a given
+mass, or those that it was asked for. With packed ids, log-probs in 8 to 16 bits, and the mass of the tokens left out.
+NumPy only.
 
     payload   header | counts uint16 [T] | tails uint16 [T] | words, w bits each, without gaps [S]      little-endian
               with rest bits also: | ranges uint16 [T, 2] | codes of all other tokens, without ids, in order of ids [R]
@@ -100,10 +101,47 @@ def encode_top_k(
     ids_TK, logprobs_TK = ids_TK[:, :max_k], logprobs_TK[:, :max_k]
     _check_rows(*((all_ids_TK, all_logprobs_TK) if rest_bits else (ids_TK, logprobs_TK)), vocab_size)
     covered_TK = np.exp(logprobs_TK.astype(np.float64)).cumsum(axis=1)
+    counts_T = np.minimum((covered_TK < mass).sum(axis=1) + 1, ids_TK.shape[1])
+    parts = _encode_sets(ids_TK, logprobs_TK, counts_T, vocab_size, logprob_bits, rest_bits)
+    if rest_bits:
+        parts += _encode_rest(all_ids_TK, all_logprobs_TK, counts_T, rest_bits)
+    return b"".join(parts)
+
+
+def encode_given(
+    ids_TK: npt.NDArray[np.integer[Any]],
+    logprobs_TK: npt.NDArray[np.floating[Any]],
+    counts_T: npt.NDArray[np.integer[Any]],
+    *,
+    vocab_size: int,
+    logprob_bits: int = 12,
+) -> bytes:
+    """Encode sets that another model chose: the first `counts_T` tokens of each row, in any order, whatever their
+    probability. Log-probs below -40 are sent as -40.
+
+    Raises EncodeError as `encode_top_k` does, and for counts outside [1, K]."""
+    k = ids_TK.shape[1] if ids_TK.ndim == 2 else 0
+    _check_options(ids_TK, logprobs_TK, vocab_size, 1.0, max(1, k), logprob_bits, 0)
+    if counts_T.shape != ids_TK.shape[:1] or (len(counts_T) and not 1 <= counts_T.min() <= counts_T.max() <= k):
+        raise EncodeError(f"counts of shape {counts_T.shape}; expected [{len(ids_TK)}], each from 1 to {k}")
+    outside_TK = np.arange(k) >= counts_T[:, None]
+    distance_TK = np.where(outside_TK, np.inf, -logprobs_TK.astype(np.float64))
+    order_TK = np.argsort(distance_TK, axis=1, kind="stable")
+    ids_TK = np.take_along_axis(ids_TK, order_TK, axis=1)
+    logprobs_TK = -np.take_along_axis(distance_TK, order_TK, axis=1)
+    for count in np.unique(counts_T):
+        rows_T = counts_T == count
+        _check_rows(ids_TK[rows_T, :count], logprobs_TK[rows_T, :count], vocab_size)
+    return b"".join(_encode_sets(ids_TK, logprobs_TK, counts_T, vocab_size, logprob_bits, 0))
+
+
+def _encode_sets(
+    ids_TK: Any, logprobs_TK: Any, counts_T: Any, vocab_size: int, logprob_bits: int, rest_bits: int
+) -> list[bytes]:
+    """Header, counts, tails and words of the first `counts_T` tokens of each row."""
     n_tokens, k = ids_TK.shape
-    counts_T = np.minimum((covered_TK < mass).sum(axis=1) + 1, k)
     kept_TK = np.arange(k) < counts_T[:, None]
-    left_out_T = 1.0 - covered_TK[np.arange(n_tokens), counts_T - 1]
+    left_out_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).cumsum(axis=1)[np.arange(n_tokens), counts_T - 1]
     tails_T = np.clip(np.log(np.maximum(left_out_T, 1e-300)), LOG_TAIL_FLOOR, 0.0)
     tail_codes_T = np.where(counts_T == vocab_size, 0, 1 + np.rint(-tails_T / _TAIL_STEP)).astype("<u2")
     id_bits, largest_code = _id_bits(vocab_size), (1 << logprob_bits) - 1
@@ -112,10 +150,7 @@ def encode_top_k(
     words_S = ids_TK[kept_TK].astype(np.uint64) | (codes_S << np.uint64(id_bits))
     header = _HEADER.pack(_MAGIC, _VERSION, logprob_bits, rest_bits, n_tokens, vocab_size)
     body = pack_words(words_S, id_bits + logprob_bits)
-    parts = [header, counts_T.astype("<u2").tobytes(), tail_codes_T.tobytes(), body.tobytes()]
-    if rest_bits:
-        parts += _encode_rest(all_ids_TK, all_logprobs_TK, counts_T, rest_bits)
-    return b"".join(parts)
+    return [header, counts_T.astype("<u2").tobytes(), tail_codes_T.tobytes(), body.tobytes()]
 
 
 def decode_top_k(payload: bytes | memoryview) -> TopK:

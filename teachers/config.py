@@ -21,6 +21,7 @@ CREDIT_BATCHES: Final = 2
 TopK: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS_KEPT)]
 TopMass: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tail: TypeAlias = Literal["auto", "pooled", "each"]
+TopKOf: TypeAlias = Literal["teacher", "student"]
 OtherEngines: TypeAlias = Annotated[dict[str, Settings], EngineOptions("teacher")]
 
 
@@ -37,11 +38,18 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     """Most tokens per position whose log-probs the teacher sends, likeliest first. The divergences between
     distributions need them (learner.objective.divergence = reverse_kl, forward_kl, mixed, jsd, multi_sample). 256 is a
     good cap: see top_mass. 0: only the sampled token's log-prob."""
+    top_k_of: TopKOf = "teacher"
+    """Whose likeliest tokens make the sets. teacher: its own. student: those of the student when it sampled the token;
+    actors report them, and all teachers score the same ones. The gradient of reverse_kl is then nearer to that of the
+    whole vocabulary (docs/objectives.md has figures); the divergences that weight by the teacher's probabilities are
+    served better by its own."""
     top_mass: TopMass = 0.999
-    """A position's set is the smallest whose probabilities sum to this, up to top_k tokens."""
+    """A position's set is the smallest whose probabilities (of the model that top_k_of names) sum to this, up to top_k
+    tokens."""
     tail: Tail = "auto"
     """Tokens outside the set. pooled: their total mass. each: every token, in 5 bits, so 5 / 8 of the vocabulary in
-    bytes per position (at most 4,096 tokens). auto: each where the vocabulary has at most 384 tokens."""
+    bytes per position (at most 4,096 tokens). auto: each where the vocabulary has at most 384 tokens, and top_k_of is
+    teacher."""
     drain_s: NonNegativeFloat = 5.0
     """A teacher that is asked to leave (SIGTERM) takes no more work, and has this many seconds to score what it holds,
     even where launch.shutdown_grace_s is shorter. What is left then goes to other teachers at once."""
@@ -51,11 +59,18 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
         if not self.pool:
             raise ValueError("pool: got an empty name, expected one, e.g. default")
         check_engine("teacher", self.engine, self.urls)
+        if self.top_k_of == "student" and not self.top_k:
+            raise ValueError("top_k_of is student with top_k = 0, expected a top_k above 0, e.g. 64: there are no sets")
+        if self.top_k_of == "student" and self.tail == "each":
+            raise ValueError(
+                "tail is each with top_k_of = student, expected pooled or auto: if every token is sent, it does not "
+                "matter whose set it is"
+            )
 
     def rest_bits(self, vocab_tokens: int) -> int:
         """Bits for each token outside the set; 0 where they are pooled."""
-        each = self.tail == "each" or (self.tail == "auto" and vocab_tokens <= SMALL_VOCABULARY)
-        return REST_BITS if each else 0
+        small = vocab_tokens <= SMALL_VOCABULARY and self.top_k_of == "teacher"
+        return REST_BITS if self.tail == "each" or (self.tail == "auto" and small) else 0
 
     @property
     def credit_tokens(self) -> int:

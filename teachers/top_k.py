@@ -1,4 +1,5 @@
-"""Encodes a teacher's likeliest tokens from an engine's rows (protocol.topk_codec). numpy only.
+"""Encodes a teacher's log-probs of its likeliest tokens, or of the student's, from an engine's rows
+(protocol.topk_codec). numpy only.
 
 Ids past the tokenizer's last one are padding rows of the embedding, not tokens, and are never sent.
 
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import EncodeError
-from protocol.topk_codec import encode_top_k
+from protocol.errors import EncodeError, MalformedMessage
+from protocol.top_ids import TopIds, decode_top_ids
+from protocol.topk_codec import encode_given, encode_top_k
 from teachers.config import TeacherConfig
 
 
@@ -25,10 +27,11 @@ class TopKSets:
     vocab_tokens: int
     """V: ids of the tokenizer."""
     asked: int
-    """K to request from the engine: all its rows where every token is sent."""
+    """K to request from the engine: all its rows where every token is sent; 0 where the student's are scored."""
     max_k: int
     mass: float
     rest_bits: int
+    of_student: bool = False
 
     @classmethod
     def of(cls, config: TeacherConfig, vocab_tokens: int, engine_rows: int) -> TopKSets:
@@ -37,7 +40,8 @@ class TopKSets:
         rest_bits = config.rest_bits(vocab_tokens)
         padding = min(8, engine_rows - vocab_tokens)
         asked = engine_rows if rest_bits else min(config.top_k + padding, engine_rows)
-        return cls(vocab_tokens, asked, config.top_k, config.top_mass, rest_bits)
+        of_student = config.top_k_of == "student"
+        return cls(vocab_tokens, 0 if of_student else asked, config.top_k, config.top_mass, rest_bits, of_student)
 
     def payload(self, ids_TK: npt.NDArray[np.integer[Any]], logprobs_TK: npt.NDArray[np.floating[Any]]) -> bytes:
         """The encoded sets [T, K]. Raises EncodeError when the engine's rows cannot be sent."""
@@ -50,6 +54,26 @@ class TopKSets:
             max_k=self.max_k,
             rest_bits=self.rest_bits,
         )
+
+    def of_tokens(self, payload: bytes, n_expected: int) -> TopIds:
+        """The student's sets, as an actor sent them, without padding. Raises MalformedMessage; EncodeError for a
+        position with nothing else."""
+        ids_TK, counts_T = decode_top_ids(payload)
+        if len(counts_T) != n_expected:
+            raise MalformedMessage(
+                "sets of the student's likeliest ids", got=f"{len(counts_T)}", expected=f"{n_expected}"
+            )
+        sent_TK = np.arange(ids_TK.shape[1]) < counts_T[:, None]
+        tokens_TK = sent_TK & (ids_TK < self.vocab_tokens)
+        if not tokens_TK.any(axis=1).all():
+            raise EncodeError(f"all likeliest ids of a position are past the vocabulary of {self.vocab_tokens} tokens")
+        order_TK = np.argsort(~tokens_TK, axis=1, kind="stable")
+        ids_TK = np.take_along_axis(np.where(tokens_TK, ids_TK, 0), order_TK, axis=1)
+        return TopIds(ids_TK, tokens_TK.sum(axis=1))
+
+    def payload_given(self, given: TopIds, logprobs_TK: npt.NDArray[np.floating[Any]]) -> bytes:
+        """The encoded log-probs of the student's tokens. Raises EncodeError when they cannot be sent."""
+        return encode_given(given.ids_TK, logprobs_TK, given.counts_T, vocab_size=self.vocab_tokens)
 
     def nothing(self) -> bytes:
         """The payload for zero tokens."""

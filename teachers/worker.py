@@ -21,7 +21,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -29,10 +28,7 @@ import numpy as np
 from engines.base import (
     EngineLost,
     EngineMismatch,
-    Float32s,
-    Int32s,
     ReportsFigures,
-    ScoreRequest,
     ScoreResult,
     ScoringEngine,
     TakesSnapshots,
@@ -40,9 +36,8 @@ from engines.base import (
 from engines.provider import ScorerSource, TeacherModel
 from engines.registry import find_engine
 from protocol.client import Client, worker_client
-from protocol.codec import Array
 from protocol.context import ExitCode, RoleContext
-from protocol.errors import EncodeError
+from protocol.errors import EncodeError, MalformedMessage
 from protocol.messages import (
     ScoreCredit,
     ScoreFailed,
@@ -56,6 +51,7 @@ from protocol.messages import (
     WeightVersion,
 )
 from teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
+from teachers.held import Held, Scored
 from teachers.leaving import on_sigterm
 from teachers.self_check import self_check
 from teachers.top_k import TopKSets
@@ -69,25 +65,6 @@ IDLE_WAIT_S: Final = 0.2
 """Longest single wait for work, and so the longest time until a request to stop is noticed."""
 CREDIT_REPEAT_S: Final = 2.0
 """Interval at which an idle teacher repeats its credit: credits are not acknowledged, and a reconnect may lose one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A leased item and its token ids."""
-
-    item: ScoreItem
-    token_ids: Int32s
-    arrived_s: float
-    """Monotonic."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The scores of one item, as they are sent."""
-
-    logprobs: Float32s
-    payload: bytes | None
-    """None: the run asks for no top-k sets."""
 
 
 class TeacherWorker:
@@ -184,8 +161,10 @@ class TeacherWorker:
             message = received.message
             match message:
                 case ScoreWork():
-                    for item, token_ids in zip(message.items, received.arrays, strict=True):
-                        self._held.append(Held(item, token_ids, arrived_s=time.monotonic()))
+                    frames = iter(received.arrays)
+                    for item in message.items:
+                        token_ids, top_ids = next(frames), next(frames).tobytes() if item.top_ids else b""
+                        self._held.append(Held(item, token_ids, time.monotonic(), top_ids))
                         self._held_tokens += self._new_tokens(item)
                     self._received_total += len(message.items)
                     got_work = True
@@ -255,7 +234,7 @@ class TeacherWorker:
         if good:
             self._client.send(
                 Scores(leases=tuple(held.item.lease_id for held, _ in good), top_k=self._sets is not None),
-                [frame for _, one in good for frame in _frames(one)],
+                [frame for _, one in good for frame in one.frames],
             )
         for held, outcome in scored:
             if isinstance(outcome, str):
@@ -272,6 +251,12 @@ class TeacherWorker:
 
     def _fits(self, held: Held) -> bool:
         """True if the engine can score the item; otherwise fail its lease with the reason."""
+        if self._sets is not None and self._sets.of_student and held.wants_sets:
+            try:
+                held.given = self._sets.of_tokens(held.top_ids, held.item.top_end - held.item.top_start)
+            except (EncodeError, MalformedMessage) as error:
+                self._fail(held, f"top_ids: {error}")
+                return False
         ids = held.token_ids
         if len(ids) > self._engine.max_context:
             self._fail(held, f"context_too_long: {len(ids)} tokens, this teacher takes {self._engine.max_context}")
@@ -286,48 +271,45 @@ class TeacherWorker:
         output) are scored separately when the others need top-k sets, which are expensive on a server."""
         if self._sets is None:
             return self._score_alike(batch, 0)
-        wanted = [held for held in batch if held.item.top_start < held.item.top_end]
-        others = [held for held in batch if held.item.top_start >= held.item.top_end]
+        wanted = [held for held in batch if held.wants_sets]
+        others = [held for held in batch if not held.wants_sets]
         return self._score_alike(wanted, self._sets.asked) + self._score_alike(others, 0)
 
     def _score_alike(self, batch: list[Held], top_k: int) -> list[tuple[Held, Scored | str]]:
         """Score items with one `top_k`. After an error the items are scored one by one, so that a bad one does not fail
-        the others. Position 0 has no score, because it has no context; nor has a prompt that this teacher does not
-        read."""
+        the others."""
         if not batch:
             return []
-        requests = [
-            ScoreRequest(held.token_ids, held.item.first + held.item.shift, held.item.rollout_id, held.item.last)
-            for held in batch
-        ]
         try:
-            results = self._engine.score(requests, top_k=top_k)
+            results = self._engine.score([held.request for held in batch], top_k=top_k)
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [(batch[0], f"engine_error: {error}")]
             log.exception("scoring %d items together failed; scoring them one by one", len(batch))
             return [pair for held in batch for pair in self._score_alike([held], top_k)]
-        return [(held, self._scored(held.item, result)) for held, result in zip(batch, results, strict=True)]
+        return [(held, self._scored(held, result)) for held, result in zip(batch, results, strict=True)]
 
-    def _scored(self, item: ScoreItem, result: ScoreResult) -> Scored | str:
-        logprobs = result.logprobs
+    def _scored(self, held: Held, result: ScoreResult) -> Scored | str:
+        logprobs, item = result.logprobs, held.item
         if item.first > item.start:
             logprobs = np.concatenate([np.zeros(item.first - item.start, np.float32), logprobs])
         if not np.isfinite(logprobs).all():
             return "non_finite_logprob"
         try:
-            return Scored(logprobs, self._payload(item, result))
+            return Scored(logprobs, self._payload(held, result))
         except EncodeError as error:
             return f"top_k: {error}"
 
-    def _payload(self, item: ScoreItem, result: ScoreResult) -> bytes | None:
+    def _payload(self, held: Held, result: ScoreResult) -> bytes | None:
         """Raises EncodeError."""
         if self._sets is None:
             return None
         if result.top_ids is None or result.top_logprobs is None:
             return self._sets.nothing()
-        place = slice(item.top_start - item.first, item.top_end - item.first)
-        return self._sets.payload(result.top_ids[place], result.top_logprobs[place])
+        logprobs_TK = result.top_logprobs[held.sets_at]
+        if held.given is not None:
+            return self._sets.payload_given(held.given, logprobs_TK)
+        return self._sets.payload(result.top_ids[held.sets_at], logprobs_TK)
 
     def _fail(self, held: Held, reason: str) -> None:
         log.error("lease %d (rollout %s): %s", held.item.lease_id, held.item.rollout_id, reason)
@@ -349,12 +331,6 @@ class TeacherWorker:
         stats["held_tokens"] = float(self._held_tokens)
         stats["draining"] = float(self.leaving)
         self._client.set_heartbeat(self._version, stats)
-
-
-def _frames(scored: Scored) -> list[Array]:
-    """The frames of one item in `protocol.messages.Scores`."""
-    payload = scored.payload
-    return [scored.logprobs, *([] if payload is None else [np.frombuffer(payload, np.uint8)])]
 
 
 class TeacherRunConfig(Protocol):

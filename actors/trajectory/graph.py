@@ -74,6 +74,9 @@ class Node:
     """Behaviour log-probs, one per token of a response that has them; otherwise empty."""
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
     """Weight versions of a response's tokens, offsets relative to its first one."""
+    top_ids: list[Int32s] = field(default_factory=list[Int32s])
+    """The student's likeliest tokens at the place of each token of a response, if they were asked for. They are large,
+    and wanted once: whoever takes them leaves empty sets."""
     children: dict[int, dict[int, list[Node]]] = field(default_factory=dict[int, dict[int, list["Node"]]])
     """Nodes that follow this one: by their `at`, then by their first token."""
     followed: bool = False
@@ -177,12 +180,19 @@ class TokenGraph:
         self.calls.append(call)
         return call
 
-    def extend(self, call: Call, token_ids: Int32s, logprobs: Float32s | None, spans: Sequence[VersionSpan]) -> None:
+    def extend(
+        self,
+        call: Call,
+        token_ids: Int32s,
+        logprobs: Float32s | None,
+        spans: Sequence[VersionSpan],
+        top_ids: Sequence[Int32s] = (),
+    ) -> None:
         """Add tokens [n] that the student wrote in answer to a call.
 
         `logprobs` [n]: None where the engine gave none; the whole response is context then. `spans` cover [0, n) in
-        order, relative to the first of these tokens. Raises ValueError for other shapes or spans, RuntimeError after
-        `end`. On an error nothing is added."""
+        order, relative to the first of these tokens. `top_ids`: n sets, or none. Raises ValueError for other shapes or
+        spans, RuntimeError after `end`. On an error nothing is added."""
         if call.ended:
             raise RuntimeError(f"call {call.index} has ended, got {token_ids.size} more tokens")
         n = int(token_ids.size)
@@ -192,6 +202,8 @@ class TokenGraph:
         edges = [0, *(span.end for span in spans)]
         if edges[-1] != n or any(s.start != e or s.end <= s.start for s, e in zip(spans, edges, strict=False)):
             raise ValueError(f"version spans {tuple(spans)} do not cover tokens 0..{n} in order")
+        if top_ids and len(top_ids) != n:
+            raise ValueError(f"{len(top_ids)} sets of likeliest tokens for {n} tokens, expected one each")
         if n == 0:
             return
         node = call.response
@@ -202,6 +214,7 @@ class TokenGraph:
         else:
             _append(node.ids, token_ids, np.int32)
         start = len(node) - n
+        node.top_ids += top_ids
         if logprobs is not None:
             _append(node.logprobs, logprobs, np.float32)
         for span in spans:

@@ -16,15 +16,17 @@ from actors.trajectory.graph import Call, Node, TokenGraph
 from actors.trajectory.segments import Cut, SegmentCutter
 from engines.base import Float32s, GenerationDelta, GenerationRequest, Int32s
 from protocol.messages import Segment, Ticket, TurnReward
+from protocol.top_ids import encode_top_ids
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 
 
 class CutSegment(NamedTuple):
-    """A Segment message and its frames: token ids int32 [n], log-probs float32 [n], loss mask uint8 [n]."""
+    """A Segment message and its frames: token ids int32 [n], log-probs float32 [n], loss mask uint8 [n], and the
+    payload of the student's likeliest tokens if the ticket asks for them."""
 
     message: Segment
-    arrays: tuple[Int32s, Float32s, npt.NDArray[np.uint8]]
+    arrays: tuple[npt.NDArray[np.generic], ...]
 
 
 class NoRoom(Exception):
@@ -128,7 +130,13 @@ class Rollout:
                 f"request {delta.request_id}: the engine gave {running.n + delta.token_ids.size} tokens, expected at "
                 f"most {running.room}"
             )
-        self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans)
+        top_ids = () if self.ticket.sampling.top_ids is None else delta.top_ids or ()
+        if self.ticket.sampling.top_ids is not None and len(top_ids) != delta.token_ids.size:
+            raise ValueError(
+                f"request {delta.request_id}: the engine reported the likeliest tokens for {len(top_ids)} of "
+                f"{delta.token_ids.size} tokens; expected all"
+            )
+        self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans, top_ids)
         if running.call.response is not None:
             self._grown[running.call.response] = None
         self.n_sampled += int(delta.token_ids.size)
@@ -173,6 +181,7 @@ class Rollout:
     def _segment(self, cut: Cut, *, final: bool) -> CutSegment:
         index, self._segments_cut = self._segments_cut, self._segments_cut + 1
         reason, reward = self._finish or (None, None)
+        payload = self._likeliest(cut)
         message = Segment(
             rollout_id=self.ticket.rollout_id,
             index=index,
@@ -187,8 +196,18 @@ class Rollout:
             follows=None if cut.follows == cut.start else cut.follows,
             dropped=self._cutter.dropped() if final else (),
             turn_rewards=self._rewards_on_the_row() if final else (),
+            top_ids=bool(payload),
         )
-        return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask))
+        return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask, *payload))
+
+    def _likeliest(self, cut: Cut) -> tuple[npt.NDArray[np.uint8], ...]:
+        """The fourth frame of a segment, if it has one."""
+        sampled = np.flatnonzero(cut.loss_mask)
+        if self.ticket.sampling.top_ids is None or not len(sampled):
+            return ()
+        tokens = range(int(sampled[0]), int(sampled[-1]) + 1)
+        sets = [cut.top_ids[at] if at in cut.top_ids else cut.token_ids[at : at + 1] for at in tokens]
+        return (np.frombuffer(encode_top_ids(sets), np.uint8),)
 
     def _rewards_on_the_row(self) -> tuple[TurnReward, ...]:
         """Without those of responses that are not trained: they count in the rollout's reward alone."""

@@ -13,7 +13,7 @@ Tokens of the line are written once: a branch refers to what it shares with othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ import numpy.typing as npt
 from actors.trajectory.graph import Node, Step, TokenGraph
 from engines.base import Float32s, Int32s
 from protocol.messages import Dropped, VersionSpan
+
+_TAKEN: Final = np.zeros(0, np.int32)
 
 
 class Cut(NamedTuple):
@@ -37,6 +39,8 @@ class Cut(NamedTuple):
     """[n] 0 where `loss_mask` is 0."""
     loss_mask: npt.NDArray[np.uint8]
     """[n] 1: written by the student, with log-probs."""
+    top_ids: dict[int, Int32s]
+    """The student's likeliest tokens, for each of these n whose engine reported them."""
 
 
 class Part(NamedTuple):
@@ -139,12 +143,15 @@ class SegmentCutter:
         n = sum(part.end - part.start for part in parts)
         ids, logprobs, mask = np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(n, np.uint8)
         spans: list[VersionSpan] = []
+        top_ids: dict[int, Int32s] = {}
         at = 0
         for node, begin, end in parts:
             here = slice(at, at + end - begin)
             ids[here] = node.ids[begin:end]
             if node.trainable:
                 logprobs[here], mask[here] = node.logprobs[begin:end], 1
+                top_ids.update(enumerate(node.top_ids[begin:end], at))
+                node.top_ids[begin:end] = [_TAKEN] * len(node.top_ids[begin:end])
                 for span in node.spans:
                     a, b = max(span.start, begin), min(span.end, end)
                     if a < b:
@@ -155,7 +162,7 @@ class SegmentCutter:
             placed.n = end
             at = here.stop
         self.n_cut = start + n
-        return Cut(start, self.n_cut, follows, tuple(spans), ids, logprobs, mask)
+        return Cut(start, self.n_cut, follows, tuple(spans), ids, logprobs, mask, top_ids)
 
 
 def _n_leading_context(parts: list[Part]) -> int:

@@ -48,7 +48,7 @@ from protocol.session import BookImage, SessionBook
 
 _NO_STATE: Final = ("loop.py", "server.py")
 """Files of this package that neither the core's state nor its reaction to a turn depends on."""
-_PROTOCOL: Final = ("codec", "flow", "handshake", "session", "topk_codec")
+_PROTOCOL: Final = ("bit_words", "codec", "flow", "handshake", "session", "top_ids", "topk_codec")
 """Modules of `protocol` that they do depend on, besides `protocol.messages`."""
 
 _STATE: Final = (

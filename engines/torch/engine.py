@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt
+from engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt, likeliest
 from engines.config import EngineConfig
 from engines.torch.decoders import build_decoder, vocabulary_rows
 from engines.torch.kv_cache import SlotCache
-from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
+from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample, top_of
 from engines.torch.slots import FinishReason, Running, SlotTable
 from engines.torch.step import Prefill, plan_step
 from engines.torch.weights import WeightStage
 from models.loading import resolve_device
 from models.packed import context_window
-from protocol.messages import WeightVersion
+from protocol.messages import TopIdsWanted, WeightVersion
 
 EMIT_EVERY_STEPS: Final = 8
 """Decode steps between two reports of a running request. Requests are also reported when they end and before a weight
@@ -237,8 +237,10 @@ class TorchEngine:
         fills = [Prefill(group.ids, [running.row for running in group.members]) for group in joining]
         logits_RV = self._forward(n_rows, fills)
         uniforms = self._table.uniforms[np.arange(n_rows), self._table.length[:n_rows]]
-        ids, logprobs = sample(logits_RV, self._row_sampling(n_rows), self._on_device(uniforms))
+        how = self._row_sampling(n_rows)
+        ids, logprobs = sample(logits_RV, how, self._on_device(uniforms))
         ids_R, logprobs_R = ids.cpu().numpy(), logprobs.cpu().numpy()
+        self._keep_likeliest(logits_RV, how)
         ended = self._table.append(ids_R, logprobs_R)
         self._totals.steps += 1
         self._totals.sampled_tokens += n_rows
@@ -248,6 +250,22 @@ class TorchEngine:
             self._end(self._table.at(row), self._table.finish_reason(row))
         if self._totals.steps % EMIT_EVERY_STEPS == 0:
             self._emit_all()
+
+    def _keep_likeliest(self, logits_RV: Tensor, how: RowSampling) -> None:
+        """Keep the sets that requests ask for until they are reported."""
+        asking: dict[TopIdsWanted, list[Running]] = {}
+        for row in range(len(logits_RV)):
+            running = self._table.at(row)
+            if (wanted := running.request.sampling.top_ids) is not None:
+                asking.setdefault(wanted, []).append(running)
+        if not asking:
+            return
+        ids, probs = top_of(logits_RV, how, max(wanted.k for wanted in asking))
+        ids_RK, probs_RK = ids.int().cpu().numpy(), probs.cpu().numpy()
+        for wanted, alike in asking.items():
+            rows = [running.row for running in alike]
+            for running, ids_K in zip(alike, likeliest(ids_RK[rows], probs_RK[rows], wanted), strict=True):
+                running.top_ids.append(ids_K)
 
     def _forward(self, n_rows: int, fills: Sequence[Prefill]) -> Tensor:
         """Logits [R, V] of rows 0 .. n_rows - 1, each with its last token as input, while `fills` fill their slots."""

@@ -80,6 +80,9 @@ class TorchProvider(EngineProvider):
     def reads_snapshots(self) -> bool:
         return True
 
+    def knows_top_ids(self, role: EngineRole) -> bool:
+        return True
+
     def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
         """Formulas: launch.checks.gpu_memory."""
         if role == "actor":

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engines.base import check_top_ids_wanted
 from protocol.messages import Sampling
 
 _SEED_MASK = (1 << 64) - 1
@@ -48,6 +49,7 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"top_p = {sampling.top_p}; expected a number in (0, 1], 1 = off")
     if sampling.top_k < 0:
         raise ValueError(f"top_k = {sampling.top_k}; expected 0 (off) or more")
+    check_top_ids_wanted(sampling)
 
 
 def draw_uniforms(seed: int, offset: int, n: int) -> npt.NDArray[np.float64]:
@@ -77,6 +79,16 @@ def sample(logits_BV: Tensor, rows: RowSampling, uniforms_B: Tensor) -> tuple[Te
     ids_B1 = ids_B1.clamp_max_(logits_BV.shape[1] - 1)  # only NaN rows reach past the end
     logprobs_B1 = (probs_BV.gather(1, ids_B1) / total_B1).log_()
     return ids_B1.squeeze(1), logprobs_B1.squeeze(1).float()
+
+
+def top_of(logits_BV: Tensor, rows: RowSampling, k: int) -> tuple[Tensor, Tensor]:
+    """Returns ids_BK (int64) of the K = min(k, V) likeliest tokens, likeliest first, and probs_BK (float32) under the
+    distribution that `sample` draws from, where it is not truncated."""
+    logits_BV = logits_BV.float()
+    if rows.inverse_temperature_B is not None:
+        logits_BV = logits_BV * rows.inverse_temperature_B[:, None]
+    top_BK, ids_BK = logits_BV.topk(min(k, logits_BV.shape[1]), dim=-1)
+    return ids_BK, (top_BK - logits_BV.logsumexp(dim=-1, keepdim=True)).exp_()
 
 
 def _truncate(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:

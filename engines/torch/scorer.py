@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from transformers import PreTrainedModel
@@ -97,12 +98,12 @@ class TorchScorer:
         """
         # The last token is never an input, so a request may be one token longer than the context window.
         check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self._max_context + 1)
-        results = [ScoreResult.empty(top_k)] * len(requests)
+        results = [ScoreResult.empty(top_k if one.top_ids is None else one.top_ids.shape[1]) for one in requests]
         runs = fold(requests)
         try:
             self._look_up(runs)
             for pack in first_fit_decreasing([run.n_inputs for run in runs], self._max_batch_tokens):
-                for i, result in self._score_pack([runs[p] for p in pack], top_k):
+                for i, result in self._score_pack([runs[p] for p in pack], requests, top_k):
                     results[i] = result
         except BaseException:
             self._forget()  # cells may lack values; and where memory was short, room is worth more than prefixes
@@ -158,7 +159,9 @@ class TorchScorer:
             if not run.last and (added := cache.add(run.rollout_id, run.inputs)) is not None:
                 run.cells, run.keep_last = added
 
-    def _score_pack(self, runs: Sequence[Run], top_k: int) -> list[tuple[int, ScoreResult]]:
+    def _score_pack(
+        self, runs: Sequence[Run], requests: Sequence[ScoreRequest], top_k: int
+    ) -> list[tuple[int, ScoreResult]]:
         """Score one pack in one forward pass: (index of the request, result) of each of its members."""
         model = self._model
         if model is None:
@@ -170,6 +173,7 @@ class TorchScorer:
             [np.arange(one.start - 1, one.end - 1) + first - run.n_past for run, first, one in members]
         )
         targets_A = np.concatenate([run.ids[one.start : one.end] for run, _, one in members])
+        given_AK = _given([requests[one.request].top_ids for _, _, one in members])
         ids_T = np.concatenate([run.inputs[run.n_past :] for run in runs])
         device = self._head.weight_VH.device
         around = [Around(run.past, run.cells, run.keep_last) for run in runs]
@@ -181,8 +185,9 @@ class TorchScorer:
             upload(targets_A.astype(np.int64), device),
             chunk_tokens=self._chunk_tokens,
             top_k=top_k,
+            given_TK=None if given_AK is None else upload(given_AK, device),
         )
-        results = _split(scores, [one.end - one.start for _, _, one in members])
+        results = _split(scores, [requests[one.request] for _, _, one in members])
         return [(one.request, result) for (_, _, one), result in zip(members, results, strict=True)]
 
 
@@ -273,20 +278,35 @@ def chunk_rows(vocab_size: int, device_type: str) -> int:
     return min(4096, max(16, _CHUNK_LOGITS.get(device_type, _CHUNK_LOGITS["cpu"]) // vocab_size))
 
 
-def _split(scores: TokenScores, counts: Sequence[int]) -> list[ScoreResult]:
+def _given(sets: Sequence[Int32s | None]) -> npt.NDArray[np.int64] | None:
+    """[A, K] The tokens that the requests ask for, padded with 0 to the most of one; None if they ask for none."""
+    asked = [one for one in sets if one is not None]
+    if not asked:
+        return None
+    given_AK = np.zeros((sum(map(len, asked)), max(one.shape[1] for one in asked)), np.int64)
+    row = 0
+    for one in asked:
+        given_AK[row : row + len(one), : one.shape[1]] = one
+        row += len(one)
+    return given_AK
+
+
+def _split(scores: TokenScores, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
     """One result per request from the scores of a pack."""
     logprobs_A = scores.logprobs_T.float().cpu().numpy()
     top_ids_AK = None if scores.top_ids_TK is None else scores.top_ids_TK.int().cpu().numpy()
     top_logprobs_AK = None if scores.top_logprobs_TK is None else scores.top_logprobs_TK.float().cpu().numpy()
     results: list[ScoreResult] = []
     start = 0
-    for count in counts:
+    for request in requests:
+        count = len(request.token_ids) - request.start
+        k = None if request.top_ids is None else request.top_ids.shape[1]
         part = slice(start, start + count)
         results.append(
             ScoreResult(
                 logprobs=logprobs_A[part].copy(),  # not a view that would keep the whole pack alive
-                top_ids=None if top_ids_AK is None else top_ids_AK[part].copy(),
-                top_logprobs=None if top_logprobs_AK is None else top_logprobs_AK[part].copy(),
+                top_ids=None if top_ids_AK is None else top_ids_AK[part, :k].copy(),
+                top_logprobs=None if top_logprobs_AK is None else top_logprobs_AK[part, :k].copy(),
             )
         )
         start += count

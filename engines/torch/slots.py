@@ -10,7 +10,7 @@ Legend: S slots, C capacity in tokens, R rows in use, K stop ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -78,6 +78,8 @@ class Running:
     """Tokens of the sequence that are not to be reported: the prompt, and what was reported before."""
     prompt_key: bytes
     """Equal for requests with the same prompt."""
+    top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list[npt.NDArray[np.int32]])
+    """With `Sampling.top_ids`: the likeliest tokens at the place of each sampled token that was not reported yet."""
 
 
 class SlotTable:
@@ -199,7 +201,9 @@ class SlotTable:
         running.emitted = end
         spans = (VersionSpan(version, 0, end - start),) if end > start else ()
         ids, logprobs = self.ids[row, start:end].copy(), self.logprobs[row, start:end].copy()
-        return GenerationDelta(running.request.request_id, ids, logprobs, spans, reason, error)
+        sets, running.top_ids = tuple(running.top_ids[: end - start]), []
+        top_ids = None if running.request.sampling.top_ids is None else sets
+        return GenerationDelta(running.request.request_id, ids, logprobs, spans, reason, error, top_ids)
 
     def finish_reason(self, row: int) -> FinishReason:
         """The finish reason of a row that `append` returned."""

@@ -15,7 +15,7 @@ import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
 from engines.registry import BUILT_IN, find_engine
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
-from launch.config.pools import TeacherPool, engine_of, teacher_pools
+from launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
 from launch.config.run import BUILTIN, RunConfig
 from models.description import known_vocabulary_size
 from protocol.addresses import is_local
@@ -45,6 +45,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
             *_top_k_sets(config, student),
+            *_sets_of_the_student(config),
             *rollouts_that_no_message_holds(config, rows, window),
             *_teachers_window(config),
             *(_context_window(config, student) if student is not None else ()),
@@ -55,6 +56,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_little_room(config, student),
             *_little_room_for_teachers(config),
             *_sets_in_vain(config, student),
+            *_sets_of_the_other(config),
             *_open_ports(config),
             *batches_that_will_be_cut(config, rows, window),
         ],
@@ -71,6 +73,7 @@ def check_join(config: RunConfig, student: Path | None) -> list[str]:
             f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of the run's "
             f"pools: {', '.join(routes) or '(none)'}"
         )
+    mistakes += _sets_of_the_student(config)
     if config.actors:
         mistakes += [*_environments(config), *(_context_window(config, student) if student is not None else ())]
     return mistakes
@@ -175,6 +178,31 @@ def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
                 f"{pool.key}.tail: got 'each' with {rows} rows in the embedding, expected at most {MAX_TOKENS_KEPT}; "
                 "use 'pooled'"
             )
+
+
+def _sets_of_the_student(config: RunConfig) -> Iterator[str]:
+    """Check that the engines report and score the student's likeliest tokens if teachers are to score those."""
+    if config.top_ids is None:
+        return
+    for group in worker_groups(config):
+        if not group.engine.knows_top_ids(group.role):
+            able = " or ".join(repr(name) for name in BUILT_IN if find_engine(name).knows_top_ids(group.role))
+            what = "reports the student's likeliest tokens" if group.role == "actor" else "scores given tokens"
+            yield (
+                f"{group.key}.engine: got {group.settings.engine!r} with teacher.top_k_of = student, expected {able}, "
+                f"which {what}; or teacher.top_k_of = teacher"
+            )
+
+
+def _sets_of_the_other(config: RunConfig) -> Iterator[str]:
+    """Warn of a divergence that weighs tokens by the teacher's probabilities, with the student's sets."""
+    name = config.learner.objective.divergence.name
+    if config.top_ids is not None and name in ("forward_kl", "mixed", "jsd"):
+        yield (
+            f"teacher.top_k_of: student with learner.objective.divergence = {name!r}, which weighs tokens by the "
+            "teacher's probabilities: likely ones that the student does not know of are pooled in the tail; teacher "
+            "shows them"
+        )
 
 
 def _writing_window(config: RunConfig, student: Path | None) -> int | None:

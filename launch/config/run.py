@@ -12,6 +12,7 @@ import msgspec
 from actors.config import ActorConfig, EnvConfig
 from buffer.config import BufferConfig
 from learner.config import LearnerConfig
+from protocol.messages import TopIdsWanted
 from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from teachers.config import PoolConfig, TeacherConfig
 from weights.config import WeightsConfig
@@ -89,6 +90,12 @@ class RunConfig(Settings, frozen=True, kw_only=True):
         """All environments that a task may name."""
         return self.actor.environments_of(self.learner.tasks.env)
 
+    @property
+    def top_ids(self) -> TopIdsWanted | None:
+        """The sets of the student's likeliest tokens that the teachers score; None: they score their own."""
+        teacher = self.teacher
+        return TopIdsWanted(teacher.top_k, teacher.top_mass) if teacher.top_k_of == "student" else None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_pools()
@@ -102,6 +109,12 @@ class RunConfig(Settings, frozen=True, kw_only=True):
                 pool.settings(self.teacher, name)
             except ValueError as error:
                 raise ValueError(f"pools.{name}: {error}") from error
+            own_sets = [key for key in ("top_k", "top_mass") if getattr(pool, key) is not None]
+            if own_sets and self.top_ids is not None:
+                raise ValueError(
+                    f"pools.{name}.{own_sets[0]}: got a value with teacher.top_k_of = student, expected none: all "
+                    f"pools score the same sets of the student; set teacher.{own_sets[0]}"
+                )
         if not self.pools:
             return
         if self.teacher.urls or self.teacher.pool != "default":

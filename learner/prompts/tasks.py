@@ -34,7 +34,7 @@ from learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
 from learner.prompts.sample_book import Account, SampleBook, Trained
 from models.tokenizer import TokenizerError
 from protocol.codec import MAX_HEADER_BYTES
-from protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered
+from protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered, TopIdsWanted
 
 STATE_FORMAT = 2
 _PROBED_PROMPTS = 32
@@ -96,9 +96,19 @@ def derive_seed(run_seed: int, kind: TaskKind, number: int) -> int:
 class TaskStream:
     """Endless train tasks with rising ids. Owned by one thread of the learner."""
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, *, seed: int) -> None:
-        """Renders some prompts at once. Raises TokenizerError or DataError if they cannot be rendered."""
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Prompts,
+        *,
+        seed: int,
+        top_ids: TopIdsWanted | None = None,
+    ) -> None:
+        """`top_ids`: for tasks that teachers score. Renders some prompts at once. Raises TokenizerError or DataError if
+        they cannot be rendered."""
         self._config = config
+        self._top_ids = top_ids
         self._identity = {
             "prompts": prompts.source.fingerprint,
             "rows": len(prompts.source),
@@ -131,9 +141,10 @@ class TaskStream:
         *,
         seed: int,
         state: dict[str, Any],
+        top_ids: TopIdsWanted | None = None,
     ) -> Self:
         """Resume from a `state()`. Raises DataError if prompts, seed or order differ from it."""
-        stream = cls(config, tokenizer, prompts, seed=seed)
+        stream = cls(config, tokenizer, prompts, seed=seed, top_ids=top_ids)
         stream._restore(state)
         return stream
 
@@ -229,6 +240,9 @@ class TaskStream:
         self._rendered = iter(self._loader)
         for item in state["outstanding"]:
             task = msgspec.convert(item["task"], Task)
+            # Teachers now want these sets, whatever they wanted when the task was first offered.
+            sampling = msgspec.structs.replace(task.sampling, top_ids=self._top_ids if task.teachers else None)
+            task = msgspec.structs.replace(task, sampling=sampling)
             self._outstanding[task.task_id] = TaskOffer(
                 task,
                 np.asarray(item["prompt_ids"], dtype=np.int32),
@@ -279,6 +293,7 @@ class TaskStream:
                 top_k=config.top_k,
                 max_new_tokens=config.max_new_tokens,
                 seed=derive_seed(self._seed, "train", task_id),
+                top_ids=self._top_ids if teachers else None,
             ),
             env=record.env or config.env,
             tag=record.tag,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -69,6 +69,14 @@ class TurnReward(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
+class TopIdsWanted(msgspec.Struct, frozen=True, array_like=True):
+    """For each sampled token, the ids of the smallest set of tokens whose probabilities, under the distribution that is
+    sampled from, sum to `mass`; at most `k`, the likeliest."""
+
+    k: int
+    mass: float
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters of the student. Temperature 0 = greedy; behaviour log-probs are then those of the T=1
     softmax."""
@@ -83,6 +91,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """Limit on the turns of the whole rollout, below that of its environment. 0: only the environment's counts."""
     seed: int = 0
     """The same seed, prompt and weights give the same tokens, whatever else is in the engine's batch."""
+    top_ids: TopIdsWanted | None = None
+    """Not None: the engine also reports the likeliest tokens at the place of each token that it samples."""
 
 
 class WeightsRef(msgspec.Struct, frozen=True):

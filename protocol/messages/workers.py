@@ -56,7 +56,9 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     """actor -> buffer, acknowledged. A contiguous run of tokens of one rollout.
 
     Frames: token ids int32 [n]; behaviour log-probs float32 [n] (0 where not sampled); loss mask uint8 [n];
-    n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt.
+    n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt. With `top_ids` a fourth: the sets
+    that `Sampling.top_ids` asks for, from the first sampled token to the last, as a payload of `protocol.top_ids`,
+    uint8 [m]. The set of a token between them that was not sampled is the token itself.
 
     A rollout with branches (a sub-agent, a retry, a changed history) is still one row of tokens: each is sent once, and
     a segment that continues another place than the end of the row says so in `follows`."""
@@ -82,6 +84,8 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     turn_rewards: tuple[TurnReward, ...] = ()
     """On the final one: the parts of `reward` that belong to a response, by ascending `end`, one per response. What was
     given for responses that are not on the row is in `reward` alone."""
+    top_ids: bool = False
+    """There is a fourth frame. If the ticket's sampling asks for them, every segment with a sampled token has one."""
 
 
 class SegmentAck(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +157,8 @@ class ScoreItem(msgspec.Struct, frozen=True):
     known_tokens: int = 0
     """Tokens at the beginning of the frame that this teacher was sent with the rollout's former item, and may have
     kept. They do not count towards its credit."""
+    top_ids: bool = False
+    """The actor sent the student's likeliest tokens at [top_start, top_end), and they follow in a frame."""
 
     @property
     def new_tokens(self) -> int:
@@ -176,7 +182,8 @@ class ScoreItem(msgspec.Struct, frozen=True):
 
 
 class ScoreWork(msgspec.Struct, frozen=True, tag=True):
-    """buffer -> teacher. Frames: one int32 [context_tokens] per item, in order."""
+    """buffer -> teacher. Frames per item, in order: int32 [context_tokens]; with the item's `top_ids`, the payload of
+    `protocol.top_ids` that the actor sent, uint8 [m]."""
 
     items: tuple[ScoreItem, ...]
 
@@ -184,8 +191,8 @@ class ScoreWork(msgspec.Struct, frozen=True, tag=True):
 class Scores(msgspec.Struct, frozen=True, tag=True):
     """teacher -> buffer, acknowledged. Frames: one float32 [end - start] per lease, in order: log-probs of the given
     tokens (any finite number where the token was not sampled; 0 before `first`). With `top_k` there are two frames per
-    lease: the second holds the teacher's likeliest tokens at [top_start, top_end) as a payload of
-    `protocol.topk_codec`, uint8 [n]."""
+    lease: the second holds the teacher's log-probs of its own likeliest tokens at [top_start, top_end), or of the
+    item's `top_ids`, as a payload of `protocol.topk_codec`, uint8 [n]."""
 
     leases: tuple[int, ...]
     top_k: bool = False

@@ -46,6 +46,8 @@ class Driver:
         self.holder: dict[str, str] = {}
         self.written: dict[str, list[tuple[m.Segment, tuple[Array, ...]]]] = {}
         self.work: dict[int, tuple[str, m.ScoreItem, Array]] = {}
+        self.top_ids: dict[int, bytes] = {}
+        """By lease: the student's likeliest tokens, if they came with it."""
         if peers:
             self.actor()
             self.teacher()
@@ -61,8 +63,12 @@ class Driver:
                     self.tickets[ticket.rollout_id] = ticket
                     self.holder[ticket.rollout_id] = o.name
             if isinstance(o.message, m.ScoreWork):
-                for item, ids in zip(o.message.items, o.arrays, strict=True):
-                    self.work[item.lease_id] = (o.name, item, ids)
+                frames = iter(o.arrays)
+                for item in o.message.items:
+                    self.work[item.lease_id] = (o.name, item, next(frames))
+                    if item.top_ids:
+                        self.top_ids[item.lease_id] = next(frames).tobytes()
+                assert not list(frames)
         assert self.state.snapshot(self.now_s).ledger.balanced
         return out
 
@@ -190,9 +196,17 @@ class Driver:
         kind: TaskKind = "train",
         eval_id: str = "",
         last: bool = False,
+        top_ids: m.TopIdsWanted | None = None,
     ) -> list[Outgoing]:
         tasks = tuple(
-            m.Task(i, kind, group, m.Sampling(seed=i, max_new_tokens=10), teachers=teachers, eval_id=eval_id)
+            m.Task(
+                i,
+                kind,
+                group,
+                m.Sampling(seed=i, max_new_tokens=10, top_ids=top_ids),
+                teachers=teachers,
+                eval_id=eval_id,
+            )
             for i in task_ids
         )
         prompts = [np.array(PROMPT, np.int32) for _ in tasks]

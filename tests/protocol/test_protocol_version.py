@@ -20,6 +20,8 @@ SCHEMA_OF_VERSION = {
     9: "ea6a4f6b17bb1a28",
     10: "1d0de4153b379bc9",
     11: "f7a3d464a07babb5",
+    12: "b5c5f81d57c15962",
+    13: "30f008428f0f52ac",
 }
 
 

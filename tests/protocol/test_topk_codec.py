@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_codec import LOG_TAIL_FLOOR, TopK, check_payload, decode_top_k, encode_top_k
+from protocol.topk_codec import LOG_TAIL_FLOOR, TopK, check_payload, decode_top_k, encode_given, encode_top_k
 from tests.protocol.topk_oracle import slow_decode
 
 
@@ -297,3 +297,61 @@ def test_what_is_wrong_is_said(place: int, value: int, message: str) -> None:
 def test_length_promised_but_not_sent_takes_no_memory() -> None:
     with pytest.raises(MalformedMessage, match="at least"):
         decode_top_k(b"TK\x02\x0c\x00" + (2**32 - 1).to_bytes(4, "little") + (300).to_bytes(4, "little"))
+
+
+# ------------------------------------------------------------------------------------------ tokens that others chose
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    vocab=st.sampled_from([9, 40, 50_000]),
+    spread=st.sampled_from([0.1, 2.0, 6.0]),
+    seed=st.integers(0, 999),
+)
+def test_given_sets_come_back_whole_whatever_their_order_and_their_mass(
+    sizes: list[int], vocab: int, spread: float, seed: int
+) -> None:
+    """Improbable tokens too, which a set of the likeliest would leave out; what is not in the set is in the tail."""
+    random = np.random.default_rng(seed)
+    logits_TV = random.normal(size=(len(sizes), vocab)) * spread
+    logprobs_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=1, keepdims=True)
+    ids_TK = np.stack([random.permutation(vocab)[:9] for _ in sizes])
+    given_TK = np.take_along_axis(logprobs_TV, ids_TK, 1).astype(np.float32)
+    given_TK[np.arange(9) >= np.array(sizes)[:, None]] = np.nan  # must not be read
+    top = decode_top_k(encode_given(ids_TK, given_TK, np.array(sizes), vocab_size=vocab))
+    assert top.counts_T.tolist() == sizes
+    got_ids, got = top.padded()
+    for t, n in enumerate(sizes):
+        told = dict(zip(got_ids[t, :n].tolist(), got[t, :n].tolist(), strict=True))
+        exact = {int(token): logprobs_TV[t, token] for token in ids_TK[t, :n]}
+        assert told.keys() == exact.keys()
+        for token, logprob in exact.items():
+            assert told[token] == pytest.approx(logprob, abs=0.004 + 0.002 * math.sqrt(-logprob))
+        outside = 1.0 - sum(math.exp(logprob) for logprob in exact.values())
+        if n == vocab:
+            assert np.isneginf(top.tail_T[t])
+        else:
+            assert math.exp(top.tail_T[t]) == pytest.approx(outside, rel=0.02, abs=0.004)
+
+
+def test_given_tokens_of_hardly_any_mass_are_sent_as_minus_40_at_least() -> None:
+    top = decode_top_k(encode_given(np.array([[3, 4]]), np.array([[-70.0, -1e-9]]), np.array([2]), vocab_size=9))
+    assert top.ids_S.tolist() == [4, 3] and top.logprobs_S[1] == pytest.approx(-40.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "counts", "says"),
+    [
+        ([[1, 2]], [[-1.0, -2.0]], [3], "from 1 to 2"),
+        ([[1, 2]], [[-1.0, -2.0]], [0], "from 1 to 2"),
+        ([[1, 2]], [[-1.0, -2.0]], [1, 1], "of shape"),
+        ([[1, 1]], [[-1.0, -2.0]], [2], "twice"),
+        ([[1, 9]], [[-1.0, -2.0]], [2], "expected 0 to 8"),
+        ([[1, 2]], [[-1.0, np.nan]], [2], "not finite"),
+        ([[1, 2]], [[-0.1, -0.1]], [2], "sum to"),
+    ],
+)
+def test_given_sets_that_would_be_refused_are_not_sent(ids: Any, logprobs: Any, counts: Any, says: str) -> None:
+    with pytest.raises(EncodeError, match=says):
+        encode_given(np.array(ids), np.array(logprobs), np.array(counts), vocab_size=9)

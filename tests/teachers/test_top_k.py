@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from builtin import STUDENT_DIR
 from engines.base import ScoreRequest
 from engines.torch.scorer import TorchScorer
 from protocol import messages as m
 from protocol.errors import EncodeError
+from protocol.top_ids import encode_top_ids
 from protocol.topk_codec import REST_BITS, decode_top_k
 from teachers.config import TeacherConfig
 from teachers.top_k import TopKSets
@@ -95,3 +100,71 @@ def test_numbers_that_cannot_be_sent_fail_their_item_with_a_reason() -> None:
         (failed,) = peer.expect(m.ScoreFailed)
         end(peer, ended)
     assert failed.message.reason.startswith("top_k: the likeliest tokens are not in order")
+
+
+# -------------------------------------------------------------------------------------------- the student's tokens
+
+
+def test_the_students_tokens_are_scored_whatever_the_teacher_thinks_of_them() -> None:
+    """Against transformers in float64: random sets, most of them of little mass, one with an id that is no token. One
+    item without trainable tokens beside it, and a prompt of the teacher's own."""
+    config = TeacherConfig(device="cpu", top_k=9, top_k_of="student")
+    scorer = TorchScorer.load(STUDENT_DIR, config)
+    random = np.random.default_rng(1)
+    sets = [random.permutation(VOCAB)[: 1 + i % 4].astype(np.int32) for i in range(5)]
+    sent = [np.append(sets[0], np.int32(VOCAB + 3)), *sets[1:]]
+    items = (
+        m.ScoreItem(1, "train-0-0-0", 0, 12, 6, 11, prompt_tokens=4, teacher_prompt_tokens=7, top_ids=True),
+        m.ScoreItem(2, "eval-0-0-0", 3, 8, 3, 3),
+    )
+    ids = [random.integers(0, 300, item.context_tokens).astype(np.int32) for item in items]
+    frames = [ids[0], np.frombuffer(encode_top_ids(sent), np.uint8), ids[1]]
+    with ScriptedBuffer() as peer, teacher(peer.address, scorer, config, vocab_tokens=VOCAB) as (ended, _):
+        peer.send(m.ScoreWork(items), frames, to=TEACHER)
+        (got,) = peer.expect(m.Scores)
+        end(peer, ended)
+    message, (logprobs, payload, other_logprobs, nothing) = got
+    assert message == m.Scores((1, 2), True)
+    assert len(logprobs) == 12 and len(other_logprobs) == 5 and len(decode_top_k(nothing.tobytes()).counts_T) == 0
+    top = decode_top_k(payload.tobytes())
+    assert top.counts_T.tolist() == [len(one) for one in sets]
+    told_ids, told = top.padded()
+    plain = AutoModelForCausalLM.from_pretrained(STUDENT_DIR, dtype=torch.float64)
+    with torch.no_grad():
+        logprobs_LV = plain(input_ids=torch.from_numpy(ids[0]).long()[None]).logits[0].log_softmax(-1)
+    for t, one in enumerate(sets):
+        exact = {int(token): float(logprobs_LV[6 + t + 3 - 1, int(token)]) for token in one}  # the frame is 3 longer
+        by_id = dict(zip(told_ids[t].tolist(), told[t].tolist(), strict=True))
+        for token, logprob in exact.items():
+            assert by_id[token] == pytest.approx(max(logprob, -40.0), abs=0.02)
+        outside = 1.0 - sum(map(math.exp, exact.values()))
+        assert math.exp(top.tail_T[t]) == pytest.approx(outside, abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (None, "0 bytes"),
+        ([[1]], "got 1, expected 2"),
+        ([[1], [VOCAB]], "past the vocabulary of 312"),
+        ([[1], [4, 4]], "twice"),
+    ],
+)
+def test_an_item_whose_sets_are_missing_or_wrong_fails_with_a_reason(sets: list[list[int]] | None, says: str) -> None:
+    config = TeacherConfig(device="cpu", top_k=5, top_k_of="student")
+    scorer = TorchScorer.load(STUDENT_DIR, config)
+    frames = [np.ones(4, np.int32)]
+    if sets is not None:
+        frames.append(np.frombuffer(encode_top_ids([np.array(one, np.int32) for one in sets]), np.uint8))  # pyright: ignore
+    with ScriptedBuffer() as peer, teacher(peer.address, scorer, config, vocab_tokens=VOCAB) as (ended, _):
+        item = m.ScoreItem(1, "train-0-0-0", 0, 4, 2, 4, top_ids=sets is not None)
+        peer.send(m.ScoreWork((item,)), frames, to=TEACHER)
+        (failed,) = peer.expect(m.ScoreFailed)
+        end(peer, ended)
+    assert says in failed.message.reason
+
+
+@pytest.mark.parametrize(("fields", "says"), [({"top_k": 0}, "top_k = 0"), ({"tail": "each"}, "tail is each")])
+def test_settings_under_which_the_students_sets_do_nothing_are_refused(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TeacherConfig(**({"top_k": 8, "top_k_of": "student"} | fields))  # pyright: ignore[reportArgumentType]
