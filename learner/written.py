@@ -22,16 +22,24 @@ from learner.prompts.config import TaskConfig
 from learner.prompts.rendering import NONE
 from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import Prompts, TaskOffer, TaskStream
-from protocol.messages import BatchItem, Settled
+from protocol.messages import BatchItem, Settled, TopIdsWanted
 from recording.format import Array, Rollout
 
 
 class WrittenStream(TaskStream):
     """Tasks whose student reads the teachers' prompt. Its state is that of a TaskStream."""
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, *, seed: int) -> None:
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Prompts,
+        *,
+        seed: int,
+        top_ids: TopIdsWanted | None = None,
+    ) -> None:
         """As TaskStream."""
-        super().__init__(config, tokenizer, prompts, seed=seed)
+        super().__init__(config, tokenizer, prompts, seed=seed, top_ids=top_ids)
         self._latest: dict[int, TaskOffer | None] = {}
 
     def next(self, n: int) -> list[TaskOffer]:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from builtin import STUDENT_DIR, TEACHER_DIR
+from protocol.topk_codec import decode_top_k
+from recording.reader import Recording
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 
@@ -36,3 +43,45 @@ def test_a_killed_buffer_comes_back_with_the_sets_that_it_had(launch: Launch) ->
     assert summary["workers"]["buffer-0"]["restarts"] == 1 and summary["workers"]["learner-0"]["restarts"] == 0
     assert [row["step"] for row in run.steps()] == list(range(1, 9))
     assert summary["tokens"]["masked"].get("unscorable", 0) == 0
+
+
+def test_the_sets_of_a_run_are_the_students_when_it_sampled(launch: Launch, tmp_path: Path) -> None:
+    """Rollouts that the weights of version 0 sampled: at each trained token the recorded ids are the likeliest of the
+    built-in student, and the log-probs the built-in teacher's, both by transformers."""
+    record = tmp_path / "run.record"
+    run = launch(
+        *("--divergence=reverse_kl", "--teacher.top_k=20", "--teacher.top_k_of=student", "--teacher.top_mass=0.99"),
+        *("--actors=1", "--teachers=1", "--learner.eval_every=0", "--steps=3", f"--record={record}"),
+    )
+    assert run.wait() == 0, run.text()
+    assert_balanced(run.summary())
+    assert run.summary()["tokens"]["masked"].get("unscorable", 0) == 0
+    assert all(0.0 < row["train/divergence"] < 5.0 and row["train/tokens_unscored"] == 0 for row in run.steps())
+    student, teacher = (AutoModelForCausalLM.from_pretrained(path) for path in (STUDENT_DIR, TEACHER_DIR))
+    n_compared = 0
+    with Recording(record) as recording:
+        for batch in recording.batches:
+            for item, (ids, _, mask, _, *payloads), _ in recording.rollouts(batch):
+                if any(span.version.step for span in item.spans):
+                    continue
+                with torch.no_grad():
+                    read = torch.from_numpy(ids.copy()).long()[None]
+                    p_LV, q_LV = (model(input_ids=read).logits[0].log_softmax(-1) for model in (student, teacher))
+                bytes_, at = payloads[0].tobytes(), 0
+                for piece in item.top_k:
+                    top = decode_top_k(bytes_[at : at + piece.n_bytes])
+                    at += piece.n_bytes
+                    told_ids, told = top.padded()
+                    for row, t in enumerate(range(piece.start, piece.end)):
+                        if not mask[t]:
+                            continue
+                        n = int(top.counts_T[row])
+                        likeliest = p_LV[t - 1].sort(descending=True)
+                        assert set(told_ids[row, :n].tolist()) == set(likeliest.indices[:n].tolist())
+                        mass = float(likeliest.values[:n].exp().sum())
+                        assert n == 20 or mass >= 0.99 - 1e-4
+                        assert n == 1 or mass - float(likeliest.values[n - 1].exp()) < 0.99 + 1e-4
+                        exact = q_LV[t - 1, told_ids[row, :n]].clamp(min=-40).numpy()
+                        np.testing.assert_allclose(told[row, :n], exact, atol=0.05)
+                        n_compared += 1
+    assert n_compared > 500

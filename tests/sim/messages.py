@@ -63,8 +63,13 @@ EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.CancelRollout("train-3-0-1", "stale"), ()),
     (m.ScoreCredit(4096, 2, 1), ()),
     (
-        m.ScoreWork((m.ScoreItem(1, "a", 0, 5), m.ScoreItem(2, "b", 1, 5, prompt_tokens=2, teacher_prompt_tokens=9))),
-        (ids(5), ids(12)),
+        m.ScoreWork(
+            (
+                m.ScoreItem(1, "a", 0, 5, 2, 5, top_ids=True),
+                m.ScoreItem(2, "b", 1, 5, prompt_tokens=2, teacher_prompt_tokens=9),
+            )
+        ),
+        (ids(5), mask(21), ids(12)),
     ),
     (m.Scores((1, 2), True), (logprobs(5), mask(9), logprobs(1), mask(13))),
     (m.ScoreFailed((1, 2), "out of memory"), ()),

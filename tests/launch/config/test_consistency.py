@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 import builtin
+from engines import registry
+from engines.provider import EngineProvider
 from launch.checks.preflight import check
 from launch.config.consistency import check_consistency, context_window
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
 from launch.run import main
+from protocol.messages import TopIdsWanted
 
 OWN_ENVIRONMENT = """
 class Own:
@@ -269,3 +272,59 @@ def test_privileged_prompts_that_may_exceed_the_teachers_context_are_warned_of()
     assert warned.startswith("models.teacher: its context of 1024 is less than")
     assert warnings(learner={"tasks": told | {"max_teacher_prompt_tokens": 900}}) == []
     assert warnings(learner={"tasks": told | {"privileged_tags": {}}}) == []
+
+
+STUDENTS: dict[str, Any] = {"top_k": 16, "top_k_of": "student"}
+
+
+def test_the_students_sets_need_engines_that_report_and_score_them() -> None:
+    learner: dict[str, Any] = {"objective": {"divergence": "reverse_kl"}}
+    assert mistakes(learner=learner, teacher=STUDENTS) == warnings(learner=learner, teacher=STUDENTS) == []
+    plain: dict[str, Any] = {"learner": learner, "teacher": STUDENTS | {"engine": "unaware"}}
+    (told,) = mistakes_with_engine(plain)
+    assert told == (
+        "teacher.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch', which scores given tokens; "
+        "or teacher.top_k_of = teacher"
+    )
+    plain = {"learner": learner, "teacher": STUDENTS, "actor": {"engine": "unaware"}}
+    (told,) = mistakes_with_engine(plain)
+    assert told.startswith("actor.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch'")
+    assert mistakes_with_engine(plain | {"teacher": {"top_k": 16}}) == []
+
+
+def mistakes_with_engine(plain: dict[str, Any]) -> list[str]:
+    """With an engine of another package, which knows nothing of the student's sets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.BUILT_IN, "unaware", f"{__name__}:UNAWARE")
+        registry.find_engine.cache_clear()
+        try:
+            return mistakes(**plain)
+        finally:
+            registry.find_engine.cache_clear()
+
+
+class Unaware(EngineProvider):
+    name = "unaware"
+
+
+UNAWARE = Unaware()
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "mixed", "jsd"])
+def test_the_students_sets_with_a_divergence_of_the_teachers_likely_tokens_are_warned_of(name: str) -> None:
+    (told,) = warnings(learner={"objective": {"divergence": name}}, teacher=STUDENTS)
+    assert told.startswith(f"teacher.top_k_of: student with learner.objective.divergence = {name!r}")
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 8}, {"top_mass": 0.5}])
+def test_a_pool_has_no_sets_of_its_own_where_all_score_the_students(fields: dict[str, Any]) -> None:
+    plain: dict[str, Any] = {
+        "learner": {"tasks": {"routes": {"math": ["m"], "style": []}}},
+        "pools": {"math": fields, "style": {}},
+        "teachers": 2,
+    }
+    assert build(RunConfig, plain | {"teacher": {"top_k": 16}}).top_ids is None
+    with pytest.raises(ConfigError, match=f"pools.math.{next(iter(fields))}: got a value with teacher.top_k_of"):
+        build(RunConfig, plain | {"teacher": STUDENTS})
+    both = build(RunConfig, plain | {"teacher": STUDENTS, "pools": {"math": {}, "style": {}}})
+    assert both.top_ids == TopIdsWanted(16, 0.999)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engines.base import likeliest
 from learner.batch import TopRows
-from learner.objectives.distributions import TopKTeacher, reverse_kl
+from learner.objectives.distributions import Bucketed, TopKTeacher, reverse_kl
 from learner.objectives.options import Distributions
 from protocol.messages import TopIdsWanted
 from protocol.top_ids import decode_top_ids, encode_top_ids
@@ -46,6 +46,10 @@ def slow(z_V: list[float], q_V: list[float], chosen: list[int]) -> float:
     return sum(p * (math.log(p) - math.log(q)) for p, q in pairs)
 
 
+def between(student_CB: Tensor, teacher_CB: Tensor) -> Bucketed:
+    return reverse_kl(student_CB, teacher_CB, OPTIONS)
+
+
 def students_sets(behaviour_NV: Tensor, k: int, mass: float) -> list[list[int]]:
     """As an actor's engine chooses them, over the wire."""
     p_NK, ids_NK = behaviour_NV.softmax(1).topk(k, dim=1)
@@ -62,7 +66,6 @@ def test_value_and_gradient_equal_dense_distributions(k: int, mass: float) -> No
     sets = students_sets(behaviour_NV, k, mass)
     assert all(set(one) == set(behaviour_NV[t].topk(len(one)).indices.tolist()) for t, one in enumerate(sets))
     teacher = exact_teacher(sets, teacher_NV)
-    between = lambda student, other: reverse_kl(student, other, OPTIONS)  # noqa: E731
     value_N, gradient_NV = teacher.compare(current_NV.clone(), slice(None), between)
     for t in range(N):
         z, q = current_NV[t].tolist(), teacher_NV[t].exp().tolist()
@@ -82,10 +85,7 @@ def test_what_the_payload_rounds_hardly_changes_the_gradient() -> None:
         exact.ids_TK.numpy(), exact.logprobs_TK.float().numpy(), exact.counts_T.numpy(), vocab_size=V
     )
     sent = TopKTeacher.of(TopRows.of(decode_top_k(payload), np.arange(N)), V, torch.device("cpu"))
-    results = [
-        one.compare(behaviour_NV.clone(), slice(None), lambda student, other: reverse_kl(student, other, OPTIONS))
-        for one in (exact, sent)
-    ]
+    results = [one.compare(behaviour_NV.clone(), slice(None), between) for one in (exact, sent)]
     for (value, gradient), (other, rounded) in [results]:
         torch.testing.assert_close(value, other, rtol=0.01, atol=0.01)
         assert float(torch.cosine_similarity(gradient.flatten(), rounded.flatten(), dim=0)) > 0.9999
