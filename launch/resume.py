@@ -100,7 +100,7 @@ def _differences(
     former_tasks = former.learner.tasks if former is not None else None
     if read_prompts or former_tasks is None or tasks.prompts != former_tasks.prompts:
         try:
-            source = open_prompts(tasks.prompts)
+            source = open_prompts(tasks.prompts, columns=tasks.columns)
         except (DataError, OSError) as error:
             raise ConfigError(f"learner.tasks.prompts: {error}") from error
         if source.fingerprint != identity.prompts:

@@ -92,7 +92,7 @@ def read_rows(
 ) -> PromptRows:
     """Render the rows of a file as the learner does. `environments`: those that rows may name; None: any. Raises
     DataError and TokenizerError for what would end the run."""
-    source = open_prompts(path, environments)
+    source = open_prompts(path, environments, tasks.columns)
     rendered = RenderedPrompts(source, tokenizer, tasks)
     rendered.probe(row_tags(source) if tasks.tags_named else [])
     chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), ROWS_READ), dtype=np.int64)).tolist()

@@ -18,7 +18,7 @@ import msgspec
 import builtin
 from launch.checks.model_files import check_teachers, check_weights, find_model, model_type, read_vocabulary
 from launch.checks.placement import choose_engines
-from launch.checks.prompt_files import check_prompts
+from launch.checks.prompt_files import absolute_prompts, check_prompts
 from launch.checks.server_preflight import Found, check_servers
 from launch.config.consistency import check_consistency
 from launch.config.pools import teacher_pools, without_idle_routes
@@ -83,7 +83,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in eval_sets.items()}
     for key, path in files.items():
         if path:
-            mistakes += check_prompts(key, Path(path), config.environments)
+            mistakes += check_prompts(key, path, config.environments, tasks.columns)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes
     config = _with_folders(config, folders)
@@ -92,10 +92,10 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     if mistakes:
         raise ConfigError(*mistakes)
     config = servers.config
-    tasks = replace(tasks, prompts=_absolute(prompts), eval_prompts=_absolute(eval_prompts))
+    tasks = replace(tasks, prompts=absolute_prompts(prompts), eval_prompts=absolute_prompts(eval_prompts))
     learner = config.learner
     offline = replace(learner.offline, file=_absolute(learner.offline.file))
-    eval_sets = {name: replace(one, prompts=_absolute(one.prompts)) for name, one in eval_sets.items()}
+    eval_sets = {name: replace(one, prompts=absolute_prompts(one.prompts)) for name, one in eval_sets.items()}
     record = _absolute(learner.record)
     learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))

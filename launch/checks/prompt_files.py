@@ -11,16 +11,26 @@ from typing import Any, Final, cast
 from actors.config import EnvConfig
 from actors.envs.registry import UnknownEnvironment, check_options, lacks_options, options_of_row
 from launch.checks.model_files import nearest_path
-from learner.prompts.records import RowError, expect_known_environment
+from learner.prompts.data import HUB, open_prompts
+from learner.prompts.records import NO_COLUMNS, DataError, RowError, check_columns, expect_known_environment
 
 ROWS_CHECKED: Final = 1_000
 Json = Mapping[str, object]
 
 
-def check_prompts(key: str, path: Path, environments: Mapping[str, EnvConfig]) -> list[str]:
-    """Check the first rows of a prompts file. `environments`: those of the run."""
-    path = path.expanduser()
-    check = EnvironmentCheck(key, environments)
+def check_prompts(
+    key: str, given: str, environments: Mapping[str, EnvConfig], columns: Mapping[str, str] = NO_COLUMNS
+) -> list[str]:
+    """Check the first rows of a prompts file. `environments`: those of the run. `columns`: field -> the column that has
+    it. A data set with a name is loaded, and with that in the cache of its library before the learner needs it."""
+    check = EnvironmentCheck(key, environments, columns)
+    if given.startswith(HUB):
+        try:
+            open_prompts(given, environments, columns)
+        except DataError as error:
+            return [f"{key}: {error}"]
+        return []
+    path = Path(given).expanduser()
     if not path.exists():
         return [f"{key}: no file {str(path)!r}{nearest_path(path)}"]
     try:
@@ -33,6 +43,15 @@ def check_prompts(key: str, path: Path, environments: Mapping[str, EnvConfig]) -
     except (OSError, ValueError, ImportError) as error:
         return [f"{key}: {path}: {error}"]
     return [f"{key}: {path} is a {path.suffix or 'suffixless'} file, expected .jsonl, .parquet or a datasets folder"]
+
+
+def absolute_prompts(given: str) -> str:
+    """A path of prompts from the root on, so that it means the same in every worker."""
+    name, *rest = given.removeprefix(HUB).split(":") if given.startswith(HUB) else (given,)
+    if not given or (given.startswith(HUB) and not Path(name).expanduser().exists()):
+        return given  # none, or a name of the hub
+    path = str(Path(name).expanduser().absolute())
+    return HUB + ":".join([path, *rest]) if given.startswith(HUB) else path
 
 
 def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[str]]:
@@ -51,7 +70,7 @@ def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[
                 return
             fields = cast(Json, row)
             where = f"{path}:{number}"
-            yield _check_columns(key, Path(where), list(fields)) or check(where, fields)
+            yield _check_columns(key, where, list(fields), check.columns) or check(where, fields)
             seen += 1
             if seen == ROWS_CHECKED:
                 return
@@ -59,16 +78,24 @@ def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[
         yield [f"{key}: {path} holds no prompts"]
 
 
-def _check_columns(key: str, where: Path, columns: list[str]) -> list[str]:
-    if "prompt" in columns or "messages" in columns:
+def _check_columns(key: str, where: object, found: list[str], columns: Mapping[str, str]) -> list[str]:
+    if {"prompt", "messages"} & ({*found} | {*columns}):
+        try:
+            check_columns(found, str(where), columns)
+        except DataError as error:
+            return [f"{key}: {error}"]
         return []
-    return [f"{key}: {where}: got the fields {', '.join(columns) or '(none)'}; expected prompt (text) or messages"]
+    return [f"{key}: {where}: got the fields {', '.join(found) or '(none)'}; expected prompt (text) or messages"]
 
 
 def _check_folder(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
     if (path / "dataset_info.json").is_file():
         features = cast(Json, json.loads((path / "dataset_info.json").read_text())).get("features")
-        return _check_columns(key, path, list(cast(Json, features))) if isinstance(features, Mapping) else []
+        return (
+            _check_columns(key, path, list(cast(Json, features)), check.columns)
+            if isinstance(features, Mapping)
+            else []
+        )
     parquet = sorted(path.rglob("*.parquet"))
     if parquet:
         return _check_parquet(key, parquet[0], check)
@@ -85,9 +112,10 @@ def _check_parquet(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
         raise ImportError("reading Parquet needs pyarrow: pip install 'stillhouse[data]'") from error
     with parquet.ParquetFile(path) as file:
         names: list[str] = list(file.schema_arrow.names)
-        if mistakes := _check_columns(key, path, names):
+        if mistakes := _check_columns(key, path, names, check.columns):
             return mistakes
-        columns = [name for name in ("env", "env_options") if name in names]
+        wanted = [check.columns.get(field, field) for field in ("env", "env_options")]
+        columns = [name for name in wanted if name in names]
         if not columns:
             return []
         first: Any = next(file.iter_batches(batch_size=ROWS_CHECKED, columns=columns), None)
@@ -100,14 +128,18 @@ def _check_parquet(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
 class EnvironmentCheck:
     """Checks the environments that rows name, and the options that they give. Each combination is checked once."""
 
-    def __init__(self, key: str, environments: Mapping[str, EnvConfig]) -> None:
-        """`environments`: those of the run; the first one is that of rows that name none."""
+    def __init__(
+        self, key: str, environments: Mapping[str, EnvConfig], columns: Mapping[str, str] = NO_COLUMNS
+    ) -> None:
+        """`environments`: those of the run; the first one is that of rows that name none. `columns`: field -> the
+        column that has it."""
         self._key = key
+        self.columns = columns
         self._environments = environments
         self._fine: set[str] = set()
 
     def __call__(self, where: str, row: Json) -> list[str]:
-        env, options = row.get("env"), row.get("env_options")
+        env, options = (row.get(self.columns.get(field, field)) for field in ("env", "env_options"))
         asked = repr((env, options))
         if asked in self._fine:
             return []

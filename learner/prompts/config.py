@@ -19,10 +19,14 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     """Prompts, their rendering, sampling, and evaluation."""
 
     prompts: str = ""
-    """Training prompts: a JSONL file, a Parquet file, a folder of Parquet files, or a folder of
-    `datasets.save_to_disk`. Fields: `prompt` (text) or `messages` (chat turns), and optionally `tag`, `ground_truth`,
-    `hint` (see `privileged`), `env` and `env_options` (the row's environment and its options), `tools` and
-    `chat_template_kwargs` (docs/prompts.md). The environment sees all columns. Empty: the built-in task."""
+    """Training prompts: a JSONL file, a Parquet file, a folder of Parquet files, a folder of `datasets.save_to_disk`,
+    or hf:NAME[:CONFIG][:SPLIT] for what `datasets.load_dataset` reads. Fields: `prompt` (text) or `messages` (chat
+    turns), and optionally `tag`, `ground_truth`, `hint` (see `privileged`), `env` and `env_options` (the row's
+    environment and its options), `tools` and `chat_template_kwargs` (docs/prompts.md). The environment sees all
+    columns. Empty: the built-in task."""
+    columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    """Field -> the column that has it where its name is another, e.g. prompt = "question". Holds for all files of
+    prompts."""
     eval_prompts: str = ""
     """Evaluation prompts, in the same formats. Empty: some rows of `prompts` are held out (see `eval_share`)."""
     eval_share: Annotated[float, Meta(ge=0, lt=1)] = 0.02

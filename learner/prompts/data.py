@@ -1,4 +1,4 @@
-"""Prompt sources: rows of a JSONL file, of Parquet files, or of a `datasets` folder, read one at a time.
+"""Prompt sources: rows of a JSONL file, of Parquet files, or of a `datasets` folder or name, read one at a time.
 
 Rows are not kept as Python objects: JSONL keeps one byte offset per row, Parquet the last row groups, `datasets` its
 memory map. `open_prompts` reads many rows before it returns, so that a bad file fails in the first seconds.
@@ -10,13 +10,16 @@ import difflib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from learner.prompts.records import (
+    NO_COLUMNS,
     DataError,
     PromptRecord,
     check_columns,
@@ -26,6 +29,9 @@ from learner.prompts.records import (
     record_from_json,
 )
 
+HUB: Final = "hf:"
+"""Begins a path that `datasets.load_dataset` reads: hf:NAME[:CONFIG][:SPLIT]."""
+NEEDS_DATASETS: Final = "reading it needs: pip install 'stillhouse[data]'"
 CACHED_BLOCKS = 8
 """Parquet row groups held in memory; a shuffle mixes the rows of this many at a time (`learner.prompts.order`)."""
 _CHUNK_BYTES = 16 << 20
@@ -55,22 +61,38 @@ class PromptSource(Protocol):
         ...
 
 
-def open_prompts(path: str, environments: Collection[str] | None = None) -> PromptSource:
-    """Open the source at `path`; its format is recognised by its contents. `environments`: those that rows may name;
-    None: any. Raises DataError, or RowError for a bad row."""
+class Reading(NamedTuple):
+    """How rows are read."""
+
+    environments: Collection[str] | None = None
+    """Those that rows may name; None: any."""
+    columns: Mapping[str, str] = NO_COLUMNS
+    """Field -> the column that has it."""
+
+
+def open_prompts(
+    path: str, environments: Collection[str] | None = None, columns: Mapping[str, str] = NO_COLUMNS
+) -> PromptSource:
+    """Open the source at `path`; its format is recognised by its contents. See Reading. Raises DataError, or RowError
+    for a bad row."""
+    reading = Reading(environments, columns)
+    if path.startswith(HUB):
+        return _open_named(path, reading)
     if not path:
-        raise DataError("no prompts given: expected a JSONL or Parquet file, or a datasets folder")
+        raise DataError("no prompts given: expected a JSONL or Parquet file, a datasets folder or hf:NAME")
     file = Path(path).expanduser()
     if file.is_dir():
-        return _open_folder(file, environments)
+        return _open_folder(file, reading)
     if not file.is_file():
-        raise DataError(f"no file {path!r}{_nearest(file)}; expected a JSONL or Parquet file, or a datasets folder")
+        raise DataError(
+            f"no file {path!r}{_nearest(file)}; expected a JSONL or Parquet file, a datasets folder or hf:NAME"
+        )
     with file.open("rb") as stream:
         head = stream.read(256)
     if head.startswith(b"PAR1"):
-        return ParquetSource((file,), environments)
+        return ParquetSource((file,), reading)
     _refuse_other_formats(file, head)
-    return JsonlSource(file, environments)
+    return JsonlSource(file, reading)
 
 
 class JsonlSource:
@@ -78,20 +100,21 @@ class JsonlSource:
 
     blocks: tuple[int, ...] = ()
 
-    def __init__(self, file: Path, environments: Collection[str] | None = None) -> None:
+    def __init__(self, file: Path, reading: Reading) -> None:
         self.path = str(file)
-        self._environments = environments
+        self._reading = reading
         self._file = file
         self._stamp = _stamp(file)
         self._starts_N = _line_starts(file)
         if len(self._starts_N) == 0:
             raise DataError(f"{self.path}: no rows: expected one JSON object per line")
         self.fingerprint = _fingerprint(len(self), (file,))
+        if reading.columns:
+            with suppress(msgspec.DecodeError):  # which the row's own check says better
+                self._check_columns()
         for _ in self._read_many(_rows_to_check(len(self), first=100_000)):
             pass
-        with file.open("rb") as stream:
-            stream.seek(int(self._starts_N[0]))
-            check_columns(json_columns(stream.readline()), self.path)
+        self._check_columns()
 
     def __len__(self) -> int:
         return len(self._starts_N)
@@ -107,10 +130,17 @@ class JsonlSource:
         with self._file.open("rb") as stream:
             for row in rows:
                 stream.seek(int(self._starts_N[row]))
-                record = record_from_json(stream.readline(), row, lambda row=row: self._where(row))
-                if self._environments is not None:
-                    expect_known_environment(record.env, self._environments, lambda row=row: self._where(row))
+                record = record_from_json(
+                    stream.readline(), row, lambda row=row: self._where(row), self._reading.columns
+                )
+                if self._reading.environments is not None:
+                    expect_known_environment(record.env, self._reading.environments, lambda row=row: self._where(row))
                 yield record
+
+    def _check_columns(self) -> None:
+        with self._file.open("rb") as stream:
+            stream.seek(int(self._starts_N[0]))
+            check_columns(json_columns(stream.readline()), self.path, self._reading.columns)
 
     def _where(self, row: int) -> str:
         """File and line; the line is counted only when an error has to name it."""
@@ -125,15 +155,15 @@ class JsonlSource:
 class ParquetSource:
     """One or more Parquet files, one after another, read by row group through pyarrow."""
 
-    def __init__(self, files: Sequence[Path], environments: Collection[str] | None = None) -> None:
-        self._environments = environments
+    def __init__(self, files: Sequence[Path], reading: Reading) -> None:
+        self._reading = reading
         self.path = str(files[0] if len(files) == 1 else files[0].parent)
         self._files = tuple(files)
         self._stamps = [_stamp(file) for file in files]
         self._groups: list[tuple[int, int]] = []  # (file, row group in it), in order
         rows: list[int] = []
         for i, file in enumerate(files):
-            for group, n_rows in enumerate(_row_groups(file)):
+            for group, n_rows in enumerate(_row_groups(file, reading.columns)):
                 self._groups.append((i, group))
                 rows.append(n_rows)
         self.blocks = tuple(rows)
@@ -152,7 +182,7 @@ class ParquetSource:
         block = int(np.searchsorted(self._ends_N, row, side="right"))
         offset = row - (int(self._ends_N[block - 1]) if block else 0)
         columns: dict[str, Any] = self._table(block).slice(offset, 1).to_pylist()[0]
-        return _checked(columns, row, self.path, self._environments)
+        return _checked(columns, row, self.path, self._reading)
 
     def _table(self, block: int) -> Any:
         """Row group `block` as a pyarrow Table."""
@@ -172,28 +202,19 @@ class ParquetSource:
 
 
 class DatasetsSource:
-    """A folder written by `datasets.Dataset.save_to_disk`, memory-mapped by that library."""
+    """A data set of the library `datasets`, memory-mapped by it."""
 
     blocks: tuple[int, ...] = ()
 
-    def __init__(self, folder: Path, environments: Collection[str] | None = None) -> None:
-        self._environments = environments
-        try:
-            from datasets import load_from_disk
-        except ImportError as error:
-            raise DataError(
-                f"{folder} is a datasets folder; reading it needs: pip install 'stillhouse[data]'"
-            ) from error
-        self.path = str(folder)
-        try:
-            dataset: Any = load_from_disk(str(folder))
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{folder}: datasets cannot load it: {error}") from error
-        check_columns(dataset.column_names, self.path)
+    def __init__(self, path: str, dataset: Any, files: Sequence[Path], reading: Reading) -> None:
+        """`files` tell it from others."""
+        self._reading = reading
+        self.path = path
+        check_columns(dataset.column_names, self.path, reading.columns)
         self._rows: Any = dataset
         if len(self) == 0:
             raise DataError(f"{self.path}: no rows")
-        self.fingerprint = _fingerprint(len(self), (folder / "state.json",))
+        self.fingerprint = _fingerprint(len(self), files)
         for row in _rows_to_check(len(self), first=2_000):
             self.read(row)
 
@@ -201,29 +222,64 @@ class DatasetsSource:
         return len(self._rows)
 
     def read(self, row: int) -> PromptRecord:
-        return _checked(self._rows[row], row, self.path, self._environments)
+        return _checked(self._rows[row], row, self.path, self._reading)
 
 
-def _checked(columns: Mapping[str, Any], row: int, path: str, environments: Collection[str] | None) -> PromptRecord:
+def _checked(columns: Mapping[str, Any], row: int, path: str, reading: Reading) -> PromptRecord:
     """A row of a table. Raises RowError."""
-    record = record_from_columns(columns, row, lambda: f"{path}, row {row}")
-    if environments is not None:
-        expect_known_environment(record.env, environments, lambda: f"{path}, row {row}")
+    record = record_from_columns(columns, row, lambda: f"{path}, row {row}", reading.columns)
+    if reading.environments is not None:
+        expect_known_environment(record.env, reading.environments, lambda: f"{path}, row {row}")
     return record
 
 
-def _open_folder(folder: Path, environments: Collection[str] | None) -> PromptSource:
+def _open_saved(folder: Path, reading: Reading) -> PromptSource:
+    """A folder written by `datasets.Dataset.save_to_disk`."""
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise DataError(f"{folder} is a datasets folder; {NEEDS_DATASETS}") from error
+    try:
+        dataset: Any = load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder}: datasets cannot load it: {error}") from error
+    return DatasetsSource(str(folder), dataset, (folder / "state.json",), reading)
+
+
+def _open_named(path: str, reading: Reading) -> PromptSource:
+    """What `datasets.load_dataset` reads: a name of the Hugging Face hub, or a folder of files in one format."""
+    name, *rest = path.removeprefix(HUB).split(":")
+    if not name or len(rest) > 2:
+        raise DataError(
+            f"{path!r}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train"
+        )
+    split, config = rest[-1] if rest else "train", rest[0] if len(rest) == 2 else None
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError(f"{path} is a name of a data set; {NEEDS_DATASETS}") from error
+    try:
+        dataset: Any = load_dataset(name, config, split=split)
+    except Exception as error:  # its readers and the network raise anything
+        reason = str(error).strip().splitlines()
+        raise DataError(
+            f"{path}: datasets cannot load it: {type(error).__name__}: {reason[0] if reason else ''}"
+        ) from error
+    return DatasetsSource(path, dataset, [Path(file["filename"]) for file in dataset.cache_files], reading)
+
+
+def _open_folder(folder: Path, reading: Reading) -> PromptSource:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return DatasetsSource(folder, environments)
+        return _open_saved(folder, reading)
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
         if len(splits) == 1:
-            return DatasetsSource(folder / splits[0], environments)
+            return _open_saved(folder / splits[0], reading)
         raise DataError(
             f"{folder} holds the splits {splits}: name one of them, e.g. {folder / (splits or ['train'])[0]}"
         )
     if files := sorted(folder.glob("*.parquet")):
-        return ParquetSource(files, environments)
+        return ParquetSource(files, reading)
     found = sorted(entry.name for entry in folder.iterdir())[:12]
     raise DataError(
         f"{folder}: expected a folder written by datasets' save_to_disk (state.json, dataset_info.json) or one of "
@@ -278,10 +334,10 @@ def _rows_to_check(n_rows: int, *, first: int, spread: int = 2_000) -> Iterable[
         yield from np.unique(np.linspace(first, n_rows - 1, spread, dtype=np.int64)).tolist()
 
 
-def _row_groups(file: Path) -> list[int]:
+def _row_groups(file: Path, columns: Mapping[str, str]) -> list[int]:
     """Rows of each row group. Raises DataError for a broken file or missing columns."""
     with _parquet_file(file) as parquet:
-        check_columns(parquet.schema_arrow.names, str(file))
+        check_columns(parquet.schema_arrow.names, str(file), columns)
         metadata = parquet.metadata
         return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 

@@ -9,14 +9,19 @@ A row has either `prompt` (text; a list of chat turns is read as `messages`) or 
 `env_options` (its options for this row), `tools` and `chat_template_kwargs` (both for the chat template). A row with an
 `env` and no `tag` has the environment's name as its tag. A `ground_truth` that is not text becomes its JSON
 (42 -> "42"). `tools` and `chat_template_kwargs` may also be JSON in a text. All columns, these and others, are handed
-to the row's environment, those that were JSON in a text as what they say."""
+to the row's environment, those that were JSON in a text as what they say.
+
+Rows of other projects are read too. ROLL: `messages` may be JSON in a text, `prompt` beside it is not rendered, and
+`domain` is the tag. verl: `prompt` is a list of turns, `data_source` is the tag, and `reward_model` has the
+`ground_truth`. A row's own `tag`, `env` and `ground_truth` come first."""
 
 from __future__ import annotations
 
 import difflib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -26,6 +31,8 @@ FIELDS = (
     *("prompt", "messages", "tag", "ground_truth", "hint", "env", "env_options"),
     *("tools", "chat_template_kwargs"),
 )
+
+NO_COLUMNS: Final[Mapping[str, str]] = MappingProxyType({})
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +84,7 @@ def columns_fault(columns: bytes) -> ColumnsFault | None:
 
 class _Fields(msgspec.Struct):
     prompt: str | list[dict[str, Any]] | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: str | list[dict[str, Any]] | None = None
     tag: str | None = None
     ground_truth: Any = None
     hint: str | None = None
@@ -85,14 +92,22 @@ class _Fields(msgspec.Struct):
     env_options: dict[str, Any] | None = None
     tools: str | list[dict[str, Any]] | None = None
     chat_template_kwargs: str | dict[str, Any] | None = None
+    domain: Any = None
+    data_source: Any = None
+    reward_model: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Fields)
 
 
-def record_from_json(line: bytes, row: int, where: Callable[[], str]) -> PromptRecord:
-    """Raises RowError naming `where()` for anything but a JSON object with the fields above."""
+def record_from_json(
+    line: bytes, row: int, where: Callable[[], str], columns: Mapping[str, str] = NO_COLUMNS
+) -> PromptRecord:
+    """`columns`: field -> the column that has it. Raises RowError naming `where()` for anything but a JSON object with
+    the fields above."""
     try:
+        if columns:
+            line = msgspec.json.encode(_renamed(msgspec.json.decode(line, type=dict[str, Any]), columns))
         fields = _decoder.decode(line)
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}; got {_excerpt(line)}") from error
@@ -101,9 +116,12 @@ def record_from_json(line: bytes, row: int, where: Callable[[], str]) -> PromptR
     return _record(fields, row, where, lambda: msgspec.json.decode(line, type=dict[str, Any]), line.strip())
 
 
-def record_from_columns(columns: Mapping[str, Any], row: int, where: Callable[[], str]) -> PromptRecord:
-    """The same for a row of a table. Raises RowError."""
+def record_from_columns(
+    columns: Mapping[str, Any], row: int, where: Callable[[], str], names: Mapping[str, str] = NO_COLUMNS
+) -> PromptRecord:
+    """The same for a row of a table. `names`: field -> the column that has it. Raises RowError."""
     try:
+        columns = _renamed(columns, names)
         fields = msgspec.convert(columns, _Fields)
         fields.tools = _without_nulls(fields.tools)
     except msgspec.ValidationError as error:
@@ -116,8 +134,23 @@ def json_columns(line: bytes) -> list[str]:
     return list(msgspec.json.decode(line, type=dict[str, Any]))
 
 
-def check_columns(found: Sequence[str], where: str) -> None:
-    """Raises DataError unless a column `prompt` or `messages` is there; warns of misspelt optional ones."""
+def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """The row with these columns under the names of fields."""
+    if not columns:
+        return row
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {field: row.get(column) for field, column in columns.items()}
+
+
+def check_columns(found: Sequence[str], where: str, columns: Mapping[str, str] = NO_COLUMNS) -> None:
+    """Raises DataError for a column of `columns` that is not there, and unless a column `prompt` or `messages` is;
+    warns of misspelt optional ones."""
+    for field, column in columns.items():
+        if column not in found:
+            near = difflib.get_close_matches(column, found, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, found)) or 'none'}"
+            raise DataError(f"{where}: learner.tasks.columns.{field}: no column {column!r}; {hint}")
+    found = list(_renamed(dict.fromkeys(found), columns))
     if "prompt" not in found and "messages" not in found:
         raise DataError(f"{where}: {_no_prompt(found)}")
     for field in ("tag", "ground_truth", "hint", "env_options", "chat_template_kwargs"):
@@ -131,15 +164,15 @@ def _record(
 ) -> PromptRecord:
     """`given`: all columns, and `columns`: the same as JSON."""
     plain = {
+        "messages": _from_text(fields.messages, "messages", list[dict[str, Any]], where),
         "tools": _from_text(fields.tools, "tools", list[dict[str, Any]], where),
         "chat_template_kwargs": _from_text(fields.chat_template_kwargs, "chat_template_kwargs", dict[str, Any], where),
     }
     read = {name: value for name, value in plain.items() if value is not getattr(fields, name)}
-    prompt, messages = fields.prompt, fields.messages
-    if prompt is not None and messages is not None:
-        raise RowError(f"{where()}: both 'prompt' and 'messages' are given; expected one of them, leave the other out")
-    if isinstance(prompt, list):
-        prompt, messages = None, prompt
+    messages = plain["messages"]
+    if messages is None and isinstance(fields.prompt, list):
+        messages = read["messages"] = fields.prompt
+    prompt = fields.prompt if messages is None and isinstance(fields.prompt, str) else None
     if messages is None and prompt is None:
         raise RowError(f"{where()}: {_no_prompt(list(given()))}")
     if prompt is not None and not prompt.strip():
@@ -148,14 +181,26 @@ def _record(
         row=row,
         prompt=prompt,
         messages=None if messages is None else _turns(messages, where),
-        tag=fields.tag or fields.env or "",
-        ground_truth=_as_text(fields.ground_truth),
+        tag=fields.tag or fields.env or _first_text(fields.domain, fields.data_source),
+        ground_truth=_as_text(_ground_truth(fields)),
         hint=fields.hint,
         env=fields.env or "",
         columns=_as_json({**given(), **read}) if read else columns,
         tools=tuple(plain["tools"] or ()),
         chat_template_kwargs={k: v for k, v in (plain["chat_template_kwargs"] or {}).items() if v is not None},
     )
+
+
+def _first_text(*values: Any) -> str:
+    return next((value for value in values if isinstance(value, str) and value), "")
+
+
+def _ground_truth(fields: _Fields) -> Any:
+    match fields:
+        case _Fields(ground_truth=None, reward_model={"ground_truth": of_model}):
+            return of_model
+        case _:
+            return fields.ground_truth
 
 
 def _from_text(value: Any, name: str, kind: type[Any], where: Callable[[], str]) -> Any:
@@ -208,7 +253,7 @@ def _turns(messages: list[dict[str, Any]], where: Callable[[], str]) -> tuple[di
     if messages[-1]["role"] == "assistant":
         raise RowError(
             f"{where()}: 'messages' end with an assistant turn, which the student would only copy; "
-            "leave the answer out (its place is 'ground_truth')"
+            "leave the answer out (its place is 'ground_truth'), or train on it (docs/prompts.md#text-that-is-there)"
         )
     # Tables fill keys that a turn does not have with null; chat templates test for the key.
     return tuple({k: v for k, v in turn.items() if v is not None or k == "content"} for turn in messages)

@@ -73,7 +73,7 @@ class Prompts:
 def load_prompts(config: TaskConfig, environments: Collection[str] | None = None) -> Prompts:
     """Open the files named in the config. `environments`: those that rows may name; None: any. Raises DataError (see
     `learner.prompts.data`); needs no tokenizer."""
-    source = open_prompts(config.prompts, environments)
+    source = open_prompts(config.prompts, environments, config.columns)
     if config.eval_prompts:
         return Prompts(source, np.empty(0, dtype=np.int64), separate_eval_prompts(config, environments))
     held_out = held_out_rows(source, config.eval_share, config.eval_prompts_needed)
@@ -83,7 +83,7 @@ def load_prompts(config: TaskConfig, environments: Collection[str] | None = None
 
 def separate_eval_prompts(config: TaskConfig, environments: Collection[str] | None = None) -> tuple[PromptRecord, ...]:
     """The rows of `eval_prompts` that evaluations use. Raises DataError."""
-    source = open_prompts(config.eval_prompts, environments)
+    source = open_prompts(config.eval_prompts, environments, config.columns)
     return tuple(source.read(row) for row in range(min(len(source), config.eval_prompts_needed)))
 
 
