@@ -19,11 +19,11 @@ Json = Mapping[str, object]
 
 
 def check_prompts(
-    key: str, given: str, environments: Mapping[str, EnvConfig], columns: Mapping[str, str] = NO_COLUMNS
+    key: str, given: str | Path, environments: Mapping[str, EnvConfig], columns: Mapping[str, str] = NO_COLUMNS
 ) -> list[str]:
     """Check the first rows of a prompts file. `environments`: those of the run. `columns`: field -> the column that has
     it. A data set with a name is loaded, and with that in the cache of its library before the learner needs it."""
-    check = EnvironmentCheck(key, environments, columns)
+    check, given = EnvironmentCheck(key, environments, columns), str(given)
     if given.startswith(HUB):
         try:
             open_prompts(given, environments, columns)
