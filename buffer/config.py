@@ -72,8 +72,9 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     max_rollout_tokens: PositiveInt = 131_072
     """Longest rollout. A segment that would exceed it is rejected."""
     max_top_k_bytes: PositiveInt = 1024
-    """Largest top-k set of a teacher, in bytes per token (teacher.top_k). Larger ones are refused. The buffer keeps
-    them in memory and in the journal until they are trained."""
+    """Largest top-k set (teacher.top_k) or hidden state (teacher.payload = hidden, 2 bytes times the hidden size) of a
+    teacher, in bytes per token. Larger ones are refused. The buffer keeps them in memory and in the journal until they
+    are trained."""
     max_held_segments: NonNegativeInt = 64
     """Segments of a rollout that may wait for a missing earlier one. Further ones are rejected."""
 

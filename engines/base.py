@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 import numpy as np
 import numpy.typing as npt
 
+from protocol.hidden_codec import Bits
 from protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightsRef, WeightVersion
 
 if TYPE_CHECKING:
@@ -85,14 +86,18 @@ class ScoreResult:
     """[n, k] the k likeliest tokens at each position, likeliest first; or those of the request."""
     top_logprobs: Float32s | None = None
     """[n, k]"""
+    hidden: Bits | None = None
+    """[n, H] last hidden state at each position, the input of the output head: bits of bfloat16
+    (protocol.hidden_codec)."""
 
     @staticmethod
-    def empty(top_k: int) -> ScoreResult:
+    def empty(top_k: int, hidden_size: int | None = None) -> ScoreResult:
         """The result of a request for no tokens, n = 0."""
         none = np.zeros(0, np.float32)
+        hidden = None if hidden_size is None else np.zeros((0, hidden_size), np.uint16)
         if not top_k:
-            return ScoreResult(none)
-        return ScoreResult(none, np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32))
+            return ScoreResult(none, hidden=hidden)
+        return ScoreResult(none, np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32), hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +196,20 @@ class TakesSnapshots(Protocol):
     def load_snapshot(self, ref: WeightsRef) -> None:
         """Replace the weights. Raises weights.sink.SnapshotRefused when the file is missing, damaged, or of another
         architecture; the weights are then unchanged."""
+        ...
+
+
+@runtime_checkable
+class GivesHiddenStates(Protocol):
+    """A ScoringEngine that also gives the states from which its model's output head computes the logits."""
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        ...
+
+    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0, hidden: bool = False) -> list[ScoreResult]:
+        """As in ScoringEngine; with `hidden`, results have the states too."""
         ...
 
 

@@ -309,6 +309,10 @@ class EngineProvider:
         ones (engines.base.ScoreRequest.top_ids)."""
         return False
 
+    def why_no_hidden_states(self) -> str:
+        """Empty when its scorer can send hidden states (engines.base.GivesHiddenStates), otherwise the reason."""
+        return "its scorer has log-probs only"
+
     def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
         """Memory of one worker on its GPU, where it holds the model."""
         return MemoryNeed({}, {})

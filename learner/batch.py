@@ -10,7 +10,7 @@ Context behind the last trained token cannot influence the loss (attention is ca
 with branches becomes several inputs, one per branch with something to train: each trained token is in one of them, and
 in the others it is context. They stay one item, with one share of the loss, in one microbatch. Items are packed by the
 length of their inputs, first-fit decreasing. An item longer than the budget gets a microbatch of its own; no item is
-dropped. The teachers' top-k sets of the trained tokens become padded rows, one per token and teacher.
+dropped. The teachers' payloads for the trained tokens become rows, one per token and teacher (learner.payloads).
 
 Legend: L tokens of an item, T input tokens of a microbatch, N trained tokens of it, M teachers (of the item in
 `TrainItem`, of the whole batch in `Microbatch`).
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from learner.payloads import TopRows
+from learner.payloads import Rows, TopRows, join_rows
 from models.packed_layout import balanced_packs
 from protocol.branches import path_to
 from protocol.messages import BatchItem
@@ -81,8 +81,8 @@ class TrainItem:
     teacher_ML: npt.NDArray[np.float32]
     payloads: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Payloads of `item.top_k`, concatenated."""
-    top: Mapping[str, TopRows] = field(default_factory=dict[str, TopRows])
-    """Teacher -> top-k sets of the trained tokens, once decoded; empty if the objective does not use them."""
+    top: Mapping[str, Rows] = field(default_factory=dict[str, Rows])
+    """Teacher -> payload rows of the trained tokens, once decoded; empty if the objective does not use them."""
 
     @property
     def n_trained(self) -> int:
@@ -124,8 +124,8 @@ class Microbatch:
     """Index of the token's item in the batch."""
     token_N: npt.NDArray[np.int64]
     """Index of the token among the trained tokens of the batch, in the order of the items."""
-    top: tuple[TopRows, ...]
-    """Per teacher, the top-k sets of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
+    top: tuple[Rows, ...]
+    """Per teacher, the payload rows of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _microbatch(
         routed_MN=routed_MN,
         item_N=np.repeat(np.array(members, np.int64), [len(offsets) for offsets in trained]),
         token_N=np.concatenate([np.arange(ends[i] - len(o), ends[i]) for i, o in zip(members, trained, strict=True)]),
-        top=tuple(TopRows.joined([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
+        top=tuple(join_rows([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
     )
 
 

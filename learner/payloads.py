@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import MalformedMessage
+from protocol.hidden_codec import Bits, decode_hidden, is_hidden
 from protocol.messages import BatchItem
 from protocol.topk_codec import TopK, decode_top_k
 
@@ -60,15 +62,49 @@ class TopRows:
         return cls(ids_RK, logprobs_RK, np.concatenate(tails), np.concatenate(counts), np.concatenate(uniforms))
 
 
+@dataclass(frozen=True)
+class HiddenRows:
+    """One teacher's last hidden states, to which the learner applies the teacher's output head."""
+
+    teacher: str
+    """Its pool."""
+    states_RH: Bits
+    """Bits of bfloat16."""
+    uniform_RS: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+    """As in TopRows."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[HiddenRows]) -> HiddenRows:
+        """Concatenated rows of one teacher. Raises PayloadError for states of different sizes."""
+        sizes = sorted({part.states_RH.shape[1] for part in parts})
+        if len(sizes) > 1:
+            raise PayloadError(f"teacher {parts[0].teacher!r} sent hidden states of {sizes} numbers; expected one size")
+        states = np.concatenate([part.states_RH for part in parts])
+        return cls(parts[0].teacher, states, np.concatenate([part.uniform_RS for part in parts]))
+
+
+Rows: TypeAlias = TopRows | HiddenRows
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Concatenated rows of one teacher. Raises PayloadError where it sent payloads of two kinds."""
+    hidden = [part for part in parts if isinstance(part, HiddenRows)]
+    if hidden and len(hidden) < len(parts):
+        raise PayloadError(f"teacher {hidden[0].teacher!r} sent hidden states and top-k sets; expected one of them")
+    if hidden:
+        return HiddenRows.joined(hidden)
+    return TopRows.joined([part for part in parts if isinstance(part, TopRows)])
+
+
 def read_payloads(
     item: BatchItem,
     payloads: npt.NDArray[np.uint8],
     trained: npt.NDArray[np.int64],
     vocab_tokens: int,
-) -> dict[str, TopRows]:
-    """Teacher -> top-k sets of the tokens at the ascending offsets `trained`. Raises PayloadError if one is missing, or
-    does not fit its tokens or the vocabulary."""
-    found: dict[str, list[TopRows]] = {name: [] for name in item.teachers}
+) -> dict[str, Rows]:
+    """Teacher -> top-k sets or hidden states of the tokens at the ascending offsets `trained`. Raises PayloadError if
+    one is missing, or does not fit its tokens or the vocabulary."""
+    found: dict[str, list[Rows]] = {name: [] for name in item.teachers}
     covered: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in item.teachers}
     at = 0
     for piece in item.top_k:
@@ -78,8 +114,7 @@ def read_payloads(
             raise PayloadError(f"a top-k set of teacher {piece.teacher}; it has {len(item.teachers)}")
         name = item.teachers[piece.teacher]
         inside = trained[(trained >= piece.start) & (trained < piece.end)]
-        top = _decoded(name, body, piece.end - piece.start, vocab_tokens)
-        found[name].append(TopRows.of(top, inside - piece.start))
+        found[name].append(_rows(name, body, piece.end - piece.start, inside - piece.start, vocab_tokens))
         covered[name].append(inside)
     for name, offsets in covered.items():
         sent = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
@@ -87,18 +122,28 @@ def read_payloads(
             missing = np.setdiff1d(trained, sent)
             raise PayloadError(
                 f"teacher {name!r} sent no top-k set for {len(missing)} of the {len(trained)} tokens to be trained "
-                f"(first: {missing[:1].tolist()}); the divergence needs one for each: set teacher.top_k, e.g. to 256"
+                f"(first: {missing[:1].tolist()}), nor its hidden state; the divergence needs one for each: set "
+                "teacher.top_k, e.g. to 256, or teacher.payload = hidden"
                 if len(missing)
-                else f"the top-k sets of teacher {name!r} overlap or are not in order"
+                else f"the payloads of teacher {name!r} overlap or are not in order"
             )
-    return {name: TopRows.joined(parts) for name, parts in found.items()}
+    return {name: join_rows(parts) for name, parts in found.items()}
 
 
-def _decoded(name: str, body: bytes, n_expected: int, vocab_tokens: int) -> TopK:
+def _rows(name: str, body: bytes, n_expected: int, rows: npt.NDArray[np.int64], vocab_tokens: int) -> Rows:
+    """The rows of some positions of a payload for `n_expected` tokens."""
     try:
-        top = decode_top_k(body)
+        if not is_hidden(body):
+            return TopRows.of(_fitting(name, decode_top_k(body), n_expected, vocab_tokens), rows)
+        states_TH = decode_hidden(body)
     except MalformedMessage as error:
         raise PayloadError(f"teacher {name!r}: {error}") from error
+    if len(states_TH) != n_expected:
+        raise PayloadError(f"teacher {name!r}: hidden states of {len(states_TH)} tokens, expected {n_expected}")
+    return HiddenRows(name, states_TH[rows])
+
+
+def _fitting(name: str, top: TopK, n_expected: int, vocab_tokens: int) -> TopK:
     if len(top.counts_T) != n_expected:
         raise PayloadError(f"teacher {name!r}: top-k sets of {len(top.counts_T)} tokens, expected {n_expected}")
     if len(top.ids_S) and int(top.ids_S.max()) >= vocab_tokens:

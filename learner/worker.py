@@ -34,6 +34,7 @@ from learner.run_config import LearnerRunConfig
 from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
 from learner.step.make_trainer import make_trainer
+from learner.step.teacher_heads import teacher_heads
 from learner.step.train_step import Trainer
 from learner.written import WrittenStream
 from models.tokenizer import load_tokenizer, token_map_fingerprint
@@ -152,6 +153,7 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
         seed=config.seed,
         checkpoint=checkpoint,
         ranks=ranks,
+        head_of=teacher_heads(config),
     )
     members = find_engine(config.actor.engine).members(config.actor, config.weights, config.models.student)
     if members.kind == "servers":

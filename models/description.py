@@ -1,4 +1,4 @@
-"""Facts about a checkpoint: names of dtypes, and the size of its vocabulary. No torch, no transformers."""
+"""Facts about a checkpoint: names of dtypes, sizes of its vocabulary and hidden states. No torch, no transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ def vocabulary_size(model_path: str | Path) -> int:
 
     A model of several parts (vision and text) has it in `text_config`, which takes precedence over a number at the top,
     because token ids index the text model's embedding."""
-    path = Path(model_path) / "config.json"
+    return _size(Path(model_path) / "config.json", "vocab_size")
+
+
+def known_hidden_size(model_path: str | Path) -> int | None:
+    """Size of a checkpoint's hidden states; None where there is no model or its config.json does not say."""
+    try:
+        return _size(Path(model_path) / "config.json", "hidden_size")
+    except ValueError:
+        return None
+
+
+def _size(path: Path, name: str) -> int:
+    """Raises ValueError."""
     try:
         found: object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -27,10 +39,10 @@ def vocabulary_size(model_path: str | Path) -> int:
         config = cast(Mapping[str, object], found)
         nested = config.get("text_config")
         for section in (nested, config):
-            size = cast(Mapping[str, object], section).get("vocab_size") if isinstance(section, Mapping) else None
+            size = cast(Mapping[str, object], section).get(name) if isinstance(section, Mapping) else None
             if isinstance(size, int) and not isinstance(size, bool):
                 return size
-    raise ValueError(f"{path} has no vocab_size; expected one at its top or in text_config")
+    raise ValueError(f"{path} has no {name}; expected one at its top or in text_config")
 
 
 def known_vocabulary_size(model_path: str | Path | None) -> int | None:

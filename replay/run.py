@@ -44,6 +44,7 @@ from learner.prompts.tasks import load_prompts
 from learner.reports.metrics import MetricsWriter, newest_epoch
 from learner.reports.step_metrics import StepMetrics
 from learner.step.make_trainer import make_trainer
+from learner.step.teacher_heads import teacher_heads
 from learner.step.train_step import Trainer
 from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.atomic_file import write_atomic
@@ -146,6 +147,7 @@ def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path |
         vocab_tokens=_vocab(tokenizer),
         seed=config.seed,
         checkpoint=checkpoint,
+        head_of=teacher_heads(config),
     )
     if checkpoint is None:
         return Start(trainer, ReplayProgress(), None)
@@ -174,6 +176,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
     torch.manual_seed(config.seed)
     n_vocab = _vocab(tokenizer)
+    head_of = teacher_heads(config)
     first = make_trainer(
         config.models.student, config.learner, steps=config.steps, vocab_tokens=n_vocab, seed=config.seed
     )
@@ -185,6 +188,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
             adapters=first.adapters,
             vocab_tokens=n_vocab,
             seed=config.seed,
+            head_of=head_of,
         )
         for name, learner in compared.items()
     }

@@ -22,6 +22,7 @@ TopK: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS_KEPT)]
 TopMass: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tail: TypeAlias = Literal["auto", "pooled", "each"]
 TopKOf: TypeAlias = Literal["teacher", "student"]
+Payload: TypeAlias = Literal["top_k", "hidden"]
 OtherEngines: TypeAlias = Annotated[dict[str, Settings], EngineOptions("teacher")]
 
 
@@ -34,10 +35,15 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     """The teacher's connection to its SGLang server."""
     pool: str = "default"
     """Name of the one pool of a run without `pools`; tasks name the pools that must score them."""
+    payload: Payload = "top_k"
+    """What the teacher sends beside the log-probs of sampled tokens, for divergences between distributions. top_k: its
+    likeliest tokens, as the next keys say. hidden: its last hidden state in bfloat16, 2 bytes times the hidden size per
+    token; the learner applies the teacher's output head to it, so the divergence is over the whole vocabulary. Needs
+    engine = torch, the teacher's model where the learner is, and buffer.max_top_k_bytes of that size."""
     top_k: TopK = 0
     """Most tokens per position whose log-probs the teacher sends, likeliest first. The divergences between
     distributions need them (learner.objective.divergence = reverse_kl, forward_kl, mixed, jsd, multi_sample). 256 is a
-    good cap: see top_mass. 0: only the sampled token's log-prob."""
+    good cap: see top_mass. 0: only the sampled token's log-prob, or with payload = hidden the states."""
     top_k_of: TopKOf = "teacher"
     """Whose likeliest tokens make the sets. teacher: its own. student: those of the student when it sampled the token;
     actors report them, and all teachers score the same ones. The gradient of reverse_kl is then nearer to that of the
@@ -58,6 +64,10 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if not self.pool:
             raise ValueError("pool: got an empty name, expected one, e.g. default")
+        if self.payload == "hidden" and self.top_k:
+            raise ValueError(
+                f"top_k: got {self.top_k} with payload = hidden, expected 0: hidden states take the place of top-k sets"
+            )
         check_engine("teacher", self.engine, self.urls)
         if self.top_k_of == "student" and not self.top_k:
             raise ValueError("top_k_of is student with top_k = 0, expected a top_k above 0, e.g. 64: there are no sets")
@@ -66,6 +76,11 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
                 "tail is each with top_k_of = student, expected pooled or auto: if every token is sent, it does not "
                 "matter whose set it is"
             )
+
+    @property
+    def sends_distributions(self) -> bool:
+        """Whether the learner can compare whole distributions."""
+        return self.payload == "hidden" or self.top_k > 0
 
     def rest_bits(self, vocab_tokens: int) -> int:
         """Bits for each token outside the set; 0 where they are pooled."""
@@ -109,6 +124,8 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
     """Overrides teacher.prefix_cache_mb."""
     drain_s: NonNegativeFloat | None = None
     """Overrides teacher.drain_s."""
+    payload: Payload | None = None
+    """Overrides teacher.payload."""
     top_k: TopK | None = None
     """Overrides teacher.top_k."""
     top_mass: TopMass | None = None

@@ -20,8 +20,9 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from engines.base import (
     EngineLost,
     EngineMismatch,
     ReportsFigures,
+    ScoreRequest,
     ScoreResult,
     ScoringEngine,
     TakesSnapshots,
@@ -52,12 +54,15 @@ from protocol.messages import (
 )
 from teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from teachers.held import Held, Scored
+from teachers.hidden import HiddenStates, giving_hidden_states
 from teachers.leaving import on_sigterm
 from teachers.self_check import self_check
 from teachers.top_k import TopKSets
 from weights.sink import SnapshotRefused
 
 log = logging.getLogger(__name__)
+
+Ask: TypeAlias = Callable[[Sequence[ScoreRequest]], list[ScoreResult]]
 
 GATHER_S: Final = 0.005
 """Longest time a single item waits for others to share its batch."""
@@ -86,6 +91,9 @@ class TeacherWorker:
         self._client = client
         self._engine = engine
         self._config = config
+        self._hidden: HiddenStates | None = None
+        if config.payload == "hidden":
+            self._hidden = HiddenStates(giving_hidden_states(engine))
         self._sets: TopKSets | None = None
         if config.top_k:
             self._sets = TopKSets.of(config, vocab_tokens or engine.vocab_size, engine.vocab_size)
@@ -233,7 +241,7 @@ class TeacherWorker:
         good = [(held, outcome) for held, outcome in scored if isinstance(outcome, Scored)]
         if good:
             self._client.send(
-                Scores(leases=tuple(held.item.lease_id for held, _ in good), top_k=self._sets is not None),
+                Scores(leases=tuple(held.item.lease_id for held, _ in good), top_k=bool(self._sets or self._hidden)),
                 [frame for _, one in good for frame in one.frames],
             )
         for held, outcome in scored:
@@ -268,25 +276,29 @@ class TeacherWorker:
 
     def _score(self, batch: list[Held]) -> list[tuple[Held, Scored | str]]:
         """Scores of each item, or the reason for their absence. Items without trainable tokens (evaluation, tool
-        output) are scored separately when the others need top-k sets, which are expensive on a server."""
-        if self._sets is None:
-            return self._score_alike(batch, 0)
+        output) are scored separately when the others need payloads, which are expensive on a server."""
+        plain = partial(self._engine.score, top_k=0)
         wanted = [held for held in batch if held.wants_sets]
         others = [held for held in batch if not held.wants_sets]
-        return self._score_alike(wanted, self._sets.asked) + self._score_alike(others, 0)
+        if self._hidden is not None:
+            return self._score_alike(wanted, self._hidden.score) + self._score_alike(others, plain)
+        if self._sets is None:
+            return self._score_alike(batch, plain)
+        asked = partial(self._engine.score, top_k=self._sets.asked)
+        return self._score_alike(wanted, asked) + self._score_alike(others, plain)
 
-    def _score_alike(self, batch: list[Held], top_k: int) -> list[tuple[Held, Scored | str]]:
-        """Score items with one `top_k`. After an error the items are scored one by one, so that a bad one does not fail
+    def _score_alike(self, batch: list[Held], ask: Ask) -> list[tuple[Held, Scored | str]]:
+        """Score items in one way. After an error the items are scored one by one, so that a bad one does not fail
         the others."""
         if not batch:
             return []
         try:
-            results = self._engine.score([held.request for held in batch], top_k=top_k)
+            results = ask([held.request for held in batch])
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [(batch[0], f"engine_error: {error}")]
             log.exception("scoring %d items together failed; scoring them one by one", len(batch))
-            return [pair for held in batch for pair in self._score_alike([held], top_k)]
+            return [pair for held in batch for pair in self._score_alike([held], ask)]
         return [(held, self._scored(held, result)) for held, result in zip(batch, results, strict=True)]
 
     def _scored(self, held: Held, result: ScoreResult) -> Scored | str:
@@ -298,10 +310,12 @@ class TeacherWorker:
         try:
             return Scored(logprobs, self._payload(held, result))
         except EncodeError as error:
-            return f"top_k: {error}"
+            return f"{'top_k' if self._hidden is None else 'hidden'}: {error}"
 
     def _payload(self, held: Held, result: ScoreResult) -> bytes | None:
         """Raises EncodeError."""
+        if self._hidden is not None:
+            return self._hidden.sent(result, held.sets_at)
         if self._sets is None:
             return None
         if result.top_ids is None or result.top_logprobs is None:

@@ -38,6 +38,9 @@ class SGLangProvider(EngineProvider):
         engine = ("engines.sglang.engine", "engines.sglang.weights") if role == "actor" else ("engines.sglang.scorer",)
         return (*engine, "models.tokenizer_file")
 
+    def why_no_hidden_states(self) -> str:
+        return "servers return hidden states as decimal numbers in JSON, 6 times the bytes (docs/teachers.md)"
+
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
         """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
         ServerMismatch when it is not as configured."""

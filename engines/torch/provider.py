@@ -83,6 +83,9 @@ class TorchProvider(EngineProvider):
     def knows_top_ids(self, role: EngineRole) -> bool:
         return True
 
+    def why_no_hidden_states(self) -> str:
+        return ""
+
     def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
         """Formulas: launch.checks.gpu_memory."""
         if role == "actor":

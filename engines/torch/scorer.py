@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
@@ -33,6 +34,7 @@ from models.packed import PackingError, context_window, packed_hidden, probe_pas
 from models.packed_layout import first_fit_decreasing
 from models.past import Around, Cells, Past
 from models.transfer import upload
+from protocol.hidden_codec import Bits
 from protocol.messages import WeightsRef
 from weights.sink import SnapshotRefused
 from weights.snapshot import read_snapshot
@@ -84,13 +86,18 @@ class TorchScorer:
         return self._max_context
 
     @property
+    def hidden_size(self) -> int:
+        """See engines.base.GivesHiddenStates."""
+        return self._head.weight_VH.shape[1]
+
+    @property
     def figures(self) -> Mapping[str, float]:
         """See engines.base.ReportsFigures."""
         kept = {} if self._prefixes is None else self._prefixes.stats
         return {"computed_tokens_total": float(self._computed_tokens), **kept}
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0, hidden: bool = False) -> list[ScoreResult]:
         """Score a batch at temperature 1. Results are in the order of the requests, regardless of packing.
 
         A request with start == len(token_ids) gets empty arrays. Raises ValueError for ids outside the vocabulary,
@@ -98,12 +105,13 @@ class TorchScorer:
         """
         # The last token is never an input, so a request may be one token longer than the context window.
         check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self._max_context + 1)
-        results = [ScoreResult.empty(top_k if one.top_ids is None else one.top_ids.shape[1]) for one in requests]
+        size = self.hidden_size if hidden else None
+        results = [ScoreResult.empty(top_k if one.top_ids is None else one.top_ids.shape[1], size) for one in requests]
         runs = fold(requests)
         try:
             self._look_up(runs)
             for pack in first_fit_decreasing([run.n_inputs for run in runs], self._max_batch_tokens):
-                for i, result in self._score_pack([runs[p] for p in pack], requests, top_k):
+                for i, result in self._score_pack([runs[p] for p in pack], requests, top_k, hidden):
                     results[i] = result
         except BaseException:
             self._forget()  # cells may lack values; and where memory was short, room is worth more than prefixes
@@ -160,7 +168,7 @@ class TorchScorer:
                 run.cells, run.keep_last = added
 
     def _score_pack(
-        self, runs: Sequence[Run], requests: Sequence[ScoreRequest], top_k: int
+        self, runs: Sequence[Run], requests: Sequence[ScoreRequest], top_k: int, hidden: bool
     ) -> list[tuple[int, ScoreResult]]:
         """Score one pack in one forward pass: (index of the request, result) of each of its members."""
         model = self._model
@@ -179,15 +187,17 @@ class TorchScorer:
         around = [Around(run.past, run.cells, run.keep_last) for run in runs]
         hidden_TH = packed_hidden(model, upload(ids_T.astype(np.int64), device), lengths, around)
         self._computed_tokens += len(ids_T)
+        predictors_AH = hidden_TH.index_select(0, upload(rows_A, device))
         scores = token_scores(
             self._head,
-            hidden_TH.index_select(0, upload(rows_A, device)),
+            predictors_AH,
             upload(targets_A.astype(np.int64), device),
             chunk_tokens=self._chunk_tokens,
             top_k=top_k,
             given_TK=None if given_AK is None else upload(given_AK, device),
         )
-        results = _split(scores, [requests[one.request] for _, _, one in members])
+        states_AH = _bits(predictors_AH) if hidden else None
+        results = _split(scores, states_AH, [requests[one.request] for _, _, one in members])
         return [(one.request, result) for (_, _, one), result in zip(members, results, strict=True)]
 
 
@@ -291,7 +301,12 @@ def _given(sets: Sequence[Int32s | None]) -> npt.NDArray[np.int64] | None:
     return given_AK
 
 
-def _split(scores: TokenScores, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
+def _bits(states_AH: Tensor) -> Bits:
+    """Rounded to bfloat16, as NumPy holds it."""
+    return states_AH.bfloat16().view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def _split(scores: TokenScores, states_AH: Bits | None, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
     """One result per request from the scores of a pack."""
     logprobs_A = scores.logprobs_T.float().cpu().numpy()
     top_ids_AK = None if scores.top_ids_TK is None else scores.top_ids_TK.int().cpu().numpy()
@@ -307,6 +322,7 @@ def _split(scores: TokenScores, requests: Sequence[ScoreRequest]) -> list[ScoreR
                 logprobs=logprobs_A[part].copy(),  # not a view that would keep the whole pack alive
                 top_ids=None if top_ids_AK is None else top_ids_AK[part, :k].copy(),
                 top_logprobs=None if top_logprobs_AK is None else top_logprobs_AK[part, :k].copy(),
+                hidden=None if states_AH is None else states_AH[part].copy(),
             )
         )
         start += count

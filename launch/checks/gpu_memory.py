@@ -6,7 +6,8 @@ learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen
                 2 P more for a bfloat16 copy; staging 2 copies of P in the actors' dtype, unless they are
                 in host memory (weights.staging); activations pack_tokens * L * (10 H + 4 F) * a with a = 2
                 (bfloat16) or 4; of layers that compute them again (learner.recompute) pack_tokens * H * a, and
-                those of one of them; logits 3 * logprob_chunk_tokens * V * 4.
+                those of one of them; logits 3 * logprob_chunk_tokens * V * 4; the output head of each teacher's
+                model that sends hidden states, V * (its H) * a
                 With learner.ranks = R each rank has 1 / R of weights, gradient and AdamW; staging is on rank 0
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * KV heads * head size * b
@@ -34,7 +35,8 @@ from typing import Any, Final, Literal, NamedTuple, cast
 from engines.provider import ModelShape
 from launch.checks.model_files import check_weights
 from launch.checks.placement import Placement
-from launch.config.pools import WorkerGroup, engine_of, worker_groups
+from launch.config.hidden_states import state_bytes
+from launch.config.pools import WorkerGroup, engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, RANK
 from launch.machine.machine import Machine
@@ -115,7 +117,16 @@ def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", 
         "activations": kept,
         "logits": 3 * 4 * learner.logprob_chunk_tokens * shape.vocabulary,
     }
+    if heads := _head_bytes(config, shape, width):
+        likely["teachers' heads"] = heads
     return _need(f"{RANK}{rank}" if rank else LEARNER, sure, likely)
+
+
+def _head_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
+    """Output heads of the models whose teachers send hidden states. Their vocabulary is the student's."""
+    pools = [pool for pool in teacher_pools(config) if pool.config.teacher.payload == "hidden"]
+    by_model = {pool.config.models.teacher: state_bytes(pool) or 0 for pool in pools}
+    return sum(each / 2 * shape.vocabulary * width for each in by_model.values())
 
 
 def worker_need(group: WorkerGroup, shape: ModelShape, who: str) -> Need:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
 from engines.registry import BUILT_IN, find_engine
+from launch.config.hidden_states import hidden_states
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
 from launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
 from launch.config.run import BUILTIN, RunConfig
@@ -46,6 +47,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_groups_that_never_fit(config),
             *_top_k_sets(config, student),
             *_sets_of_the_student(config),
+            *hidden_states(config),
             *rollouts_that_no_message_holds(config, rows, window),
             *_teachers_window(config),
             *(_context_window(config, student) if student is not None else ()),
@@ -167,11 +169,11 @@ def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
     rows, objective = known_vocabulary_size(student), config.learner.objective
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
-        if objective.needs_top_k and not teacher.top_k:
+        if objective.needs_top_k and not teacher.sends_distributions:
             yield (
                 f"learner.objective.divergence: got {objective.divergence.name!r} with {pool.key}.top_k = 0, expected "
-                "one above 0, e.g. 256, so that teachers send their likeliest tokens; or one of k1, k2, k3, which do "
-                "not need them"
+                "one above 0, e.g. 256, so that teachers send their likeliest tokens; or "
+                f"{pool.key}.payload = hidden; or one of k1, k2, k3, which do not need them"
             )
         if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
             yield (
@@ -223,6 +225,11 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
                 f"{pool.key}.top_k: got {teacher.top_k}, but learner.objective.divergence = "
                 f"{objective.divergence.name!r} uses only the sampled token; the sets will be made, sent and "
                 "discarded (0 avoids that)"
+            )
+        if teacher.payload == "hidden" and not objective.needs_top_k and not config.learner.record:
+            yield (
+                f"{pool.key}.payload: got hidden, but learner.objective.divergence = {objective.divergence.name!r} "
+                "uses only the sampled token; the hidden states will be sent and discarded"
             )
         if teacher.top_k and rows is not None and (most := largest_set(teacher, rows)) > limit:
             yield (

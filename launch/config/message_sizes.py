@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from buffer.batch_size import BATCH_BYTES, SCORE_BYTES, TOKEN_BYTES
+from launch.config.hidden_states import state_bytes
 from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from protocol.codec import MAX_FRAME_BYTES
@@ -25,7 +26,7 @@ def rollouts_that_no_message_holds(config: RunConfig, rows: int | None, window: 
     sets_bytes = min(tasks.max_new_tokens, _longest(config, window)) * each
     if sets_bytes > MAX_FRAME_BYTES:
         yield (
-            f"teacher.top_k: sets of up to {each} bytes per token make {sets_bytes >> 20} MiB of a rollout of "
+            f"teacher.top_k: payloads of up to {each} bytes per token make {sets_bytes >> 20} MiB of a rollout of "
             f"learner.tasks.max_new_tokens = {tasks.max_new_tokens}; expected at most {MAX_FRAME_BYTES >> 20} MiB: "
             "lower top_k, max_new_tokens or buffer.max_top_k_bytes"
         )
@@ -79,7 +80,8 @@ def _single_turn(config: RunConfig) -> bool:
 
 
 def _set_bytes(config: RunConfig, rows: int | None) -> int:
-    """Largest top-k sets of all pools together, in bytes per token."""
-    teachers = [pool.config.teacher for pool in teacher_pools(config)]
-    sizes = [largest_set(teacher, rows) for teacher in teachers if teacher.top_k and rows is not None]
+    """Largest payloads of all pools together, in bytes per token."""
+    pools = teacher_pools(config)
+    sizes = [largest_set(p.config.teacher, rows) for p in pools if p.config.teacher.top_k and rows is not None]
+    sizes += [state_bytes(pool) or 0 for pool in pools if pool.config.teacher.payload == "hidden"]
     return sum(min(size, config.buffer.max_top_k_bytes) for size in sizes)

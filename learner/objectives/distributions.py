@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
-from learner.payloads import TopRows
+from learner.payloads import HiddenRows, TopRows
+from models.logprobs import LmHead
 from models.transfer import upload
 from protocol.topk_codec import LOG_TAIL_FLOOR
 
@@ -237,6 +238,40 @@ class TopKTeacher:
     def _valid(self, place: slice) -> Tensor:
         columns_K = torch.arange(self.ids_TK.shape[1], device=self.ids_TK.device)
         return columns_K < self.counts_T[place, None]
+
+
+class WholeTeacher:
+    """A teacher's last hidden states and its output head: its distribution over the whole vocabulary, made a chunk at a
+    time. Normalised over the tokens of the vocabulary, without padding rows of the head."""
+
+    def __init__(self, rows: HiddenRows, head: LmHead, vocab_tokens: int, *, sampled_T: Tensor, sent_T: Tensor) -> None:
+        """`sampled_T`: the token at each position; `sent_T`: the log-prob of it that the teacher sent. Raises
+        ValueError for a head that does not fit."""
+        n_rows, hidden_size = head.weight_VH.shape
+        if rows.states_RH.shape[1] != hidden_size or n_rows < vocab_tokens:
+            raise ValueError(
+                f"teacher {rows.teacher!r}: hidden states of {rows.states_RH.shape[1]} numbers for an output head of "
+                f"{n_rows} rows of {hidden_size}; expected the head of its own model, with a row for each of the "
+                f"{vocab_tokens} tokens: models.teacher, pools.NAME.model"
+            )
+        device = head.weight_VH.device
+        bits = upload(np.ascontiguousarray(rows.states_RH.astype(np.uint16, copy=False)).view(np.int16), device)
+        self.states_TH = bits.view(torch.bfloat16)
+        self.error_T = torch.zeros_like(sent_T)
+        """How far its log-prob of the sampled token is from the one that was sent. Filled in by `compare`."""
+        self._head, self._vocab_tokens = head, vocab_tokens
+        self._sampled_T, self._sent_T = sampled_T, sent_T
+
+    def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
+        """As `TopKTeacher.compare`, with a bucket for each token."""
+        logits_CV = self._head.logits(self.states_TH[place].to(self._head.weight_VH.dtype))
+        teacher_CV = torch.log_softmax(logits_CV[:, : self._vocab_tokens].to(z_CV.dtype), dim=1)
+        chosen_C = teacher_CV.gather(1, self._sampled_T[place, None]).squeeze(1)
+        self.error_T[place] = (chosen_C - self._sent_T[place]).abs().to(self.error_T.dtype)
+        student_CV = torch.log_softmax(z_CV, dim=1)
+        divergence_C, slope_CV = divergence(student_CV, teacher_CV)
+        total_C1 = slope_CV.sum(dim=1, keepdim=True)
+        return divergence_C, slope_CV.sub_(student_CV.exp_().mul_(total_C1))
 
 
 def _padded(top_CK: Tensor, tail_C1: Tensor, valid_CK: Tensor, has_tail_C1: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from learner.ranks.group import RankGroup
 from learner.ranks.messages import Beginning, load_items
 from learner.run_config import LearnerRunConfig
 from learner.step.make_trainer import make_trainer
+from learner.step.teacher_heads import teacher_heads
 from learner.step.train_step import Trainer
 from protocol.context import ExitCode, RoleContext
 from weights.staged_weights import tensor_of
@@ -68,6 +69,7 @@ def _trainer(ctx: RoleContext[LearnerRunConfig], beginning: Beginning, ranks: Ra
         seed=config.seed,
         checkpoint=checkpoint,
         ranks=ranks,
+        head_of=teacher_heads(config),
     )
     if checkpoint is not None:
         state = load_checkpoint(checkpoint)

@@ -27,6 +27,10 @@ class StepSums:
     advantage: float
     value_error: float
     """`learner.objectives.advantages.value_loss`, without its coefficient; 0 without a value function."""
+    hidden_error: float
+    """|q computed from hidden states - q sent|, nats."""
+    hidden_scores: float
+    """Number of its terms, one per token and teacher; 0 without hidden states."""
     ratio_max: float
 
     @classmethod
@@ -141,6 +145,8 @@ class StepMetrics:
     """Before clipping."""
     lr: float
     step_s: float
+    hidden_error: float | None = None
+    """Mean of |q computed from a teacher's hidden states - q that it sent|, nats; None without hidden states."""
     length_penalty: float | None = None
     """Mean of the term that objective.length_penalty adds to rewards; None without it."""
     offline: OfflineMetrics | None = None
@@ -168,6 +174,7 @@ class StepMetrics:
             entropy=sums.entropy / n,
             logprob=sums.logprob / n,
             advantage_mean=sums.advantage / n,
+            hidden_error=sums.hidden_error / sums.hidden_scores if sums.hidden_scores else None,
             **given,
         )
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import Microbatch, NonFiniteError, PackedBatch, TrainItem, pack
+from learner.batch import BatchError, Microbatch, NonFiniteError, PackedBatch, TrainItem, pack
 from learner.objectives.advantages import ValueTargets
 from learner.objectives.batch_terms import BatchTerms, teacher_coefs
 from learner.objectives.losses import TokenInputs
@@ -128,6 +128,10 @@ N_FIGURES: Final = len(SUMS) + 2
 """Number of figures per pass: the sums for the metrics, then two flags (1.0 if log-probs and loss are finite)."""
 
 
+LARGEST_HIDDEN_ERROR: Final = 0.5
+"""Mean error of a microbatch, nats per token. bfloat16 gives hundredths at most; the head of another model, nats."""
+
+
 class StepPass(NamedTuple):
     inputs: TokenInputs
     student: MicrobatchTerms
@@ -156,6 +160,8 @@ class StepPass(NamedTuple):
             "logprob": terms.student_N.double().sum(),
             "advantage": terms.advantage_N.double().sum(),
             "value_error": self.value.error_N.double().sum(),
+            "hidden_error": self.student.hidden_error.double(),
+            "hidden_scores": self.student.hidden_error.new_full((), self.student.hidden_scores),
             "ratio_max": ratio_N.max(),
         }
         finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
@@ -176,7 +182,8 @@ class PassLeft(NamedTuple):
     value_error_N: Tensor
 
     def sums(self, figures: Sequence[float], items: Sequence[TrainItem], *, update: str) -> StepSums:
-        """Sums from the figures read. Raises NonFiniteError naming the rollouts."""
+        """Sums from the figures read. Raises NonFiniteError naming the rollouts, and BatchError for hidden states that
+        do not give the teachers' own scores."""
         *sums, finite_logprobs, finite_loss = figures
         if not finite_logprobs:
             self._refuse(self.student_N, items, update, "student log-prob")
@@ -184,7 +191,15 @@ class PassLeft(NamedTuple):
             self._refuse(self.per_token_N, items, update, "loss")
             self._refuse(self.value_error_N, items, update, "value loss")
             raise NonFiniteError(f"{update}: the sum of the losses overflows; it was not made")
-        return StepSums(tokens=len(self.student_N), **dict(zip(SUMS, sums, strict=True)))
+        made = StepSums(tokens=len(self.student_N), **dict(zip(SUMS, sums, strict=True)))
+        if made.hidden_error > LARGEST_HIDDEN_ERROR * made.hidden_scores:
+            mean = made.hidden_error / made.hidden_scores
+            raise BatchError(
+                f"{update}: log-probs from teachers' hidden states differ by {mean:.2f} nats on average from those "
+                f"that they sent; expected at most {LARGEST_HIDDEN_ERROR}: the learner must read the output head of "
+                "the model that the teachers have (models.teacher, pools.NAME.model)"
+            )
+        return made
 
     def _refuse(self, value_N: Tensor, items: Sequence[TrainItem], update: str, what: str) -> None:
         refuse_nonfinite(value_N, self.microbatch, items, update=update, what=what)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError
 from learner.config import LearnerConfig
 from learner.ranks.group import Ranks
 from learner.reports.step_metrics import StepMetrics, StepSums
+from learner.step.teacher_heads import HeadOf, no_heads
 from learner.step.train_step import Trainer
 from models.loading import load_causal_lm, resolve_device, resolve_dtype
 from models.precision import turn_tf32_off
@@ -79,10 +81,11 @@ def make_trainer(
     seed: int,
     checkpoint: Path | None = None,
     ranks: Ranks | None = None,
+    head_of: HeadOf = no_heads,
 ) -> Trainer:
-    """A trainer of `student`, or of the checkpoint's weights. With adapters, the base is always `student`. Raises
-    CheckpointError if the checkpoint has all weights where adapters are expected or the reverse, and what loading
-    raises."""
+    """A trainer of `student`, or of the checkpoint's weights. With adapters, the base is always `student`. `head_of`:
+    for teachers that send hidden states. Raises CheckpointError if the checkpoint has all weights where adapters are
+    expected or the reverse, and what loading raises."""
     lora = learner.lora
     if checkpoint is not None and (checkpoint / ADAPTER_CONFIG).is_file() != (lora.rank > 0):
         holds = "all weights" if lora.rank else "adapters"
@@ -99,12 +102,15 @@ def make_trainer(
         source, device=whole, dtype="float32", attention="packed", train=True, weights=ranks.rank == 0
     )
     kind = FrozenTrainer if learner.frozen else Trainer
+    make = partial(
+        kind, model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed, ranks=ranks, head_of=head_of
+    )
     if not lora.rank:
-        return kind(model, learner, total_steps=steps, vocab_tokens=vocab_tokens, seed=seed, ranks=ranks)
+        return make()
     from learner.step.lora import Adapters
 
     adapters = Adapters(model, lora, base=student)
     if checkpoint is not None and ranks.rank == 0:
         adapters.load(checkpoint)
     log.info("%r of rank %d, alpha %g", adapters, lora.rank, lora.alpha)
-    return kind(model, learner, total_steps=steps, adapters=adapters, vocab_tokens=vocab_tokens, seed=seed, ranks=ranks)
+    return make(adapters=adapters)

@@ -28,12 +28,13 @@ from torch import Tensor
 
 from learner.batch import Microbatch, TrainItem, UnreadableScores
 from learner.objectives.config import ObjectiveConfig
-from learner.objectives.distributions import Bucketed, DistributionFn, TopKTeacher, uniforms
+from learner.objectives.distributions import Bucketed, DistributionFn, TopKTeacher, WholeTeacher, uniforms
 from learner.objectives.importance import TOKEN_LOCAL, context_weights
 from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
 from learner.objectives.options import Distributions, MultiSample
 from learner.objectives.registry import DIVERGENCE
-from learner.payloads import PayloadError, TopRows, read_payloads
+from learner.payloads import PayloadError, Rows, TopRows, read_payloads
+from learner.step.teacher_heads import HeadOf, no_heads
 from models.logprobs import LmHead, token_scores
 from models.one_pass import one_pass_loss
 from models.transfer import upload
@@ -48,6 +49,9 @@ class ChunkPart(NamedTuple):
     weight_R: Tensor
     grad_RV: Tensor
     """Gradient of weight * divergence by the logits."""
+    error_R: Tensor | None = None
+    """How far the teacher's log-probs of the sampled tokens, computed from its hidden states, are from those that it
+    sent; None for a teacher that sent top-k sets."""
 
 
 ChunkParts: TypeAlias = Callable[[Tensor, slice], list[ChunkPart]]
@@ -83,6 +87,7 @@ class BetweenDistributions(Between):
     vocab_tokens: int
     """Number of token ids. Rows of the head past them are padding, and in neither distribution."""
     seed: int
+    head_of: HeadOf = no_heads
 
     @property
     def needs_logprobs(self) -> bool:
@@ -111,8 +116,8 @@ class BetweenDistributions(Between):
         return ready
 
     def _with_draws(
-        self, rows: TopRows, step: int, train_item: TrainItem, teacher: str, trained: npt.NDArray[np.int64]
-    ) -> TopRows:
+        self, rows: Rows, step: int, train_item: TrainItem, teacher: str, trained: npt.NDArray[np.int64]
+    ) -> Rows:
         rollout_id = train_item.item.rollout_id
         return replace(rows, uniform_RS=uniforms(self.seed, step, rollout_id, teacher, trained, self.samples))
 
@@ -125,11 +130,11 @@ class BetweenDistributions(Between):
             weight_N = weight_N * inputs.divergence_weight_N.double()
         if self.needs_logprobs and student_N is not None:
             weight_N = weight_N * context_weights(inputs.ratios(student_N), self.options.context_cap).double()
-        teachers = [TopKTeacher.of(rows, self.vocab_tokens, device) for rows in microbatch.top]
         uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
         # Row ranges are computed on the host: reading them from a GPU would make the host wait for each chunk.
         places_M = [np.flatnonzero(routed_N) for routed_N in microbatch.routed_MN]
         rows_M = [upload(places_R, device) for places_R in places_M]
+        teachers = [self._teacher(microbatch, m, places_R, device) for m, places_R in enumerate(places_M)]
 
         def parts(z_CV: Tensor, place: slice) -> list[ChunkPart]:
             found: list[ChunkPart] = []
@@ -144,10 +149,22 @@ class BetweenDistributions(Between):
                 divergence_R, grad_RV = teacher.compare(student_RV, slice(first, last), between)
                 weight_R = (coef * weight_N[own_R]).to(z_CV.dtype)
                 grad_RV.mul_(weight_R[:, None])
-                found.append(ChunkPart(own_R - place.start, divergence_R, weight_R, grad_RV))
+                error_R = teacher.error_T[first:last] if isinstance(teacher, WholeTeacher) else None
+                found.append(ChunkPart(own_R - place.start, divergence_R, weight_R, grad_RV, error_R))
             return found
 
         return parts
+
+    def _teacher(
+        self, microbatch: Microbatch, m: int, places_R: npt.NDArray[np.int64], device: torch.device
+    ) -> TopKTeacher | WholeTeacher:
+        """The distributions of teacher `m` at its tokens."""
+        rows = microbatch.top[m]
+        if isinstance(rows, TopRows):
+            return TopKTeacher.of(rows, self.vocab_tokens, device)
+        sampled_R = upload(microbatch.target_N[places_R], device)
+        sent_R = upload(microbatch.teacher_MN[m, places_R], device)
+        return WholeTeacher(rows, self.head_of(rows.teacher), self.vocab_tokens, sampled_T=sampled_R, sent_T=sent_R)
 
     def _given(self, uniform_CS: Tensor) -> Callable[[Tensor, Tensor], Bucketed]:
         """The divergence with its options and draws bound."""
@@ -162,6 +179,10 @@ class MicrobatchTerms(NamedTuple):
     terms: LossTerms
     entropy_N: Tensor
     """Entropy of the student at each position, nats, over all rows of the head."""
+    hidden_error: Tensor
+    """Sum of `ChunkPart.error_R`."""
+    hidden_scores: int
+    """Number of its terms: pairs of a token and a teacher that sent its hidden state."""
 
 
 class StepLoss:
@@ -190,7 +211,9 @@ class StepLoss:
         whole = None if student_N is None else token_loss(student_N, inputs, self.objective, divisor)
         chunks = _Chunks(targets_N, inputs, self.objective, divisor, whole, parts)
         loss = one_pass_loss(head, hidden_NH, chunks, chunk_tokens=self._chunk_tokens)
-        return MicrobatchTerms(loss, LossTerms.joined(chunks.terms), torch.cat(chunks.entropies))
+        error_R = torch.cat([inputs.behaviour_N.new_zeros(0), *chunks.hidden_errors])
+        entropy_N = torch.cat(chunks.entropies)
+        return MicrobatchTerms(loss, LossTerms.joined(chunks.terms), entropy_N, error_R.sum(), len(error_R))
 
     def _made_ahead(self, head: LmHead, hidden_NH: Tensor, targets_N: Tensor) -> Tensor | None:
         with torch.no_grad():
@@ -198,17 +221,25 @@ class StepLoss:
 
 
 def make_step_loss(
-    config: ObjectiveConfig, *, max_new_tokens: int, chunk_tokens: int, vocab_tokens: int, rows: int, seed: int
+    config: ObjectiveConfig,
+    *,
+    max_new_tokens: int,
+    chunk_tokens: int,
+    vocab_tokens: int,
+    rows: int,
+    seed: int,
+    head_of: HeadOf = no_heads,
 ) -> StepLoss:
-    """`rows`: of the student's head. `seed`: the run's. Raises ValueError for names that cannot be loaded, and for a
-    divergence between distributions if the head has fewer rows than there are tokens."""
+    """`rows`: of the student's head. `seed`: the run's. `head_of`: for teachers that send hidden states. Raises
+    ValueError for names that cannot be loaded, and for a divergence between distributions if the head has fewer rows
+    than there are tokens."""
     objective = make_objective(config, max_new_tokens=max_new_tokens)
     between = Between()
     if config.needs_top_k:
         if not 1 <= vocab_tokens <= rows:
             raise ValueError(f"{vocab_tokens} tokens in the vocabulary, {rows} rows in the student's head")
         divergence, options, _ = DIVERGENCE.load(config.divergence)
-        between = BetweenDistributions(divergence, cast(Distributions, options), vocab_tokens, seed)
+        between = BetweenDistributions(divergence, cast(Distributions, options), vocab_tokens, seed, head_of)
     return StepLoss(objective, between, chunk_tokens=chunk_tokens)
 
 
@@ -229,6 +260,7 @@ class _Chunks:
     parts: ChunkParts
     terms: list[LossTerms] = field(default_factory=list[LossTerms])
     entropies: list[Tensor] = field(default_factory=list[Tensor])
+    hidden_errors: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, z_CV: Tensor, place: slice) -> tuple[Tensor, Tensor]:
         parts = self.parts(z_CV, place)
@@ -252,6 +284,8 @@ class _Chunks:
             loss_C = loss_C.index_add(0, part.rows_R, (part.weight_R * part.divergence_R).to(loss_C.dtype))
             divergence_C.index_add_(0, part.rows_R, part.divergence_R.to(divergence_C.dtype))
             grad_CV[:, : part.grad_RV.shape[1]].index_add_(0, part.rows_R, part.grad_RV)
+            if part.error_R is not None:
+                self.hidden_errors.append(part.error_R)
         self.terms.append(replace(terms, divergence_N=divergence_C))
         self.entropies.append(entropy_C1.squeeze(1))
         return loss_C, grad_CV

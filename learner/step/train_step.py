@@ -56,6 +56,7 @@ from learner.step.forward import (
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
 from learner.step.recompute import recompute
 from learner.step.step_loss import StepLoss, make_step_loss
+from learner.step.teacher_heads import HeadOf, no_heads
 from models.loading import resolve_dtype
 from models.logprobs import lm_head
 from models.precision import halve_frozen
@@ -97,10 +98,11 @@ class Trainer:
         vocab_tokens: int | None = None,
         seed: int = 0,
         ranks: Ranks | None = None,
+        head_of: HeadOf = no_heads,
     ) -> None:
         """`adapters` are already on `model`; only they are trained. `vocab_tokens`: number of ids of the tokenizer, if
         the model's embedding is padded past them. `seed`: the run's, for random draws. `ranks`: the processes that
-        share this work; default: this one alone.
+        share this work; default: this one alone. `head_of`: for teachers that send hidden states.
 
         Raises ValueError for total_steps below 1, a model without trainable parameters, parameters other than float32
         and float64 (AdamW's small updates vanish in bfloat16), and names of the objective that cannot be loaded."""
@@ -135,6 +137,7 @@ class Trainer:
                 vocab_tokens=n_vocab,
                 rows=rows,
                 seed=seed,
+                head_of=head_of,
             )
             for objective in (config.objective, config.offline.objective)
         )

@@ -192,7 +192,8 @@ class Scores(msgspec.Struct, frozen=True, tag=True):
     """teacher -> buffer, acknowledged. Frames: one float32 [end - start] per lease, in order: log-probs of the given
     tokens (any finite number where the token was not sampled; 0 before `first`). With `top_k` there are two frames per
     lease: the second holds the teacher's log-probs of its own likeliest tokens at [top_start, top_end), or of the
-    item's `top_ids`, as a payload of `protocol.topk_codec`, uint8 [n]."""
+    item's `top_ids`, as a payload of `protocol.topk_codec`, uint8 [n]; or the hidden states there, as one of
+    `protocol.hidden_codec`."""
 
     leases: tuple[int, ...]
     top_k: bool = False

@@ -8,6 +8,7 @@ import pytest
 from buffer.core import Core, Turn, decode_turn, encode_turn
 from protocol import messages as m
 from protocol.codec import Received
+from protocol.hidden_codec import encode_hidden
 from protocol.server import FromPeer
 from protocol.topk_codec import encode_top_k
 from tests.buffer.driver import Driver, v
@@ -19,6 +20,10 @@ Make = type[Driver]
 def payload(n: int, k: int = 2) -> bytes:
     ids = np.tile(np.arange(k), (n, 1))
     return encode_top_k(ids, np.full((n, k), -8.0, np.float32), vocab_size=99)
+
+
+def states(n: int, size: int = 4) -> bytes:
+    return encode_hidden(np.full((n, size), 0x3F80, np.uint16))
 
 
 def ranges(driver: Driver) -> dict[int, tuple[int, int]]:
@@ -93,6 +98,9 @@ def test_a_payload_goes_once_and_context_trained_before_brings_none(make: Make) 
         (payload(3), "top_k_malformed"),
         (payload(2)[:-1], "top_k_malformed"),
         (b"nothing of the kind", "top_k_malformed"),
+        (states(2, size=60), "top_k_size"),
+        (states(3), "top_k_malformed"),
+        (states(2)[:-1], "top_k_malformed"),
     ],
 )
 def test_what_is_too_large_or_no_payload_is_refused_by_name_and_counted(make: Make, told: bytes, reason: str) -> None:
@@ -125,17 +133,18 @@ def test_masked_and_dropped_segments_free_their_payloads(make: Make) -> None:
     assert driver.snapshot.queues["top_k_bytes"] == 0
 
 
-def test_payloads_survive_a_restart_from_an_image_and_from_turns(make: Make) -> None:
+@pytest.mark.parametrize("sent", [payload(2), states(2)], ids=["top-k", "hidden"])
+def test_payloads_survive_a_restart_from_an_image_and_from_turns(make: Make, sent: bytes) -> None:
     driver = make(batch=1)
     driver.offer(0)
     driver.write("train-0-0-0", 2, final=True)
     (lease,) = driver.work
-    driver.answer_top_k(lease, payload(2))
+    driver.answer_top_k(lease, sent)
     driver.state = restored(Core(driver.state), 1.0).state
-    assert driver.snapshot.queues["top_k_bytes"] == len(payload(2))
+    assert driver.snapshot.queues["top_k_bytes"] == len(sent)
     driver.send("learner", "learner", m.BatchWanted(v(0)))
-    assert driver.frames(driver.sent)[4].tobytes() == payload(2)
-    said = Received(m.Scores((1,), True), (np.zeros(2, np.float32), np.frombuffer(payload(2), np.uint8)))
+    assert driver.frames(driver.sent)[4].tobytes() == sent
+    said = Received(m.Scores((1,), True), (np.zeros(2, np.float32), np.frombuffer(sent, np.uint8)))
     (entry,) = decode_turn(encode_turn(Turn(1.0, (FromPeer("teacher", "t", said),)))).entries
     assert isinstance(entry, FromPeer) and entry.received.message == said.message
-    assert entry.received.arrays[1].tobytes() == payload(2)
+    assert entry.received.arrays[1].tobytes() == sent

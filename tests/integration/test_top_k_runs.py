@@ -33,6 +33,19 @@ def test_a_run_trains_on_a_divergence_between_distributions(launch: Launch, name
     assert all(row["train/grad_norm"] > 0 and row["train/advantage_mean"] == 0 for row in rows)
 
 
+def test_a_run_trains_on_hidden_states_of_parts_of_rollouts(launch: Launch) -> None:
+    """Segments leave before their rollout is over. The learner's log-probs of the sampled tokens, from states and head,
+    are the teacher's up to the rounding of bfloat16."""
+    hidden = ("--teacher.payload=hidden", "--buffer.release=segment", "--max-staleness=2", "--actor.segment_tokens=16")
+    run = launch(*SETS[1:], *hidden, "--divergence=jsd", "--steps=4")
+    assert run.wait() == 0, run.text()
+    assert_balanced(run.summary())
+    rows = run.steps()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(0.0 < row["train/hidden_error"] < 2e-3 and row["train/tokens_unscored"] == 0 for row in rows)
+    assert all(0.0 < row["train/divergence"] < 1.0 for row in rows)
+
+
 def test_a_killed_buffer_comes_back_with_the_sets_that_it_had(launch: Launch) -> None:
     run = launch(*SETS, "--divergence=reverse_kl", "--teacher.tail=pooled", "--steps=8", "--max-staleness=2")
     run.until(lambda: len(run.steps()) >= 3, "step 3")

@@ -230,6 +230,35 @@ def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> N
     assert "with pools.style.top_k = 0" in told
 
 
+def test_hidden_states_do_for_every_divergence_between_distributions() -> None:
+    for name in ("reverse_kl", "forward_kl", "mixed", "jsd", "multi_sample"):
+        plain: dict[str, Any] = {"learner": {"objective": {"divergence": name}}, "teacher": {"payload": "hidden"}}
+        assert mistakes(**plain) == [] and warnings(**plain) == []
+    (told,) = warnings(teacher={"payload": "hidden"})
+    assert told.startswith("teacher.payload: got hidden, but learner.objective.divergence = 'k1' uses only the sampled")
+
+
+def test_hidden_states_that_no_learner_could_use_are_refused() -> None:
+    """From servers, from an average of the student, and of more bytes than the buffer takes: the built-in teacher's
+    have 160 numbers."""
+    jsd: dict[str, Any] = {"objective": {"divergence": "jsd"}}
+    (told,) = mistakes(learner=jsd, teacher={"payload": "hidden", "engine": "sglang"})
+    assert told.startswith(
+        "teacher.engine: got 'sglang' with teacher.payload = hidden, expected 'torch': servers return hidden states as "
+        "decimal numbers in JSON"
+    )
+    (told,) = mistakes(learner=jsd, teacher={"payload": "hidden"}, buffer={"max_top_k_bytes": 319})
+    assert told.startswith(
+        "buffer.max_top_k_bytes: got 319, expected at least 320, the bytes of a hidden state of models.t"
+    )
+    assert mistakes(learner=jsd, teacher={"payload": "hidden"}, buffer={"max_top_k_bytes": 320}) == []
+    student = str(builtin.STUDENT_DIR)
+    averaged: dict[str, Any] = {"learner": jsd | {"ema": {"decay": 0.9}}, "models": {"teacher": student}}
+    (told,) = mistakes(**averaged, teacher={"payload": "hidden"})
+    assert told.startswith("teacher.payload: got hidden with learner.ema.decay = 0.9, expected top_k")
+    assert mistakes(**averaged, teacher={"top_k": 8}) == []
+
+
 def test_sets_that_nobody_looks_at_are_warned_of() -> None:
     (told,) = warnings(teacher={"top_k": 8})
     assert told.startswith("teacher.top_k: got 8, but learner.objective.divergence = 'k1' uses only the sampled token")

@@ -29,6 +29,7 @@ from learner.step.lora import Adapters
 from learner.step.train_step import Trainer
 from tests.learner.conftest import build_item, build_student
 from tests.learner.settings import learner_config
+from tests.learner.step.test_hidden_step import head_of, with_states
 from tests.learner.step.test_top_k_step import VOCAB as TOP_K_VOCAB
 from tests.learner.step.test_top_k_step import with_sets
 from weights.staged_weights import tensor_of
@@ -46,6 +47,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "reverse KL": {"divergence": "reverse_kl"},
     "drawn": {"divergence": ("multi_sample", {"samples": 3})},
     "context weights": {"divergence": ("jsd", {"context_cap": 2.0}), "importance": ("sequence", {})},
+    "hidden states": {"divergence": "reverse_kl"},
     "computed again": {"recompute": 1.0, "updates_per_batch": 2},
     "adapters": {"lora": LoraConfig(rank=2, alpha=4.0)},
     "bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4},
@@ -54,7 +56,8 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def items_of(*, seed: int, top_k: bool) -> list[TrainItem]:
+def items_of(*, seed: int, top_k: bool, hidden: bool = False) -> list[TrainItem]:
+    """`hidden`: teachers send hidden states in place of top-k sets."""
     vocab = TOP_K_VOCAB
     made = [
         build_item("a", [0, 0, 1, 1, 1], task_id=1, reward=1.0, seed=seed, vocab=vocab),
@@ -64,6 +67,8 @@ def items_of(*, seed: int, top_k: bool) -> list[TrainItem]:
         build_item("e", [0, 1, 1], task_id=2, reward=2.0, teachers=(), seed=seed + 4, vocab=vocab),
         build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, seed=seed + 5, vocab=vocab),
     ]
+    if hidden:
+        return [with_states(one, cut=3) for one in made]
     return [with_sets(one, k=6, cut=3) for one in made] if top_k else made
 
 
@@ -73,7 +78,9 @@ def trainer_of(config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.f
         model = build_student(dtype=dtype)
     torch.manual_seed(0)
     adapters = Adapters(model, config.lora, base="tiny") if config.lora.rank else None
-    return Trainer(model, config, total_steps=10, adapters=adapters, vocab_tokens=TOP_K_VOCAB, ranks=ranks)
+    return Trainer(
+        model, config, total_steps=10, adapters=adapters, vocab_tokens=TOP_K_VOCAB, ranks=ranks, head_of=head_of
+    )
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -91,14 +98,14 @@ def difference(ones: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return max(each)
 
 
-def of_steps(ranks: Ranks, settings: dict[str, Any]) -> dict[str, float]:
+def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[str, float]:
     """Largest differences over three steps, with teacher's text in the second, and after them."""
     config = learner_config(**(PLAIN | settings))
     dtype = torch.float32 if config.dtype == "bfloat16" else torch.float64
     alone, together = (trainer_of(config, one, dtype) for one in (Ranks(), ranks))
     figures = gradients = 0.0
     for step in range(3):
-        items = items_of(seed=10 * step, top_k=config.objective.needs_top_k)
+        items = items_of(seed=10 * step, top_k=config.objective.needs_top_k, hidden=hidden)
         if step == 2:  # one rollout has tokens to train: all ranks but one have nothing to do
             items = [items[0], *(replace(one, train_mask_L=np.zeros_like(one.train_mask_L)) for one in items[1:3])]
         offline = [build_item("t", [0, 0, 1, 1], seed=5, vocab=TOP_K_VOCAB)] if step == 1 else []
@@ -234,7 +241,7 @@ def main(names: Sequence[str]) -> None:
     ranks.lead = lambda *_: None  # type: ignore[method-assign,assignment]
     for name, settings in CASES.items():
         if not names or name in names:
-            results[name] = of_steps(ranks, settings)
+            results[name] = of_steps(ranks, settings, hidden=name == "hidden states")
     for name, check in further.items():
         if not names or name in names:
             results[name] = check(ranks)

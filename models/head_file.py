@@ -1,0 +1,68 @@
+"""Loads the output head of a checkpoint, without its layers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models.description import DtypeName
+from models.loading import ModelError, load_causal_lm, load_config, resolve_path
+from models.logprobs import LmHead, lm_head
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+log = logging.getLogger(__name__)
+
+
+def load_head(path: str | Path, *, device: str, dtype: DtypeName) -> LmHead:
+    """The head of a causal LM in a folder, or of a hub name. Only its tensors are read from safetensors files, under
+    the names that the architecture gives them; for other files the whole model is loaded and dropped. Raises
+    models.loading.ModelError, and ValueError for a head that is not one linear layer."""
+    name = resolve_path(path)
+    with torch.device("meta"):
+        empty = cast(PreTrainedModel, AutoModelForCausalLM.from_config(load_config(name)))
+    outline = lm_head(empty)
+    tensors = _read(Path(name), empty, [one for one in (outline.weight_VH, outline.bias_V) if one is not None])
+    if tensors is None:
+        log.warning("%s has its output head in no safetensors file under the usual name; loading the whole model", name)
+        whole = lm_head(load_causal_lm(name, device="cpu", dtype=dtype, attention="packed"))
+        tensors = [one.detach().clone() for one in (whole.weight_VH, whole.bias_V) if one is not None]
+    wanted: torch.dtype = getattr(torch, dtype)
+    weight_VH, *bias = (tensor.to(device=device, dtype=wanted) for tensor in tensors)
+    return LmHead(weight_VH, bias[0] if bias else None, outline.scale, outline.softcap)
+
+
+def _read(folder: Path, empty: PreTrainedModel, parameters: list[Tensor]) -> list[Tensor] | None:
+    """The values of these parameters of a model on the meta device; None if one is in no safetensors file. A tied head
+    is in the file under the embedding's name."""
+    files = _files(folder)
+    found: list[Tensor] = []
+    for parameter in parameters:
+        names = [name for name, one in empty.named_parameters(remove_duplicate=False) if one is parameter]
+        name = next((name for name in names if name in files), None)
+        if name is None:
+            return None
+        with safe_open(files[name], framework="pt") as file:  # pyright: ignore[reportUnknownVariableType]
+            found.append(cast(Tensor, file.get_tensor(name)))
+        if found[-1].shape != parameter.shape:
+            raise ModelError(f"{folder}: {name} is {list(found[-1].shape)}, config.json says {list(parameter.shape)}")
+    return found
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Tensor -> safetensors file."""
+    if (folder / INDEX_FILE).is_file():
+        placed = cast(dict[str, str], json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"])
+        return {name: folder / file for name, file in placed.items()}
+    if not (folder / SINGLE_FILE).is_file():
+        return {}
+    with safe_open(folder / SINGLE_FILE, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType]
+        return {str(name): folder / SINGLE_FILE for name in file.keys()}  # noqa: SIM118 - it is no mapping
