@@ -32,8 +32,6 @@ from models.loading import load_causal_lm
 from models.tokenizer import load_tokenizer, stop_token_ids
 from protocol.messages import Sampling
 
-REQUESTS_PER_SLOT = 4
-
 
 def main() -> None:
     args = _arguments()
@@ -42,12 +40,12 @@ def main() -> None:
     stops = stop_token_ids(args.model, tokenizer)
     texts = [problem.prompt for problem in read_problems(TRAIN_JSONL)]
     texts = list(dict.fromkeys(texts))
-    print(f"{args.model}: {args.repeats} alternating runs, {REQUESTS_PER_SLOT} requests per slot, one thread\n")
+    print(f"{args.model}: {args.repeats} alternating runs, {args.requests_per_slot} requests per slot, one thread\n")
     print("| slots | requests | generate tok/s | engine tok/s | ratio (min..max of pairs) | tokens per rollout |")
     print("|---|---|---|---|---|---|")
     clock_s = time.process_time if args.cpu_time else time.perf_counter
     for slots in args.slots:
-        n_requests = REQUESTS_PER_SLOT * slots * (4 if slots == 1 else 1)
+        n_requests = args.requests_per_slot * slots * (4 if slots == 1 else 1)
         if n_requests > len(texts):
             raise SystemExit(f"{slots} slots need {n_requests} different prompts; {TRAIN_JSONL} has {len(texts)}")
         prompts = [prompt_token_ids(tokenizer, text) for text in texts[:n_requests]]
@@ -130,6 +128,7 @@ def _arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=STUDENT_DIR, help="folder of a causal LM (default: the student)")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--requests-per-slot", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-context", type=int, default=256)

@@ -1,10 +1,12 @@
-"""Scoring and learning, packed against padded, side by side on the built-in architecture (random weights).
+"""Scoring and learning, packed against padded, side by side: on the built-in architecture (random weights), or a model.
 
     OMP_NUM_THREADS=1 python bench/score_and_learn.py
+    OMP_NUM_THREADS=1 python bench/score_and_learn.py --model examples/smollm2/model --sequences 16 --cpu-time
 
 packed: this project's `TorchScorer.score` and `Trainer.step`. padded: what one writes first with transformers (sdpa):
 sequences padded on the right to the longest, an attention mask, logits for every position, log_softmax, gather; for
-learning the same loss, gradient clipping and AdamW. Both sides get the same sequences and give the same numbers, which
+learning the same loss, gradient clipping and AdamW, in microbatches of rows of at most as many tokens as ours, padding
+counted, in the order of the batch. Both sides get the same sequences and give the same numbers, which
 is checked before anything is timed. Runs alternate, the first of each is thrown away. Tokens are real ones, prompt and
 completion together; padding is not counted.
 """
@@ -16,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,9 +33,11 @@ from learner.config import LearnerConfig
 from learner.objectives.options import Capped
 from learner.step.train_step import Trainer
 from models import packed
+from models.loading import load_causal_lm
 from protocol.messages import BatchItem
 
 VOCAB = 297
+"""Of the random weights."""
 SIZES = {"student 64/192": (64, 192), "teacher 160/480": (160, 480)}
 PROMPT_TOKENS = 10
 
@@ -54,6 +59,9 @@ def main() -> None:
     random = np.random.default_rng(args.seed)
     lengths = [PROMPT_TOKENS + int(random.integers(args.shortest, args.longest + 1)) for _ in range(args.sequences)]
     sequences = [random.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
+    models = {name: partial(_random_model, size) for name, size in SIZES.items()}
+    if args.model:
+        models = {args.model: partial(_loaded_model, args.model)}
     tokens = sum(lengths)
     clock_s = time.process_time if args.cpu_time else time.perf_counter
     print(
@@ -63,9 +71,10 @@ def main() -> None:
     )
     print("| what | model | padded tok/s | packed tok/s | ratio (min..max of pairs) |")
     print("|---|---|---|---|---|")
-    for model_name, size in SIZES.items():
-        for what, make in (("scoring", _scoring), ("learning", _learning)):
-            padded, ours = make(size, sequences)
+    for model_name, model in models.items():
+        for what in args.what:
+            make = _scoring if what == "scoring" else _learning
+            padded, ours = make(model, sequences, args.pack_tokens)
             _check_equal(padded(), ours())
             rates = _alternate((padded, ours), tokens, args.repeats, clock_s)
             ratios = [b / a for a, b in zip(*rates, strict=True)]
@@ -76,16 +85,18 @@ def main() -> None:
             )
 
 
-def _scoring(size: tuple[int, int], sequences: Sequence[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _scoring(
+    model: Callable[[str], PreTrainedModel], sequences: Sequence[Any], pack_tokens: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """(padded, packed): each returns the log-probs of all completion tokens, [n]."""
-    scorer = TorchScorer(_model(size, packed.IMPLEMENTATION))
-    plain = _model(size, "sdpa")
+    scorer = TorchScorer(model(packed.IMPLEMENTATION))
+    plain = model("sdpa")
     requests = [ScoreRequest(ids, PROMPT_TOKENS) for ids in sequences]
-    rectangle = _rectangle(sequences)
+    rectangles = _rectangles(sequences, pack_tokens)
 
     def padded() -> Any:
         with torch.inference_mode():
-            return _padded_logprobs(plain, rectangle).numpy()
+            return np.concatenate([_padded_logprobs(plain, one).numpy() for one in rectangles])
 
     def ours() -> Any:
         return np.concatenate([result.logprobs for result in scorer.score(requests)])
@@ -93,23 +104,27 @@ def _scoring(size: tuple[int, int], sequences: Sequence[Any]) -> tuple[Callable[
     return padded, ours
 
 
-def _learning(size: tuple[int, int], sequences: Sequence[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _learning(
+    model: Callable[[str], PreTrainedModel], sequences: Sequence[Any], pack_tokens: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """(padded, packed): each makes one optimizer step and returns its gradient norm, [1]."""
-    config = LearnerConfig(schedule="constant", warmup_steps=0, lr=1e-9)
-    trainer = Trainer(_model(size, packed.IMPLEMENTATION), config, total_steps=10**6)
+    config = LearnerConfig(schedule="constant", warmup_steps=0, lr=1e-9, pack_tokens=pack_tokens)
+    trainer = Trainer(model(packed.IMPLEMENTATION), config, total_steps=10**6)
     items = [train_item(index, ids) for index, ids in enumerate(sequences)]
-    plain = _model(size, "sdpa")
+    plain = model("sdpa")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
-    rectangle = _rectangle(sequences)
-    behaviour_N = rectangle.behaviour_BL[rectangle.completion_BL]
-    teacher_N = rectangle.teacher_BL[rectangle.completion_BL]
+    rectangles = _rectangles(sequences, pack_tokens)
+    n_trained = sum(int(one.completion_BL.sum()) for one in rectangles)
 
     def padded() -> Any:
-        student_N = _padded_logprobs(plain, rectangle)
-        current_N = student_N.detach()
-        weights_N = torch.exp(current_N - behaviour_N).clamp(max=Capped().cap)
-        loss = (weights_N * (current_N - teacher_N) * student_N).sum() / len(student_N)
-        loss.backward()
+        for rectangle in rectangles:
+            student_N = _padded_logprobs(plain, rectangle)
+            current_N = student_N.detach()
+            behaviour_N = rectangle.behaviour_BL[rectangle.completion_BL]
+            teacher_N = rectangle.teacher_BL[rectangle.completion_BL]
+            weights_N = torch.exp(current_N - behaviour_N).clamp(max=Capped().cap)
+            loss = (weights_N * (current_N - teacher_N) * student_N).sum() / n_trained
+            loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -128,7 +143,12 @@ def _padded_logprobs(model: PreTrainedModel, rectangle: Padded) -> Tensor:
     return chosen_BL[rectangle.completion_BL[:, 1:]]
 
 
-def _model(size: tuple[int, int], implementation: str) -> PreTrainedModel:
+def _loaded_model(folder: str, implementation: str) -> PreTrainedModel:
+    attention = "packed" if implementation == packed.IMPLEMENTATION else "sdpa"
+    return load_causal_lm(folder, device="cpu", dtype="float32", attention=attention, train=True)
+
+
+def _random_model(size: tuple[int, int], implementation: str) -> PreTrainedModel:
     shape: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": size[0],
@@ -157,16 +177,28 @@ def train_item(index: int, ids_L: Any, *, prompt_tokens: int = PROMPT_TOKENS, vo
     return train_items([item], (ids_L, behaviour_L, mask_L, teacher_1L))[0]
 
 
-def _rectangle(sequences: Sequence[Any]) -> Padded:
-    longest = max(len(ids) for ids in sequences)
-    items = [train_item(index, ids) for index, ids in enumerate(sequences)]
+def _rectangles(sequences: Sequence[Any], pack_tokens: int) -> list[Padded]:
+    """Rows in the order of the batch, of at most `pack_tokens` tokens with their padding."""
+    rows: list[list[int]] = [[]]
+    for index in range(len(sequences)):
+        together = [*rows[-1], index]
+        if rows[-1] and len(together) * max(len(sequences[i]) for i in together) > pack_tokens:
+            rows.append([index])
+        else:
+            rows[-1] = together
+    return [_rectangle(sequences, members) for members in rows]
+
+
+def _rectangle(sequences: Sequence[Any], members: Sequence[int]) -> Padded:
+    longest = max(len(sequences[i]) for i in members)
+    items = [train_item(index, sequences[index]) for index in members]
 
     def pad(rows: Sequence[Any]) -> Tensor:
         return torch.stack([torch.from_numpy(np.pad(row, (0, longest - len(row)))) for row in rows])
 
     return Padded(
-        ids_BL=pad(sequences).long(),
-        attention_BL=pad([np.ones(len(ids), np.int64) for ids in sequences]),
+        ids_BL=pad([item.tokens_L for item in items]).long(),
+        attention_BL=pad([np.ones(len(item.tokens_L), np.int64) for item in items]),
         completion_BL=pad([item.train_mask_L for item in items]),
         behaviour_BL=pad([item.behaviour_L for item in items]),
         teacher_BL=pad([item.teacher_ML[0] for item in items]),
@@ -193,6 +225,9 @@ def _alternate(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="folder of a causal LM; default: random weights of two sizes")
+    parser.add_argument("--what", nargs="+", choices=["scoring", "learning"], default=["scoring", "learning"])
+    parser.add_argument("--pack-tokens", type=int, default=LearnerConfig().pack_tokens, help="of a microbatch")
     parser.add_argument("--sequences", type=int, default=64, help="sequences per batch")
     parser.add_argument("--shortest", type=int, default=16, help="completion tokens at least")
     parser.add_argument("--longest", type=int, default=58, help="completion tokens at most")
