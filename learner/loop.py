@@ -141,7 +141,7 @@ class LearnerLoop:
 
     def _run(self) -> None:
         self._client.send(LearnerStarted(self.version, self._parent, self._stream.next_task_id, self._stream.progress))
-        self._publisher.publish(self.version, self._trainer.weights())
+        self._publisher.publish(self.version, self._trainer.named_weights())
         if self._ema is not None:
             self._ema.publish(self.version)  # before any task: no other teacher scores a rollout
         self._inbox.tasks_wanted = 1  # the first acknowledgement asks for more
@@ -163,7 +163,7 @@ class LearnerLoop:
         step = self.version.step
         if step % self._config.publish_every == 0 or step == self._steps:
             with self.clock.waiting("weights"):
-                self._publisher.publish(self.version, self._trainer.weights())
+                self._publisher.publish(self.version, self._trainer.named_weights())
         if self._ema is not None:
             with self.clock.waiting("weights"):
                 self._ema.step(self.version, self._trainer.weights())

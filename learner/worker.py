@@ -335,6 +335,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
         members=members,
         canary=canary,
         control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
+        staging=start.trainer.ranks.staging,
     )
 
 

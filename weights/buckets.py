@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -73,13 +74,19 @@ class BucketLayout(ABC):
     def bounds(self, index: int) -> tuple[int, int]:
         """First byte and end of bucket `index`."""
 
-    def gather(self, start: int, end: int, sources: Sequence[Tensor], out_b: Tensor) -> None:
-        """Copy bytes [start, end) of the run to the front of `out_b`, which may be on another device. `sources`:
-        `byte_views` of the tensors, in manifest order."""
+    def tensors_in(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Tensors that may have a part in bytes [start, end) of the run: place in the manifest, and first byte in the
+        run."""
         first = max(0, bisect.bisect_right(self._by_offset, (start, len(self.offsets))) - 1)
         for offset, i in self._by_offset[first:]:
             if offset >= end:
                 break
+            yield i, offset
+
+    def gather(self, start: int, end: int, sources: Sequence[Tensor], out_b: Tensor) -> None:
+        """Copy bytes [start, end) of the run to the front of `out_b`, which may be on another device. `sources`:
+        `byte_views` of the tensors, in manifest order."""
+        for i, offset in self.tensors_in(start, end):
             low, high = max(start, offset), min(end, offset + sources[i].numel())
             if low < high:
                 out_b[low - start : high - start].copy_(sources[i][low - offset : high - offset])
@@ -157,6 +164,35 @@ class PackedLayout(BucketLayout):
 
     def bounds(self, index: int) -> tuple[int, int]:
         return self.buckets[index].start, self.buckets[index].end
+
+
+class Content(Protocol):
+    """The bytes of a set of tensors, for whoever sends them or writes them to a file. One thread at a time."""
+
+    def in_place(self, layout: BucketLayout) -> Tensor | None:
+        """The whole run, if its bytes lie in memory as this layout wants them. Otherwise they must be read."""
+        ...
+
+    def read(self, layout: BucketLayout, start: int, end: int, out_b: Tensor) -> None:
+        """Copy bytes [start, end) of the run to the front of `out_b`, which may be on any device."""
+        ...
+
+
+class WholeTensors:
+    """The bytes of tensors of this process. They must not change meanwhile."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """`named`: in the order of the layouts' manifest."""
+        self._named = named
+        self._sources: list[Tensor] | None = None
+
+    def in_place(self, layout: BucketLayout) -> Tensor | None:
+        return layout.run_of(self._named)
+
+    def read(self, layout: BucketLayout, start: int, end: int, out_b: Tensor) -> None:
+        if self._sources is None:
+            self._sources = byte_views(self._named)
+        layout.gather(start, end, self._sources, out_b)
 
 
 def byte_views(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:

@@ -50,9 +50,9 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     the learner's own weights, float32."""
     staging: Staging = "auto"
     """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
-    bfloat16 (8 billion parameters: 64 or 32 GB). device: on the learner's GPU, next to the 16 bytes per parameter of
-    training. host: pinned memory of this machine; training waits for the copy, at about 25 GB/s. auto: host with gloo,
-    which sends from there, else device."""
+    bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
+    16 bytes per parameter of training. host: pinned memory of this machine; training waits for the copy, at about 25
+    GB/s. auto: host with gloo, which sends from there, else device."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner. The store, the control channel and gloo listen on
     this address only."""

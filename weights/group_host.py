@@ -18,14 +18,12 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
-from torch import Tensor
-
 from protocol.messages import WeightPlan, WeightsRef
-from weights.buckets import BucketLayout, manifest_of
+from weights.buckets import BucketLayout, Content
 from weights.control import ControlHost
 from weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
 from weights.deadlines import Limits, kind_of
@@ -33,7 +31,7 @@ from weights.group_operations import BackendName
 from weights.manifest import Manifest
 from weights.roster import Seat
 from weights.sink import GroupBroken, GroupInterrupted
-from weights.staged_weights import StagedWeights
+from weights.staged_weights import Staged
 from weights.transport import DropReason, Result, Setup
 
 log = logging.getLogger(__name__)
@@ -53,9 +51,7 @@ class Channel(Protocol):
         """Meet the members. Raises GroupBroken or GroupInterrupted."""
         ...
 
-    def send(
-        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
-    ) -> None:
+    def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
         """Returns when the bytes have left this process; members may not have them yet. Raises GroupBroken or
         GroupInterrupted."""
         ...
@@ -102,7 +98,7 @@ class GroupHost(ABC):
     @abstractmethod
     def _layout_of(self, manifest: Manifest) -> BucketLayout: ...
 
-    def _file_of(self, weights: StagedWeights) -> WeightsRef | None:
+    def _file_of(self, weights: Staged) -> WeightsRef | None:
         """The version as a file for members to load; None: they get a broadcast. Raises NotSent."""
         return None
 
@@ -126,7 +122,7 @@ class GroupHost(ABC):
     def form(
         self,
         seats: tuple[Seat, ...],
-        newest: StagedWeights | None,
+        newest: Staged | None,
         post_plan: Callable[[WeightPlan], None],
     ) -> Result:
         """Replace the group by one of `seats`. Takes at most the limit for joining, a join timeout and a grace
@@ -149,7 +145,7 @@ class GroupHost(ABC):
         held = [message.version for message in joined.values()]
         return Result(behind=newest is not None and any(has is None or has < newest.version for has in held))
 
-    def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
+    def publish(self, weights: Staged, check: Check | None = None) -> Result:
         """Send a version to the group and wait until every member has staged it: at most its limit and a grace period.
         After an error the group is gone. `check`: how members prove that they have the version. Raises ValueError
         when names, dtypes or shapes of the tensors have changed."""
@@ -167,7 +163,7 @@ class GroupHost(ABC):
         self._control.send(header)
         error: str | None = None
         try:
-            self._group.send(self._round, layout, weights.named, timeout_s)
+            self._group.send(self._round, layout, weights.content, timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
         answers = self._collect(self._seats, Answer, began_s + timeout_s, error=error)
@@ -233,9 +229,9 @@ class GroupHost(ABC):
         return self._failed(error or "not every member was ready in time", lost)
 
     def _header(
-        self, weights: StagedWeights, check: Check | None, timeout_s: float, file: WeightsRef | None
+        self, weights: Staged, check: Check | None, timeout_s: float, file: WeightsRef | None
     ) -> tuple[BucketLayout, Round]:
-        manifest = manifest_of(weights.named)
+        manifest = weights.manifest
         agreed: Agreed | None = None
         if self._layout is None:
             agreed = Agreed(manifest, self._config.bucket_bytes)

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,7 @@ from torch.distributed import PrefixStore as _PrefixStore  # pyright: ignore[rep
 from torch.distributed import Store as _AnyStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from weights.buckets import BucketLayout, byte_views
+from weights.buckets import BucketLayout, Content
 from weights.deadlines import in_thread, wait_patiently
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted
 
@@ -190,15 +190,14 @@ class GroupOperations:
     def _send_buckets(
         self,
         layout: BucketLayout,
-        named: Sequence[tuple[str, Tensor]],
+        content: Content,
         pieces: Iterable[tuple[int, int]],
         deadline_s: float,
         each: Callable[[Tensor], None] = lambda bucket_b: None,
     ) -> None:
         """Rank 0: start a broadcast of each piece, bytes [start, end) of the run, after calling `each` with it. A run
         on the group's device is sent in place; otherwise a piece is copied while the one before is being sent."""
-        run_B = layout.run_of(named)
-        sources = byte_views(named) if run_B is None else []
+        run_B = content.in_place(layout)
         for index, (start, end) in enumerate(pieces):
             if len(self._under_way) == BUFFERS:
                 self._finish_oldest(deadline_s)  # so the buffer of piece index - 2 is free again
@@ -209,7 +208,7 @@ class GroupOperations:
                 if run_B is not None:
                     bucket_b.copy_(run_B[start:end])
                 else:
-                    layout.gather(start, end, sources, bucket_b)
+                    content.read(layout, start, end, bucket_b)
             each(bucket_b)
             self._start(bucket_b, deadline_s)
 

@@ -37,7 +37,7 @@ from weights.group_operations import choose_backend
 from weights.roster import EMBEDDED, Members, Roster, Seat
 from weights.server_checks import LearnerCanary, VersionChecks
 from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import StagedWeights, Weight, WeightStreams, streams_of
+from weights.staged_weights import Staged, StagedWeights, Staging, Weight, WeightStreams, streams_of
 from weights.transport import DropReason, PublisherStats, Result, Setup, make_transport
 
 log = logging.getLogger(__name__)
@@ -74,18 +74,19 @@ class Publisher:
         canary: LearnerCanary | None = None,
         control_keys: ServerKeys | None = None,
         streams: WeightStreams | None = None,
+        staging: Staging = StagedWeights,
     ) -> None:
         """`published(version, seconds of its broadcast or 0)` and `post_plan` are called from the publisher's thread.
         `snapshot_dir`: for the files that a transport or a proof of servers needs. `expected_actors`: when this many
         are connected the group is made without delay (0 = unknown). `device`: where the weights are. `members`: what
         the actors' engines are. `canary`: a further proof for servers, besides their checksums. `control_keys`: encrypt
-        the control channel. `streams`: None = those of `device`. Raises ValueError for a backend that this machine does
-        not have."""
+        the control channel. `streams`: None = those of `device`. `staging`: makes the copies. Raises ValueError for a
+        backend that this machine does not have."""
         device = torch.device(device)
         backend = "gloo" if config.transport == "folder" else choose_backend(config.backend, device)
         config = msgspec.structs.replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config, self._members, self._canary = config, members, canary
-        self._post_plan, self._published = post_plan, published
+        self._post_plan, self._published, self._staging = post_plan, published, staging
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
         self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT)
@@ -106,14 +107,14 @@ class Publisher:
         # Shared between the threads, under this lock.
         self._changed = threading.Condition()  # its lock is reentrant
         self._stats = PublisherStats()
-        self._pending: StagedWeights | None = None
-        self._spare: list[StagedWeights] = []
+        self._pending: Staged | None = None
+        self._spare: list[Staged] = []
         self._connected: frozenset[Seat] | None = None
         self._connected_news = self._rebuild_due = self._closing = False
         self._working = True
         self._failure: BaseException | None = None
         # The publisher thread's own.
-        self._newest: StagedWeights | None = None
+        self._newest: Staged | None = None
         self._owed = self._broken = False
         self._retry_s = self._not_before_s = 0.0
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -150,7 +151,7 @@ class Publisher:
             elif self._spare:
                 staged = self._spare.pop()
             else:
-                staged = StagedWeights(
+                staged = self._staging(
                     self._members,
                     dtype=sent_dtype(self._config.dtype, self._members.dtype),
                     bucket_bytes=self._config.bucket_bytes,

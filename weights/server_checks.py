@@ -19,7 +19,7 @@ from weights.config import SentDtype, WeightsConfig
 from weights.control_messages import Check
 from weights.roster import CheckBy, Members
 from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import StagedWeights
+from weights.staged_weights import Staged
 
 TOKENS: Final = 32
 _STRIDE: Final = 7919
@@ -109,7 +109,7 @@ class VersionChecks:
         self._canary = canary
         self._snapshots = snapshots
 
-    def of(self, plan: int, newest: StagedWeights) -> Check | None:
+    def of(self, plan: int, newest: Staged) -> Check | None:
         """The proofs for this version, whose copies are made. If its snapshot cannot be written, that proof stays
         due."""
         due = self._schedule.due(plan)
@@ -125,6 +125,6 @@ class VersionChecks:
         self._schedule.sent(plan, checked=whole)
 
 
-def canary_of(canary: LearnerCanary | None, weights: StagedWeights) -> Canary | None:
+def canary_of(canary: LearnerCanary | None, weights: Staged) -> Canary | None:
     """The prompt with the learner's log-probs under these weights; waits for a GPU."""
     return canary.canary(weights.canary) if canary is not None and weights.canary is not None else None

@@ -15,24 +15,42 @@ import hashlib
 import logging
 import re
 import shutil
+import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from protocol.atomic_file import replacing, sync
 from protocol.messages import WeightsRef, WeightVersion
+from weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
+from weights.manifest import Manifest
 from weights.sink import SnapshotRefused, check_snapshot
-from weights.staged_weights import StagedWeights
+from weights.staged_weights import Staged
 
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "model.safetensors"
+PIECE_BYTES: Final = 64 << 20
+"""Memory that writing takes."""
+_DTYPES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    **{f"{sign}int{bits}": f"{sign[:1].upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+"""Names of dtypes in a file, by torch's."""
 _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -50,14 +68,14 @@ class SnapshotKeeper:
         self.write_s = 0.0
         """Seconds that writing the newest snapshot took."""
 
-    def write(self, weights: StagedWeights) -> WeightsRef | None:
+    def write(self, weights: Staged) -> WeightsRef | None:
         """The snapshot of these weights. None if it cannot be written, which is counted."""
         if self.ref is not None and self.ref.version == weights.version:
             return self.ref
         weights.wait()
         began_s = time.monotonic()
         try:
-            self.ref = write_snapshot(self._folder, weights.version, weights.named, keep=self._keep)
+            self.ref = write_content(self._folder, weights.version, weights.manifest, weights.content, keep=self._keep)
         except OSError as error:
             self.failures_total += 1
             log.error("no snapshot of version %s: %s", weights.version, error)
@@ -79,21 +97,45 @@ def write_snapshot(
     keep: int,
 ) -> WeightsRef:
     """Write the tensors, and delete all but the newest `keep` snapshots. Raises OSError (disk full, no permission)."""
+    tensors = list(named)
+    return write_content(folder, version, manifest_of(tensors), WholeTensors(tensors), keep=keep)
+
+
+def write_content(
+    folder: Path, version: WeightVersion, manifest: Manifest, content: Content, *, keep: int
+) -> WeightsRef:
+    """The same, PIECE_BYTES at a time, in one pass. The format (github.com/huggingface/safetensors, "Format"): 8 bytes,
+    the length of the header; the header, JSON; the tensors without gaps."""
     target = folder.resolve() / str(version) / FILE_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named}
-    try:
-        metadata = {"version": str(version), "format": "pt"}
-        with replacing(target) as draft:
-            save_file(tensors, draft, metadata=metadata)
-            with draft.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except SafetensorError as error:  # raised for a full disk, too
-        raise OSError(f"{target}: {error}") from error
+    layout = PackedLayout(manifest, PIECE_BYTES)
+    header: dict[str, object] = {"__metadata__": {"version": str(version), "format": "pt"}}
+    for spec, offset in zip(manifest.tensors, layout.offsets, strict=True):
+        header[spec.name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": (offset, offset + spec.n_bytes),
+        }
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)  # so that tensors begin at multiples of 8 in a mapped file
+    digest = hashlib.sha256()
+    piece_b = torch.empty(min(PIECE_BYTES, layout.total_bytes), dtype=torch.uint8)
+    with replacing(target) as draft, draft.open("wb") as file:
+        for part in chain((struct.pack("<Q", len(text)), text), _pieces(layout, content, piece_b)):
+            digest.update(part)
+            file.write(part)
     sync(target.parent)
     sync(target.parent.parent)
     _delete_old(folder, keep)
-    return WeightsRef(version, str(target), sha256)
+    return WeightsRef(version, str(target), digest.hexdigest())
+
+
+def _pieces(layout: PackedLayout, content: Content, piece_b: Tensor) -> Iterator[memoryview]:
+    """The bytes of the run, in pieces that share one memory."""
+    for start in range(0, layout.total_bytes, PIECE_BYTES):
+        end = min(start + PIECE_BYTES, layout.total_bytes)
+        content.read(layout, start, end, piece_b)
+        yield piece_b[: end - start].numpy().data
 
 
 def read_snapshot(ref: WeightsRef) -> list[tuple[str, Tensor]]:

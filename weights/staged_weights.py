@@ -12,7 +12,8 @@ memory is kept for the whole run, so that no allocator reuses it while another s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from models.transfer import whole
 from protocol.messages import WeightVersion
-from weights.buckets import BucketLayout, manifest_of
+from weights.buckets import BucketLayout, Content, WholeTensors, manifest_of
 from weights.config import CPU_BUCKET_BYTES, SentDtype
 from weights.manifest import Manifest, TensorSpec, in_pieces
 from weights.roster import EMBEDDED, Members
@@ -48,6 +49,23 @@ Weight: TypeAlias = Tensor | Merged
 def tensor_of(weight: Weight) -> Tensor:
     """A plain weight itself, without gradient; a merged or a sharded one in new memory."""
     return weight.tensor() if isinstance(weight, Merged) else whole(weight.detach())
+
+
+def sent_manifest(weights: Sequence[tuple[str, Weight]], dtype: SentDtype) -> Manifest:
+    """The tensors as they are sent; sharded ones count as whole. Raises ValueError for no tensors, or a name that comes
+    twice."""
+    originals = [(name, _original(weight)) for name, weight in weights]
+    specs = manifest_of(originals).tensors
+    if dtype != "keep":
+        specs = tuple(
+            TensorSpec(spec.name, dtype, spec.shape) if tensor.is_floating_point() else spec
+            for spec, (_, tensor) in zip(specs, originals, strict=True)
+        )
+    return Manifest(specs)
+
+
+def _original(weight: Weight) -> Tensor:
+    return weight.base if isinstance(weight, Merged) else weight.detach()
 
 
 class Mark(Protocol):
@@ -118,9 +136,54 @@ def streams_of(device: torch.device) -> WeightStreams:
     return CudaStreams(device) if device.type == "cuda" else NoStreams()
 
 
-class StagedWeights:
-    """One set of copies, on the originals' device or in host memory, in one contiguous run that a broadcast can send in
-    place. The next `fill` reuses the memory: fresh memory costs several times as much as the copying."""
+class Staged(ABC):
+    """The copies of one version after the other."""
+
+    def __init__(self) -> None:
+        self.version = WeightVersion(0, 0)
+        self.canary: Tensor | None = None
+        """The student's log-probs of the canary prompt under these weights (weights.server_checks)."""
+
+    @abstractmethod
+    def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
+        """Copy the weights, in place of those of another version."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the copies are made. Call it before reading them, in the thread that reads them."""
+
+    @property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Of the tensors as they are sent."""
+
+    @property
+    @abstractmethod
+    def content(self) -> Content: ...
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(spec.n_bytes for spec in self.manifest.tensors)
+
+
+class Staging(Protocol):
+    """Makes copies for a publisher. Arguments as of `StagedWeights`."""
+
+    def __call__(
+        self,
+        members: Members,
+        *,
+        dtype: SentDtype,
+        bucket_bytes: int,
+        place: Literal["device", "host"],
+        streams: WeightStreams,
+    ) -> Staged: ...
+
+
+class StagedWeights(Staged):
+    """Copies of all weights in this process, on the originals' device or in host memory, in one contiguous run that a
+    broadcast can send in place. The next `fill` reuses the memory: fresh memory costs several times as much as the
+    copying."""
 
     def __init__(
         self,
@@ -133,17 +196,18 @@ class StagedWeights:
     ) -> None:
         """`members`: the receivers, which decide the layout. `dtype`: of all floating-point copies. `place`: next to
         the originals, or in pinned host memory. `streams`: those of the originals' device; None: a CPU's."""
-        self.version = WeightVersion(0, 0)
+        super().__init__()
         self.named: list[tuple[str, Tensor]] = []
         """The copies by the names by which they are sent."""
-        self.canary: Tensor | None = None
-        """The student's log-probs of the canary prompt under these weights (weights.server_checks)."""
+        self.run_B = torch.empty(0, dtype=torch.uint8)
+        """The memory of the copies."""
         self._members = members
         self._dtype: SentDtype = dtype
         self._place = place
         self._streams = NoStreams() if streams is None else streams
         self._bucket_bytes = bucket_bytes
         self._layout: BucketLayout | None = None
+        self._sent: Manifest | None = None
         self._copies: list[Tensor] = []
         """One per original."""
         self._copied: Mark | None = None
@@ -153,14 +217,13 @@ class StagedWeights:
         the copies are only queued, between the work that computes the weights and the work that follows. Raises
         ValueError for no tensors, or a name that comes twice."""
         weights = list(named)
-        originals = [(name, w.base if isinstance(w, Merged) else w.detach()) for name, w in weights]
-        manifest, device = self._cast(manifest_of(originals), originals), originals[0][1].device
+        manifest, device = sent_manifest(weights, self._dtype), _original(weights[0][1]).device
         if self._layout is None or self._layout.manifest != manifest:
             self._layout = self._members.staging(manifest, self._bucket_bytes)
-            run_B = self._run(self._layout.total_bytes, device)
-            self._copies = [copy for _, copy in self._layout.views(run_B)]
-            sent = in_pieces(manifest, self._members.pieces)
-            self.named = self._members.staging(sent, self._bucket_bytes).views(run_B)
+            self.run_B = self._run(self._layout.total_bytes, device)
+            self._copies = [copy for _, copy in self._layout.views(self.run_B)]
+            self._sent = in_pieces(manifest, self._members.pieces)
+            self.named = self._members.staging(self._sent, self._bucket_bytes).views(self.run_B)
         to_host = self._place == "host" and device.type != "cpu"
         for copy, (_, weight) in zip(self._copies, weights, strict=True):
             tensor = tensor_of(weight)
@@ -170,13 +233,18 @@ class StagedWeights:
         self._copied = self._streams.mark()
 
     def wait(self) -> None:
-        """Wait until the copies are made. Call it before reading them, in the thread that reads them."""
         if self._copied is not None:
             self._copied.synchronize()
 
     @property
-    def n_bytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.named)
+    def manifest(self) -> Manifest:
+        if self._sent is None:
+            raise RuntimeError("nothing is staged")
+        return self._sent
+
+    @property
+    def content(self) -> Content:
+        return WholeTensors(self.named)
 
     def _run(self, n_bytes: int, device: torch.device) -> Tensor:
         in_host = self._place == "host"
@@ -186,13 +254,3 @@ class StagedWeights:
             "in pinned memory of the host" if in_host else f"on {device}",
         )
         return self._streams.host_bytes(n_bytes) if in_host else torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-
-    def _cast(self, manifest: Manifest, originals: list[tuple[str, Tensor]]) -> Manifest:
-        if self._dtype == "keep":
-            return manifest
-        return Manifest(
-            tuple(
-                TensorSpec(spec.name, self._dtype, spec.shape) if tensor.is_floating_point() else spec
-                for spec, (_, tensor) in zip(manifest.tensors, originals, strict=True)
-            )
-        )

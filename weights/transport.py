@@ -29,7 +29,7 @@ from weights.deadlines import Limits
 from weights.group_operations import BackendName
 from weights.roster import EMBEDDED, Members, Seat
 from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import StagedWeights
+from weights.staged_weights import Staged
 
 DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
 """Why a member is left out. no_join: it did not take up the plan in time; no_ready: it joined but hung, or failed by
@@ -104,13 +104,13 @@ class Transport(Protocol):
     def form(
         self,
         seats: tuple[Seat, ...],
-        newest: StagedWeights | None,
+        newest: Staged | None,
         post_plan: Callable[[WeightPlan], None],
     ) -> Result:
         """Replace the members by `seats`. `newest`: the version that they should have; None: there is none yet."""
         ...
 
-    def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
+    def publish(self, weights: Staged, check: Check | None = None) -> Result:
         """Send this version to every member, and wait until each has it, within a deadline. After an error the group is
         gone. `check`: how members prove that they have the version."""
         ...

@@ -8,7 +8,7 @@ learner         weights 4 P (float32); gradient and AdamW 12 P (none when frozen
                 (bfloat16) or 4; of layers that compute them again (learner.recompute) pack_tokens * H * a, and
                 those of one of them; logits 3 * logprob_chunk_tokens * V * 4; the output head of each teacher's
                 model that sends hidden states, V * (its H) * a
-                With learner.ranks = R each rank has 1 / R of weights, gradient and AdamW; staging is on rank 0
+                With learner.ranks = R each rank has 1 / R of weights, gradient, AdamW and staging
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * KV heads * head size * b
 embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits in chunks of
@@ -113,7 +113,7 @@ def learner_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", 
     sure = {"weights": 4 * share, "gradient and AdamW": 12 * trained / learner.ranks}
     likely = {
         "weights in bfloat16": 2 * p if width == 2 else 0,
-        "staging": 2 * sent * p if on_gpu and rank == 0 else 0,
+        "staging": 2 * sent * share if on_gpu else 0,
         "activations": kept,
         "logits": 3 * 4 * learner.logprob_chunk_tokens * shape.vocabulary,
     }

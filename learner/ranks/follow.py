@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,14 +16,15 @@ import torch
 
 from learner.batch import BatchError
 from learner.checkpoints.checkpoint import load_checkpoint
-from learner.ranks.group import RankGroup
+from learner.ranks.group import Announced, RankGroup
 from learner.ranks.messages import Beginning, load_items
+from learner.ranks.staging import OwnShare, Stage
 from learner.run_config import LearnerRunConfig
 from learner.step.make_trainer import make_trainer
 from learner.step.teacher_heads import teacher_heads
 from learner.step.train_step import Trainer
 from protocol.context import ExitCode, RoleContext
-from weights.staged_weights import tensor_of
+from weights.staged_weights import streams_of, tensor_of
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,14 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
     if first.call == "end":
         return ExitCode.OK
     trainer = _trainer(ctx, msgspec.json.decode(first.payload, type=Beginning), ranks)
+    follow(trainer, ranks, announced)
+    return ExitCode.OK
+
+
+def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced]) -> None:
+    """Make the announced calls."""
+    share = OwnShare(streams_of(trainer.model.device), ranks.rank, ranks.size)
+    ranks.shares.serve(share)
     for call, payload in announced:
         match call:
             case "step":
@@ -45,6 +55,8 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
             case "weights":
                 for _, weight in trainer.weights():
                     tensor_of(weight)
+            case "stage":
+                share.fill(msgspec.json.decode(payload, type=Stage), trainer.named_weights())
             case "state_dict":
                 trainer.state_dict()
             case "tensors":
@@ -55,7 +67,6 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
                 log.info("rank %d ends with step %d", ranks.rank, trainer.steps_done)
             case "begin":
                 raise RuntimeError("rank 0 announced a second beginning")
-    return ExitCode.OK
 
 
 def _trainer(ctx: RoleContext[LearnerRunConfig], beginning: Beginning, ranks: RankGroup) -> Trainer:

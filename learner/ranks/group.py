@@ -33,9 +33,11 @@ from torch.distributed.rendezvous import rendezvous
 from transformers import PreTrainedModel
 
 from learner.batch import BatchError, EmptyBatchError, NonFiniteError, UnreadableScores
+from learner.ranks.staging import ShareLink, StagingByRanks
+from weights.staged_weights import StagedWeights, Staging
 
 T = TypeVar("T")
-Call: TypeAlias = Literal["begin", "step", "skip", "weights", "state_dict", "tensors", "logprobs", "end"]
+Call: TypeAlias = Literal["begin", "step", "skip", "weights", "stage", "state_dict", "tensors", "logprobs", "end"]
 """What all ranks do together: methods of a trainer, its beginning and its end."""
 ERRORS: Final[dict[str, type[BatchError]]] = {
     error.__name__: error for error in (BatchError, EmptyBatchError, UnreadableScores, NonFiniteError)
@@ -100,6 +102,11 @@ class Ranks:
     def add_up(self, tensors: list[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks."""
 
+    @property
+    def staging(self) -> Staging:
+        """Makes the copies of weights that are being sent (`weights.publisher`)."""
+        return StagedWeights
+
     def close(self) -> None: ...
 
 
@@ -124,6 +131,7 @@ class RankGroup(Ranks):
         if self.rank == 0:
             self._store.set(_LEADER, str(os.getpid()))
         self.device: torch.device = device
+        self.shares = ShareLink(self.rank, self.size, timeout_s=timeout_s)
         self._announced = 0
         self._root: Any = None
 
@@ -135,6 +143,8 @@ class RankGroup(Ranks):
         self._announced += 1
         if data:
             dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
+        if call == "end":
+            self.shares.stop()
 
     def announcements(self) -> Iterator[Announced]:
         """For the other ranks: what rank 0 announces, up to and with the end. Waits as long as it takes. Raises
@@ -198,7 +208,14 @@ class RankGroup(Ranks):
         for tensor in tensors:
             dist.all_reduce(tensor)
 
+    @property
+    def staging(self) -> Staging:
+        return StagingByRanks(
+            self.shares, self.size, lambda stage: self.lead("stage", lambda: msgspec.json.encode(stage))
+        )
+
     def close(self) -> None:
+        self.shares.join()
         dist.destroy_process_group()
 
 

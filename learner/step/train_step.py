@@ -185,14 +185,15 @@ class Trainer:
         )
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
-        """The student's weights for the actors, by the names of its architecture, with adapters merged in. With several
-        ranks all of them must be read, each once and in this order (`weights.staged_weights.tensor_of`); the others are
+        """The student's weights by the names of its architecture, with adapters merged in. With several ranks all of
+        them must be read, each once and in this order (`weights.staged_weights.tensor_of`); the others are
         told when the first is asked for."""
         self.ranks.lead("weights")
         yield from self.named_weights()
 
     def named_weights(self) -> Iterable[tuple[str, Weight]]:
-        """The same, for their names and shapes."""
+        """The same for their names and shapes, and for a publisher, whose copies have all ranks take part
+        (`Ranks.staging`)."""
         return self.model.named_parameters() if self.adapters is None else self.adapters.published()
 
     def skip(self) -> None:

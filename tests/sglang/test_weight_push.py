@@ -42,15 +42,15 @@ from tests.sglang.conftest import (
     take,
 )
 from tests.sglang.test_weight_swap import differences, post, prompt_of
+from weights.buckets import WholeTensors
 from weights.checkpoint_names import checkpoint_pieces
 from weights.config import WeightsConfig, sent_dtype
-from weights.manifest import Bucket
+from weights.manifest import Bucket, Manifest
 from weights.publisher import Publisher
 from weights.receiver import WeightReceiver, WeightReceiverFailed
 from weights.roster import CheckBy, Members
 from weights.server_checks import LearnerCanary
 from weights.sink import GroupBroken, Interrupted
-from weights.snapshot import write_snapshot
 
 WAIT_S = PATIENCE_S
 CONFIG = WeightsConfig(
@@ -486,11 +486,13 @@ def test_a_server_that_keeps_old_weights_is_found_within_verify_every_versions(
 def test_loaded_from_the_file_a_version_must_have_the_same_checksums(
     run: Run, three: list[Server], other_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_other(folder: Path, version: WeightVersion, named: Named, **rest: Any) -> Any:
-        return write_snapshot(folder, version, changed(named, 9), **rest)
+    write = weights.snapshot.write_content
+
+    def write_other(folder: Path, version: WeightVersion, manifest: Manifest, content: object, *, keep: int) -> Any:
+        return write(folder, version, manifest, WholeTensors(changed(run.weights(version), 9)), keep=keep)
 
     if other_file:
-        monkeypatch.setattr(weights.snapshot, "write_snapshot", write_other)
+        monkeypatch.setattr(weights.snapshot, "write_content", write_other)
     publisher = run.start(three[:1], rejoin_delay_s=60.0)
     run.publish(V1)
     if other_file:

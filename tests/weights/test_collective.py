@@ -16,7 +16,7 @@ from torch import Tensor
 import weights.transports.collective
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import Fault, doomed_rank, fork_server
-from weights.buckets import Layout, manifest_of
+from weights.buckets import Layout, WholeTensors, manifest_of
 from weights.group_operations import Store, connect_store, host_store
 from weights.sink import GroupBroken, GroupInterrupted, WeightsRefused
 from weights.transports.collective import WeightGroup
@@ -59,7 +59,7 @@ class Ranks:
 
     def broadcast(self, number: int, layout: Layout, named: Named) -> list[Future[Any]]:
         """Of the members, what they received."""
-        sent = self.pool.submit(self.groups[0].send, number, layout, named, TIMEOUT_S)
+        sent = self.pool.submit(self.groups[0].send, number, layout, WholeTensors(named), TIMEOUT_S)
         received = [self.pool.submit(group.receive, number, layout, TIMEOUT_S) for group in self.groups[1:]]
         sent.result()
         return received
@@ -149,7 +149,7 @@ def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypa
         return honest(bucket_b) + (0 if hasattr(receive_started, "here") else 1)
 
     monkeypatch.setattr(weights.transports.collective, "checksum", lie)
-    sent = four_ranks.pool.submit(four_ranks.groups[0].send, 1, layout, mixed_tensors(1), TIMEOUT_S)
+    sent = four_ranks.pool.submit(four_ranks.groups[0].send, 1, layout, WholeTensors(mixed_tensors(1)), TIMEOUT_S)
     received = [four_ranks.pool.submit(receive, group) for group in four_ranks.groups[1:]]
     sent.result()
     for future in received:
@@ -160,7 +160,7 @@ def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypa
 def test_ranks_that_are_not_in_the_same_round_notice(four_ranks: Ranks) -> None:
     four_ranks.join()
     layout = Layout(manifest_of(mixed_tensors(0)), 1_024)
-    sent = four_ranks.pool.submit(four_ranks.groups[0].send, 2, layout, mixed_tensors(1), TIMEOUT_S)
+    sent = four_ranks.pool.submit(four_ranks.groups[0].send, 2, layout, WholeTensors(mixed_tensors(1)), TIMEOUT_S)
     received = [four_ranks.pool.submit(group.receive, 1, layout, TIMEOUT_S) for group in four_ranks.groups[1:]]
     sent.result()
     for future in received:
@@ -181,7 +181,7 @@ def test_a_broadcast_ends_at_the_deadline_when_a_member_never_takes_part(four_ra
     named: Named = [("large", torch.zeros(16 << 20))]  # more than the sockets hold
     layout = Layout(manifest_of(named), 64 << 20)
     with pytest.raises(GroupBroken):
-        four_ranks.groups[0].send(1, layout, named, 1.0)
+        four_ranks.groups[0].send(1, layout, WholeTensors(named), 1.0)
 
 
 def test_waiting_ends_when_the_owner_says_so() -> None:
@@ -211,7 +211,7 @@ def test_a_member_killed_inside_a_broadcast_breaks_it_for_the_others_long_before
     with ThreadPoolExecutor(2) as pool:
         for joined in [pool.submit(group.join, TIMEOUT_S) for group in survivors]:
             joined.result()
-        sent = pool.submit(survivors[0].send, 1, layout, named, 120.0)
+        sent = pool.submit(survivors[0].send, 1, layout, WholeTensors(named), 120.0)
         received = pool.submit(survivors[1].receive, 1, layout, 120.0)
         with pytest.raises(GroupBroken):
             sent.result()

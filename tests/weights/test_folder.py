@@ -104,7 +104,7 @@ def test_a_file_that_was_damaged_is_refused_counted_and_written_anew(
 ) -> None:
     from weights import snapshot
 
-    write, written = snapshot.write_snapshot, 0
+    write, written = snapshot.write_content, 0
 
     def write_and_damage(*args: Any, **kwargs: Any) -> WeightsRef:
         nonlocal written
@@ -114,7 +114,7 @@ def test_a_file_that_was_damaged_is_refused_counted_and_written_anew(
             damage(Path(ref.path))
         return ref
 
-    monkeypatch.setattr(snapshot, "write_snapshot", write_and_damage)
+    monkeypatch.setattr(snapshot, "write_content", write_and_damage)
     with learner.start() as publisher:
         learner.fleet.start(NAMES)
         publisher.membership(learner.fleet.membership())

@@ -22,7 +22,7 @@ import weights.group_operations
 from engines.torch.weights import EmbeddedWeights
 from protocol.messages import WeightVersion
 from tests.patience import PATIENCE_S, eventually
-from weights.buckets import Layout, PackedLayout, manifest_of
+from weights.buckets import Layout, PackedLayout, WholeTensors, manifest_of
 from weights.control_messages import Agreed, Round
 from weights.group_operations import host_store, wait_for_device
 from weights.sink import GroupBroken, GroupInterrupted
@@ -139,8 +139,9 @@ def test_an_operation_that_failed_breaks_the_group_of_the_servers(fake: FakeGrou
     group = servers()
     group.join(PATIENCE_S)
     fake.error = FAILED
+    views = layout.views(torch.zeros(layout.total_bytes, dtype=torch.uint8))
     with pytest.raises(GroupBroken, match="remote process exited"):
-        group.send(1, layout, layout.views(torch.zeros(layout.total_bytes, dtype=torch.uint8)), PATIENCE_S)
+        group.send(1, layout, WholeTensors(views), PATIENCE_S)
     group.close()
 
 
@@ -181,7 +182,7 @@ def test_servers_are_sent_the_smallest_tensor_once_more(fake: FakeGroup) -> None
         view.copy_(tensor)
     group = servers()
     group.join(PATIENCE_S)
-    group.send(1, layout, views, PATIENCE_S)
+    group.send(1, layout, WholeTensors(views), PATIENCE_S)
     assert [tensor.numel() for tensor in fake.sent] == [3_616, 3_600, 16]
     assert torch.equal(fake.sent[-1].view(torch.float32), torch.arange(4.0))
     group.close()
@@ -194,7 +195,7 @@ def test_torchs_own_limit_is_behind_the_deadline_of_every_operation(fake: FakeGr
     """NCCL looks at the group's timeout and not at the operation's; the group was joined with a short one."""
     group = embedded(rank=0)
     group.join(5.0)
-    group.send(1, LAYOUT, NAMED, 600.0)
+    group.send(1, LAYOUT, WholeTensors(NAMED), 600.0)
     assert len(fake.timeouts_s) == 1 + LAYOUT.n_buckets + 1
     for group_s, asked_s in zip(fake.timeouts_s, fake.asked_s, strict=True):
         assert group_s > asked_s
@@ -273,7 +274,7 @@ def test_only_the_first_operation_has_a_thread_of_its_own(fake: FakeGroup, monke
     monkeypatch.setattr(WeightGroup, "_patiently", patiently)
     group = embedded(rank=0)
     group.join(PATIENCE_S)
-    group.send(1, LAYOUT, NAMED, PATIENCE_S)
+    group.send(1, LAYOUT, WholeTensors(NAMED), PATIENCE_S)
     assert len(patient) == 1
     group.close()
 

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import fork_server
-from weights.buckets import PackedLayout, manifest_of
+from weights.buckets import PackedLayout, WholeTensors, manifest_of
 from weights.group_operations import host_store
 from weights.manifest import Bucket
 from weights.sink import GroupBroken, GroupInterrupted
@@ -119,7 +119,7 @@ def test_ranks_made_by_torchs_own_helper_get_every_tensor(connects_late: bool) -
     with ServerRanks(2) as ranks:
         ranks.group.join(TIMEOUT_S)
         ranks.group._connects_late = connects_late  # pyright: ignore[reportPrivateUsage]
-        ranks.group.send(1, ranks.layout, ranks.views, TIMEOUT_S)
+        ranks.group.send(1, ranks.layout, WholeTensors(ranks.views), TIMEOUT_S)
         expected = {name: (str(tensor.dtype), tensor.tolist()) for name, tensor in tensors()}
         for index in range(2):
             got = {name: (dtype, values) for name, dtype, values in (ranks.said(index) for _ in expected)}
@@ -145,7 +145,7 @@ def test_meeting_ends_at_the_deadline() -> None:
 def test_tensors_that_do_not_lie_in_one_run_are_gathered_into_it() -> None:
     with ServerRanks(1) as ranks:
         ranks.group.join(TIMEOUT_S)
-        ranks.group.send(1, ranks.layout, tensors(), TIMEOUT_S)
+        ranks.group.send(1, ranks.layout, WholeTensors(tensors()), TIMEOUT_S)
         expected = {name: (str(tensor.dtype), tensor.tolist()) for name, tensor in tensors()}
         assert {name: (dtype, values) for name, dtype, values in (ranks.said(0) for _ in expected)} == expected
         assert ranks.said(0) == "done"

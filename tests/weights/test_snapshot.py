@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from protocol.messages import WeightsRef, WeightVersion
 from tests.full_disk import fill, small_disk
 from tests.power_cut import PowerCut
+from weights.manifest import ITEM_BYTES
 from weights.sink import SnapshotRefused
 from weights.snapshot import FILE_NAME, read_snapshot, snapshots, write_snapshot
 
@@ -125,3 +127,23 @@ def test_a_snapshot_that_was_written_survives_a_loss_of_power(tmp_path: Path, mo
         assert max(snapshots(left)) == ref.version
         path = left / str(ref.version) / FILE_NAME
         assert dict(read_snapshot(msgspec.structs.replace(ref, path=str(path)))).keys() == tensors().keys()
+
+
+@pytest.mark.parametrize("piece_bytes", [8, 100, 64 << 20])
+def test_a_file_written_in_pieces_is_read_by_safetensors_with_every_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr("weights.snapshot.PIECE_BYTES", piece_bytes)
+    values = torch.arange(12).view(3, 4) % 2
+    named = {dtype: values.to(getattr(torch, dtype)) for dtype in ITEM_BYTES}
+    named |= {"empty": torch.zeros(0, 7), "scalar": torch.tensor(5.0), "slice": torch.randn(6, 8)[:, 2:5]}
+    ref = write_snapshot(tmp_path, VERSION, named.items(), keep=1)
+    got = load_file(ref.path)
+    assert got.keys() == named.keys()
+    for name, sent in named.items():
+        assert got[name].dtype == sent.dtype and got[name].shape == sent.shape
+        assert (
+            got[name].contiguous().view(-1).view(torch.uint8).tolist()
+            == sent.contiguous().view(-1).view(torch.uint8).tolist()
+        ), name
+    assert dict(read_snapshot(ref)).keys() == named.keys()

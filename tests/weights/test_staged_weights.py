@@ -147,7 +147,10 @@ def test_the_publisher_sends_on_a_stream_of_its_own_and_after_the_copies(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("weights.publisher.make_transport", lambda setup: Reads())
+    def make(setup: object) -> Reads:
+        return Reads()
+
+    monkeypatch.setattr("weights.publisher.make_transport", make)
     with Publisher(
         WeightsConfig(),
         snapshot_dir=tmp_path,

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weights.buckets import BucketLayout, Layout, checksum
+from weights.buckets import BucketLayout, Content, Layout, checksum
 from weights.group_host import Channel, GroupHost
 from weights.group_operations import (
     BackendName,
@@ -88,16 +88,14 @@ class WeightGroup(GroupOperations):
         if int(hello.item()) != self._group_epoch:
             raise GroupBroken(f"{self!r}: rank 0 greets group {int(hello.item())}, expected {self._group_epoch}")
 
-    def send(
-        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
-    ) -> None:
-        """Rank 0: broadcast the tensors of `layout.manifest`, in its order. They must not change meanwhile. Views of a
-        run on the group's device (`Layout.views`) are sent in place; others are gathered bucket by bucket. Returns when
-        the bytes have left this process; members may not have them yet."""
+    def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
+        """Rank 0: broadcast the tensors of `layout.manifest`. A run on the group's device is sent in place; otherwise
+        bytes are read bucket by bucket, each while the one before is being sent. Returns when the bytes have left this
+        process; members may not have them yet."""
         deadline_s = time.monotonic() + timeout_s
         sums: list[Tensor] = []
         pieces = (layout.bounds(index) for index in range(layout.n_buckets))
-        self._send_buckets(layout, named, pieces, deadline_s, lambda bucket_b: sums.append(checksum(bucket_b)))
+        self._send_buckets(layout, content, pieces, deadline_s, lambda bucket_b: sums.append(checksum(bucket_b)))
         self._start(self._trailer(sums, round_number), deadline_s)
         self._finish_all(deadline_s)
 

@@ -11,17 +11,13 @@ member refuses is written again for the next attempt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from protocol.messages import WeightsRef
-from weights.buckets import ALIGN_BYTES, BucketLayout, Layout
+from weights.buckets import ALIGN_BYTES, BucketLayout, Content, Layout
 from weights.control_messages import Check
 from weights.group_host import GroupHost, NotSent
 from weights.manifest import Manifest
 from weights.roster import Seat
-from weights.staged_weights import StagedWeights
+from weights.staged_weights import Staged
 from weights.transport import Result
 
 
@@ -30,9 +26,7 @@ class NoGroup:
 
     def join(self, timeout_s: float) -> None: ...
 
-    def send(
-        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
-    ) -> None: ...
+    def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -43,7 +37,7 @@ class FolderTransport(GroupHost):
     backend = "folder"
     independent = True
 
-    def publish(self, weights: StagedWeights, check: Check | None = None) -> Result:
+    def publish(self, weights: Staged, check: Check | None = None) -> Result:
         result = super().publish(weights, check)
         if "refused" in result.lost.values():
             self._snapshots.forget()
@@ -58,7 +52,7 @@ class FolderTransport(GroupHost):
     def _layout_of(self, manifest: Manifest) -> BucketLayout:
         return Layout(manifest, ALIGN_BYTES)
 
-    def _file_of(self, weights: StagedWeights) -> WeightsRef:
+    def _file_of(self, weights: Staged) -> WeightsRef:
         ref = self._snapshots.write(weights)
         if ref is None:
             raise NotSent(f"version {weights.version} could not be written to the run's folder")

@@ -14,13 +14,12 @@ and `close` closes our end of all connections.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from weights.buckets import BucketLayout, PackedLayout
+from weights.buckets import BucketLayout, Content, PackedLayout
 from weights.group_operations import (
     WAIT_SLICE_S,
     BackendName,
@@ -79,9 +78,7 @@ class ServerGroup(GroupOperations):
         )
         self._meeting = self._connects_late  # with gloo all ranks have met by now
 
-    def send(
-        self, round_number: int, layout: BucketLayout, named: Sequence[tuple[str, Tensor]], timeout_s: float
-    ) -> None:
+    def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
         """Broadcast the tensors. Returns when the bytes have left this process. Raises GroupBroken or
         GroupInterrupted."""
         if not isinstance(layout, PackedLayout):
@@ -90,7 +87,7 @@ class ServerGroup(GroupOperations):
         if self._backend == "nccl":
             buckets = (*buckets, smallest_tensor_bucket(buckets))
         deadline_s = time.monotonic() + timeout_s
-        self._send_buckets(layout, named, [(bucket.start, bucket.end) for bucket in buckets], deadline_s)
+        self._send_buckets(layout, content, [(bucket.start, bucket.end) for bucket in buckets], deadline_s)
         self._finish_all(deadline_s)
 
     def _start(self, tensor: Tensor, deadline_s: float) -> None:

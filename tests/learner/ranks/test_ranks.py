@@ -4,21 +4,15 @@ also where rollouts are left out. Each rank is a process (`same_as_one`), over g
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from models.packed_layout import balanced_packs
+from tests.learner.ranks.processes import run_ranks
 from tests.learner.ranks.same_as_one import CASES
-from tests.patience import PATIENCE_S
 
-ROOT = Path(__file__).parents[3]
 FLOAT64 = 1e-9
 ALLOWED = {
     "bad rollouts": 1e-5,  # float32
@@ -32,31 +26,10 @@ ALLOWED = {
 
 def results_of(n_ranks: int) -> list[dict[str, dict[str, float]]]:
     """What each rank found, by case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.ranks.same_as_one"],
-            env={**common, "RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(n_ranks)
-    ]
-    try:
-        said = [rank.communicate(timeout=3 * PATIENCE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank, (_, errors) in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, errors[-3000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in said]
+    ended = run_ranks(n_ranks, "tests.learner.ranks.same_as_one")
+    for one in ended:
+        assert one.returncode == 0, one.stderr[-3000:]
+    return [json.loads(one.stdout.splitlines()[-1]) for one in ended]
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

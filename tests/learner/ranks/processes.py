@@ -1,0 +1,44 @@
+"""Ranks as processes, for tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_ranks(n_ranks: int, module: str, *args: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run `main(args)` of the module on each rank, over gloo, to its end. Not with -m: what it starts by a fork server
+    would import it again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import sys; from {module} import main; main(sys.argv[1:])", *args],
+            env={**common, "RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n_ranks)
+    ]
+    try:
+        said = [rank.communicate(timeout=3 * PATIENCE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [
+        subprocess.CompletedProcess(rank.args, rank.returncode, output, errors)
+        for rank, (output, errors) in zip(ranks, said, strict=True)
+    ]
