@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,8 @@ def flat(n: int, apart: float, vocab: int = 4000) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def of_model(folder: Path, questions: Path, n_questions: int, n_tokens: int) -> tuple[Tensor, Tensor]:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     student, teacher = list[Tensor](), list[Tensor]()
     for line in questions.read_text().splitlines()[:n_questions]:
