@@ -20,6 +20,7 @@ from learner.batch import BatchError, TrainItem, UnreadableScores, train_items
 from learner.config import LearnerConfig
 from learner.prompts.config import TaskConfig
 from learner.step.finite_step import finite_step
+from learner.step.teacher_heads import HeadOf
 from learner.step.train_step import Trainer
 from models.logprobs import LmHead
 from protocol.hidden_codec import encode_hidden
@@ -110,8 +111,12 @@ def config_of(**fields: Any) -> LearnerConfig:
     return learner_config(tasks=TaskConfig(routes=ROUTES), **{**plain, **fields})
 
 
-def trainer_of(model: PreTrainedModel, config: LearnerConfig, **more: Any) -> Trainer:
-    return Trainer(model, config, total_steps=10, vocab_tokens=VOCAB, **{"head_of": head_of, **more})
+def trainer_of(model: PreTrainedModel, config: LearnerConfig, heads: HeadOf = head_of) -> Trainer:
+    return Trainer(model, config, total_steps=10, vocab_tokens=VOCAB, head_of=heads)
+
+
+def always(head: LmHead) -> HeadOf:
+    return {"math": head}.__getitem__
 
 
 def dense_divergence(name: str, p_V: Tensor, q_V: Tensor) -> Tensor:
@@ -204,10 +209,10 @@ def test_the_head_of_another_model_ends_the_step(tiny_student: Student, make_ite
     right = head_of("math")
     same_size = replace(right, weight_VH=right.weight_VH.roll(1, 0))
     with pytest.raises(BatchError, match="the learner must read the output head of the model"):
-        trainer_of(tiny_student(), config, head_of=lambda _: same_size).step([item])
+        trainer_of(tiny_student(), config, always(same_size)).step([item])
     for other, got in ((head_of("style"), "21 rows of 4"), (replace(right, weight_VH=right.weight_VH[:19]), "19 rows")):
         with pytest.raises(ValueError, match=f"hidden states of 6 numbers for an output head of {got}"):
-            trainer_of(tiny_student(), config, head_of=lambda _, head=other: head).step([item])
+            trainer_of(tiny_student(), config, always(other)).step([item])
     with pytest.raises(ValueError, match="has no teacher's output head"):
         Trainer(tiny_student(), config, total_steps=3, vocab_tokens=VOCAB).step([item])
 
