@@ -5,6 +5,11 @@
 This is a run whose student is the teacher's checkpoint and is never trained; the batches that reach the learner are
 recorded in FILE: `steps` times `buffer.batch_rollouts` rollouts. With `learner.tasks.privileged` the teacher reads that
 text when it writes, and the recording has the prompts without it (`learner.written`).
+
+    python -m launch.write FILE --from ROWS --student DIR
+
+records text that is there instead: prompts with responses, for SFT, or for distillation with `teacher.top_k`
+(`launch.given`).
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from typing import Final
 from launch import run
 from launch.checks.model_files import find_model
 from launch.config.command_line import parse_arguments, resolve_config
-from launch.errors import WRONG_CONFIG_EXIT_CODE, LaunchError, refuse
+from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
+from launch.given import write_given
 
 RECIPE: Final = (
     "--learner.eval_every=0",
@@ -30,9 +36,13 @@ RECIPE: Final = (
 change."""
 USAGE: Final = f"""\
 usage: python -m launch.write FILE [--teacher DIR] [--steps N] [--KEY VALUE ...]
+       python -m launch.write FILE --from ROWS [--student DIR] [--teacher DIR --teacher.top_k K] [--KEY VALUE ...]
 
 The teacher writes and scores rollouts, which are recorded in FILE, for --learner.offline.file of a run and for
 python -m replay. The keys are those of launch/cluster.py. Defaults here: {" ".join(RECIPE)}
+
+With --from, the text is there already: ROWS are prompts with `response`, or `messages` with the assistant's turns
+(docs/prompts.md). Nothing is sampled; with --teacher.top_k the teacher scores the responses.
 """
 
 
@@ -43,12 +53,30 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments[:1] == ["--help"] else WRONG_CONFIG_EXIT_CODE
     file, *rest = arguments
     try:
+        rows, rest = _given(rest)
         config = resolve_config(parse_arguments(rest))
+        if rows is not None:
+            return write_given(file, rows, config)
         teacher = find_model("models.teacher", config.models.teacher)
     except LaunchError as error:
         return refuse(error)
     writer = (f"--models.student={teacher}", f"--models.teacher={teacher}", "--learner.frozen=true")
     return run.main([*RECIPE, *rest, *writer, f"--learner.record={file}"])
+
+
+def _given(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of --from, and all other words. Raises ConfigError."""
+    rows, others, left = None, list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, text = word.partition("=")
+        if name != "--from":
+            others.append(word)
+            continue
+        rows = text if equals else left.pop(0) if left and not left[0].startswith("--") else ""
+        if not rows:
+            raise ConfigError("--from: expected a path of rows with answers, as for learner.tasks.prompts")
+    return rows, others
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from learner.batch import TrainItem, train_items
-from learner.objectives.config import OfflineConfig
+from learner.objectives.config import OfflineConfig, check_given
 from recording.format import RecordError, Rollout
 from recording.reader import Recording
 
@@ -34,11 +34,16 @@ class OfflineMixer:
     def __init__(self, recording: Recording, config: OfflineConfig, *, seed: int) -> None:
         """Raises RecordError for a file that no teacher wrote, or that lacks the top-k sets which the divergence
         needs."""
-        if recording.header.writer != "teacher":
+        header = recording.header
+        if header.writer == "student":
             raise RecordError(
-                f"{recording.path} was written by the student of the run {recording.header.run!r}; expected one that "
-                "the teacher wrote (python -m launch.write) for learner.offline.file"
+                f"{recording.path} was written by the student of the run {header.run!r}; expected one that the teacher "
+                "wrote (python -m launch.write) for learner.offline.file"
             )
+        try:
+            check_given(header.writer, str(recording.path), config.objective)
+        except ValueError as error:
+            raise RecordError(f"learner.offline: {error}") from error
         if config.objective.needs_top_k:
             recording.expect_top_k(config.divergence.name)
         self._recording = recording

@@ -84,9 +84,7 @@ def render_prompt(
 
     Raises TokenizerError for: no template where one is needed, a prompt that was rendered before, messages that end
     with the answer, a template that refuses the messages or does not read what it is handed, and an empty result."""
-    if tools or template_kwargs:
-        _expect_read(tokenizer, chat_template, [*(["tools"] if tools else []), *template_kwargs])
-    handed: dict[str, Any] = {**template_kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+    handed = _handed(tokenizer, chat_template, tools, template_kwargs)
     if record.messages is not None:
         turns = _with_system([dict(turn) for turn in record.messages], system)
         if not turns or turns[-1].get("role") == "assistant":
@@ -109,6 +107,34 @@ def render_prompt(
             + "; put the text into the prompts, or take the system prompt out"
         )
     return _as_array(tokenizer(record.prompt)["input_ids"], record)
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, Any]],
+    chat_template: ChatTemplateMode,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
+    *,
+    opened: bool,
+) -> str:
+    """A conversation as text, in which special tokens are text too. `opened`: with the opening of the next answer.
+    Raises TokenizerError as `render_prompt` does."""
+    handed = _handed(tokenizer, chat_template, tools, template_kwargs)
+    return cast(
+        str, _apply_template(tokenizer, [dict(t) for t in turns], chat_template, handed, opened, tokenize=False)
+    )
+
+
+def _handed(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: ChatTemplateMode,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    if tools or template_kwargs:
+        _expect_read(tokenizer, chat_template, [*(["tools"] if tools else []), *template_kwargs])
+    return {**template_kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
 
 
 def _generation_eos(path: str | Path) -> object:
@@ -159,7 +185,11 @@ def _apply_template(
     turns: list[dict[str, Any]],
     chat_template: ChatTemplateMode,
     handed: Mapping[str, Any],
+    opened: bool = True,
+    *,
+    tokenize: bool = True,
 ) -> list[int]:
+    """Token ids; the text for tokenize=False."""
     if chat_template == "off" or tokenizer.chat_template is None:
         raise TokenizerError(
             "messages need a chat template, got "
@@ -168,14 +198,14 @@ def _apply_template(
         )
     try:
         ids = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **handed
+            turns, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **handed
         )
     except (TemplateError, TypeError, KeyError) as error:
         roles = [turn.get("role") for turn in turns]
         raise TokenizerError(
             f"the chat template refuses these messages (roles {roles}): {first_line(error)}"
         ) from error
-    return cast("list[int]", ids)  # one conversation, tokenize=True: a flat list of ids
+    return cast(Any, ids)  # one conversation, tokenize=True: a flat list of ids
 
 
 def _refuse_second_rendering(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: list[int]) -> None:

@@ -35,7 +35,7 @@ COMPRESSION_LEVEL: Final = 1
 _BEGIN, _RESUMED, _BATCH = 0, 1, 2
 
 Array: TypeAlias = npt.NDArray[Any]
-Writer: TypeAlias = Literal["student", "teacher"]
+Writer: TypeAlias = Literal["student", "teacher", "data"]
 
 
 class RecordError(ValueError):
@@ -51,7 +51,8 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
     vocab_fingerprint: str
     """Fingerprint of the vocabulary, without which token ids mean nothing."""
     writer: Writer
-    """`teacher`: written by the teachers' checkpoint, which was never trained (`python -m launch.write`)."""
+    """`teacher`: written by the teachers' checkpoint, which was never trained (`python -m launch.write`). `data`: text
+    that was there (`launch.given`); who sampled it is not known, so its behaviour log-probs are 0."""
     config_digest: str
     config: dict[str, Any]
     """The run's configuration as plain values, from which a replay starts."""

@@ -26,6 +26,7 @@ from launch.config.tree import Plain, get, merge
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.runfolder import choose_path
 from launch.terminal import lasting_output
+from learner.objectives.config import check_given
 from recording.format import RecordError, RecordHeader
 from recording.reader import Recording
 from replay.plan import ORDERS, Order, ReplayPlan, check_asked, check_config, check_file, read_plan
@@ -163,6 +164,10 @@ def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
             models=replace(config.models, teacher=config.models.student),
             learner=replace(config.learner, tasks=tasks, eval_sets={}),
         )
+    try:
+        check_given(recording.header.writer, str(recording.path), config.learner.objective)
+    except ValueError as error:
+        raise ConfigError(f"learner.objective: {error}") from error
     return checked(config), plan
 
 

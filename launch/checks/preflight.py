@@ -26,6 +26,7 @@ from launch.config.run import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
 from launch.machine.machine import Interpreters, Machine, find_machine
+from learner.objectives.config import check_given
 from protocol.handshake import vocab_fingerprint
 from recording.format import RecordError
 from recording.reader import read_header
@@ -156,7 +157,11 @@ def _mixed_in(config: RunConfig) -> Iterator[str]:
     except (RecordError, OSError) as error:
         yield f"learner.offline.file: {error}"
         return
-    if header.writer != "teacher":
+    try:
+        check_given(header.writer, file, config.learner.offline.objective)
+    except ValueError as error:
+        yield f"learner.offline: {error}"
+    if header.writer == "student":
         yield (
             f"learner.offline.file: {file} was written by the student of the run {header.run!r}; expected a file that "
             "the teacher wrote (python -m launch.write)"

@@ -179,6 +179,23 @@ def check_seq_kd(divergence: Member, importance: Member) -> None:
         )
 
 
+def check_given(writer: str, file: str, objective: ObjectiveConfig) -> None:
+    """Raises ValueError for an objective that needs log-probs which a recording of given text does not have: nobody
+    knows with which probability its tokens were sampled."""
+    if writer != "data" or (objective.importance.name == "none" and _reads_no_sample(objective)):
+        return
+    raise ValueError(
+        f"{file} is text that was there already, so the probability with which it was sampled is not known: got "
+        f"divergence = {objective.divergence.name!r} with importance = {objective.importance.name!r}, expected seq_kd, "
+        "or a divergence between distributions (forward_kl, ...) on a file written with teacher.top_k, and "
+        "importance = none"
+    )
+
+
+def _reads_no_sample(objective: ObjectiveConfig) -> bool:
+    return objective.divergence.name == "seq_kd" or objective.needs_top_k
+
+
 class OfflineConfig(Settings, frozen=True, kw_only=True):
     """Rollouts that a teacher wrote, mixed into the student's batches (docs/decisions/off-policy-data.md)."""
 

@@ -68,14 +68,20 @@ class Reading(NamedTuple):
     """Those that rows may name; None: any."""
     columns: Mapping[str, str] = NO_COLUMNS
     """Field -> the column that has it."""
+    answers: bool = False
+    """Rows have the answers too (learner.prompts.answers)."""
 
 
 def open_prompts(
-    path: str, environments: Collection[str] | None = None, columns: Mapping[str, str] = NO_COLUMNS
+    path: str,
+    environments: Collection[str] | None = None,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    *,
+    answers: bool = False,
 ) -> PromptSource:
     """Open the source at `path`; its format is recognised by its contents. See Reading. Raises DataError, or RowError
     for a bad row."""
-    reading = Reading(environments, columns)
+    reading = Reading(environments, columns, answers)
     if path.startswith(HUB):
         return _open_named(path, reading)
     if not path:
@@ -131,7 +137,11 @@ class JsonlSource:
             for row in rows:
                 stream.seek(int(self._starts_N[row]))
                 record = record_from_json(
-                    stream.readline(), row, lambda row=row: self._where(row), self._reading.columns
+                    stream.readline(),
+                    row,
+                    lambda row=row: self._where(row),
+                    self._reading.columns,
+                    answers=self._reading.answers,
                 )
                 if self._reading.environments is not None:
                     expect_known_environment(record.env, self._reading.environments, lambda row=row: self._where(row))
@@ -227,7 +237,7 @@ class DatasetsSource:
 
 def _checked(columns: Mapping[str, Any], row: int, path: str, reading: Reading) -> PromptRecord:
     """A row of a table. Raises RowError."""
-    record = record_from_columns(columns, row, lambda: f"{path}, row {row}", reading.columns)
+    record = record_from_columns(columns, row, lambda: f"{path}, row {row}", reading.columns, answers=reading.answers)
     if reading.environments is not None:
         expect_known_environment(record.env, reading.environments, lambda: f"{path}, row {row}")
     return record

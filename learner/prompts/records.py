@@ -62,6 +62,8 @@ class PromptRecord(msgspec.Struct, frozen=True):
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of functions, for the chat template."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    response: str | None = None
+    """The answer to `prompt`, if rows are read with their answers. Those to `messages` are among them."""
 
 
 class ColumnsFault(NamedTuple):
@@ -95,16 +97,23 @@ class _Fields(msgspec.Struct):
     domain: Any = None
     data_source: Any = None
     reward_model: Any = None
+    response: Any = None
+    completion: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Fields)
 
 
 def record_from_json(
-    line: bytes, row: int, where: Callable[[], str], columns: Mapping[str, str] = NO_COLUMNS
+    line: bytes,
+    row: int,
+    where: Callable[[], str],
+    columns: Mapping[str, str] = NO_COLUMNS,
+    *,
+    answers: bool = False,
 ) -> PromptRecord:
-    """`columns`: field -> the column that has it. Raises RowError naming `where()` for anything but a JSON object with
-    the fields above."""
+    """`columns`: field -> the column that has it. `answers`: rows have the answers too. Raises RowError naming
+    `where()` for anything but a JSON object with the fields above."""
     try:
         if columns:
             line = msgspec.json.encode(_renamed(msgspec.json.decode(line, type=dict[str, Any]), columns))
@@ -113,11 +122,16 @@ def record_from_json(
         raise RowError(f"{where()}: {error}; got {_excerpt(line)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RowError(f"{where()}: not a JSON object on one line ({error}); got {_excerpt(line)}") from error
-    return _record(fields, row, where, lambda: msgspec.json.decode(line, type=dict[str, Any]), line.strip())
+    return _record(fields, row, where, lambda: msgspec.json.decode(line, type=dict[str, Any]), line.strip(), answers)
 
 
 def record_from_columns(
-    columns: Mapping[str, Any], row: int, where: Callable[[], str], names: Mapping[str, str] = NO_COLUMNS
+    columns: Mapping[str, Any],
+    row: int,
+    where: Callable[[], str],
+    names: Mapping[str, str] = NO_COLUMNS,
+    *,
+    answers: bool = False,
 ) -> PromptRecord:
     """The same for a row of a table. `names`: field -> the column that has it. Raises RowError."""
     try:
@@ -126,7 +140,7 @@ def record_from_columns(
         fields.tools = _without_nulls(fields.tools)
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}") from error
-    return _record(fields, row, where, lambda: columns, _as_json(columns))
+    return _record(fields, row, where, lambda: columns, _as_json(columns), answers)
 
 
 def json_columns(line: bytes) -> list[str]:
@@ -160,7 +174,12 @@ def check_columns(found: Sequence[str], where: str, columns: Mapping[str, str] =
 
 
 def _record(
-    fields: _Fields, row: int, where: Callable[[], str], given: Callable[[], Mapping[str, Any]], columns: bytes
+    fields: _Fields,
+    row: int,
+    where: Callable[[], str],
+    given: Callable[[], Mapping[str, Any]],
+    columns: bytes,
+    answers: bool,
 ) -> PromptRecord:
     """`given`: all columns, and `columns`: the same as JSON."""
     plain = {
@@ -173,6 +192,9 @@ def _record(
     if messages is None and isinstance(fields.prompt, list):
         messages = read["messages"] = fields.prompt
     prompt = fields.prompt if messages is None and isinstance(fields.prompt, str) else None
+    response = None
+    if answers:
+        prompt, messages, response = _with_answer(prompt, messages, fields, where)
     if messages is None and prompt is None:
         raise RowError(f"{where()}: {_no_prompt(list(given()))}")
     if prompt is not None and not prompt.strip():
@@ -180,7 +202,7 @@ def _record(
     return PromptRecord(
         row=row,
         prompt=prompt,
-        messages=None if messages is None else _turns(messages, where),
+        messages=None if messages is None else _turns(messages, where, answers),
         tag=fields.tag or fields.env or _first_text(fields.domain, fields.data_source),
         ground_truth=_as_text(_ground_truth(fields)),
         hint=fields.hint,
@@ -188,7 +210,31 @@ def _record(
         columns=_as_json({**given(), **read}) if read else columns,
         tools=tuple(plain["tools"] or ()),
         chat_template_kwargs={k: v for k, v in (plain["chat_template_kwargs"] or {}).items() if v is not None},
+        response=response,
     )
+
+
+def _with_answer(
+    prompt: str | None, messages: list[dict[str, Any]] | None, fields: _Fields, where: Callable[[], str]
+) -> tuple[str | None, list[dict[str, Any]] | None, str | None]:
+    """`prompt`, `messages` and the response of a row that has its answers. Raises RowError."""
+    answer = fields.response if fields.response is not None else fields.completion
+    if isinstance(answer, str) and answer and prompt is not None:
+        return prompt, None, answer
+    turns = [{"role": "user", "content": prompt}] if prompt is not None else list(messages or ())
+    match answer:
+        case str() if answer:
+            turns.append({"role": "assistant", "content": answer})
+        case [*answered] if all(isinstance(turn, dict) for turn in answered):
+            turns += answered
+        case _:
+            pass
+    if not any(turn.get("role") == "assistant" for turn in turns):
+        raise RowError(
+            f"{where()}: no answer, expected 'response' or 'completion' (text or turns), or 'messages' with turns of "
+            "the assistant"
+        )
+    return None, turns, None
 
 
 def _first_text(*values: Any) -> str:
@@ -244,13 +290,13 @@ def expect_known_environment(env: str, known: Collection[str], where: Callable[[
     )
 
 
-def _turns(messages: list[dict[str, Any]], where: Callable[[], str]) -> tuple[dict[str, Any], ...]:
+def _turns(messages: list[dict[str, Any]], where: Callable[[], str], answers: bool) -> tuple[dict[str, Any], ...]:
     if not messages:
         raise RowError(f"{where()}: 'messages' is empty; expected at least one turn")
     for turn in messages:
         if not isinstance(turn.get("role"), str):
             raise RowError(f"{where()}: every message needs a 'role' and a 'content', got keys {sorted(turn)}")
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant" and not answers:
         raise RowError(
             f"{where()}: 'messages' end with an assistant turn, which the student would only copy; "
             "leave the answer out (its place is 'ground_truth'), or train on it (docs/prompts.md#text-that-is-there)"

@@ -27,14 +27,7 @@ from models.tokenizer import TokenizerError, render_prompt
 def render(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: TaskConfig, *, before: str = "") -> Int32s:
     """Prompt ids int32 [n_prompt], by the template of the record's tag. `before`: text in front of the prompt, or of
     the last user turn. Raises TokenizerError."""
-    template = config.templates.get(record.tag)
-    if template is not None:
-        if record.prompt is None:
-            raise TokenizerError(
-                f"learner.tasks.templates.{record.tag} is for rows with 'prompt', got one with 'messages'; apply the "
-                "template to its turns in the file, or use another tag"
-            )
-        record = msgspec.structs.replace(record, prompt=template.replace(PROMPT_PLACE, record.prompt))
+    record = with_template(record, config)
     if before:
         record = _behind(record, before)
     return render_prompt(
@@ -45,6 +38,19 @@ def render(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: Tas
         tools=record.tools,
         template_kwargs=config.template_kwargs_for(record.tag, record.chat_template_kwargs),
     )
+
+
+def with_template(record: PromptRecord, config: TaskConfig) -> PromptRecord:
+    """The record with its prompt in the template of its tag. Raises TokenizerError."""
+    template = config.templates.get(record.tag)
+    if template is not None:
+        if record.prompt is None:
+            raise TokenizerError(
+                f"learner.tasks.templates.{record.tag} is for rows with 'prompt', got one with 'messages'; apply the "
+                "template to its turns in the file, or use another tag"
+            )
+        record = msgspec.structs.replace(record, prompt=template.replace(PROMPT_PLACE, record.prompt))
+    return record
 
 
 def for_actors(record: PromptRecord, config: TaskConfig) -> PromptRecord | ColumnsFault:

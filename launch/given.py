@@ -1,0 +1,195 @@
+"""Writes text that is there, prompts with responses, as a recording on which a student can be trained off-policy:
+
+    python -m launch.write FILE --from ROWS --student DIR      (any key of launch/cluster.py)
+
+Nothing is sampled. With `teacher.top_k` the teacher scores the responses first, in this process, so that divergences
+between distributions can be trained. Without, only cross-entropy (seq_kd) can: the text counts as its own teacher, with
+probability 1 for each of its tokens, so behaviour and teacher log-probs are 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from launch.checks.model_files import find_model
+from launch.checks.preflight import replace
+from launch.checks.prompt_files import absolute_prompts
+from launch.config.run import RunConfig
+from launch.errors import ConfigError
+from learner.prompts.records import DataError
+from protocol.messages import BatchItem, TopKPiece, VersionSpan, WeightVersion
+from recording.format import FORMAT, RecordHeader, Rollout, config_digest, encode_batch, encode_header
+from recording.writer import record_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from learner.prompts.answers import Line
+
+DATA: Final = "data"
+"""Stands for a teacher where there is none."""
+
+
+class Scores(NamedTuple):
+    """What a teacher says of one sequence of n tokens."""
+
+    logprobs: np.ndarray[Any, Any]
+    """[n], 0 where not scored"""
+    payloads: tuple[bytes, ...] = ()
+    """Top-k sets of each answer."""
+
+
+def write_given(file: str, rows: str, config: RunConfig) -> int:
+    """Write the rows at `rows` (any path of prompts), in their order or shuffled by the seed. Returns the exit code.
+    Raises ConfigError."""
+    # Imported here because they import torch, which mistakes of the command line need not wait for.
+    from learner.prompts.data import open_prompts
+    from models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
+
+    path = record_path(Path(file).expanduser())
+    if path.exists() and path.stat().st_size:
+        raise ConfigError(f"{path} is there already; expected the name of a new file")
+    scored = config.teacher.top_k > 0
+    models = replace(config.models, student=str(find_model("models.student", config.models.student)))
+    if scored:
+        models = replace(models, teacher=str(find_model("models.teacher", config.models.teacher)))
+    tasks = config.learner.tasks
+    tasks = replace(tasks, prompts=absolute_prompts(rows))
+    config = replace(config, models=models, learner=replace(config.learner, tasks=tasks))
+    try:
+        source = open_prompts(tasks.prompts, columns=tasks.columns, answers=True)
+    except (DataError, OSError) as error:
+        raise ConfigError(f"--from: {error}") from error
+    tokenizer = load_tokenizer(models.student)
+    stops = stop_token_ids(models.student, tokenizer)
+    dropped = Counter[str]()
+    order = np.random.default_rng(config.seed).permutation(len(source)) if tasks.shuffle else np.arange(len(source))
+    items = _items(_lines(source, order.tolist(), tokenizer, config, stops, dropped), _scorer(config, tokenizer))
+    plain = cast(dict[str, Any], msgspec.to_builtins(config))
+    header = RecordHeader(
+        format=FORMAT,
+        run=path.stem,
+        vocab_fingerprint=token_map_fingerprint(tokenizer),
+        writer="data",
+        config_digest=config_digest(plain),
+        config=plain,
+    )
+    n_rollouts = n_tokens = n_batches = 0
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("wb") as stream:
+        stream.write(encode_header(header))
+        while batch := list(islice(items, config.buffer.batch_rollouts)):
+            version = WeightVersion(0, n_batches)
+            stream.write(encode_batch(n_batches + 1, version, batch, staleness={}, tasks_done=()))
+            n_batches, n_rollouts = n_batches + 1, n_rollouts + len(batch)
+            n_tokens += sum(int(rollout.arrays[2].sum()) for rollout in batch)
+    told = "".join(f", {n:,} {reason}" for reason, n in sorted(dropped.items()))
+    if not n_rollouts:
+        unfinished.unlink()
+        raise ConfigError(f"--from: none of the {len(source):,} rows of {rows} can be used{told}")
+    unfinished.replace(path)
+    by = f"scored by {models.teacher}" if scored else "not scored"
+    print(
+        f"{path}: {n_rollouts:,} sequences of {len(source):,} rows in {n_batches:,} batches, {n_tokens:,} tokens to "
+        f"train, {by}; rows dropped: {sum(dropped.values()):,}{told}"
+    )
+    return 0
+
+
+def _lines(
+    source: Any, order: Sequence[int], tokenizer: Any, config: RunConfig, stops: Sequence[int], dropped: Counter[str]
+) -> Iterator[tuple[str, str, Line]]:
+    """Id, tag and tokens of each sequence. What is left out is counted; the first of each kind is shown."""
+    from learner.prompts.answers import answer_lines
+    from learner.prompts.records import RowError
+    from models.tokenizer import TokenizerError
+
+    tasks = config.learner.tasks
+
+    def drop(row: int, reason: str, detail: str) -> None:
+        dropped[reason] += 1
+        if dropped[reason] == 1:
+            print(f"{source.path}, row {row} is dropped ({reason}): {detail}")
+
+    for row in order:
+        try:
+            record = source.read(row)
+            lines = answer_lines(record, tokenizer, tasks, stops)
+        except RowError as error:
+            drop(row, "bad_row", str(error))
+            continue
+        except TokenizerError as error:
+            drop(row, "unrenderable", str(error))
+            continue
+        n_prompt = max(line.answers[0][0] for line in lines)
+        n_answer = sum(end - start for line in lines for start, end in line.answers)
+        if n_prompt > tasks.max_prompt_tokens:
+            drop(row, "prompt_too_long", f"{n_prompt} tokens, max_prompt_tokens is {tasks.max_prompt_tokens}")
+        elif n_answer > tasks.max_new_tokens:
+            drop(row, "answer_too_long", f"{n_answer} tokens, max_new_tokens is {tasks.max_new_tokens}")
+        else:
+            for number, line in enumerate(lines):
+                yield f"given-{row}-{number}", record.tag, line
+
+
+def _items(lines: Iterator[tuple[str, str, Line]], score: Callable[[Line], Scores]) -> Iterator[Rollout]:
+    for rollout_id, tag, line in lines:
+        n = len(line.token_ids)
+        mask = np.zeros(n, np.uint8)
+        for start, end in line.answers:
+            mask[start:end] = 1
+        scores = score(line)
+        pieces = tuple(
+            TopKPiece(0, start, end, len(payload))
+            for (start, end), payload in zip(line.answers, scores.payloads, strict=bool(scores.payloads))
+        )
+        item = BatchItem(
+            rollout_id=rollout_id,
+            task_id=int(rollout_id.split("-")[1]),
+            sample_index=0,
+            group_size=1,
+            tag=tag,
+            teachers=("default",) if pieces else (DATA,),
+            end=n,
+            spans=tuple(VersionSpan(WeightVersion(0, 0), start, end) for start, end in line.answers),
+            final=True,
+            finish_reason="stop",
+            reward=None,
+            n_turns=len(line.answers),
+            top_k=pieces,
+        )
+        arrays = [line.token_ids, np.zeros(n, np.float32), mask, scores.logprobs[None]]
+        if pieces:
+            arrays.append(np.frombuffer(b"".join(scores.payloads), np.uint8))
+        yield Rollout(item, tuple(arrays))
+
+
+def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Line], Scores]:
+    if not config.teacher.top_k:
+        return lambda line: Scores(np.zeros(len(line.token_ids), np.float32))
+    from engines.base import ScoreRequest
+    from engines.torch.scorer import TorchScorer
+    from protocol.handshake import vocab_tokens
+    from teachers.top_k import TopKSets
+
+    scorer = TorchScorer.load(config.models.teacher, config.teacher)
+    sets = TopKSets.of(config.teacher, vocab_tokens(tokenizer.get_vocab()), scorer.vocab_size)
+
+    def score(line: Line) -> Scores:
+        logprobs = np.zeros(len(line.token_ids), np.float32)
+        requests = [ScoreRequest(line.token_ids[:end], start) for start, end in line.answers]
+        payloads = list[bytes]()
+        for (start, end), result in zip(line.answers, scorer.score(requests, top_k=sets.asked), strict=True):
+            logprobs[start:end] = result.logprobs
+            assert result.top_ids is not None and result.top_logprobs is not None
+            payloads.append(sets.payload(result.top_ids, result.top_logprobs))
+        return Scores(logprobs, tuple(payloads))
+
+    return score

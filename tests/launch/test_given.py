@@ -1,0 +1,103 @@
+"""Text that is there as a recording: which tokens are trained, what the teacher says of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from builtin import STUDENT_DIR, TEACHER_DIR
+from launch import write
+from launch.errors import WRONG_CONFIG_EXIT_CODE
+from learner.objectives.config import ObjectiveConfig, OfflineConfig
+from learner.objectives.registry import DIVERGENCE
+from learner.offline import OfflineMixer, offline_item
+from models.loading import load_causal_lm
+from models.tokenizer import load_tokenizer
+from protocol.topk_codec import decode_top_k
+from recording.format import RecordError
+from recording.reader import Recording
+from replay.__main__ import main as replay
+
+ROWS = [
+    {"prompt": "1+2=", "response": "3"},
+    {"messages": [
+        {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "33"},
+        {"role": "user", "content": "2+5="}, {"role": "assistant", "content": "7"},
+    ]},
+    {"prompt": "4+5=", "response": "9" * 40},
+    {"prompt": "4+6=", "response": "10", "tag": "sum"},
+]  # fmt: skip
+
+
+def written(folder: Path, *keys: str) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    fixed = ("--buffer.batch_rollouts=2", "--learner.tasks.max_new_tokens=20", "--learner.tasks.shuffle=false")
+    assert write.main([str(folder / "f"), "--from", str(folder / "rows.jsonl"), *fixed, *keys]) == 0
+    return folder / "f"
+
+
+def test_the_answers_are_trained_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load_tokenizer(STUDENT_DIR)
+    with Recording(written(tmp_path)) as recording:
+        assert (
+            "3 sequences of 4 rows in 2 batches, 10 tokens to train, not scored; rows dropped: 1, 1 answer_too_long"
+            in (capsys.readouterr().out)
+        )
+        assert recording.header.writer == "data" and len(recording.batches) == 2
+        items = [offline_item(one) for batch in recording.batches for one in recording.rollouts(batch)]
+        shown = [tokenizer.decode(item.tokens_L[item.train_mask_L].tolist()) for item in items]
+        assert shown == ["3<|im_end|>", "33<|im_end|>7<|im_end|>", "10<|im_end|>"]
+        assert [item.item.tag for item in items] == ["", "", "sum"]
+        assert not any(item.behaviour_L.any() or item.teacher_ML.any() for item in items)
+        taken = OfflineMixer(recording, OfflineConfig(file="f", student_fraction=0.5), seed=0).take(10)
+        assert sum(item.n_trained for _, item in taken) == 10
+        for name in ("k1", "forward_kl"):
+            config = OfflineConfig(file="f", student_fraction=0.5, divergence=DIVERGENCE.make(name))
+            with pytest.raises(RecordError, match=r"is not known: got divergence = 'k1'|no top-k sets"):
+                OfflineMixer(recording, config, seed=0)
+
+
+def test_the_teacher_s_distributions_are_those_of_its_model(tmp_path: Path) -> None:
+    model = load_causal_lm(TEACHER_DIR, device="cpu", dtype="float32", attention="sdpa")
+    with Recording(written(tmp_path, f"--teacher={TEACHER_DIR}", "--teacher.top_k=8")) as recording:
+        for batch in recording.batches:
+            for rollout in recording.rollouts(batch):
+                item = offline_item(rollout)
+                ids = torch.tensor(item.tokens_L.astype(np.int64))[None]
+                with torch.no_grad():
+                    logprobs_LV = torch.log_softmax(model(ids).logits[0].double(), -1).numpy()
+                at = 0
+                for piece in item.item.top_k:
+                    top_ids_TK, top_TK = decode_top_k(item.payloads[at : at + piece.n_bytes].tobytes()).padded()
+                    at += piece.n_bytes
+                    for row, place in enumerate(range(piece.start, piece.end)):
+                        assert item.train_mask_L[place]
+                        expected = logprobs_LV[place - 1]
+                        np.testing.assert_allclose(item.teacher_ML[0, place], expected[item.tokens_L[place]], atol=1e-4)
+                        assert top_ids_TK[row, 0] == expected.argmax()
+                        np.testing.assert_allclose(top_TK[row, 0], expected.max(), atol=5e-3)
+                assert sum(piece.end - piece.start for piece in item.item.top_k) == item.n_trained
+        OfflineMixer(
+            recording,
+            OfflineConfig(file="f", student_fraction=0.5, divergence=DIVERGENCE.make("forward_kl")),
+            seed=0,
+        )
+
+
+def test_a_replay_of_text_that_is_there_takes_cross_entropy_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(written(tmp_path))
+    assert ObjectiveConfig().divergence.name == "k1"
+    assert replay([file, "--objective", "k1", "--learner.eval_every=0"]) == WRONG_CONFIG_EXIT_CODE
+    assert "got divergence = 'k1' with importance = 'none', expected seq_kd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--from"], ["--from", "nowhere.jsonl"]])
+def test_rows_that_are_not_there_are_refused(tmp_path: Path, words: list[str]) -> None:
+    assert write.main([str(tmp_path / "f"), *words]) == WRONG_CONFIG_EXIT_CODE
+    assert not (tmp_path / "f").exists()
