@@ -90,15 +90,15 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
             stream.write(encode_batch(n_batches + 1, version, batch, staleness={}, tasks_done=()))
             n_batches, n_rollouts = n_batches + 1, n_rollouts + len(batch)
             n_tokens += sum(int(rollout.arrays[2].sum()) for rollout in batch)
-    told = "".join(f", {n:,} {reason}" for reason, n in sorted(dropped.items()))
+    reasons = "".join(f", {n:,} {reason}" for reason, n in sorted(dropped.items()))
     if not n_rollouts:
         unfinished.unlink()
-        raise ConfigError(f"--from: none of the {len(source):,} rows of {rows} can be used{told}")
+        raise ConfigError(f"--from: none of the {len(source):,} rows of {rows} can be used{reasons}")
     unfinished.replace(path)
     by = f"scored by {models.teacher}" if scored else "not scored"
     print(
         f"{path}: {n_rollouts:,} sequences of {len(source):,} rows in {n_batches:,} batches, {n_tokens:,} tokens to "
-        f"train, {by}; rows dropped: {sum(dropped.values()):,}{told}"
+        f"train, {by}; rows dropped: {sum(dropped.values()):,}{reasons}"
     )
     return 0
 
