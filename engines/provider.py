@@ -102,11 +102,23 @@ class ModelShape(NamedTuple):
     layers: int
     hidden: int
     mlp: int
+    """Width of the MLP that one token goes through. In a mixture of experts: of all experts that it is sent to."""
     vocabulary: int
+    q_width: int
+    """Query heads times head size."""
     kv_width: int
     """KV heads times head size."""
+    qk_norm: bool
+    """Queries and keys have norms of their own (Qwen3)."""
+    tied: bool
+    """The head's weight is the embedding's."""
     dtype_bytes: int
     """Bytes per parameter in the weight files."""
+
+    @property
+    def rest(self) -> int:
+        """Parameters outside the layers, without the last norm: embedding and head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
 class MemoryNeed(NamedTuple):

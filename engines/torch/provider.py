@@ -87,7 +87,7 @@ class TorchProvider(EngineProvider):
         return ""
 
     def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
-        """Formulas: launch.checks.gpu_memory."""
+        """Formulas: launch.checks.memory."""
         if role == "actor":
             engine = settings.section(self.name, EngineConfig)
             width = BYTES[engine.dtype]
@@ -95,7 +95,7 @@ class TorchProvider(EngineProvider):
             own = width * shape.parameters
             return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own})
         teacher = cast(ScorerSettings, settings)
-        width = BYTES.get(teacher.dtype, 2)
+        width = BYTES.get(teacher.dtype) or (4 if teacher.device == "cpu" else 2)
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
         likely = {"activations": block, "logits": SCORER_LOGITS_BYTES}
         if teacher.prefix_cache_mb:  # by default it takes of what is left

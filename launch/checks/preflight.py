@@ -25,7 +25,7 @@ from launch.config.pools import teacher_pools, without_idle_routes
 from launch.config.run import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
-from launch.machine.machine import Interpreters, Machine, find_machine
+from launch.machine.machine import Interpreters, Machine, find_machine, host_gib
 from learner.objectives.config import check_given
 from protocol.handshake import vocab_fingerprint
 from recording.format import RecordError
@@ -54,7 +54,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     mistakes: list[str] = []
     config = without_idle_routes(config)
     interpreters = Interpreters()
-    machine = pretended or find_machine()  # even if device = cpu, one part may name a GPU
+    machine = pretended or find_machine()._replace(host_gib=host_gib())  # even if device = cpu, one part may name a GPU
     config, why_engines = choose_engines(config, machine, interpreters)
     named = {"models.student": config.models.student}
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}

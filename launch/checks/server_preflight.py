@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from engines.provider import ServerFacts
-from launch.checks.gpu_memory import estimate
+from launch.checks.memory import estimate
 from launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
 from launch.config.pools import WorkerGroup
 from launch.config.run import RunConfig

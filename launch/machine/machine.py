@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+import psutil
 
 from launch.errors import ConfigError
 from launch.machine import torch_build
@@ -41,9 +43,21 @@ class Machine(NamedTuple):
     unlisted: str = ""
     """Set when there is a driver but no way to count its GPUs: what was tried."""
     pretended: bool = False
+    host_gib: float = 0.0
+    """Memory of the host, or of this container; 0 when unknown."""
 
 
 NO_GPUS: Final = Machine()
+MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def host_gib(limits: Sequence[Path] = MEMORY_LIMITS) -> float:
+    """Memory of this host in GiB, or less if a control group has a limit."""
+    total = psutil.virtual_memory().total
+    for file in limits:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            total = min(total, int(file.read_text()))
+    return total / 2**30
 
 
 def pretended_machine(text: str) -> Machine:

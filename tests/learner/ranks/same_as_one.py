@@ -30,6 +30,7 @@ from learner.step.train_step import Trainer
 from tests.learner.conftest import build_item, build_student
 from tests.learner.settings import learner_config
 from tests.learner.step.test_hidden_step import head_of, with_states
+from tests.learner.step.test_peak_memory import expected_and_measured
 from tests.learner.step.test_top_k_step import VOCAB as TOP_K_VOCAB
 from tests.learner.step.test_top_k_step import with_sets
 from weights.staged_weights import tensor_of
@@ -226,6 +227,12 @@ def of_gathered_bytes(ranks: Ranks) -> dict[str, float]:
     return expected
 
 
+def of_peak_memory(ranks: Ranks) -> dict[str, float]:
+    """How far the launcher's estimate is off, relative to what torch allocates on this rank."""
+    found = (expected_and_measured("qwen3", {"dtype": dtype}, ranks) for dtype in ("float32", "bfloat16"))
+    return {str(expected): abs(expected / measured - 1.0) for expected, measured in found}
+
+
 def main(names: Sequence[str]) -> None:
     ranks = RankGroup(device=torch.device("cpu"), timeout_s=TIMEOUT_S)
     further: dict[str, Callable[[Ranks], dict[str, float]]] = {
@@ -235,6 +242,7 @@ def main(names: Sequence[str]) -> None:
         "resumed": of_a_resumed_optimizer,
         "bytes": of_items_as_bytes,
         "gathered": of_gathered_bytes,
+        "peak memory": of_peak_memory,
     }
     results: dict[str, dict[str, float]] = {}
     # Nothing is announced here: all ranks run this same program.

@@ -10,16 +10,25 @@ import pytest
 
 import builtin
 from engines.provider import ModelShape
-from launch.checks.gpu_memory import estimate, learner_need, read_shape, server_need, worker_need
+from launch.checks.memory import estimate, learner_need, read_shape, server_need, worker_need
 from launch.checks.placement import Choice, Placement
 from launch.config.pools import worker_groups
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
-from launch.machine.machine import Machine
+from launch.machine.machine import Machine, host_gib
 
 QWEN3_8B = ModelShape(
-    parameters=8_190_735_360, layers=36, hidden=4096, mlp=12288, vocabulary=151_936, kv_width=1024, dtype_bytes=2
+    parameters=8_190_735_360,
+    layers=36,
+    hidden=4096,
+    mlp=12288,
+    vocabulary=151_936,
+    q_width=4096,
+    kv_width=1024,
+    qk_norm=True,
+    tied=False,
+    dtype_bytes=2,
 )
 """8.19e9 * 4 bytes = 30.5 GiB, * 2 = 15.3."""
 
@@ -37,30 +46,50 @@ def rounded(parts: Any) -> dict[str, float]:
     return {name: round(gib, 1) for name, gib in parts.items()}
 
 
+def some(parts: Any) -> dict[str, float]:
+    return {name: gib for name, gib in rounded(parts).items() if gib}
+
+
 def test_the_learner_holds_masters_moments_copies_and_what_the_backward_pass_needs() -> None:
     need = learner_need(config(), QWEN3_8B, "nccl")
-    assert rounded(need.sure) == {"weights": 30.5, "gradient and AdamW": 91.5}
-    # 4,096 tokens * 36 layers * (10 * 4,096 + 4 * 12,288) * 2 bytes; 3 * 1,024 rows * 151,936 * 4 bytes
-    likely = {"weights in bfloat16": 15.3, "staging": 61.0, "activations": 24.8, "logits": 1.7, "process": 1.0}
-    assert rounded(need.likely) == likely
+    assert rounded(need.sure) == {"weights": 30.5, "gradient": 30.5, "AdamW": 61.0}
+    # copies: 2 * (8.19e9 - 151,936 * 4,096) bytes.
+    # activations: 4,096 tokens * (36 * (8 * 12,288 + 26 * 4,096 + 14 * 5,120) + 16 * 4,096)
+    # logits: 8 * 151,936 * (1,024 + 4,096)
+    likely = {"bfloat16 copies": 14.1, "staging": 61.0, "activations": 38.2, "logits": 5.8, "process": 1.0}
+    assert some(need.likely) == likely
     other = learner_need(config(learner={"dtype": "float32"}, weights={"dtype": "bfloat16"}), QWEN3_8B, "nccl")
-    assert rounded(other.likely) == likely | {"weights in bfloat16": 0.0, "staging": 30.5, "activations": 49.5}
+    # 4 * (4 * 12,288 + 6 * 4,096 + 2 * 5,120) + 16 * 5,120 per layer and token
+    assert some(other.likely) == {"staging": 30.5, "activations": 57.6, "logits": 5.8, "process": 1.0}
 
 
 def test_each_rank_has_its_share_also_of_what_is_sent() -> None:
     of_four = config(learner={"ranks": 4})
     for rank in range(4):
         need = learner_need(of_four, QWEN3_8B, "nccl", rank)
-        assert rounded(need.sure) == {"weights": 7.6, "gradient and AdamW": 22.9}
+        assert rounded(need.sure) == {"weights": 7.6, "gradient": 7.6, "AdamW": 15.3}
         assert rounded(need.likely)["staging"] == 15.3
-        assert rounded(need.likely)["activations"] == 24.8
+        assert rounded(need.likely)["activations"] == 38.2
+        # 3 * 2 bytes of a layer, 193e6; 2 * 4 bytes of embedding and head, 2 * 151,936 * 4,096
+        assert rounded(need.likely)["gathered"] == 10.4
 
 
 def test_layers_that_compute_their_activations_again_keep_their_input() -> None:
-    # 4,096 tokens * 2 bytes * (36 * 4,096 and one layer's 10 * 4,096 + 4 * 12,288; or half of each kind)
-    for share, gib in ((1.0, 1.8), (0.5, 13.6)):
+    # 4,096 tokens * (36 * 4 * 4,096 + 16 * 4,096), or half of each kind; what one layer computes again, 1.1 GiB, is
+    # less than the logits, which are gone then.
+    for share, gib in ((1.0, 2.5), (0.5, 20.4)):
         need = learner_need(config(learner={"recompute": share}), QWEN3_8B, "nccl")
         assert rounded(need.likely)["activations"] == gib
+
+
+def test_frozen_weights_under_adapters_are_in_bfloat16_where_products_are() -> None:
+    # 2 bytes of each, 4 of the embedding; on a CPU products are in float32
+    need = learner_need(config(learner={"lora": {"rank": 8}}), QWEN3_8B, "nccl")
+    assert some(need.sure) == {"weights": 16.4}
+    assert "bfloat16 copies" not in some(need.likely)
+    assert some(learner_need(config(learner={"lora": {"rank": 8}}), QWEN3_8B, "gloo", device="cpu").sure) == {
+        "weights": 30.5
+    }
 
 
 def test_copies_are_as_wide_as_the_actors_weights_and_under_gloo_in_host_memory() -> None:
@@ -72,8 +101,8 @@ def test_copies_are_as_wide_as_the_actors_weights_and_under_gloo_in_host_memory(
 
 
 @pytest.mark.parametrize("learner", [{"frozen": True}, {"lora": {"rank": 8}}])
-def test_what_is_not_trained_has_no_moments(learner: dict[str, Any]) -> None:
-    assert rounded(learner_need(config(learner=learner), QWEN3_8B, "nccl").sure)["gradient and AdamW"] == 0.0
+def test_what_is_not_trained_has_no_gradient_and_no_moments(learner: dict[str, Any]) -> None:
+    assert some(learner_need(config(learner=learner), QWEN3_8B, "nccl").sure).keys() == {"weights"}
 
 
 def test_an_embedded_actor_holds_its_cache_and_the_next_weights() -> None:
@@ -97,7 +126,7 @@ def test_a_teacher_and_a_server() -> None:
 def test_the_shape_is_read_from_the_folder(tmp_path: Path) -> None:
     shape = read_shape(builtin.STUDENT_DIR)
     assert shape is not None and shape.parameters > 100_000
-    assert shape[1:] == (3, 64, 192, 320, 64, 4)
+    assert shape[1:] == (3, 64, 192, 320, 128, 64, True, True, 4)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x"}))
     assert read_shape(tmp_path) is None
 
@@ -114,17 +143,41 @@ def large_folder(path: Path, parameters: int) -> str:
     return str(path)
 
 
-def test_a_gpu_that_cannot_hold_what_is_certain_is_refused_and_a_tight_one_is_told(tmp_path: Path) -> None:
-    """6e9 parameters: 16 bytes of each are 89.4 GiB, more than 80; 5e9: 74.5 GiB, and staging goes beyond 80."""
+def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) -> None:
+    """6e9 parameters: 16 bytes of each are 89.4 GiB, more than 80. 4e9: 59.6 GiB, 29.8 of staging, and half of that of
+    copies in bfloat16: too large by the whole estimate, which is refused if it is more than 15 % above 80."""
     places = Placement(Places({"learner": 0, "actor-0": 1}, {}), Choice("nccl", ""), "")
-    machine = Machine(("4", "6"), (80.0, 80.0))
-    models = {"student": large_folder(tmp_path / "six", 6_000_000_000), "teacher": str(builtin.TEACHER_DIR)}
-    found = estimate(config(models=models, actors=1, teachers=0), machine, places)
-    (mistake,) = found.mistakes
+    machine = Machine(("4", "6"), (80.0, 80.0), host_gib=16.0)
+
+    def of(name: str, parameters: int, at: Placement = places, **plain: Any) -> Any:
+        if not (tmp_path / name).exists():
+            large_folder(tmp_path / name, parameters)
+        models = {"student": str(tmp_path / name), "teacher": str(builtin.TEACHER_DIR)}
+        return estimate(config(models=models, actors=1, teachers=0, **plain), machine, at)
+
+    (mistake,) = of("six", 6_000_000_000).mistakes
     assert mistake.startswith("GPU 4: got learner with at least 89.4 GiB, expected at most its 80 GiB")
-    models["student"] = large_folder(tmp_path / "five", 5_000_000_000)
-    found = estimate(config(models=models, actors=1, teachers=0), machine, places)
+    assert mistake.endswith(
+        "Use learner.ranks or learner.lora.rank, or weights.staging = host or weights.dtype = bfloat16, or a smaller "
+        "model"
+    )
+    (mistake,) = of("four", 4_000_000_000).mistakes
+    assert mistake.startswith("GPU 4: got learner with about 97.9 GiB")
+    found = of("four", 4_000_000_000, weights={"dtype": "bfloat16"})
     assert found.mistakes == []
-    assert found.lines[0].startswith("GPU 4: about ") and found.lines[0].endswith("by this estimate")
+    assert found.lines[0].startswith("GPU 4: about 83.") and found.lines[0].endswith("by this estimate")
     assert "by this estimate" not in found.lines[1]
-    assert estimate(config(models=models), machine._replace(gib=()), places).lines == []
+    # The same on the host, without GPUs: 1e9 parameters take 14.9 GiB of 16 in any case, and 7.5 for what is sent.
+    on_host = Placement(Places({"learner": None, "actor-0": None}, {}), Choice("gloo", ""), "")
+    (mistake,) = of("one", 1_000_000_000, on_host).mistakes
+    assert mistake.startswith("host: got learner, actor-0 with at least ") and "its 16 GiB" in mistake
+    assert mistake.endswith("Use learner.lora.rank, or weights.dtype = bfloat16, or a smaller model")
+    assert estimate(config(), machine._replace(gib=(), host_gib=0.0), places).lines == []
+
+
+def test_the_memory_of_a_control_group_counts_where_it_is_less(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(str(2**30))
+    assert host_gib([tmp_path / "none", limit]) == 1.0
+    limit.write_text("max\n")
+    assert host_gib([limit]) == host_gib([]) > 1.0

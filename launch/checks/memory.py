@@ -1,0 +1,279 @@
+"""Estimates the memory that a run needs on each GPU and on the host, from config.json and the headers of the weights.
+No torch.
+
+With P parameters, L layers, hidden size H, MLP size F, Q and K the widths of all query and of all key heads, V rows of
+the vocabulary, E parameters of embedding and head, T = pack_tokens, C = logprob_chunk_tokens, R ranks, in bytes:
+
+learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R. Frozen: only weights. With adapters and
+                bfloat16 products 2 (P - E) / R + 3 E / R, or 4 E / R if the head is tied, and what the adapters need,
+                which is small
+                bfloat16 copies of weights that autocast keeps: 2 P, without those of a tied embedding (one rank only)
+                gathered: 2 layers and their gradient, embedding and head and their gradient (several ranks only)
+                staging: 2 copies of P / R in the actors' dtype, on the GPU or the host (weights.staging)
+                activations: T * L * a, with a per layer and token
+                    float32    4 (4 F + 6 H + 2 Q + 2 K), with norms of queries and keys 8 (Q + K) more
+                    bfloat16   8 F + 26 H + 4 Q + 4 K, with such norms 10 (Q + K) more
+                    under frozen weights 8 H less, and in float32 4 (Q + K) less with such norms
+                and 16 T H outside the layers. Layers that compute theirs again (learner.recompute) keep 4 T H each,
+                and one of them has its own again, but then the logits are gone
+                logits: 2 * 4 C V; and the head's gradient, 2 * 4 V H, unless it is frozen
+                teachers' heads: that of each model whose teachers send hidden states, V * (its H) * (2 or 4)
+embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
+                max_concurrent * max_context * L * 2 * K * b
+embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits in chunks of
+teacher         512 MiB in float32: 1.3 GiB with what is computed from them
+server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
+                by default (SGLang chooses about that)
+each process    1 GiB on a GPU: the CUDA context, libraries and fragments; 0.5 GiB on the host
+
+The learner's terms count the tensors that autograd keeps. tests/learner/step/test_peak_memory.py holds them against
+what torch allocates in a step, within 15 %, for each kind of line above. Attention scores are not kept by fused
+kernels. Value heads, averages, payloads of teachers, and routing in mixtures of experts are not counted.
+
+The `sure` part (weights, gradient, moments, KV cache of embedded actors) is a lower bound, and a run without room for
+it is refused, as is one whose whole estimate is more than 15 % too large."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, cast
+
+from engines.provider import ModelShape
+from launch.checks.model_files import check_weights
+from launch.checks.placement import Placement
+from launch.config.hidden_states import state_bytes
+from launch.config.pools import WorkerGroup, engine_of, teacher_pools, worker_groups
+from launch.config.run import RunConfig
+from launch.machine.gpus import LEARNER, RANK
+from launch.machine.machine import Machine
+from launch.servers.plan import launched_groups
+from models.description import BYTES, vocabulary_size
+from weights.config import sent_dtype, staged_in
+
+GIB: Final = 2**30
+PROCESS_GIB: Final = 1.0
+HOST_GIB: Final = 0.5
+HOST: Final = -1
+"""Where processes are that have no GPU."""
+MARGIN: Final = 0.15
+"""How far the whole estimate may be off."""
+QK_NORM: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
+"""Beginnings of the model types whose queries and keys have norms."""
+ADVICE: Final[Mapping[tuple[str, str], str]] = {
+    ("learner", "weights"): "learner.ranks",
+    ("learner", "gradient"): "learner.ranks or learner.lora.rank",
+    ("learner", "AdamW"): "learner.ranks or learner.lora.rank",
+    ("learner", "staging"): "weights.staging = host or weights.dtype = bfloat16",
+    ("learner", "activations"): "learner.recompute = 1 or a smaller learner.pack_tokens",
+    ("learner", "logits"): "a smaller learner.logprob_chunk_tokens",
+    ("actor", "weights"): "fewer roles there, or servers with a larger tp",
+    ("actor", "next weights"): "fewer roles there, or servers with a larger tp",
+    ("actor", "KV cache"): "a smaller actor.torch.max_concurrent or actor.torch.max_context",
+    ("teacher", "weights"): "fewer roles there, or servers with a larger tp",
+    ("teacher", "activations"): "a smaller teacher.max_batch_tokens",
+    ("teacher", "prefix cache"): "a smaller teacher.prefix_cache_mb",
+    ("server", "weights"): "fewer roles there, or servers with a larger tp",
+    ("server", "KV cache"): "a smaller --mem-fraction-static in its args",
+}
+"""(role, part) -> what makes it smaller."""
+ADVICE_ON_HOST: Final[Mapping[tuple[str, str], str]] = {
+    ("learner", "weights"): "",
+    ("learner", "gradient"): "learner.lora.rank",
+    ("learner", "AdamW"): "learner.lora.rank",
+    ("learner", "staging"): "weights.dtype = bfloat16",
+}
+"""Where this differs: ranks on one host share its memory."""
+
+
+class Need(NamedTuple):
+    """Memory that one process needs on one GPU, in GiB."""
+
+    who: str
+    sure: Mapping[str, float]
+    likely: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.sure.values()) + sum(self.likely.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gib:.1f}" for name, gib in {**self.sure, **self.likely}.items() if gib >= 0.05)
+        return f"{self.who} {self.total:.1f} ({parts})"
+
+
+class Memory(NamedTuple):
+    """The estimate of a run."""
+
+    lines: list[str]
+    """A line to print per GPU in use."""
+    mistakes: list[str]
+
+
+def read_shape(folder: Path) -> ModelShape | None:
+    """None if there are no safetensors files, or config.json lacks something."""
+    parameters = check_weights("", folder).parameters
+    try:
+        content = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return shape_of(content, parameters, vocabulary_size(folder)) if parameters else None
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def shape_of(content: Mapping[str, Any], parameters: int, vocabulary: int) -> ModelShape:
+    """`content`: of config.json. Raises KeyError, TypeError or ValueError if it lacks something."""
+    text = {**content, **cast(dict[str, Any], content.get("text_config") or {})}
+    heads = int(text["num_attention_heads"])
+    head = int(text.get("head_dim") or text["hidden_size"] // heads)
+    experts = int(text.get("num_experts_per_tok") or 0)
+    mlp = experts * int(text["moe_intermediate_size"]) if experts else int(text["intermediate_size"])
+    return ModelShape(
+        parameters=parameters,
+        layers=int(text["num_hidden_layers"]),
+        hidden=int(text["hidden_size"]),
+        mlp=mlp,
+        vocabulary=vocabulary,
+        q_width=heads * head,
+        kv_width=int(text.get("num_key_value_heads") or heads) * head,
+        qk_norm=str(text.get("model_type")).startswith(QK_NORM),
+        tied=bool(text.get("tie_word_embeddings", False)),
+        dtype_bytes=BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2),
+    )
+
+
+def learner_need(
+    config: RunConfig, shape: ModelShape, backend: Literal["gloo", "nccl"], rank: int = 0, device: str = "cuda"
+) -> Need:
+    """What one rank needs on its device, `cuda` or `cpu`."""
+    learner, ranks = config.learner, config.learner.ranks
+    p, e, h, v = shape.parameters, shape.rest, shape.hidden, shape.vocabulary
+    half = learner.dtype == "bfloat16" or (learner.dtype == "auto" and device == "cuda")
+    adapters = learner.lora.rank > 0
+    trained = not learner.frozen and not adapters
+    members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
+    sent = BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
+    staged_here = device == "cpu" or staged_in(config.weights.staging, device, backend) == "device"
+    of_layer = (p - e) / shape.layers
+    in_half = adapters and half
+    sure = {
+        "weights": (2 * (p - e) + (4 if shape.tied else 3) * e if in_half else 4 * p) / ranks,
+        "gradient": 4 * p / ranks if trained else 0.0,
+        "AdamW": 8 * p / ranks if trained else 0.0,
+    }
+    process_gib = PROCESS_GIB if device == "cuda" else HOST_GIB
+    staging = 2 * sent * p / ranks if staged_here else 0.0
+    if learner.frozen:
+        return _need(LEARNER, sure, {"staging": staging}, process_gib)
+    width = 2 if half else 4
+    copies = 2 * (p - (e if shape.tied and not half else e / 2)) if half and not in_half else 0.0
+    gathered = 2 * of_layer * width + of_layer * width * trained + 4 * e * (1 + trained) if ranks > 1 else 0.0
+    kept, once = _activations(config, shape, half=half)
+    logits = 2 * 4 * learner.logprob_chunk_tokens * v + (2 * 4 * v * h if trained else 0)
+    likely = {
+        "bfloat16 copies": copies if ranks == 1 else 0.0,
+        "gathered": gathered,
+        "staging": staging,
+        "activations": kept + max(0.0, once - logits),
+        "logits": logits,
+        "teachers' heads": _head_bytes(config, shape, width),
+    }
+    return _need(f"{RANK}{rank}" if rank else LEARNER, sure, likely, process_gib)
+
+
+def _activations(config: RunConfig, shape: ModelShape, *, half: bool) -> tuple[float, float]:
+    """What is kept until the backward pass, and what a layer that computes again needs there."""
+    learner, tokens = config.learner, config.learner.pack_tokens
+    f, h, q, k = shape.mlp, shape.hidden, shape.q_width, shape.kv_width
+    layer = 8 * f + 26 * h + 4 * (q + k) if half else 4 * (4 * f + 6 * h + 2 * (q + k))
+    if shape.qk_norm:
+        layer += (10 if half else 16) * (q + k)
+    if learner.lora.rank:
+        layer -= 8 * h + (4 * (q + k) if shape.qk_norm and not half else 0)
+    again = int(shape.layers * learner.recompute)
+    kept = tokens * ((shape.layers - again) * layer + again * 4 * h + 16 * h)
+    return kept, tokens * layer if again else 0.0
+
+
+def _head_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
+    """Output heads of the models whose teachers send hidden states. Their vocabulary is the student's."""
+    pools = [pool for pool in teacher_pools(config) if pool.config.teacher.payload == "hidden"]
+    by_model = {pool.config.models.teacher: state_bytes(pool) or 0 for pool in pools}
+    return sum(each / 2 * shape.vocabulary * width for each in by_model.values())
+
+
+def worker_need(group: WorkerGroup, shape: ModelShape, who: str, place: int = 0) -> Need:
+    """`place`: a GPU, or HOST."""
+    sure, likely = group.engine.memory(group.role, group.settings, shape)
+    return _need(who, sure, likely, HOST_GIB if place == HOST else PROCESS_GIB)
+
+
+def server_need(group: WorkerGroup, shape: ModelShape, who: str, gib: float) -> Need:
+    return _need(who, *group.servers.memory(group.settings.server, shape, gib * GIB))
+
+
+def _need(who: str, sure: Mapping[str, float], likely: Mapping[str, float], process_gib: float = PROCESS_GIB) -> Need:
+    return Need(
+        who,
+        {name: n / GIB for name, n in sure.items()},
+        {name: n / GIB for name, n in likely.items()} | {"process": process_gib},
+    )
+
+
+def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memory:
+    """`config`: models are folders. GPUs and hosts whose memory is unknown are left out, and servers on CPUs."""
+    lines: list[str] = []
+    mistakes: list[str] = []
+    needs: dict[int, list[Need]] = {}
+    for place, need in _needs(config, machine, placement):
+        needs.setdefault(place, []).append(need)
+    for place, here in sorted(needs.items()):
+        gib = machine.host_gib if place == HOST else machine.gib[place] if machine.gib else 0.0
+        if not gib:
+            continue
+        name = "host" if place == HOST else f"GPU {machine.gpus[place]}"
+        total, sure = sum(need.total for need in here), sum(sum(n.sure.values()) for n in here)
+        line = f"{name}: about {total:.1f} of {gib:.4g} GiB: {'; '.join(map(str, here))}"
+        lines.append(line + ("" if total <= gib else " - more than it has, by this estimate"))
+        if sure > gib or total > gib * (1.0 + MARGIN):
+            least = f"at least {sure:.1f}" if sure > gib else f"about {total:.1f}"
+            mistakes.append(
+                f"{name}: got {', '.join(need.who for need in here)} with {least} GiB, "
+                f"expected at most its {gib:.4g} GiB, in GiB: {'; '.join(map(str, here))}. {_advice(here, place)}"
+            )
+    return Memory(lines, mistakes)
+
+
+def _advice(needs: Sequence[Need], place: int) -> str:
+    """The keys that make the largest parts smaller."""
+    known = {**ADVICE, **ADVICE_ON_HOST} if place == HOST else ADVICE
+    helped: dict[str, float] = {}
+    for need in needs:
+        role = re.split("[- ]", need.who)[0]
+        for part, gib in {**need.sure, **need.likely}.items():
+            if advice := known.get((role, part)):
+                helped[advice] = helped.get(advice, 0.0) + gib
+    largest = sorted(helped, key=lambda advice: -helped[advice])[:2]
+    return f"Use {', or '.join([*largest, 'a smaller model'])}"
+
+
+def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterator[tuple[int, Need]]:
+    """Yield (GPU or HOST, need of one process there). Models of unknown shape are left out."""
+    seats = {who: HOST if gpu is None else gpu for who, gpu in placement.places.seats.items()}
+    shape_at = functools.cache(read_shape)  # reads the headers of all weights
+    if LEARNER in seats and (student := shape_at(Path(config.models.student))) is not None:
+        for rank in range(config.learner.ranks):
+            place = seats[f"{RANK}{rank}" if rank else LEARNER]
+            device = "cpu" if place == HOST else "cuda"
+            yield place, learner_need(config, student, placement.weights.backend, rank, device)
+    for group in worker_groups(config):
+        here = [who for who in group.workers if who in seats]
+        if here and (shape := shape_at(Path(group.model))) is not None:
+            yield from ((seats[who], worker_need(group, shape, who, seats[who])) for who in here)
+    for group in launched_groups(config):
+        servers = placement.places.servers.get(group.key, ())
+        if servers and machine.gib and (shape := shape_at(Path(group.model))) is not None:
+            for who, gpus in zip(group.workers, servers, strict=True):
+                yield from ((gpu, server_need(group, shape, f"server-{who}", machine.gib[gpu])) for gpu in gpus)

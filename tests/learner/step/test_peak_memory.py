@@ -1,0 +1,112 @@
+"""The launcher's estimate of the learner's memory (launch.checks.memory) against what torch's profiler sees allocated
+at the peak of a step. Shapes and lengths are such that each part is large in one of the cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import builtin
+from launch.checks.memory import learner_need, shape_of
+from launch.config.run import RunConfig
+from launch.config.tree import build
+from learner.ranks.group import Ranks
+from learner.step.lora import Adapters
+from learner.step.train_step import Trainer
+from models import packed
+from models.transfer import share_of
+from tests.learner.conftest import build_item
+
+SHAPES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {
+            "vocab_size": 3000,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        },
+    ),
+    "llama": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "vocab_size": 3000,
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+PACK: dict[str, Any] = {"pack_tokens": 1024, "warmup_steps": 0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all weights": ("qwen3", {}),
+    "all weights, tied": ("llama", {}),
+    "computed again": ("qwen3", {"recompute": 1.0, "logprob_chunk_tokens": 64}),
+    "half computed again, tied": ("llama", {"recompute": 0.5}),
+    "bfloat16": ("llama", {"dtype": "bfloat16"}),
+    "bfloat16, norms of queries and keys": ("qwen3", {"dtype": "bfloat16"}),
+    "adapters": ("llama", {"lora": {"rank": 4}}),
+    "adapters, bfloat16": ("qwen3", {"lora": {"rank": 4}, "dtype": "bfloat16"}),
+    "short chunks": ("qwen3", {"logprob_chunk_tokens": 128, "pack_tokens": 256}),
+}
+
+
+def built(kind: str) -> PreTrainedModel:
+    config_class, model_class, shape = SHAPES[kind]
+    torch.manual_seed(0)
+    model = model_class(config_class(**shape, max_position_embeddings=1024))
+    model.set_attn_implementation(packed.IMPLEMENTATION)
+    return model.eval()
+
+
+def peak_of(run: Any) -> int:
+    """Most bytes that torch had allocated on the CPU at one time, beyond what it had at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    found: Any = seen.profiler
+    live = most = 0
+    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> tuple[float, float]:
+    """MiB of the second step of one rank: weights, moments, and what the step allocates."""
+    models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
+    config = build(RunConfig, {"models": models, "learner": PACK | settings | {"ranks": ranks.size}})
+    model = built(kind)
+    told, parameters = model.config.to_dict(), sum(p.numel() for p in model.parameters())
+    lora = config.learner.lora
+    adapters = Adapters(model, lora, base="tiny") if lora.rank else None
+    trainer = Trainer(model, config.learner, total_steps=9, adapters=adapters, ranks=ranks)
+    n = min(256, config.learner.pack_tokens)
+    per_pack = config.learner.pack_tokens // n
+    items = [build_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(2 * ranks.size * per_pack)]
+    trainer.step(items)  # makes AdamW's moments
+    weights = sum(share_of(parameter).nbytes for parameter in model.parameters())
+    moments = sum(tensor.nbytes for tensor in trainer.state_dict().tensors.values()) / ranks.size
+    measured = weights + moments + peak_of(lambda: trainer.step(items))
+    need = learner_need(config, shape_of(told, parameters, told["vocab_size"]), "gloo", device="cpu")
+    parts = {**need.sure, **need.likely}
+    return sum(gib * 2**10 for name, gib in parts.items() if name not in ("staging", "process")), measured / 2**20
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_of_a_step_is_within_15_percent_of_what_torch_allocates(case: str) -> None:
+    expected, measured = expected_and_measured(*CASES[case], Ranks())
+    assert np.isclose(expected, measured, rtol=0.15), f"{expected:.1f} MiB were expected, {measured:.1f} measured"
