@@ -45,7 +45,7 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     distributions need them (learner.objective.divergence = reverse_kl, forward_kl, mixed, jsd, multi_sample). 256 is a
     good cap: see top_mass. 0: only the sampled token's log-prob, or with payload = hidden the states."""
     top_k_of: TopKOf = "teacher"
-    """Whose likeliest tokens make the sets. teacher: its own. student: those of the student when it sampled the token;
+    """The model whose likeliest tokens make the sets. teacher: itself. student: as it was when it sampled the token;
     actors report them, and all teachers score the same ones. The gradient of reverse_kl is then nearer to that of the
     whole vocabulary (docs/objectives.md has figures); the divergences that weight by the teacher's probabilities are
     served better by its own."""

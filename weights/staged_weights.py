@@ -155,7 +155,7 @@ class Staged(ABC):
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """Of the tensors as they are sent."""
+        """Names, dtypes and shapes of the tensors as they are sent."""
 
     @property
     @abstractmethod
