@@ -75,8 +75,11 @@ class Ranks:
 
     rank = 0
     size = 1
-    device: torch.device | None = None
-    """Where this rank computes. None: where the model is."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device on which this rank computes. None: the model's."""
+        return None
 
     def lead(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
         """On rank 0: have all other ranks make this call, with what `payload` gives. It is asked only if there are
@@ -130,10 +133,14 @@ class RankGroup(Ranks):
         )
         if self.rank == 0:
             self._store.set(_LEADER, str(os.getpid()))
-        self.device: torch.device = device
+        self._device = device
         self.shares = ShareLink(self.rank, self.size, timeout_s=timeout_s)
         self._announced = 0
         self._root: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def lead(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
         if self.rank:

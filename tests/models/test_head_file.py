@@ -47,7 +47,7 @@ def test_the_head_is_that_of_the_loaded_model(
 ) -> None:
     torch.manual_seed(0)
     model = make()
-    torch.nn.init.normal_(model.get_output_embeddings().weight)
+    torch.nn.init.normal_(lm_head(model).weight_VH)
     model.save_pretrained(tmp_path, max_shard_size="8KB" if shards else "1GB")
     assert (tmp_path / "model.safetensors.index.json").is_file() == shards
     expected = lm_head(load_causal_lm(tmp_path, device="cpu", dtype="float32", attention="packed"))
